@@ -1,0 +1,44 @@
+# Everything a user or a contributor runs. Each target creates .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-all bench lint format clean
+.DEFAULT_GOAL := demo
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+		{ echo "moe-expert-cache needs Python 3.11 to 3.13: make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	-$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[oracle]'
+	@touch $@
+
+demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare
+	$(BIN)/moe-trace record --out demo/trace --overwrite
+	$(BIN)/moe-sim sweep demo/trace --cache-sizes 10%,25%,50% --out demo/sweep
+	$(BIN)/moe-replay --trace demo/trace --from demo/sweep --device cpu --out demo/replay
+
+test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+test-all: $(READY) lint ## everything, also what takes long
+	$(BIN)/pytest -n 2
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY) ## speeds as ratios measured in one run
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) demo

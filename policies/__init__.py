@@ -1,0 +1,1 @@
+"""What to keep and what to fetch, and the residency bookkeeping around it. No clocks, no bytes per second, no devices."""

@@ -1,0 +1,1 @@
+"""How to observe the routing of a live transformers model."""

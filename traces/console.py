@@ -1,0 +1,41 @@
+"""What the three commands share: how an application runs, ends on bad input, and talks to the terminal.
+
+Results go to standard output, everything else (progress, warnings, errors) to standard error.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from traces.errors import InputError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def warn(text: str) -> None:
+    """Print one warning line on standard error."""
+    err.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
+
+
+def main(app: typer.Typer, name: str) -> NoReturn:
+    """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted."""
+    try:
+        app(prog_name=name)
+    except InputError as error:
+        fail(name, str(error), 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        fail(name, "interrupted", 130)
+    sys.exit(0)
+
+
+def fail(name: str, text: str, status: int) -> NoReturn:
+    """Print `NAME: error: TEXT` on one line of standard error and exit with `status`."""
+    err.print(f"{name}: error: {' '.join(text.split())}", style=None, markup=False, soft_wrap=True)
+    sys.exit(status)
