@@ -1,0 +1,92 @@
+"""The expert activation matrix collection (EAMC) of MoE-Infinity (arXiv 2401.14361v3): past rEAMs, matched by cosine.
+
+It has a fixed capacity; when full, the incoming rEAM replaces the stored one at the smallest cosine distance to it.
+Dot products with the running iEAM are whole numbers, kept up to date by touching only the experts that an event adds.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from policies.contract import Float, Int, Shape
+
+NO_MATCH = -1
+
+
+@njit(cache=True, nogil=True)
+def _add(dots: NDArray, stored: NDArray, experts: NDArray, counts: NDArray) -> None:
+    """dots[c] += sum over experts of counts * stored[expert, c]."""
+    for i in range(len(experts)):
+        for c in range(len(dots)):
+            dots[c] += counts[i] * stored[experts[i], c]
+
+
+@njit(cache=True, nogil=True)
+def _nearest(dots: NDArray, norms: NDArray, ages: NDArray, size: int) -> int:
+    """The entry of the greatest cosine, dots / norms; ties to the oldest."""
+    best = NO_MATCH
+    for c in range(size):
+        if best != NO_MATCH:
+            ours, least = dots[c] / norms[c], dots[best] / norms[best]
+            if ours < least or (ours == least and ages[c] > ages[best]):
+                continue
+        best = c
+    return best
+
+
+@njit(cache=True, nogil=True)
+def _row_shares(matrix: NDArray, experts: int, shares: NDArray) -> None:
+    """shares[l*E + e] = matrix[l*E + e] / sum of row l; an empty row stays zero. Both [L*E]."""
+    for base in range(0, len(matrix), experts):
+        total = 0
+        for i in range(base, base + experts):
+            total += matrix[i]
+        for i in range(base, base + experts):
+            shares[i] = matrix[i] / total if total else 0.0
+
+
+class Collection:
+    """An EAMC of at most `capacity` EAMs, and the cosine match of one running iEAM against them."""
+
+    def __init__(self, shape: Shape, capacity: int) -> None:
+        self.shape = shape
+        self.capacity = capacity
+        self.size = 0
+        self._stored = np.zeros((shape.total, capacity), np.int64)  # [L*E, capacity]
+        self._norms = np.zeros(capacity, np.float64)
+        self._ages = np.zeros(capacity, np.int64)
+        self._learned = 0
+        self._dots = np.zeros(capacity, np.int64)
+
+    def begin_iteration(self) -> None:
+        """A new iEAM: all zero."""
+        self._dots[:] = 0
+
+    def add(self, experts: Int, counts: Int) -> None:
+        """The iEAM grows by `counts` [n] tokens at `experts` [n] (ids)."""
+        _add(self._dots, self._stored, experts, counts)
+
+    def nearest(self) -> int:
+        """The entry nearest to the iEAM by the cosine of the flattened matrices; NO_MATCH if none is stored."""
+        return int(_nearest(self._dots, self._norms, self._ages, self.size))
+
+    def shares(self, entry: int, out: Float) -> None:
+        """Write entry's row-normalised activation ratios into `out` [L*E]; zeros for NO_MATCH."""
+        if entry == NO_MATCH:
+            out[:] = 0
+        else:
+            _row_shares(self._stored[:, entry], self.shape.experts, out)
+
+    def learn(self, eam: Int) -> None:
+        """Store a finished request's rEAM [L*E]; an all-zero one teaches nothing."""
+        if not eam.any():
+            return
+        if self.size < self.capacity:
+            entry = self.size
+            self.size += 1
+        else:
+            entry = int(_nearest(eam @ self._stored, self._norms, self._ages, self.size))
+        self._stored[:, entry] = eam
+        self._norms[entry] = np.sqrt(np.dot(eam, eam))
+        self._learned += 1
+        self._ages[entry] = self._learned

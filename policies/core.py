@@ -1,0 +1,327 @@
+"""The residency machine, compiled: states of experts, slots, pins, queues, victims. It owns rules 1, 2 and 4 to 10.
+
+All integers of the machine live in one array, so that a call from Python unboxes one array and costs well under a
+microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
+are `keep`, float64[3, L*E]. `policies/residency.py` gives these functions a class and tells the theory.
+"""
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from policies.scores import on_evict, on_insert, on_lookup
+
+# Rows of m. By expert:
+STATE, SLOT, WANTED, UNUSED, PROPOSED = range(5)
+# by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
+HELD, DEMANDS, QUEUE, HITS, ONE = range(5, 10)
+ROWS = 10
+
+# States of an expert. WANTED marks one that the current event looked up and has not computed yet, so a pin is
+# READY and WANTED; UNUSED one that was prefetched and not looked up since; PROPOSED the last proposal that named it.
+ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
+
+# Single numbers, m[ONE, ...]
+SLOTS, FREE, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(10)
+# and the counters of the run:
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(10, 17)
+COUNTERS = slice(N_HITS, N_WASTED + 1)
+WIDTH = 17  # columns that row ONE needs
+
+PRIORITY = 2  # row of `keep`
+
+NO_EXPERT = -1
+BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
+
+
+def new(total: int, slots: int) -> NDArray[np.int64]:
+    """The machine of a model of `total` experts and a cache of `slots`, everything absent."""
+    m = np.zeros((ROWS, max(total, slots, WIDTH)), np.int64)
+    m[SLOT] = m[HELD] = NO_EXPERT
+    m[ONE, SLOTS] = m[ONE, FREE] = slots
+    m[ONE, ACTIVE] = m[ONE, PAUSED] = NO_EXPERT
+    return m
+
+
+@njit(cache=True, nogil=True)
+def route(m: NDArray, keep: NDArray, rule: int, experts: NDArray, first: int, last: int) -> int:
+    """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
+
+    The hits stand in m[HITS] in ascending order.
+    """
+    one = m[ONE]
+    one[SERIAL] += 1
+    one[NEXT_DEMAND] = one[LAST_DEMAND] = 0
+    hits = 0
+    for i in range(first, last):
+        expert = experts[i]
+        state = m[STATE, expert]
+        if state == READY:
+            m[HITS, hits] = expert
+            hits += 1
+        elif state == LOADING:
+            one[N_LATE] += 1
+        else:
+            m[STATE, expert] = DEMANDED
+            m[DEMANDS, one[LAST_DEMAND]] = expert
+            one[LAST_DEMAND] += 1
+        if m[UNUSED, expert]:
+            m[UNUSED, expert] = 0
+            one[N_USED] += 1
+        m[WANTED, expert] = 1
+        on_lookup(rule, keep, expert, one[SERIAL])
+    one[N_HITS] += hits
+    one[N_MISSES] += one[LAST_DEMAND]
+    return hits
+
+
+@njit(cache=True, nogil=True)
+def computed(m: NDArray, expert: int) -> None:
+    """The compute of `expert` in its event has ended: unpin it (rule 2)."""
+    m[WANTED, expert] = 0
+
+
+@njit(cache=True, nogil=True)
+def computed_hits(m: NDArray, first: int, last: int) -> None:
+    """Unpin hits `first` to `last` - 1 of the event, in their order."""
+    for i in range(first, last):
+        m[WANTED, m[HITS, i]] = 0
+
+
+@njit(cache=True, nogil=True)
+def clear_queue(m: NDArray) -> None:
+    """Forget the queued prefetches that have not started."""
+    for i in range(m[ONE, QUEUE_LENGTH]):
+        if m[STATE, m[QUEUE, i]] == QUEUED:
+            m[STATE, m[QUEUE, i]] = ABSENT
+    m[ONE, QUEUE_LENGTH] = 0
+
+
+@njit(cache=True, nogil=True)
+def propose(m: NDArray, keep: NDArray, experts: NDArray, priorities: NDArray) -> None:
+    """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
+    clear_queue(m)
+    m[ONE, PROPOSAL] += 1
+    n = 0
+    for i in range(len(experts)):
+        expert = experts[i]
+        m[PROPOSED, expert] = m[ONE, PROPOSAL]
+        if m[STATE, expert] == ABSENT:
+            m[STATE, expert] = QUEUED
+            keep[PRIORITY, expert] = priorities[i]
+            m[QUEUE, n] = expert
+            n += 1
+    m[ONE, QUEUE_LENGTH] = n
+    for i in range(n // 2 - 1, -1, -1):
+        _sift(m, keep, i)
+
+
+@njit(cache=True, nogil=True)
+def _before(keep: NDArray, a: int, b: int) -> bool:
+    """Priority descending, then id ascending."""
+    return keep[PRIORITY, a] > keep[PRIORITY, b] or (keep[PRIORITY, a] == keep[PRIORITY, b] and a < b)
+
+
+@njit(cache=True, nogil=True)
+def _sift(m: NDArray, keep: NDArray, i: int) -> None:
+    """Restore the binary heap m[QUEUE] below place i."""
+    n = m[ONE, QUEUE_LENGTH]
+    expert = m[QUEUE, i]
+    while 2 * i + 1 < n:
+        child = 2 * i + 1
+        if child + 1 < n and _before(keep, m[QUEUE, child + 1], m[QUEUE, child]):
+            child += 1
+        if not _before(keep, m[QUEUE, child], expert):
+            break
+        m[QUEUE, i] = m[QUEUE, child]
+        i = child
+    m[QUEUE, i] = expert
+
+
+@njit(cache=True, nogil=True)
+def best_queued(m: NDArray, keep: NDArray) -> int:
+    """The queued prefetch that is next, or NO_EXPERT; drops those that a demand has taken over."""
+    while m[ONE, QUEUE_LENGTH] > 0:
+        expert = m[QUEUE, 0]
+        if m[STATE, expert] == QUEUED:
+            return expert
+        m[ONE, QUEUE_LENGTH] -= 1
+        m[QUEUE, 0] = m[QUEUE, m[ONE, QUEUE_LENGTH]]
+        _sift(m, keep, 0)
+    return NO_EXPERT
+
+
+@njit(cache=True, nogil=True)
+def protected(m: NDArray, expert: int) -> bool:
+    """Rule 6: prefetched, not looked up since, and in the latest proposal."""
+    return m[UNUSED, expert] == 1 and m[PROPOSED, expert] == m[ONE, PROPOSAL]
+
+
+@njit(cache=True, nogil=True)
+def evictable(m: NDArray, shielded: bool) -> NDArray:
+    """Ascending ids of the READY experts that nothing pins: the protected ones (`shielded`), or the others."""
+    found = np.empty(m[ONE, SLOTS], np.int64)
+    n = 0
+    for slot in range(m[ONE, SLOTS]):
+        expert = m[HELD, slot]
+        if (
+            expert != NO_EXPERT
+            and m[STATE, expert] == READY
+            and not m[WANTED, expert]
+            and protected(m, expert) == shielded
+        ):
+            found[n] = expert
+            n += 1
+    return np.sort(found[:n])
+
+
+@njit(cache=True, nogil=True)
+def least(m: NDArray, keep: NDArray, shielded: bool) -> int:
+    """Of `evictable(m, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT."""
+    best = NO_EXPERT
+    for slot in range(m[ONE, SLOTS]):
+        expert = m[HELD, slot]
+        if expert == NO_EXPERT or m[STATE, expert] != READY or m[WANTED, expert]:
+            continue
+        if best != NO_EXPERT:
+            if keep[0, expert] > keep[0, best]:
+                continue
+            if keep[0, expert] == keep[0, best] and (
+                keep[1, expert] > keep[1, best] or (keep[1, expert] == keep[1, best] and expert > best)
+            ):
+                continue
+        if protected(m, expert) == shielded:
+            best = expert
+    return best
+
+
+@njit(cache=True, nogil=True)
+def start(m: NDArray, keep: NDArray, rule: int, expert: int, victim: int) -> None:
+    """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
+    one = m[ONE]
+    if victim != NO_EXPERT:
+        slot = m[SLOT, victim]
+        leave(m, keep, rule, victim)
+    else:
+        slot = 0
+        while m[HELD, slot] != NO_EXPERT:
+            slot += 1
+    if m[STATE, expert] == DEMANDED:
+        one[NEXT_DEMAND] += 1
+        one[N_DEMAND] += 1
+    else:
+        m[UNUSED, expert] = 1
+        one[N_PREFETCH] += 1
+    m[STATE, expert] = LOADING
+    m[SLOT, expert] = slot
+    m[HELD, slot] = expert
+    one[FREE] -= 1
+    one[STARTS] += 1
+    one[ACTIVE] = expert
+    on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
+
+
+@njit(cache=True, nogil=True)
+def leave(m: NDArray, keep: NDArray, rule: int, expert: int) -> None:
+    """`expert` leaves the cache and its slot is free."""
+    m[ONE, N_WASTED] += m[UNUSED, expert]
+    m[UNUSED, expert] = 0
+    m[STATE, expert] = ABSENT
+    m[HELD, m[SLOT, expert]] = NO_EXPERT
+    m[SLOT, expert] = NO_EXPERT
+    m[ONE, FREE] += 1
+    on_evict(rule, keep, expert)
+
+
+@njit(cache=True, nogil=True)
+def start_demand(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
+    """Start the first queued demand: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
+    one = m[ONE]
+    if one[NEXT_DEMAND] == one[LAST_DEMAND]:
+        return NO_EXPERT, NO_EXPERT
+    victim = NO_EXPERT
+    if one[FREE] == 0:
+        victim = least(m, keep, False)
+        if victim == NO_EXPERT:
+            victim = least(m, keep, True)
+        if victim == NO_EXPERT:
+            return BLOCKED, NO_EXPERT
+    expert = m[DEMANDS, one[NEXT_DEMAND]]
+    start(m, keep, rule, expert, victim)
+    return expert, victim
+
+
+@njit(cache=True, nogil=True)
+def start_prefetch(m: NDArray, keep: NDArray, rule: int, one_scale: bool) -> tuple[int, int]:
+    """Start the best queued prefetch: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
+    expert = best_queued(m, keep)
+    if expert == NO_EXPERT:
+        return NO_EXPERT, NO_EXPERT
+    victim = NO_EXPERT
+    if m[ONE, FREE] == 0:
+        victim = least(m, keep, False)
+        if victim == NO_EXPERT or (one_scale and keep[0, victim] >= keep[PRIORITY, expert]):
+            return BLOCKED, NO_EXPERT
+    start(m, keep, rule, expert, victim)
+    return expert, victim
+
+
+@njit(cache=True, nogil=True)
+def resume(m: NDArray) -> int:
+    """The paused prefetch goes on, if there is one."""
+    m[ONE, ACTIVE] = m[ONE, PAUSED]
+    m[ONE, PAUSED] = NO_EXPERT
+    return m[ONE, ACTIVE]
+
+
+@njit(cache=True, nogil=True)
+def next_transfer(m: NDArray, keep: NDArray, rule: int, one_scale: bool) -> tuple[int, int]:
+    """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT).
+
+    In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is to be had.
+    """
+    expert, victim = start_demand(m, keep, rule)
+    if expert >= 0:
+        return expert, victim
+    if m[ONE, PAUSED] != NO_EXPERT:
+        return resume(m), NO_EXPERT
+    if expert == BLOCKED:
+        return BLOCKED, NO_EXPERT
+    return start_prefetch(m, keep, rule, one_scale)
+
+
+@njit(cache=True, nogil=True)
+def arrived(m: NDArray) -> bool:
+    """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
+    expert = m[ONE, ACTIVE]
+    m[ONE, ACTIVE] = NO_EXPERT
+    m[STATE, expert] = READY
+    return m[WANTED, expert] == 1
+
+
+@njit(cache=True, nogil=True)
+def interrupt(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
+    """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
+
+    (expert, victim) of the demand; expert < 0 where the transfer goes on, as does one that is awaited.
+    """
+    running = m[ONE, ACTIVE]
+    if m[WANTED, running]:
+        return NO_EXPERT, NO_EXPERT
+    expert, victim = start_demand(m, keep, rule)
+    if expert >= 0:
+        m[ONE, PAUSED] = running
+    return expert, victim
+
+
+@njit(cache=True, nogil=True)
+def empty_cache(m: NDArray, keep: NDArray, rule: int) -> NDArray:
+    """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
+    clear_queue(m)
+    one = m[ONE]
+    one[ACTIVE] = one[PAUSED] = NO_EXPERT
+    left = np.sort(m[HELD, : one[SLOTS]].copy())
+    left = left[np.searchsorted(left, 0) :]
+    for expert in left:
+        leave(m, keep, rule, expert)
+    return left

@@ -1,0 +1,108 @@
+"""Engine-neutral cases: one JSON object in, one result line out, so that independent engines can be compared.
+
+The keys of a case and of a result are those of the conformance format: times in ns, experts as [expert, tokens].
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from policies.registry import parse
+from sim.log import RunLog
+from sim.timing import FixedTiming, Link
+from traces.errors import InputError
+from traces.steps import DECODE, RequestSteps
+
+
+def read_cases(path: Path) -> Iterator[dict[str, Any]]:
+    """The cases of a JSONL file. InputError for a file or a line that cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        yield json.loads(line)
+                    except json.JSONDecodeError as error:
+                        raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read cases from {path}: {error}") from None
+
+
+def run_file(path: Path, out: TextIO) -> int:
+    """Write one result line for each case of `path`; how many."""
+    count = 0
+    for count, case in enumerate(read_cases(path), 1):  # noqa: B007  the count is the answer
+        try:
+            result = run_case(case)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise InputError(f"{path}, case {count}: not a case ({type(error).__name__}: {error})") from None
+        out.write(json.dumps(result, separators=(",", ":")) + "\n")
+    return count
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Play one case on the SimPy engine."""
+    from sim.model import simulate
+
+    prefetch = case["prefetch"]
+    if prefetch == "popular":
+        prefetch = f"popular:n={case['popular_n']}"
+    log = simulate(
+        [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
+        layers=case["L"],
+        experts=case["E"],
+        slots=case["slots"],
+        policy=parse(f"{case['evict']}+{prefetch}"),
+        timing=FixedTiming(
+            dense=case["dense_ns"],
+            expert=case["expert_ns"],
+            expert_per_token=case["expert_ns_per_token"],
+            combine=case["combine_ns"],
+            head=case["head_ns"],
+            predictor_ns=case["predictor_ns"],
+        ),
+        link=Link(
+            latency_ns=case["link_latency_ns"],
+            ns_per_byte_num=case["link_ns_per_byte_num"],
+            ns_per_byte_den=case["link_ns_per_byte_den"],
+            expert_bytes=case["expert_bytes"],
+            chunk_bytes=case["chunk_bytes"],
+        ),
+        cold=case["cold"],
+    )
+    return case_result(log)
+
+
+def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int) -> RequestSteps:
+    """A case's request, steps x layers x [expert, tokens], as an engine plays it."""
+    events = [(layer, event) for step in steps for layer, event in enumerate(step)]
+    accesses = [(layer * experts + expert, tokens) for layer, event in events for expert, tokens in event]
+    table = np.array(accesses, np.int64).reshape(-1, 2)
+    tokens = [max((n for event in step for _, n in event), default=1) for step in steps]
+    return RequestSteps(
+        request=ordinal,
+        phase=np.full(len(steps), DECODE, np.uint8),
+        tokens=np.array(tokens, np.int64),
+        context=np.array(tokens, np.int64),
+        offsets=np.concatenate([[0], np.cumsum([len(event) for _, event in events])]).astype(np.int64),
+        experts=table[:, 0],
+        counts=table[:, 1],
+    )
+
+
+def case_result(log: RunLog) -> dict[str, Any]:
+    """The result line of a run."""
+    return {
+        "token_ns": log.step_ns.tolist(),
+        "hits": int(log.hits.sum()),
+        "late": int(log.late.sum()),
+        "misses": int(log.misses.sum()),
+        "bytes_demand": int(log.demand_transfers.sum()) * log.expert_bytes,
+        "bytes_prefetch": int(log.prefetch_transfers.sum()) * log.expert_bytes,
+        "bytes_wasted": int(log.prefetch_wasted.sum()) * log.expert_bytes,
+        "evictions": log.evictions.tolist(),
+        "stall_ns": int(log.stall_ns.sum()),
+    }
