@@ -1,1 +1,1 @@
-"""What to keep and what to fetch, and the residency bookkeeping around it. No clocks, no bytes per second, no devices."""
+"""What to keep and what to fetch, and the residency bookkeeping around it. No clocks, no bandwidths, no devices."""

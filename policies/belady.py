@@ -6,7 +6,6 @@ An expert's next use is the number of the next event that looks it up; never aga
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from policies.contract import Event, Int, Options, Requests, ScorePolicy, Shape
 from policies.registry import retention
@@ -15,7 +14,7 @@ NEVER = np.iinfo(np.int64).max // 2
 
 
 @njit(cache=True, nogil=True)
-def _next_uses(experts: NDArray, events: NDArray, upcoming: NDArray) -> NDArray:
+def _next_uses(experts: Int, events: Int, upcoming: Int) -> Int:
     """For each access, backwards: the event of the next one to the same expert; `upcoming` [L*E] is carried on."""
     following = np.empty(len(experts), np.int64)
     for i in range(len(experts) - 1, -1, -1):

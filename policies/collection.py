@@ -6,7 +6,6 @@ Dot products with the running iEAM are whole numbers, kept up to date by touchin
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from policies.contract import Float, Int, Shape
 
@@ -14,28 +13,37 @@ NO_MATCH = -1
 
 
 @njit(cache=True, nogil=True)
-def _add(dots: NDArray, stored: NDArray, experts: NDArray, counts: NDArray) -> None:
-    """dots[c] += sum over experts of counts * stored[expert, c]."""
-    for i in range(len(experts)):
-        for c in range(len(dots)):
-            dots[c] += counts[i] * stored[experts[i], c]
-
-
-@njit(cache=True, nogil=True)
-def _nearest(dots: NDArray, norms: NDArray, ages: NDArray, size: int) -> int:
+def _nearest(dots: Int, norms: Float, ages: Int, size: int) -> int:
     """The entry of the greatest cosine, dots / norms; ties to the oldest."""
-    best = NO_MATCH
+    best, greatest = NO_MATCH, -1.0
     for c in range(size):
-        if best != NO_MATCH:
-            ours, least = dots[c] / norms[c], dots[best] / norms[best]
-            if ours < least or (ours == least and ages[c] > ages[best]):
-                continue
-        best = c
+        cosine = dots[c] / norms[c]
+        if cosine > greatest or (cosine == greatest and ages[c] < ages[best]):
+            best, greatest = c, cosine
     return best
 
 
 @njit(cache=True, nogil=True)
-def _row_shares(matrix: NDArray, experts: int, shares: NDArray) -> None:
+def _observe(
+    dots: Int,
+    stored: Int,
+    norms: Float,
+    ages: Int,
+    size: int,
+    request_eam: Int,
+    experts: Int,
+    counts: Int,
+) -> int:
+    """Add an event to the rEAM and to every dot product of the iEAM; the nearest entry."""
+    for i in range(len(experts)):
+        request_eam[experts[i]] += counts[i]
+        for c in range(size):
+            dots[c] += counts[i] * stored[experts[i], c]
+    return _nearest(dots, norms, ages, size)
+
+
+@njit(cache=True, nogil=True)
+def _row_shares(matrix: Int, experts: int, shares: Float) -> None:
     """shares[l*E + e] = matrix[l*E + e] / sum of row l; an empty row stays zero. Both [L*E]."""
     for base in range(0, len(matrix), experts):
         total = 0
@@ -46,12 +54,13 @@ def _row_shares(matrix: NDArray, experts: int, shares: NDArray) -> None:
 
 
 class Collection:
-    """An EAMC of at most `capacity` EAMs, and the cosine match of one running iEAM against them."""
+    """An EAMC of at most `capacity` EAMs, and the running request against it: its iEAM's dot products, its rEAM."""
 
     def __init__(self, shape: Shape, capacity: int) -> None:
         self.shape = shape
         self.capacity = capacity
         self.size = 0
+        self.request_eam: Int = np.zeros(shape.total, np.int64)  # [L*E]
         self._stored = np.zeros((shape.total, capacity), np.int64)  # [L*E, capacity]
         self._norms = np.zeros(capacity, np.float64)
         self._ages = np.zeros(capacity, np.int64)
@@ -62,13 +71,23 @@ class Collection:
         """A new iEAM: all zero."""
         self._dots[:] = 0
 
-    def add(self, experts: Int, counts: Int) -> None:
-        """The iEAM grows by `counts` [n] tokens at `experts` [n] (ids)."""
-        _add(self._dots, self._stored, experts, counts)
+    def observe(self, experts: Int, counts: Int) -> int:
+        """iEAM and rEAM grow by `counts` [n] tokens at `experts` [n] (ids).
 
-    def nearest(self) -> int:
-        """The entry nearest to the iEAM by the cosine of the flattened matrices; NO_MATCH if none is stored."""
-        return int(_nearest(self._dots, self._norms, self._ages, self.size))
+        Returns the entry nearest to the iEAM by the cosine of the flattened matrices, NO_MATCH if none is stored.
+        """
+        return int(
+            _observe(
+                self._dots,
+                self._stored,
+                self._norms,
+                self._ages,
+                self.size,
+                self.request_eam,
+                experts,
+                counts,
+            )
+        )
 
     def shares(self, entry: int, out: Float) -> None:
         """Write entry's row-normalised activation ratios into `out` [L*E]; zeros for NO_MATCH."""
@@ -77,8 +96,9 @@ class Collection:
         else:
             _row_shares(self._stored[:, entry], self.shape.experts, out)
 
-    def learn(self, eam: Int) -> None:
-        """Store a finished request's rEAM [L*E]; an all-zero one teaches nothing."""
+    def learn(self) -> None:
+        """The request has ended: store its rEAM and begin a new one; an all-zero one teaches nothing."""
+        eam = self.request_eam
         if not eam.any():
             return
         if self.size < self.capacity:
@@ -90,3 +110,4 @@ class Collection:
         self._norms[entry] = np.sqrt(np.dot(eam, eam))
         self._learned += 1
         self._ages[entry] = self._learned
+        eam[:] = 0

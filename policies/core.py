@@ -7,8 +7,8 @@ are `keep`, float64[3, L*E]. `policies/residency.py` gives these functions a cla
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
+from policies.contract import Float, Int
 from policies.scores import on_evict, on_insert, on_lookup
 
 # Rows of m. By expert:
@@ -34,7 +34,7 @@ NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
 
 
-def new(total: int, slots: int) -> NDArray[np.int64]:
+def new(total: int, slots: int) -> Int:
     """The machine of a model of `total` experts and a cache of `slots`, everything absent."""
     m = np.zeros((ROWS, max(total, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
@@ -44,7 +44,7 @@ def new(total: int, slots: int) -> NDArray[np.int64]:
 
 
 @njit(cache=True, nogil=True)
-def route(m: NDArray, keep: NDArray, rule: int, experts: NDArray, first: int, last: int) -> int:
+def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
     """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
 
     The hits stand in m[HITS] in ascending order.
@@ -76,20 +76,14 @@ def route(m: NDArray, keep: NDArray, rule: int, experts: NDArray, first: int, la
 
 
 @njit(cache=True, nogil=True)
-def computed(m: NDArray, expert: int) -> None:
-    """The compute of `expert` in its event has ended: unpin it (rule 2)."""
-    m[WANTED, expert] = 0
-
-
-@njit(cache=True, nogil=True)
-def computed_hits(m: NDArray, first: int, last: int) -> None:
-    """Unpin hits `first` to `last` - 1 of the event, in their order."""
+def computed_hits(m: Int, first: int, last: int) -> None:
+    """The compute of hits `first` to `last` - 1 of the event has ended: unpin them (rule 2)."""
     for i in range(first, last):
         m[WANTED, m[HITS, i]] = 0
 
 
 @njit(cache=True, nogil=True)
-def clear_queue(m: NDArray) -> None:
+def clear_queue(m: Int) -> None:
     """Forget the queued prefetches that have not started."""
     for i in range(m[ONE, QUEUE_LENGTH]):
         if m[STATE, m[QUEUE, i]] == QUEUED:
@@ -98,7 +92,7 @@ def clear_queue(m: NDArray) -> None:
 
 
 @njit(cache=True, nogil=True)
-def propose(m: NDArray, keep: NDArray, experts: NDArray, priorities: NDArray) -> None:
+def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
     """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
     clear_queue(m)
     m[ONE, PROPOSAL] += 1
@@ -117,13 +111,13 @@ def propose(m: NDArray, keep: NDArray, experts: NDArray, priorities: NDArray) ->
 
 
 @njit(cache=True, nogil=True)
-def _before(keep: NDArray, a: int, b: int) -> bool:
+def _before(keep: Float, a: int, b: int) -> bool:
     """Priority descending, then id ascending."""
     return keep[PRIORITY, a] > keep[PRIORITY, b] or (keep[PRIORITY, a] == keep[PRIORITY, b] and a < b)
 
 
 @njit(cache=True, nogil=True)
-def _sift(m: NDArray, keep: NDArray, i: int) -> None:
+def _sift(m: Int, keep: Float, i: int) -> None:
     """Restore the binary heap m[QUEUE] below place i."""
     n = m[ONE, QUEUE_LENGTH]
     expert = m[QUEUE, i]
@@ -139,10 +133,10 @@ def _sift(m: NDArray, keep: NDArray, i: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def best_queued(m: NDArray, keep: NDArray) -> int:
+def best_queued(m: Int, keep: Float) -> int:
     """The queued prefetch that is next, or NO_EXPERT; drops those that a demand has taken over."""
     while m[ONE, QUEUE_LENGTH] > 0:
-        expert = m[QUEUE, 0]
+        expert: int = m[QUEUE, 0]
         if m[STATE, expert] == QUEUED:
             return expert
         m[ONE, QUEUE_LENGTH] -= 1
@@ -152,13 +146,14 @@ def best_queued(m: NDArray, keep: NDArray) -> int:
 
 
 @njit(cache=True, nogil=True)
-def protected(m: NDArray, expert: int) -> bool:
+def protected(m: Int, expert: int) -> bool:
     """Rule 6: prefetched, not looked up since, and in the latest proposal."""
-    return m[UNUSED, expert] == 1 and m[PROPOSED, expert] == m[ONE, PROPOSAL]
+    unused: bool = m[UNUSED, expert] == 1
+    return unused and m[PROPOSED, expert] == m[ONE, PROPOSAL]
 
 
 @njit(cache=True, nogil=True)
-def evictable(m: NDArray, shielded: bool) -> NDArray:
+def evictable(m: Int, shielded: bool) -> Int:
     """Ascending ids of the READY experts that nothing pins: the protected ones (`shielded`), or the others."""
     found = np.empty(m[ONE, SLOTS], np.int64)
     n = 0
@@ -176,7 +171,7 @@ def evictable(m: NDArray, shielded: bool) -> NDArray:
 
 
 @njit(cache=True, nogil=True)
-def least(m: NDArray, keep: NDArray, shielded: bool) -> int:
+def least(m: Int, keep: Float, shielded: bool) -> int:
     """Of `evictable(m, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT."""
     best = NO_EXPERT
     for slot in range(m[ONE, SLOTS]):
@@ -196,7 +191,7 @@ def least(m: NDArray, keep: NDArray, shielded: bool) -> int:
 
 
 @njit(cache=True, nogil=True)
-def start(m: NDArray, keep: NDArray, rule: int, expert: int, victim: int) -> None:
+def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
     one = m[ONE]
     if victim != NO_EXPERT:
@@ -222,7 +217,7 @@ def start(m: NDArray, keep: NDArray, rule: int, expert: int, victim: int) -> Non
 
 
 @njit(cache=True, nogil=True)
-def leave(m: NDArray, keep: NDArray, rule: int, expert: int) -> None:
+def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     """`expert` leaves the cache and its slot is free."""
     m[ONE, N_WASTED] += m[UNUSED, expert]
     m[UNUSED, expert] = 0
@@ -234,7 +229,7 @@ def leave(m: NDArray, keep: NDArray, rule: int, expert: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def start_demand(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
+def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Start the first queued demand: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
     one = m[ONE]
     if one[NEXT_DEMAND] == one[LAST_DEMAND]:
@@ -252,7 +247,7 @@ def start_demand(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def start_prefetch(m: NDArray, keep: NDArray, rule: int, one_scale: bool) -> tuple[int, int]:
+def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
     expert = best_queued(m, keep)
     if expert == NO_EXPERT:
@@ -267,40 +262,51 @@ def start_prefetch(m: NDArray, keep: NDArray, rule: int, one_scale: bool) -> tup
 
 
 @njit(cache=True, nogil=True)
-def resume(m: NDArray) -> int:
+def resume(m: Int) -> int:
     """The paused prefetch goes on, if there is one."""
     m[ONE, ACTIVE] = m[ONE, PAUSED]
     m[ONE, PAUSED] = NO_EXPERT
-    return m[ONE, ACTIVE]
+    expert: int = m[ONE, ACTIVE]
+    return expert
 
 
 @njit(cache=True, nogil=True)
-def next_transfer(m: NDArray, keep: NDArray, rule: int, one_scale: bool) -> tuple[int, int]:
-    """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT).
+def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
+    """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
     In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is to be had.
     """
     expert, victim = start_demand(m, keep, rule)
     if expert >= 0:
-        return expert, victim
+        return expert, victim, False
     if m[ONE, PAUSED] != NO_EXPERT:
-        return resume(m), NO_EXPERT
+        return resume(m), NO_EXPERT, True
     if expert == BLOCKED:
-        return BLOCKED, NO_EXPERT
-    return start_prefetch(m, keep, rule, one_scale)
+        return BLOCKED, NO_EXPERT, False
+    expert, victim = start_prefetch(m, keep, rule, one_scale)
+    return expert, victim, True
 
 
 @njit(cache=True, nogil=True)
-def arrived(m: NDArray) -> bool:
+def arrived(m: Int) -> bool:
     """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
     expert = m[ONE, ACTIVE]
     m[ONE, ACTIVE] = NO_EXPERT
     m[STATE, expert] = READY
-    return m[WANTED, expert] == 1
+    awaited: bool = m[WANTED, expert] == 1
+    return awaited
 
 
 @njit(cache=True, nogil=True)
-def interrupt(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
+def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[bool, int, int, bool]:
+    """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
+    awaited = arrived(m)
+    expert, victim, prefetch = next_transfer(m, keep, rule, one_scale)
+    return awaited, expert, victim, prefetch
+
+
+@njit(cache=True, nogil=True)
+def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 
     (expert, victim) of the demand; expert < 0 where the transfer goes on, as does one that is awaited.
@@ -315,7 +321,7 @@ def interrupt(m: NDArray, keep: NDArray, rule: int) -> tuple[int, int]:
 
 
 @njit(cache=True, nogil=True)
-def empty_cache(m: NDArray, keep: NDArray, rule: int) -> NDArray:
+def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     clear_queue(m)
     one = m[ONE]

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
-from policies.collection import Collection
+from policies.collection import NO_MATCH, Collection
 from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.registry import prefetcher, retention
 from traces.errors import InputError
@@ -32,7 +31,7 @@ class EamcOptions:
 
 
 @njit(cache=True, nogil=True)
-def _candidates(shares: NDArray, layer: int, E: int, eps: float, ids: NDArray, priorities: NDArray) -> int:
+def _candidates(shares: Float, layer: int, E: int, eps: float, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the experts after `layer` whose ratio is above 0; how many."""
     L = len(shares) // E
     n = 0
@@ -52,9 +51,8 @@ class Predictor:
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.shares: Float = np.zeros(shape.total)  # [L*E] activation ratios of the match, zero without one
         self._collections = {phase: Collection(shape, options.capacity) for phase in (PREFILL, DECODE)}
-        self._request_eams = {phase: np.zeros(shape.total, np.int64) for phase in (PREFILL, DECODE)}
-        self._iteration: tuple[int, int] | None = None
-        self._match: tuple[int, int] | None = None
+        self._iteration = -1, -1  # request and step of the iEAM
+        self._match = -1, NO_MATCH  # phase and entry that `shares` shows
 
     def observe(self, event: Event) -> bool:
         """Add the event to iEAM and rEAM and match anew; whether the ratios have changed."""
@@ -62,9 +60,7 @@ class Predictor:
         if self._iteration != (event.request, event.step):
             self._iteration = event.request, event.step
             collection.begin_iteration()
-        collection.add(event.experts, event.counts)
-        self._request_eams[event.phase][event.experts] += event.counts
-        match = event.phase, collection.nearest()
+        match = event.phase, collection.observe(event.experts, event.counts)
         if match == self._match:
             return False
         self._match = match
@@ -73,10 +69,9 @@ class Predictor:
 
     def learn(self) -> None:
         """The request has ended: its rEAMs join the collections."""
-        for phase, eam in self._request_eams.items():
-            self._collections[phase].learn(eam)
-            eam[:] = 0
-        self._match = None
+        for collection in self._collections.values():
+            collection.learn()
+        self._match = -1, NO_MATCH
 
 
 @retention("eamc")

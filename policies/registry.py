@@ -7,7 +7,7 @@ options follow colons: `lru+popular:n=8`. Packages add policies under the entry 
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -82,8 +82,11 @@ def available() -> list[PolicyInfo]:
     """Every registered policy: pairs first, then retention, then prefetch, by name."""
     _load()
     both = _retention.keys() & _prefetch.keys()
-    kinds = [("pair", _retention, both), ("retention", _retention, _retention.keys() - both)]
-    kinds.append(("prefetch", _prefetch, _prefetch.keys() - both))
+    kinds: list[tuple[str, Mapping[str, type[Listener]], set[str]]] = [
+        ("pair", _retention, both),
+        ("retention", _retention, _retention.keys() - both),
+        ("prefetch", _prefetch, _prefetch.keys() - both),
+    ]
     return [
         PolicyInfo(name, kind, _summary(table[name]), table[name].oracle, _options(table[name], ""))
         for kind, table, names in kinds
@@ -148,7 +151,9 @@ def parse(text: str) -> PolicySpec:
     _options(_retention[evict], evict_options)
     if not plus:
         both = evict in _prefetch
-        return PolicySpec(text.strip(), evict, evict if both else NO_PREFETCH, evict_options, evict_options if both else "")
+        return PolicySpec(
+            text.strip(), evict, evict if both else NO_PREFETCH, evict_options, evict_options if both else ""
+        )
     prefetch, _, prefetch_options = prefetch.strip().partition(":")
     if prefetch not in _prefetch:
         if prefetch in _retention:
@@ -165,14 +170,18 @@ def _make(cls: type[Any], shape: Shape, text: str) -> Any:
 def _options(cls: type[Listener], text: str) -> dict[str, Any]:
     """The options of a policy, `key=value` pairs between colons over the defaults, each of its default's type."""
     declared = cls.Options
-    fields = {f.name: f.default for f in dataclasses.fields(declared)} if dataclasses.is_dataclass(declared) else {}
+    fields: dict[str, Any] = {}
+    if dataclasses.is_dataclass(declared):
+        fields = {field.name: field.default for field in dataclasses.fields(declared)}
     values = dict(fields)
     for part in filter(None, text.split(":")):
         key, equals, value = part.partition("=")
         if key not in fields:
-            raise unknown(f"option of {cls.name}", key, fields) if fields else InputError(f"{cls.name} has no options")
+            raise (
+                unknown(f"option of {cls.name}", key, fields) if fields else InputError(f"{cls.name} has no options")
+            )
         try:
-            values[key] = type(fields[key])(value)
+            values[key] = fields[key].__class__(value)
         except ValueError:
             equals = ""
         if not equals:

@@ -36,8 +36,9 @@ class Residency:
     """The machine over one cache of `slots` experts under one retention policy.
 
     The calls of the hot path are attributes, bound once: `route(experts, first, last) -> hits`,
-    `propose(experts, priorities)`, `next_transfer() -> (expert, victim)`, `interrupt() -> (expert, victim)`,
-    `arrived() -> awaited`, `computed(expert)`, `computed_hits(first, last)`; see `policies.core`.
+    `propose(experts, priorities)`, `next_transfer() -> (expert, victim, is a prefetch)`, `interrupt() -> (expert,
+    victim)`, `arrived() -> awaited`, `arrived_and_next()` (both at once), `computed_hits(first, last)`;
+    see `policies.core`.
     """
 
     def __init__(self, shape: Shape, slots: int, policy: RetentionPolicy, one_scale: bool = False) -> None:
@@ -51,13 +52,18 @@ class Residency:
         self._one_scale = one_scale
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
-        self.computed: Callable[[int], None] = partial(core.computed, m)
+        self._wanted = m[core.WANTED]
         self.computed_hits: Callable[[int, int], None] = partial(core.computed_hits, m)
         self.route: Callable[[Int, int, int], int] = (
             partial(core.route, m, keep, rule) if scored else self._route_in_python
         )
-        self.next_transfer: Callable[[], tuple[int, int]] = (
+        self.next_transfer: Callable[[], tuple[int, int, bool]] = (
             partial(core.next_transfer, m, keep, rule, one_scale) if scored else self._next_in_python
+        )
+        self.arrived_and_next: Callable[[], tuple[bool, int, int, bool]] = (
+            partial(core.arrived_and_next, m, keep, rule, one_scale)
+            if scored
+            else lambda: (self.arrived(), *self._next_in_python())
         )
         self.interrupt: Callable[[], tuple[int, int]] = (
             partial(core.interrupt, m, keep, rule) if scored else self._interrupt_in_python
@@ -76,7 +82,7 @@ class Residency:
 
     def awaited(self, expert: int) -> bool:
         """Whether the current event looked `expert` up and has not computed it yet."""
-        return bool(self.m[core.WANTED, expert])
+        return bool(self._wanted[expert])
 
     def slot(self, expert: int) -> int:
         """The slot that `expert` holds, or NO_EXPERT."""
@@ -101,6 +107,10 @@ class Residency:
         held = self.m[core.HELD, : self.m[core.ONE, core.SLOTS]]
         return np.sort(held[held != NO_EXPERT])
 
+    def computed(self, expert: int) -> None:
+        """The compute of `expert` in its event has ended: unpin it (rule 2)."""
+        self._wanted[expert] = 0
+
     def end_request(self, cold: bool) -> None:
         """Rule 10: queued prefetches are dropped; `cold` empties the cache and frees the link."""
         core.clear_queue(self.m)
@@ -117,18 +127,18 @@ class Residency:
             self.policy.on_hit(expert, self.serial)
         return int(hits)
 
-    def _next_in_python(self) -> tuple[int, int]:
+    def _next_in_python(self) -> tuple[int, int, bool]:
         one = self.m[core.ONE]
         if one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
             started = self._start_demand()
             if started[0] >= 0 or one[core.PAUSED] == NO_EXPERT:
-                return started
+                return *started, False
         if one[core.PAUSED] != NO_EXPERT:
-            return int(core.resume(self.m)), NO_EXPERT
+            return int(core.resume(self.m)), NO_EXPERT, True
         expert = int(core.best_queued(self.m, self.keep))
         if expert == NO_EXPERT:
-            return NO_EXPERT, NO_EXPERT
-        return self._start(expert, may_break_protection=False)
+            return NO_EXPERT, NO_EXPERT, True
+        return *self._start(expert, may_break_protection=False), True
 
     def _interrupt_in_python(self) -> tuple[int, int]:
         one = self.m[core.ONE]

@@ -5,13 +5,14 @@ float64[3, L*E]: row 0 the primary score, row 1 the secondary; serial numbers st
 """
 
 from numba import njit
-from numpy.typing import NDArray
+
+from policies.contract import Float
 
 NONE, LRU, FIFO, LFU = range(4)
 
 
 @njit(cache=True, nogil=True)
-def on_lookup(rule: int, keep: NDArray, expert: int, serial: int) -> None:
+def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
     """An event looks `expert` up, whatever its state."""
     if rule == LRU:
         keep[0, expert] = serial
@@ -21,7 +22,7 @@ def on_lookup(rule: int, keep: NDArray, expert: int, serial: int) -> None:
 
 
 @njit(cache=True, nogil=True)
-def on_insert(rule: int, keep: NDArray, expert: int, serial: int, start: int) -> None:
+def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> None:
     """The transfer of `expert` starts: the `start`-th of the run, after event `serial`."""
     if rule == LRU:
         keep[0, expert] = serial
@@ -30,7 +31,7 @@ def on_insert(rule: int, keep: NDArray, expert: int, serial: int, start: int) ->
 
 
 @njit(cache=True, nogil=True)
-def on_evict(rule: int, keep: NDArray, expert: int) -> None:
+def on_evict(rule: int, keep: Float, expert: int) -> None:
     """`expert` leaves the cache."""
     if rule == LFU:
         keep[0, expert] = 0

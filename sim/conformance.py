@@ -34,7 +34,7 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
 def run_file(path: Path, out: TextIO) -> int:
     """Write one result line for each case of `path`; how many."""
     count = 0
-    for count, case in enumerate(read_cases(path), 1):  # noqa: B007  the count is the answer
+    for count, case in enumerate(read_cases(path), 1):
         try:
             result = run_case(case)
         except (KeyError, TypeError, ValueError, IndexError) as error:

@@ -7,47 +7,53 @@ a single hit becomes an event only while a transfer is stuck for want of a slot.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import simpy
 
-from policies.contract import Event, Requests, Shape
-from policies.core import BLOCKED
+from policies.contract import Event, Float, Int, Requests, Shape
+from policies.core import BLOCKED, NO_EXPERT
 from policies.registry import PolicySpec
 from policies.residency import Residency
 from sim.log import STALLS, RunLog
 from sim.timing import Link, Timing
 from traces.steps import RequestSteps
 
-PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH, SLOT = range(len(STALLS))
+PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)  # of STALLS; with one link the fifth never occurs, see HostLink
+NOT_WAITING = -1
+
+# Rule 15 within one instant: transfers and chunk boundaries, then ends of compute, then routers. One transfer and one
+# part of the compute stream run at a time, so ids never decide; the end of an earlier hit precedes that of the last.
+# SimPy's own wake-ups have the ranks 0 and 1 and run before all of these.
+TRANSFER, HIT, COMPUTE, ROUTER = range(2, 6)
 
 Wait = Generator[simpy.Event, Any, None]
 
 
+class Nanoseconds(simpy.Environment):
+    """An environment whose clock is whole nanoseconds from 0."""
+
+    def __init__(self) -> None:
+        super().__init__(initial_time=0)
+
+    @property
+    def now(self) -> int:
+        """Nanoseconds since the start of the run."""
+        return self._now  # type: ignore[return-value]  # whole, since every delay is
+
+
 class At(simpy.Event):
-    """An event `delay` ns from now; among those of its instant the one of the lower `rank` comes first (rule 15).
+    """An event `delay` ns from now; among those of its instant the one of the lower `rank` comes first."""
 
-    SimPy's own wake-ups between processes have ranks 0 and 1, so they run before every timed event.
-    """
-
-    def __init__(self, env: simpy.Environment, delay: int, rank: int) -> None:
+    def __init__(self, env: Nanoseconds, delay: int, rank: int) -> None:
         self.env = env
         self.callbacks = []
         self._ok = True
         self._value = None
         env.schedule(self, rank, delay)  # type: ignore[arg-type]  # priorities above NORMAL, as SimPy's heap allows
-
-
-class Ranks:
-    """Rule 15: transfers and chunk boundaries, then compute completions, then routers; by expert id within a kind."""
-
-    def __init__(self, total: int) -> None:
-        self.transfer = 2
-        self.compute = 2 + total
-        self.router = 2 + 2 * total
 
 
 def simulate(
@@ -83,12 +89,11 @@ class Model:
         link: Link,
         cold: bool,
     ) -> None:
-        self.env = simpy.Environment(initial_time=0)
+        self.env = Nanoseconds()
         self.requests = requests
         self.shape = shape
         self.timing = timing
         self.cold = cold
-        self.ranks = Ranks(shape.total)
         self.retention, self.prefetcher = policy.build(shape)
         for listener in (self.retention, self.prefetcher):
             listener.foresee(requests, per_access=False)
@@ -96,7 +101,7 @@ class Model:
         self.event = Event()
         self.hears = self.retention.observes or self.prefetcher.observes or self.prefetcher.proposes
         self.hits = HitQueue(self.machine)
-        self.link = HostLink(self.env, self.machine, link, self.ranks, self.hits)
+        self.link = HostLink(self.env, self.machine, link, self.hits)
         self.rows: list[list[int]] = []
 
     def run(self, progress: Callable[[int], None] | None) -> RunLog:
@@ -133,56 +138,61 @@ class Model:
     def _step(self, request: RequestSteps, ordinal: int, step: int) -> Wait:
         """One forward pass: L layers, then the head."""
         env, link, machine, hits = self.env, self.link, self.machine, self.hits
-        compute = self.ranks.compute
         L, predictor_ns = self.shape.layers, self.timing.predictor_ns
         tokens, context = int(request.tokens[step]), int(request.context[step])
         expert_ns, combine_ns = self.timing.expert_ns, self.timing.combine_ns(tokens)
         one_token_ns = expert_ns(1)
+        self.event.request, self.event.step, self.event.phase = ordinal, step, int(request.phase[step])
         experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
         for layer in range(L):
-            yield At(env, self.timing.dense_ns(layer, tokens, context), self.ranks.router)
+            yield At(env, self.timing.dense_ns(layer, tokens, context), ROUTER)
             first, last = offsets[layer], offsets[layer + 1]
             n_hits = machine.route(experts, first, last)
-            proposal = self._consult(request, ordinal, step, layer, first, last) if self.hears else None
+            self.event.serial += 1
+            proposal = self._consult(request, layer, first, last) if self.hears else None
             if predictor_ns:
-                link.act()
-                yield At(env, predictor_ns, compute)
+                link.queued()
+                yield At(env, predictor_ns, COMPUTE)
                 link.stall_ns[PREDICTOR] += predictor_ns
             if proposal is not None:
                 machine.propose(*proposal)
             durations = (
                 None
                 if tokens == 1
-                else {e: expert_ns(n) for e, n in zip(experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True)}
+                else {
+                    e: expert_ns(n)
+                    for e, n in zip(experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True)
+                }
             )
             if n_hits:
-                chosen = hits.begin(n_hits, env.now, durations, one_token_ns)
-                link.act()
-                yield At(env, hits.ends[-1] - env.now, compute + chosen)
+                duration = hits.begin(n_hits, env.now, durations, one_token_ns)
+                link.queued()
+                yield At(env, duration, COMPUTE)
                 hits.finish()
-            link.act()
+                link.act()
+            else:
+                link.queued()
             for _ in range(last - first - n_hits):
-                if not link.arrivals:
-                    yield link.wait()
+                while not link.arrivals:
+                    yield link.next_chunk()
                 expert = link.arrivals.popleft()
-                yield At(env, durations[expert] if durations else one_token_ns, compute + expert)
+                yield At(env, durations[expert] if durations else one_token_ns, COMPUTE)
                 machine.computed(expert)
                 link.act()
             if combine_ns:
-                yield At(env, combine_ns, compute)
-        yield At(env, self.timing.head_ns(tokens), compute)
+                yield At(env, combine_ns, COMPUTE)
+        yield At(env, self.timing.head_ns(tokens), COMPUTE)
 
-    def _consult(self, request: RequestSteps, ordinal: int, step: int, layer: int, first: int, last: int) -> Any:
+    def _consult(self, request: RequestSteps, layer: int, first: int, last: int) -> tuple[Int, Float] | None:
         """Rules 3 and 4: the policies hear of the event; the prefetcher's proposal, None if it never makes one."""
-        event = self.event
-        event.request, event.step, event.phase, event.layer = ordinal, step, int(request.phase[step]), layer
-        event.serial, event.first = self.machine.serial, first
+        event, retention, prefetcher = self.event, self.retention, self.prefetcher
+        event.layer, event.first = layer, first
         event.experts, event.counts = request.experts[first:last], request.counts[first:last]
-        if self.retention.observes:
-            self.retention.observe(event)
-        if self.prefetcher.observes:
-            self.prefetcher.observe(event)
-        return self.prefetcher.propose(event) if self.prefetcher.proposes else None
+        if retention.observes:
+            retention.observe(event)
+        if prefetcher.observes:
+            prefetcher.observe(event)
+        return prefetcher.propose(event) if prefetcher.proposes else None
 
     # The log
 
@@ -218,26 +228,25 @@ class Model:
 
 
 class HitQueue:
-    """The hits of the current event on the compute stream: when each ends, and which have been unpinned.
+    """The hits of the current event on the compute stream: when each ends, and how many have been unpinned.
 
     Their ends are known from the start, so they need no events; `settle` unpins those that lie in the past.
     """
 
     def __init__(self, machine: Residency) -> None:
         self._machine = machine
-        self.experts: list[int] = []
-        self.ends: list[int] = []
+        self.ends: Sequence[int] = ()
         self._unpinned = 0
 
     def begin(self, n: int, now: int, durations: dict[int, int] | None, each_ns: int) -> int:
-        """The `n` hits of the event start, one after another; the last of them."""
-        self.experts = self._machine.hits(n)
-        if durations is None:
-            self.ends = [now + each_ns * i for i in range(1, n + 1)]
+        """The event's `n` hits start, one after another; the time they take together."""
+        if durations is not None:
+            self.ends = list(accumulate((durations[e] for e in self._machine.hits(n)), initial=now))[1:]
+        elif each_ns:
+            self.ends = range(now + each_ns, now + each_ns * n + 1, each_ns)
         else:
-            self.ends = list(accumulate((durations[e] for e in self.experts), initial=now))[1:]
-        self._unpinned = 0
-        return self.experts[-1]
+            self.ends = (now,) * n
+        return self.ends[-1] - now
 
     def settle(self, now: int) -> None:
         """Unpin the hits that ended before `now`: a transfer's completion precedes compute of the same instant."""
@@ -248,66 +257,65 @@ class HitQueue:
             self._machine.computed_hits(self._unpinned, done)
             self._unpinned = done
 
+    def next_end(self) -> int | None:
+        """When the next hit ends; None where that is the last one: the compute stream waits for it itself."""
+        return self.ends[self._unpinned] if self._unpinned < len(self.ends) - 1 else None
+
     def unpin_next(self) -> None:
         """Unpin the next hit: its end is an event this time."""
         self._machine.computed_hits(self._unpinned, self._unpinned + 1)
         self._unpinned += 1
 
-    def pending(self) -> tuple[int, int] | None:
-        """(end, expert) of the next hit to end, the last one excepted: the compute stream waits for that itself."""
-        i = self._unpinned
-        return (self.ends[i], self.experts[i]) if i < len(self.ends) - 1 else None
-
     def finish(self) -> None:
         """The last hit has ended."""
         self._machine.computed_hits(self._unpinned, len(self.ends))
-        self.experts, self.ends, self._unpinned = [], [], 0
+        self.ends, self._unpinned = (), 0
 
 
 class HostLink:
-    """The serial host link: at most one transfer at a time, chunk by chunk while it may be interrupted (rule 12)."""
+    """The serial host link: at most one transfer at a time, chunk by chunk while it may be interrupted (rule 12).
 
-    def __init__(
-        self, env: simpy.Environment, machine: Residency, spec: Link, ranks: Ranks, hits: HitQueue
-    ) -> None:
+    The compute stream never waits with the link idle: what it waits for is on the link, or is queued and finds a
+    slot, since whatever has arrived is computed first and whatever is computed can be evicted.
+    """
+
+    def __init__(self, env: Nanoseconds, machine: Residency, spec: Link, hits: HitQueue) -> None:
         self.env = env
         self.machine = machine
         self.spec = spec
         self.arrivals: deque[int] = deque()
         self.stall_ns = [0] * len(STALLS)
         self.evictions: list[int] = []
-        self._ranks = ranks
         self._hits = hits
         self._whole_ns = spec.used_ns(spec.expert_bytes)
+        self._whole_sent, self._chunk_sent = self._after_transfer, self._after_chunk  # bound once
         self._chunk = min(spec.chunk_bytes or spec.expert_bytes, spec.expert_bytes)
         self._end: At | None = None  # of the chunk on the link
-        self._expert = -1
+        self._expert = NO_EXPERT
         self._began = 0  # of the chunk
         self._busy_ns = 0
-        self._moved = 0  # bytes of the running transfer whose chunks have ended
-        self._paused = 0  # the same, of the paused one
-        self._cause = SLOT
-        self._waiter: simpy.Event | None = None
-        self._since = 0  # stall up to here is accounted for
+        self._moved = 0  # bytes of the running transfer, its current chunk included
+        self._paused = 0  # bytes of the paused transfer
+        self._cause = DEMAND
+        self._nothing_queued = True
+        self._waiting_since = NOT_WAITING  # stall up to here is accounted for
 
     def act(self) -> None:
         """Rule 5: if the link is free, start what comes next; if all of it is stuck, try at the next hit's end."""
-        if self._end is not None:
-            return
-        expert, victim = self.machine.next_transfer()
-        if expert >= 0:
-            self._start(expert, victim)
-        elif expert == BLOCKED:
-            pending = self._hits.pending()
-            if pending:
-                at = At(self.env, pending[0] - self.env.now, self._ranks.compute + pending[1])
-                at.callbacks.append(self._after_hit)
+        if self._end is None and not self._nothing_queued:
+            self._turn_to(*self.machine.next_transfer())
 
-    def wait(self) -> simpy.Event:
-        """The compute stream has nothing to do until something arrives."""
-        self._waiter = self.env.event()
-        self._since = self.env.now
-        return self._waiter
+    def queued(self) -> None:
+        """The router or the prefetcher has changed what is queued."""
+        self._nothing_queued = False
+        self.act()
+
+    def next_chunk(self) -> simpy.Event:
+        """The compute stream waits: for the end of the chunk on the link, as long as nothing has arrived."""
+        assert self._end is not None, "the compute stream waits for a transfer that nobody makes"
+        if self._waiting_since == NOT_WAITING:
+            self._waiting_since = self.env.now
+        return self._end
 
     def cut(self) -> None:
         """`--cold`: discard what is under way."""
@@ -319,65 +327,80 @@ class HostLink:
         """Time during which the link moved bytes, latency included."""
         return self._busy_ns + (self.env.now - self._began if self._end else 0)
 
-    def _start(self, expert: int, victim: int) -> None:
+    def _turn_to(self, expert: int, victim: int, prefetch: bool) -> None:
+        """The machine has answered what comes next."""
+        if expert >= 0:
+            self._start(expert, victim, prefetch)
+            return
+        self._end = None
+        if expert == BLOCKED:
+            end = self._hits.next_end()
+            if end is not None:
+                At(self.env, end - self.env.now, HIT).callbacks.append(self._after_hit)
+        else:
+            self._nothing_queued = True
+
+    def _start(self, expert: int, victim: int, prefetch: bool) -> None:
         if victim >= 0:
             self.evictions.append(victim)
-        self._charge()
         self._expert = expert
-        if self.machine.is_prefetch(expert):
+        if prefetch:
             self._cause = BEHIND_PREFETCH
             self._moved, self._paused = self._paused, 0
             self._send_chunk()
         else:
             self._cause = DEMAND
-            self._send(self.spec.expert_bytes, self._whole_ns)
+            self._send(self._whole_ns, self._whole_sent)
 
     def _send_chunk(self) -> None:
-        upto = min(self._moved + self._chunk, self.spec.expert_bytes)
-        self._send(upto, self.spec.used_ns(upto) - self.spec.used_ns(self._moved))
+        moved, whole = self._moved, self.spec.expert_bytes
+        self._moved = upto = min(moved + self._chunk, whole)
+        duration = self.spec.used_ns(upto) - self.spec.used_ns(moved)
+        self._send(duration, self._whole_sent if upto == whole else self._chunk_sent)
 
-    def _send(self, upto: int, duration: int) -> None:
-        self._moved = upto
+    def _send(self, duration: int, then: Callable[[simpy.Event], None]) -> None:
         self._began = self.env.now
-        self._end = At(self.env, duration, self._ranks.transfer + self._expert)
-        self._end.callbacks.append(self._after_chunk)
+        self._end = at = At(self.env, duration, TRANSFER)
+        at.callbacks.append(then)
 
     def _after_chunk(self, at: simpy.Event) -> None:
-        """A chunk boundary or the end of a transfer (of one that was cut off: nothing)."""
+        """A chunk boundary, unless the transfer was cut off: a demand may go first."""
         if at is not self._end:
             return
-        env, machine = self.env, self.machine
-        self._busy_ns += env.now - self._began
-        self._hits.settle(env.now)
-        if self._moved < self.spec.expert_bytes:
-            expert, victim = machine.interrupt()
-            if expert >= 0:
-                self._paused = self._moved
-                self._start(expert, victim)
-            else:
-                self._send_chunk()
+        self._account()
+        expert, victim = self.machine.interrupt()
+        if expert >= 0:
+            self._paused = self._moved
+            self._start(expert, victim, prefetch=False)
+        else:
+            self._send_chunk()
+
+    def _after_transfer(self, at: simpy.Event) -> None:
+        """The end of a transfer, unless it was cut off."""
+        if at is not self._end:
             return
-        self._charge()
-        self._end = None
-        self._cause = SLOT
+        self._account()
+        arrival = self._expert
         self._moved = 0
-        if machine.arrived():
-            self.arrivals.append(self._expert)
-            if self._waiter is not None:
-                self._waiter.succeed()
-                self._waiter = None
-        self.act()
+        awaited, expert, victim, prefetch = self.machine.arrived_and_next()
+        if awaited:
+            self.arrivals.append(arrival)
+            self._waiting_since = NOT_WAITING
+        self._turn_to(expert, victim, prefetch)
+
+    def _account(self) -> None:
+        """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
+        now = self.env.now
+        self._busy_ns += now - self._began
+        if self._hits.ends:
+            self._hits.settle(now)
+        elif self._waiting_since != NOT_WAITING:
+            cause = self._cause
+            if cause == BEHIND_PREFETCH and self.machine.awaited(self._expert):
+                cause = LATE
+            self.stall_ns[cause] += now - self._waiting_since
+            self._waiting_since = now
 
     def _after_hit(self, at: simpy.Event) -> None:
         self._hits.unpin_next()
         self.act()
-
-    def _charge(self) -> None:
-        """While the compute stream waits, the time since the last change goes to what held the link."""
-        if self._waiter is None:
-            return
-        cause = self._cause
-        if cause == BEHIND_PREFETCH and self.machine.awaited(self._expert):
-            cause = LATE
-        self.stall_ns[cause] += self.env.now - self._since
-        self._since = self.env.now

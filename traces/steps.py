@@ -1,4 +1,4 @@
-"""Requests as an engine plays them: steps of L events, each the distinct experts that one layer's router chose.
+"""Requests as an engine plays them: steps of L events, each the distinct experts that one router chose.
 
 A step is one forward pass (the prefill of a request, or one decoded token); an event is one (step, layer).
 Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
@@ -51,7 +51,7 @@ def decode_steps(request: int, experts: NDArray[np.integer], E: int, sentinel: i
 
 
 def prefill_step(request: int, experts: NDArray[np.integer], E: int, sentinel: int) -> RequestSteps:
-    """Play all tokens as one step. experts: [tokens, L, k] ids within a layer, `sentinel` where not routed."""
+    """Play all tokens as one step. experts: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
     tokens, L, _ = experts.shape
     chosen = experts.astype(np.int64)
     ids = chosen + (np.arange(L, dtype=np.int64) * E)[None, :, None]
