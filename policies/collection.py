@@ -10,6 +10,7 @@ from numba import njit
 from policies.contract import Float, Int, Shape
 
 NO_MATCH = -1
+TIE = 1e-12  # cosines this near, relatively, are equal: what differs is rounding, as between an EAM and its double
 
 
 @njit(cache=True, nogil=True)
@@ -18,8 +19,10 @@ def _nearest(dots: Int, norms: Float, ages: Int, size: int) -> int:
     best, greatest = NO_MATCH, -1.0
     for c in range(size):
         cosine = dots[c] / norms[c]
-        if cosine > greatest or (cosine == greatest and ages[c] < ages[best]):
+        if best == NO_MATCH or cosine > greatest * (1 + TIE):
             best, greatest = c, cosine
+        elif cosine >= greatest * (1 - TIE) and ages[c] < ages[best]:
+            best = c
     return best
 
 

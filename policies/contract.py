@@ -126,6 +126,7 @@ class Prefetcher(Listener):
     """What to fetch early."""
 
     proposes: ClassVar[bool] = True  # False: `propose` is never called, and nothing is ever fetched early
+    one_scale_with: ClassVar[str] = ""  # a retention policy whose keep scores compare with the priorities (rule 6)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "Prefetcher":

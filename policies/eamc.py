@@ -52,7 +52,7 @@ class Predictor:
         self.shares: Float = np.zeros(shape.total)  # [L*E] activation ratios of the match, zero without one
         self._collections = {phase: Collection(shape, options.capacity) for phase in (PREFILL, DECODE)}
         self._iteration = -1, -1  # request and step of the iEAM
-        self._match = -1, NO_MATCH  # phase and entry that `shares` shows
+        self.matched = -1, NO_MATCH  # phase and entry that `shares` shows
 
     def observe(self, event: Event) -> bool:
         """Add the event to iEAM and rEAM and match anew; whether the ratios have changed."""
@@ -61,9 +61,9 @@ class Predictor:
             self._iteration = event.request, event.step
             collection.begin_iteration()
         match = event.phase, collection.observe(event.experts, event.counts)
-        if match == self._match:
+        if match == self.matched:
             return False
-        self._match = match
+        self.matched = match
         collection.shares(match[1], self.shares)
         return True
 
@@ -71,7 +71,7 @@ class Predictor:
         """The request has ended: its rEAMs join the collections."""
         for collection in self._collections.values():
             collection.learn()
-        self._match = -1, NO_MATCH
+        self.matched = -1, NO_MATCH
 
 
 @retention("eamc")

@@ -35,6 +35,9 @@ from policies.core import BLOCKED, NO_EXPERT
 class Residency:
     """The machine over one cache of `slots` experts under one retention policy.
 
+    one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);
+    it has no meaning for a policy without scores.
+
     The calls of the hot path are attributes, bound once: `route(experts, first, last) -> hits`,
     `propose(experts, priorities)`, `next_transfer() -> (expert, victim, is a prefetch)`, `interrupt() -> (expert,
     victim)`, `arrived() -> awaited`, `arrived_and_next()` (both at once), `computed_hits(first, last)`;
@@ -49,7 +52,6 @@ class Residency:
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
-        self._one_scale = one_scale
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
         self._wanted = m[core.WANTED]

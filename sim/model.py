@@ -97,7 +97,8 @@ class Model:
         self.retention, self.prefetcher = policy.build(shape)
         for listener in (self.retention, self.prefetcher):
             listener.foresee(requests, per_access=False)
-        self.machine = Residency(shape, slots, self.retention)
+        one_scale = self.prefetcher.one_scale_with == policy.evict
+        self.machine = Residency(shape, slots, self.retention, one_scale)
         self.event = Event()
         self.hears = self.retention.observes or self.prefetcher.observes or self.prefetcher.proposes
         self.hits = HitQueue(self.machine)

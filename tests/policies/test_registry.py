@@ -1,0 +1,58 @@
+import pytest
+
+from policies.contract import Shape
+from policies.registry import available, parse
+from traces.errors import InputError
+
+
+def test_a_pair_name_stands_for_both_of_its_halves():
+    spec = parse("eamc")
+    assert (spec.evict, spec.prefetch) == ("eamc", "eamc")
+    assert spec.options()["evict"] == {"name": "eamc", "capacity": 120, "eps": 1e-8}
+    keeper, prefetcher = spec.build(Shape(2, 4))
+    assert prefetcher._predictor is keeper.predictor
+
+
+def test_retention_and_prefetch_compose():
+    spec = parse("lru+eamc:capacity=7")
+    assert (spec.evict, spec.prefetch) == ("lru", "eamc")
+    assert spec.options()["prefetch"]["capacity"] == 7
+    assert spec.options()["evict"] == {"name": "lru"}
+
+
+@pytest.mark.parametrize(("typed", "alone"), [("lru", "lru"), ("eamc:capacity=3", "eamc:capacity=3+none")])
+def test_coverage_is_measured_against_the_same_retention_alone(typed, alone):
+    spec = parse(typed).without_prefetch()
+    assert spec.text == alone
+    assert parse(spec.text) == spec
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("lrru", "did you mean lru"),
+        ("lru+emc", "did you mean eamc"),
+        ("popular", "lru+popular"),
+        ("lru+fifo", "cannot stand after"),
+        ("eamc:capacty=3", "did you mean capacity"),
+        ("eamc:capacity=many", "type int"),
+        ("eamc:capacity=0", "capacity >= 1"),
+        ("lru:k=2", "lru has no options"),
+        ("", "unknown policy"),
+    ],
+)
+def test_a_wrong_name_or_option_is_one_line_that_helps(typed, says):
+    with pytest.raises(InputError, match=says.replace("+", r"\+")) as caught:
+        parse(typed)
+    assert "\n" not in str(caught.value)
+
+
+def test_every_policy_is_listed_with_its_summary_and_oracles_are_marked():
+    listed = {info.name: info for info in available()}
+    assert {"lru", "lfu", "fifo", "eamc", "belady", "none", "popular", "oracle1"} <= listed.keys()
+    assert all(info.summary.endswith((".", ")")) or info.summary for info in listed.values())
+    assert {name for name, info in listed.items() if info.oracle} == {"belady", "oracle1"}
+    assert listed["eamc"].kind == "pair"
+    assert parse("belady").oracle
+    assert parse("lru+oracle1").oracle
+    assert not parse("eamc").oracle

@@ -1,0 +1,104 @@
+"""Untimed counts against simulators that this project did not write."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from sim.untimed import count
+from traces.importer import import_npz
+from traces.steps import DECODE, RequestSteps, decode_steps
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+
+
+def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
+    """A model of one layer and one expert a token: a plain sequence of accesses."""
+    return [decode_steps(0, ids.reshape(-1, 1, 1).astype(np.uint16), total, 65535, np.arange(1, len(ids) + 1))]
+
+
+def oracle_misses(cache_class: object, ids: np.ndarray, slots: int) -> int:
+    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
+    cache, request = getattr(libcachesim, str(cache_class))(slots), libcachesim.Request()
+    request.obj_size = 1
+    upcoming: dict[int, int] = {}
+    following = np.empty(len(ids), np.int64)
+    for i in range(len(ids) - 1, -1, -1):
+        following[i] = upcoming.get(ids[i], np.iinfo(np.int64).max)
+        upcoming[ids[i]] = i
+    misses = 0
+    for expert, after in zip(ids.tolist(), following.tolist(), strict=True):
+        request.obj_id, request.next_access_vtime = expert, after
+        misses += not cache.get(request)
+    return misses
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("lru", "LRU"), ("fifo", "FIFO"), ("lfu", "LFU"), ("belady", "Belady")])
+@pytest.mark.parametrize("kind", ["zipf", "mixed", "cyclic"])
+def test_misses_equal_libcachesims_to_the_unit(ours, theirs, kind):
+    rng = np.random.default_rng(5)
+    zipf = rng.zipf(1.3, 8_000) % 60
+    cyclic = np.arange(8_000) % 37
+    ids = {"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(8_000) < 0.5, zipf, cyclic)}[kind]
+    for slots in (1, 7, 20, 45):
+        log = count(accesses(ids, 60), 1, 60, slots, parse(ours))
+        assert log.misses.sum() == oracle_misses(theirs, ids, slots), (slots, kind)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 8), st.sampled_from(["lru", "lfu", "fifo"]))
+def test_belady_is_never_beaten_untimed(ids, slots, policy):
+    requests = accesses(np.array(ids), 8)
+    best = count(requests, 1, 8, slots, parse("belady")).misses.sum()
+    assert best <= count(requests, 1, 8, slots, parse(policy)).misses.sum()
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=60), st.integers(1, 7))
+def test_lru_hits_grow_with_the_cache(ids, slots):
+    requests = accesses(np.array(ids), 8)
+    fewer, more = (count(requests, 1, 8, n, parse("lru")).hits.sum() for n in (slots, slots + 1))
+    assert fewer <= more
+
+
+@given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=12), st.integers(1, 6))
+def test_the_experts_of_an_event_are_looked_up_one_at_a_time_in_ascending_id(events, slots):
+    flat = np.array([e for event in events for e in sorted(event)], np.int64)
+    request = RequestSteps(
+        request=0,
+        phase=np.full(len(events), DECODE, np.uint8),
+        tokens=np.ones(len(events), np.int64),
+        context=np.arange(len(events)) + 1,
+        offsets=np.concatenate([[0], np.cumsum([len(event) for event in events])]),
+        experts=flat,
+        counts=np.ones(len(flat), np.int64),
+    )
+    for policy in ("lru", "lfu", "fifo", "belady", "eamc"):
+        together = count([request], 1, 6, slots, parse(policy))
+        assert together.misses.sum() + together.hits.sum() == len(flat)
+        if policy != "eamc":  # whose iEAM lasts for a step, so it is not the same one access at a time
+            apart = count(accesses(flat, 6), 1, 6, slots, parse(policy))
+            assert together.evictions.tolist() == apart.evictions.tolist()
+
+
+EXPECTED = (
+    [json.loads(line) for line in (SHARED / "expected-misses.jsonl").read_text().splitlines()]
+    if (SHARED / "expected-misses.jsonl").exists()
+    else []
+)
+
+
+@pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
+@pytest.mark.parametrize("name", sorted({case["trace"] for case in EXPECTED}))
+def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name):
+    trace, _ = import_npz(SHARED / name, SHARED / name.replace(".npz", ".json"))
+    for case in (case for case in EXPECTED if case["trace"] == name):
+        played = trace.head(case["requests"])
+        played = played if played.phases == "decode" else played.as_decode()
+        requests = [played.steps(i) for i in range(case["requests"])]
+        for policy in ("lru", "lfu", "belady"):
+            log = count(requests, trace.layers, trace.num_experts, case["capacity"], parse(policy))
+            assert log.misses.sum() == case[policy], (policy, case["capacity"])
+            assert log.misses.sum() + log.hits.sum() == case["accesses"]
