@@ -7,7 +7,7 @@ An expert's next use is the number of the next event that looks it up; never aga
 import numpy as np
 from numba import njit
 
-from policies.contract import Event, Int, Options, Requests, ScorePolicy, Shape
+from policies.contract import Event, Float, Int, Options, Requests, ScorePolicy, Shape
 from policies.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
@@ -21,6 +21,12 @@ def _next_uses(experts: Int, events: Int, upcoming: Int) -> Int:
         following[i] = upcoming[experts[i]]
         upcoming[experts[i]] = events[i]
     return following
+
+
+@njit(cache=True, nogil=True)
+def _look_ahead(keep: Float, experts: Int, following: Int, first: int, last: int) -> None:
+    for i in range(first, last):
+        keep[0, experts[i]] = -following[i]
 
 
 @retention("belady", oracle=True)
@@ -53,4 +59,4 @@ class Belady(ScorePolicy):
 
     def observe(self, event: Event) -> None:
         """What was looked up now is next used later."""
-        self.keep[0, event.experts] = -self._now[event.first : event.first + len(event.experts)]
+        _look_ahead(self.keep, event.request_experts, self._now, event.first, event.last)

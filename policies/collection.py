@@ -4,10 +4,13 @@ It has a fixed capacity; when full, the incoming rEAM replaces the stored one at
 Dot products with the running iEAM are whole numbers, kept up to date by touching only the experts that an event adds.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numba import njit
 
-from policies.contract import Float, Int, Shape
+from policies.contract import Event, Float, Int, Shape
 
 NO_MATCH = -1
 TIE = 1e-12  # cosines this near, relatively, are equal: what differs is rounding, as between an EAM and its double
@@ -36,9 +39,11 @@ def _observe(
     request_eam: Int,
     experts: Int,
     counts: Int,
+    first: int,
+    last: int,
 ) -> int:
     """Add an event to the rEAM and to every dot product of the iEAM; the nearest entry."""
-    for i in range(len(experts)):
+    for i in range(first, last):
         request_eam[experts[i]] += counts[i]
         for c in range(size):
             dots[c] += counts[i] * stored[experts[i], c]
@@ -69,27 +74,19 @@ class Collection:
         self._ages = np.zeros(capacity, np.int64)
         self._learned = 0
         self._dots = np.zeros(capacity, np.int64)
+        self._observe: Callable[..., int] = partial(_observe, self._dots, self._stored, self._norms, self._ages)
 
     def begin_iteration(self) -> None:
         """A new iEAM: all zero."""
         self._dots[:] = 0
 
-    def observe(self, experts: Int, counts: Int) -> int:
-        """iEAM and rEAM grow by `counts` [n] tokens at `experts` [n] (ids).
+    def observe(self, event: Event) -> int:
+        """iEAM and rEAM grow by the event's tokens at its experts.
 
         Returns the entry nearest to the iEAM by the cosine of the flattened matrices, NO_MATCH if none is stored.
         """
-        return int(
-            _observe(
-                self._dots,
-                self._stored,
-                self._norms,
-                self._ages,
-                self.size,
-                self.request_eam,
-                experts,
-                counts,
-            )
+        return self._observe(
+            self.size, self.request_eam, event.request_experts, event.request_counts, event.first, event.last
         )
 
     def shares(self, entry: int, out: Float) -> None:

@@ -19,7 +19,9 @@ Int = NDArray[np.int64]
 Float = NDArray[np.float64]
 Requests = Sequence[RequestSteps]
 
-NOTHING: tuple[Int, Float] = (np.empty(0, np.int64), np.empty(0, np.float64))
+NO_INTS: Int = np.empty(0, np.int64)
+
+NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
 """The empty proposal: it too replaces what was queued before (rule 4)."""
 
 
@@ -40,7 +42,8 @@ class Shape:
 class Event:
     """One (step, layer), after its router: the distinct experts it chose, ids ascending.
 
-    The engine reuses one instance; a policy that wants to remember an event copies what it needs.
+    The engine reuses one instance; a policy that wants to remember an event copies what it needs. Compiled code
+    takes the request's arrays and the range, which spares the slices.
     """
 
     request: int = 0  # ordinal in the order of play
@@ -48,9 +51,20 @@ class Event:
     phase: int = 0  # traces.steps.PREFILL or DECODE
     layer: int = 0
     serial: int = 0  # number of the event over the whole run, from 1
-    first: int = 0  # index of its first access among those of the request
-    experts: Int = field(default_factory=lambda: NOTHING[0])  # [n]
-    counts: Int = field(default_factory=lambda: NOTHING[0])  # [n] tokens that chose the expert
+    request_experts: Int = field(default_factory=lambda: NO_INTS)  # [A] all accesses of the request
+    request_counts: Int = field(default_factory=lambda: NO_INTS)  # [A] tokens of the step that chose each
+    first: int = 0  # the event's accesses are first to last - 1
+    last: int = 0
+
+    @property
+    def experts(self) -> Int:
+        """Ids [n]."""
+        return self.request_experts[self.first : self.last]
+
+    @property
+    def counts(self) -> Int:
+        """Tokens [n] that chose each."""
+        return self.request_counts[self.first : self.last]
 
 
 class Options:

@@ -60,7 +60,7 @@ class Predictor:
         if self._iteration != (event.request, event.step):
             self._iteration = event.request, event.step
             collection.begin_iteration()
-        match = event.phase, collection.observe(event.experts, event.counts)
+        match = event.phase, collection.observe(event)
         if match == self.matched:
             return False
         self.matched = match

@@ -144,13 +144,14 @@ class Model:
         expert_ns, combine_ns = self.timing.expert_ns, self.timing.combine_ns(tokens)
         one_token_ns = expert_ns(1)
         self.event.request, self.event.step, self.event.phase = ordinal, step, int(request.phase[step])
+        self.event.request_experts, self.event.request_counts = request.experts, request.counts
         experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
         for layer in range(L):
             yield At(env, self.timing.dense_ns(layer, tokens, context), ROUTER)
             first, last = offsets[layer], offsets[layer + 1]
             n_hits = machine.route(experts, first, last)
             self.event.serial += 1
-            proposal = self._consult(request, layer, first, last) if self.hears else None
+            proposal = self._consult(layer, first, last) if self.hears else None
             if predictor_ns:
                 link.queued()
                 yield At(env, predictor_ns, COMPUTE)
@@ -184,11 +185,10 @@ class Model:
                 yield At(env, combine_ns, COMPUTE)
         yield At(env, self.timing.head_ns(tokens), COMPUTE)
 
-    def _consult(self, request: RequestSteps, layer: int, first: int, last: int) -> tuple[Int, Float] | None:
+    def _consult(self, layer: int, first: int, last: int) -> tuple[Int, Float] | None:
         """Rules 3 and 4: the policies hear of the event; the prefetcher's proposal, None if it never makes one."""
         event, retention, prefetcher = self.event, self.retention, self.prefetcher
-        event.layer, event.first = layer, first
-        event.experts, event.counts = request.experts[first:last], request.counts[first:last]
+        event.layer, event.first, event.last = layer, first, last
         if retention.observes:
             retention.observe(event)
         if prefetcher.observes:

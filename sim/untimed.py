@@ -68,15 +68,16 @@ def _play_event(
     """One event of (ordinal, step, layer), access by access; its hits."""
     hits = 0
     retention = machine.policy
-    event = (
-        Event(place[0], place[1], phase=int(request.phase[place[1]]), layer=place[2]) if retention.observes else None
-    )
+    event = None
+    if retention.observes:
+        ordinal, step, layer = place
+        event = Event(ordinal, step, int(request.phase[step]), layer)
+        event.request_experts, event.request_counts = request.experts, request.counts
     for i in accesses:
         expert = int(request.experts[i])
         hit = machine.route(request.experts, i, i + 1)
         if event:
-            event.serial, event.first = machine.serial, i
-            event.experts, event.counts = request.experts[i : i + 1], request.counts[i : i + 1]
+            event.serial, event.first, event.last = machine.serial, i, i + 1
             retention.observe(event)
         if hit:
             hits += 1

@@ -9,6 +9,10 @@ from policies.registry import parse
 from traces.steps import DECODE, PREFILL
 
 
+def event_of(request: int, step: int, phase: int, layer: int, experts: np.ndarray, counts: np.ndarray) -> Event:
+    return Event(request, step, phase, layer, 0, experts, counts, 0, len(experts))
+
+
 class Definition:
     """The method of MoE-Infinity with the defaults of this project, by the formulas (arXiv 2401.14361v3)."""
 
@@ -81,7 +85,7 @@ def test_eamc_scores_and_proposals_are_those_of_the_definition(history):
             for layer, chosen in enumerate(layers):
                 experts = np.array(sorted(chosen), np.int64)
                 counts = np.array([chosen[e] for e in experts], np.int64)
-                event = Event(request, step, phase, layer, experts=experts + layer * shape.experts, counts=counts)
+                event = event_of(request, step, phase, layer, experts=experts + layer * shape.experts, counts=counts)
                 keeper.observe(event)
                 definition.observe(event)
                 np.testing.assert_allclose(keeper.keep[0], definition.keep().ravel(), rtol=1e-12)
@@ -106,7 +110,7 @@ def test_a_prefetcher_on_its_own_proposes_as_the_pair_does(history):
             for layer, chosen in enumerate(layers):
                 experts = np.array(sorted(chosen), np.int64) + layer * shape.experts
                 counts = np.array([chosen[e] for e in sorted(chosen)], np.int64)
-                event = Event(request, step, phase, layer, experts=experts, counts=counts)
+                event = event_of(request, step, phase, layer, experts=experts, counts=counts)
                 keeper.observe(event)
                 alone.observe(event)
                 for ours, theirs in zip(alone.propose(event), beside.propose(event), strict=True):
@@ -120,17 +124,17 @@ def test_an_eam_and_its_multiple_are_equally_near_and_the_older_is_matched():
     keeper, _ = parse("eamc").build(shape)
     for request, times in enumerate((3, 1)):
         experts, counts = np.array([0, 1, 2]), np.array([1, 1, 2]) * times
-        keeper.observe(Event(request, 0, DECODE, 0, experts=experts, counts=counts))
+        keeper.observe(event_of(request, 0, DECODE, 0, experts=experts, counts=counts))
         keeper.end_request()
-    keeper.observe(Event(2, 0, DECODE, 0, experts=np.array([0, 2]), counts=np.array([1, 1])))
+    keeper.observe(event_of(2, 0, DECODE, 0, experts=np.array([0, 2]), counts=np.array([1, 1])))
     assert keeper.predictor.matched == (DECODE, 0)
 
 
 def test_eamc_starts_empty_and_learns_only_when_a_request_has_ended():
     shape = Shape(2, 2)
     keeper, prefetcher = parse("eamc").build(shape)
-    event = Event(0, 0, DECODE, 0, experts=np.array([1]), counts=np.array([1]))
-    later = Event(0, 0, DECODE, 1, experts=np.array([2]), counts=np.array([1]))
+    event = event_of(0, 0, DECODE, 0, experts=np.array([1]), counts=np.array([1]))
+    later = event_of(0, 0, DECODE, 1, experts=np.array([2]), counts=np.array([1]))
     for each in (event, later):
         keeper.observe(each)
         assert len(prefetcher.propose(each)[0]) == 0

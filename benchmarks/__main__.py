@@ -1,0 +1,9 @@
+"""`make bench`: run every benchmark, or those named: `python -m benchmarks engine`."""
+
+import importlib
+import sys
+
+ALL = ("engine", "read_trace", "record")
+
+for name in sys.argv[1:] or ALL:
+    importlib.import_module(f"benchmarks.{name}").main()
