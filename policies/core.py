@@ -96,53 +96,41 @@ def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
     """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
     clear_queue(m)
     m[ONE, PROPOSAL] += 1
+    queue, state, proposed, priority = m[QUEUE], m[STATE], m[PROPOSED], keep[PRIORITY]
     n = 0
     for i in range(len(experts)):
         expert = experts[i]
-        m[PROPOSED, expert] = m[ONE, PROPOSAL]
-        if m[STATE, expert] == ABSENT:
-            m[STATE, expert] = QUEUED
-            keep[PRIORITY, expert] = priorities[i]
-            m[QUEUE, n] = expert
+        proposed[expert] = m[ONE, PROPOSAL]
+        if state[expert] == ABSENT:
+            state[expert] = QUEUED
+            priority[expert] = priorities[i]
+            queue[n] = expert
             n += 1
     m[ONE, QUEUE_LENGTH] = n
-    for i in range(n // 2 - 1, -1, -1):
-        _sift(m, keep, i)
-
-
-@njit(cache=True, nogil=True)
-def _before(keep: Float, a: int, b: int) -> bool:
-    """Priority descending, then id ascending."""
-    return keep[PRIORITY, a] > keep[PRIORITY, b] or (keep[PRIORITY, a] == keep[PRIORITY, b] and a < b)
-
-
-@njit(cache=True, nogil=True)
-def _sift(m: Int, keep: Float, i: int) -> None:
-    """Restore the binary heap m[QUEUE] below place i."""
-    n = m[ONE, QUEUE_LENGTH]
-    expert = m[QUEUE, i]
-    while 2 * i + 1 < n:
-        child = 2 * i + 1
-        if child + 1 < n and _before(keep, m[QUEUE, child + 1], m[QUEUE, child]):
-            child += 1
-        if not _before(keep, m[QUEUE, child], expert):
-            break
-        m[QUEUE, i] = m[QUEUE, child]
-        i = child
-    m[QUEUE, i] = expert
 
 
 @njit(cache=True, nogil=True)
 def best_queued(m: Int, keep: Float) -> int:
-    """The queued prefetch that is next, or NO_EXPERT; drops those that a demand has taken over."""
-    while m[ONE, QUEUE_LENGTH] > 0:
-        expert: int = m[QUEUE, 0]
-        if m[STATE, expert] == QUEUED:
-            return expert
-        m[ONE, QUEUE_LENGTH] -= 1
-        m[QUEUE, 0] = m[QUEUE, m[ONE, QUEUE_LENGTH]]
-        _sift(m, keep, 0)
-    return NO_EXPERT
+    """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
+
+    A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
+    """
+    queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
+    best, n = NO_EXPERT, 0
+    for i in range(m[ONE, QUEUE_LENGTH]):
+        expert = queue[i]
+        if state[expert] != QUEUED:
+            continue
+        queue[n] = expert
+        n += 1
+        if (
+            best == NO_EXPERT
+            or priority[expert] > priority[best]
+            or (priority[expert] == priority[best] and expert < best)
+        ):
+            best = expert
+    m[ONE, QUEUE_LENGTH] = n
+    return best
 
 
 @njit(cache=True, nogil=True)

@@ -7,8 +7,8 @@ a single hit becomes an event only while a transfer is stuck for want of a slot.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Generator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from policies.contract import Event, Float, Int, Requests, Shape
 from policies.core import BLOCKED, NO_EXPERT
 from policies.registry import PolicySpec
 from policies.residency import Residency
+from sim.hits import HitQueue
 from sim.log import STALLS, RunLog
 from sim.timing import Link, Timing
 from traces.steps import RequestSteps
@@ -228,51 +229,6 @@ class Model:
         )
 
 
-class HitQueue:
-    """The hits of the current event on the compute stream: when each ends, and how many have been unpinned.
-
-    Their ends are known from the start, so they need no events; `settle` unpins those that lie in the past.
-    """
-
-    def __init__(self, machine: Residency) -> None:
-        self._machine = machine
-        self.ends: Sequence[int] = ()
-        self._unpinned = 0
-
-    def begin(self, n: int, now: int, durations: dict[int, int] | None, each_ns: int) -> int:
-        """The event's `n` hits start, one after another; the time they take together."""
-        if durations is not None:
-            self.ends = list(accumulate((durations[e] for e in self._machine.hits(n)), initial=now))[1:]
-        elif each_ns:
-            self.ends = range(now + each_ns, now + each_ns * n + 1, each_ns)
-        else:
-            self.ends = (now,) * n
-        return self.ends[-1] - now
-
-    def settle(self, now: int) -> None:
-        """Unpin the hits that ended before `now`: a transfer's completion precedes compute of the same instant."""
-        done = self._unpinned
-        while done < len(self.ends) and self.ends[done] < now:
-            done += 1
-        if done > self._unpinned:
-            self._machine.computed_hits(self._unpinned, done)
-            self._unpinned = done
-
-    def next_end(self) -> int | None:
-        """When the next hit ends; None where that is the last one: the compute stream waits for it itself."""
-        return self.ends[self._unpinned] if self._unpinned < len(self.ends) - 1 else None
-
-    def unpin_next(self) -> None:
-        """Unpin the next hit: its end is an event this time."""
-        self._machine.computed_hits(self._unpinned, self._unpinned + 1)
-        self._unpinned += 1
-
-    def finish(self) -> None:
-        """The last hit has ended."""
-        self._machine.computed_hits(self._unpinned, len(self.ends))
-        self.ends, self._unpinned = (), 0
-
-
 class HostLink:
     """The serial host link: at most one transfer at a time, chunk by chunk while it may be interrupted (rule 12).
 
@@ -288,6 +244,7 @@ class HostLink:
         self.stall_ns = [0] * len(STALLS)
         self.evictions: list[int] = []
         self._hits = hits
+        self._used_ns = cache(spec.used_ns)
         self._whole_ns = spec.used_ns(spec.expert_bytes)
         self._whole_sent, self._chunk_sent = self._after_transfer, self._after_chunk  # bound once
         self._chunk = min(spec.chunk_bytes or spec.expert_bytes, spec.expert_bytes)
@@ -356,7 +313,7 @@ class HostLink:
     def _send_chunk(self) -> None:
         moved, whole = self._moved, self.spec.expert_bytes
         self._moved = upto = min(moved + self._chunk, whole)
-        duration = self.spec.used_ns(upto) - self.spec.used_ns(moved)
+        duration = self._used_ns(upto) - self._used_ns(moved)
         self._send(duration, self._whole_sent if upto == whole else self._chunk_sent)
 
     def _send(self, duration: int, then: Callable[[simpy.Event], None]) -> None:
