@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from traces.errors import InputError
 
@@ -16,9 +17,14 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
+def note(text: str) -> None:
+    """Print one line on standard error, such as which default was taken."""
+    err.print(text, soft_wrap=True, markup=False)
+
+
 def warn(text: str) -> None:
     """Print one warning line on standard error."""
-    err.print(f"[yellow]warning:[/yellow] {text}", soft_wrap=True)
+    err.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
 
 
 def main(app: typer.Typer, name: str) -> NoReturn:

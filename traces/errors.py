@@ -1,6 +1,7 @@
 """The one error that a user can mend: its text is a single line that says what, where and what to do.
 
-Commands print it and exit with status 2; anything else that escapes is a defect of ours and keeps its traceback.
+Commands print it and exit with status 2; anything else that escapes is a defect of ours and keeps its
+traceback.
 """
 
 import difflib
@@ -9,6 +10,9 @@ from collections.abc import Iterable
 
 class InputError(Exception):
     """Bad input: a file, an option or a combination of them that cannot be used."""
+
+    def __init__(self, text: str):
+        super().__init__(" ".join(text.splitlines()))
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InputError:

@@ -1,0 +1,194 @@
+"""`moe-trace` as it is typed: what it prints, where, and how it ends."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.tracer.conftest import COMMON
+from tracer import demo
+from tracer.cli import Meter, main
+from traces import demo_trace
+from traces.trace import Trace
+
+COMMAND = [sys.executable, "-c", "from tracer.cli import main; main()"]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def moe_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["moe-trace", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        status = ended.value.code
+        assert isinstance(status, int)
+        return Ended(status, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refuses(moe_trace: Run) -> Callable[..., None]:
+    def check(*arguments: object, reason: str) -> None:
+        result = moe_trace(*arguments)
+        assert result.status == 2, result.stderr
+        assert result.stdout == ""
+        last = result.stderr.splitlines()[-1]
+        assert last.startswith("moe-trace: error: ")
+        assert reason in last
+
+    return check
+
+
+def test_recording_with_defaults_says_which_it_took_and_where_the_result_lies(
+    tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = moe_trace("record", "--limit", 3, "--max-new-tokens", 3)
+    assert result.status == 0, result.stderr
+    assert f"no --model given: taking what ships with the project, {demo.MODEL}" in result.stderr
+    assert f"no --prompts given: taking what ships with the project, {demo.PROMPTS}" in result.stderr
+    assert result.stdout.startswith("traces/recorded/demo: 3 requests")
+    assert "next: moe-trace info traces/recorded/demo" in result.stdout
+    trace = Trace.read(tmp_path / "traces/recorded/demo")
+    assert trace.requests["id"].tolist() == ["arithmetic-1", "arithmetic-2", "arithmetic-3"]
+    again = moe_trace("record", "--limit", 1)
+    assert again.status == 2
+    assert "--overwrite" in again.stderr
+
+
+def test_the_shipped_trace_is_what_the_shipped_model_routes(tmp_path: Path, moe_trace: Run) -> None:
+    out = tmp_path / "t"
+    result = moe_trace("record", "--limit", 2, "--out", out, "--quiet", "--weights", "--no-tokens")
+    assert (result.status, result.stdout, result.stderr) == (0, "", "")
+    made, shipped = Trace.read(out, ["weights", "token_id"]), Trace.read(demo_trace()).head(2)
+    assert np.array_equal(made.experts, shipped.experts)
+    assert made.weights is not None
+    assert made.token_id is not None
+    assert (made.token_id == -1).all()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_recording_ends_with_130_and_is_readable(
+    tmp_path: Path, number: int, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = Meter.finished
+
+    def interrupt_after_two(meter: Meter, requests: int) -> None:
+        finished(meter, requests)
+        if meter.done == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(Meter, "finished", interrupt_after_two)
+    result = moe_trace("record", "--max-new-tokens", 3, "--out", tmp_path / "t")
+    assert result.status == 130
+    assert result.stderr.splitlines()[-1] == (
+        f"moe-trace: error: interrupted after 2 of 64 requests: the 2 that finished are readable in {tmp_path / 't'}"
+    )
+    assert len(Trace.read(tmp_path / "t").requests) == 2
+
+
+def test_the_command_as_a_process_is_interrupted_the_same_way(tmp_path: Path) -> None:
+    out = tmp_path / "t"
+    process = subprocess.Popen(
+        [*COMMAND, "record", "--max-new-tokens", "100", "--out", str(out)], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not out.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)  # most likely while the first file is being written
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"interrupted after {len(Trace.read(out).requests)} of 64 requests" in errors.splitlines()[-1]
+
+
+def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
+    text = moe_trace("info", demo_trace()).stdout
+    for part in ("demo-olmoe-random", "8 MoE layers x 32 experts, top-4", "12,288 bytes", "next: moe-sim sweep"):
+        assert part in text
+    facts = json.loads(moe_trace("info", demo_trace(), "--json").stdout)
+    assert facts["requests"] == 64
+    assert facts["decode"]["reuse"]["chance"] == 4 / 32
+
+
+def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
+    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
+) -> None:
+    assert "is a valid trace: 64 requests" in moe_trace("validate", demo_trace()).stdout
+    shutil.copytree(demo_trace(), tmp_path / "t")
+    part = tmp_path / "t/routing/part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:1000])
+    refuses("validate", tmp_path / "t", reason=f"{part} is truncated")
+
+
+def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
+    experts = np.array([[[0, 1]], [[2, 1]]], np.uint8)
+    np.savez(tmp_path / "x.npz", experts=experts, offsets=np.array([0, 2]))
+    (tmp_path / "x.json").write_text('{"experts": 4, "phase": "decode", "model": "m"}')
+    result = moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "t")
+    assert result.status == 0, result.stderr
+    assert f"taking {tmp_path / 'x.json'}" in result.stderr
+    assert "1 requests, 2 tokens (decode) of m" in result.stdout
+    assert Trace.read(tmp_path / "t").num_experts == 4
+    refuses("import", tmp_path / "x.npz", "--experts", 8, "--out", tmp_path / "u", reason="--experts says 8")
+    assert not (tmp_path / "u").exists()
+
+
+def test_only_recording_needs_torch() -> None:
+    code = "import sys, tracer.cli; assert not {'torch', 'transformers'} & set(sys.modules), 'torch is imported'"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    out = tmp_path / "t"
+    (tmp_path / "empty").mkdir()
+    refuses("record", "--model", tmp_path / "empty", "--out", out, reason="has no config.json")
+    refuses("record", "--model", tmp_path / "none", "--out", out, reason="no such folder")
+    refuses("record", "--model", "nobody/nothing", "--out", out, reason="cannot load the model nobody/nothing")
+    shutil.copytree(demo.MODEL, tmp_path / "broken")
+    (tmp_path / "broken/model.safetensors").write_bytes(b"junk")
+    refuses("record", "--model", tmp_path / "broken", "--out", out, reason="cannot load the model")
+    assert not out.exists()
+
+
+def test_a_model_without_experts_is_refused(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    shutil.copytree(demo.MODEL, tmp_path / "dense", ignore=shutil.ignore_patterns("config.json", "model.*"))
+    LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_experts_per_tok": 1})).save_pretrained(tmp_path / "dense")
+    refuses("record", "--model", tmp_path / "dense", "--out", tmp_path / "t", reason="no routed experts")
+    assert not (tmp_path / "t").exists()
+
+
+def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(
+    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
+) -> None:
+    refuses("record", "--out", "/proc/trace", reason="cannot write /proc/trace")
+    refuses("record", "--prompts", tmp_path / "none.txt", reason="no prompts at")
+    refuses("record", "--out", tmp_path / "t", "--dtype", "bfloat", reason="did you mean bfloat16")
+    refuses("record", "--out", tmp_path / "t", "--device", "gpu", reason="device 'gpu'")
+    assert moe_trace("record", "--max-new-tokens", 0).status == 2

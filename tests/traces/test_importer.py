@@ -1,0 +1,173 @@
+"""Other tools' arrays come in whole, or not at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from traces.errors import InputError
+from traces.importer import import_npz
+from traces.steps import DECODE, PREFILL
+from traces.trace import Trace
+from traces.writer import write_trace
+
+SHARED = Path(__file__).parents[2].parent / "shared" / "traces"
+needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
+
+EXPERTS = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 4]], [[4, 1], [0, 2]]], np.int16)  # [3, 2, 2]
+META = {"model": "some/model", "moe_layers": 2, "experts": 5, "top_k": 2, "phase": "decode, greedy"}
+
+
+def dump(folder: Path, meta: dict[str, Any] | None = None, **arrays: Any) -> tuple[Path, Path]:
+    arrays = {"experts": EXPERTS, "offsets": np.array([0, 2, 3])} | arrays
+    np.savez(folder / "x.npz", **{name: array for name, array in arrays.items() if array is not None})
+    (folder / "x.json").write_text(json.dumps(META | (meta or {})))
+    return folder / "x.npz", folder / "x.json"
+
+
+def refuses(folder: Path, *parts: str, meta: dict[str, Any] | None = None, **arrays: Any) -> None:
+    with pytest.raises(InputError) as error:
+        import_npz(*dump(folder, meta, **arrays))
+    for part in parts:
+        assert part in str(error.value)
+
+
+def test_what_the_json_says_is_kept(tmp_path: Path) -> None:
+    requests = [{"dataset": "d", "category": "c", "prompt_tokens": 7}, {"task": "t", "prompt_tokens": 2}]
+    sizes = {"hidden_size": 10, "expert_intermediate_size": 20, "first_moe_layer": 1, "requests": requests}
+    trace, assumed = import_npz(*dump(tmp_path, sizes, weights=np.ones(EXPERTS.shape, np.float32)))
+    assert not assumed
+    assert (trace.meta.model, trace.num_experts, trace.meta.mode) == ("some/model", 5, "import")
+    assert trace.meta.expert_bytes == 3 * 10 * 20 * 2
+    assert trace.meta.layer_names == ("layers.1", "layers.2")
+    assert trace.requests["dataset"].tolist() == ["d", ""]
+    assert trace.requests["task"].tolist() == ["c", "t"]
+    assert trace.phases == "decode"
+    assert trace.position.tolist() == [7, 8, 2]
+    assert trace.steps(1).context.tolist() == [3]
+    assert trace.weights is not None
+    write_trace(trace, tmp_path / "t")
+    assert np.array_equal(Trace.read(tmp_path / "t").experts, EXPERTS)
+
+
+def test_a_prefill_is_one_step_of_all_its_tokens(tmp_path: Path) -> None:
+    trace, _ = import_npz(*dump(tmp_path, {"phase": "prefill, token order"}))
+    assert trace.phases == "prefill"
+    assert trace.requests["prompt_tokens"].tolist() == [2, 1]
+    assert trace.steps(0).tokens.tolist() == [2]
+    assert import_npz(*dump(tmp_path), phase="prefill")[0].phases == "prefill"
+
+
+def test_without_json_what_is_assumed_is_said(tmp_path: Path) -> None:
+    file, _ = dump(tmp_path)
+    trace, assumed = import_npz(file)
+    assert (trace.num_experts, trace.phases, len(assumed)) == (5, "decode", 2)
+    trace, assumed = import_npz(file, phase="prefill", experts=8)
+    assert (trace.num_experts, trace.phases, assumed) == (8, "prefill", [])
+
+
+def test_minus_one_is_not_routed(tmp_path: Path) -> None:
+    experts = EXPERTS.copy()
+    experts[0] = -1
+    trace, _ = import_npz(*dump(tmp_path, experts=experts))
+    assert (trace.experts[0] == trace.sentinel).all()
+    assert trace.steps(0).experts.size == 4
+
+
+def changed(row: int, layer: int, ids: list[int]) -> np.ndarray:
+    experts = EXPERTS.copy()
+    experts[row, layer] = ids
+    return experts
+
+
+@pytest.mark.parametrize(
+    ("arrays", "parts"),
+    [
+        ({"experts": changed(2, 1, [0, 5])}, ["row 2 (request 1)", "MoE layer 1", "5 is no id of 5 experts"]),
+        ({"experts": changed(0, 1, [-2, 1])}, ["row 0", "-2 is no id"]),
+        ({"experts": changed(1, 0, [3, 3])}, ["row 1 (request 0)", "MoE layer 0", "repeated"]),
+        ({"experts": np.where(EXPERTS == 4, 255, EXPERTS).astype(np.uint8)}, ["row 1", "255 is no id"]),
+        ({"experts": EXPERTS * 0}, ["all expert ids are 0"]),
+        ({"experts": EXPERTS.astype(np.float32)}, ["float32", "integers are needed"]),
+        ({"experts": EXPERTS[0]}, ["shape (2, 2)"]),
+        ({"experts": EXPERTS[:0], "offsets": np.array([0, 0])}, ["empty"]),
+        ({"experts": None}, ["no array 'experts'"]),
+        ({"offsets": None}, ["no array 'offsets'"]),
+        ({"offsets": np.array([0, 2, 4])}, ["from 0 to 4", "3 tokens"]),
+        ({"offsets": np.array([1, 2, 3])}, ["from 1 to 3"]),
+        ({"offsets": np.array([0, 2, 1, 3])}, ["must rise", "request 1"]),
+        ({"offsets": np.array([0, 0, 3])}, ["must rise", "request 0"]),
+        ({"offsets": np.array([0])}, ["requests + 1"]),
+        ({"weights": np.ones((3, 2, 1), np.float16)}, ["weights is float16 (3, 2, 1)"]),
+    ],
+)
+def test_arrays_that_no_model_routed_are_refused(tmp_path: Path, arrays: Any, parts: list[str]) -> None:
+    refuses(tmp_path, "x.npz", *parts, **arrays)
+
+
+@pytest.mark.parametrize(
+    ("meta", "parts"),
+    [
+        ({"moe_layers": 3}, ["moe_layers 3", "have 2"]),
+        ({"top_k": 1}, ["top_k 1", "have 2"]),
+        ({"experts": "five"}, ["'five' experts"]),
+        ({"requests": 3}, ["3 requests", "of 2"]),
+        ({"requests": [{}]}, ["1 requests", "of 2"]),
+        ({"requests": [{"routed_tokens": 5}, {}]}, ["request 0", "5 routed_tokens"]),
+        ({"requests": [1, 2]}, ["list objects"]),
+        ({"phase": "both"}, ["'both' is neither"]),
+        ({"hidden_size": -1}, ["hidden_size is -1"]),
+        ({"layer_names": ["a"]}, ["1 layer names"]),
+    ],
+)
+def test_a_json_that_disagrees_with_the_arrays_is_refused(tmp_path: Path, meta: Any, parts: list[str]) -> None:
+    refuses(tmp_path, *parts, meta=meta)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    file, meta = dump(tmp_path)
+    with pytest.raises(InputError, match="no file"):
+        import_npz(tmp_path / "none.npz")
+    with pytest.raises(InputError, match="no file"):
+        import_npz(file, tmp_path / "none.json")
+    meta.write_text("{")
+    with pytest.raises(InputError, match="is no JSON"):
+        import_npz(file, meta)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match="damaged"):
+        import_npz(file)
+    file.write_bytes(b"")
+    with pytest.raises(InputError, match="damaged"):
+        import_npz(file)
+
+
+@needs_shared
+@pytest.mark.parametrize(
+    ("name", "requests", "tokens", "shape", "phase", "expert_bytes"),
+    [
+        ("gpt-oss-20b-decode", 409, 123_413, (24, 32, 4), DECODE, 49_766_400),
+        ("deepseek-v2-lite-prefill", 500, 49_648, (26, 64, 6), PREFILL, 17_301_504),
+    ],
+)
+def test_real_dumps_come_in_whole(
+    name: str, requests: int, tokens: int, shape: tuple[int, ...], phase: int, expert_bytes: int, tmp_path: Path
+) -> None:
+    made, assumed = import_npz(SHARED / f"{name}.npz", SHARED / f"{name}.json")
+    write_trace(made, tmp_path / name)
+    trace = Trace.read(tmp_path / name)
+    assert not assumed
+    assert (len(trace.requests), len(trace.experts)) == (requests, tokens)
+    assert (trace.layers, trace.num_experts, trace.top_k) == shape
+    assert trace.meta.expert_bytes == expert_bytes
+    assert (trace.phase == phase).all()
+    with np.load(SHARED / f"{name}.npz") as arrays:
+        assert np.array_equal(trace.experts, arrays["experts"])
+
+
+@needs_shared
+def test_a_real_dump_comes_in_without_json() -> None:
+    trace, assumed = import_npz(SHARED / "mixtral-8x7b.npz")
+    assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (4, 32, 8, 2)
+    assert len(assumed) == 2

@@ -1,0 +1,58 @@
+"""Statistics are held against slow, obvious versions of their definitions."""
+
+import json
+
+import numpy as np
+import pytest
+
+from traces.stats import statistics, summary
+from traces.steps import DECODE
+from traces.synthetic import synthetic
+
+TRACE = synthetic(12, 20, 3, 16, 2, seed=3, prompt_tokens=5)
+
+
+def test_sparsity_is_the_share_of_experts_that_a_request_uses() -> None:
+    rows = [
+        TRACE.experts[a:b][TRACE.phase[a:b] == DECODE] for a, b in zip(TRACE.offsets, TRACE.offsets[1:], strict=False)
+    ]
+    used = [[np.bincount(r[:, layer].ravel(), minlength=16) for layer in range(3)] for r in rows]
+    stats = statistics(TRACE)["decode"]
+    assert stats.activated == pytest.approx(np.mean(np.array(used) > 0))
+    assert stats.repeated == pytest.approx(np.mean(np.array(used) > 1))
+
+
+def test_reuse_is_the_share_of_a_tokens_experts_that_the_token_before_chose() -> None:
+    shares = [
+        len(set(TRACE.experts[t, layer]) & set(TRACE.experts[t - 1, layer])) / 2
+        for r in range(12)
+        for t in range(TRACE.offsets[r] + 6, TRACE.offsets[r + 1])
+        for layer in range(3)
+    ]
+    reuse = statistics(TRACE)["decode"].reuse
+    assert reuse.share == pytest.approx(np.mean(shares))
+    assert reuse.chance == 2 / 16
+
+
+def test_requests_of_one_task_have_more_similar_eams() -> None:
+    similarity = statistics(TRACE)["decode"].similarity
+    assert similarity.within_task is not None
+    assert similarity.across_tasks is not None
+    assert similarity.within_task > similarity.across_tasks
+    assert similarity.nearest_same_task is not None
+    assert similarity.chance is not None
+    assert similarity.nearest_same_task > similarity.chance
+
+
+def test_similarity_is_not_told_where_there_is_nothing_to_compare() -> None:
+    similarity = statistics(synthetic(1, 4, 2, 8, 2, seed=0))["decode"].similarity
+    assert similarity.all_pairs is None
+    assert similarity.nearest_same_task is None
+
+
+def test_a_summary_holds_each_phase_and_is_json() -> None:
+    facts = json.loads(json.dumps(summary(TRACE)))
+    assert facts["phase"] == "both"
+    assert facts["prefill"]["tokens"] == 60
+    assert facts["decode"]["tokens"] == 240
+    assert "prefill" not in summary(synthetic(2, 4, 2, 8, 2, seed=0))

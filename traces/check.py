@@ -1,0 +1,165 @@
+"""What must hold between the rows of a trace, checked at the speed of reading it.
+
+One compiled pass over the ids checks their range, finds repeats within a (token, layer) and compares EAMs.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numba import njit
+from numpy.typing import NDArray
+
+from traces.errors import InputError
+from traces.schema import TraceMeta
+from traces.steps import DECODE
+
+_OK, _RANGE, _REPEAT, _EAM = range(4)
+
+
+def check_requests(requests: pd.DataFrame, offsets: NDArray[np.int64], phase: NDArray[np.uint8], where: str) -> None:
+    """Hold each request's token counts against its rows: prefill rows are none or the prompt, decode rows are
+    its output tokens but the last (which is never fed back).
+    """
+    if len(phase) and int(phase.max()) > DECODE:
+        raise InputError(f"{where}: phase {int(phase.max())} is neither prefill (0) nor decode (1)")
+    decode = _per_request(phase == DECODE, offsets)
+    prefill = np.diff(offsets) - decode
+    prompt = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
+    output = requests["output_tokens"].to_numpy(np.int64)
+    for wrong, what in (
+        ((prefill != 0) & (prefill != prompt), "prompt_tokens and its prefill rows"),
+        (decode != np.maximum(output - 1, 0), "output_tokens less one and its decode rows"),
+    ):
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            have = prefill[i] if "prefill" in what else decode[i]
+            listed = prompt[i] if "prefill" in what else max(output[i] - 1, 0)
+            raise InputError(
+                f"{where}: request {i} ({requests['id'].iloc[i]!r}) disagrees in {what}: {listed} listed, {have} there"
+            )
+    if requests["id"].duplicated().any():
+        raise InputError(
+            f"{where}: the request id {requests['id'][requests['id'].duplicated()].iloc[0]!r} occurs twice"
+        )
+
+
+def check_order(offsets: NDArray[np.int64], phase: NDArray[np.uint8], position: NDArray[np.uint32], where: str) -> None:
+    """Within a request, positions ascend and no prefill follows a decode."""
+    inside = np.ones(max(len(phase) - 1, 0), bool)
+    ends = offsets[1:-1]
+    inside[ends[(ends > 0) & (ends < len(phase))] - 1] = False
+    wrong = inside & ((position[1:] <= position[:-1]) | (phase[1:] < phase[:-1]))
+    if wrong.any():
+        row = int(np.argmax(wrong)) + 1
+        request = int(np.searchsorted(offsets, row, side="right")) - 1
+        raise InputError(f"{where}: the tokens of request {request} are out of order at position {position[row]}")
+
+
+def check_ids(
+    meta: TraceMeta,
+    experts: NDArray[np.unsignedinteger],
+    offsets: NDArray[np.int64],
+    phase: NDArray[np.uint8],
+    eams: NDArray[np.uint32],
+    where: str,
+) -> None:
+    """Check ids and EAMs. experts: [tokens, L, k]; eams: [2, requests, L * E] as listed with the requests."""
+    code, request, row, layer = _scan(experts, offsets, phase, eams, meta.experts, meta.sentinel)
+    if code == _OK:
+        return
+    if code == _EAM:
+        raise InputError(f"{where}: the EAM listed for request {request} is unlike its routing")
+    ids = experts[row, layer].tolist()
+    token = row - int(offsets[request])
+    place = f"{where}: request {request}, token {token}, MoE layer {layer}: expert ids {ids}"
+    if code == _RANGE:
+        raise InputError(f"{place} go beyond the {meta.experts} experts of the model")
+    raise InputError(f"{place} repeat an expert")
+
+
+def count_eams(
+    experts: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], keep: NDArray[np.bool_], E: int
+) -> NDArray[np.int64]:
+    """Count the tokens that chose each expert, int64[requests, L, E], over the rows where `keep` holds."""
+    eams = np.zeros((len(offsets) - 1, experts.shape[1], E), np.int64)
+    _count(experts, offsets, keep, eams)
+    return eams
+
+
+def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | None:
+    """The first (row, layer, reason) that no model routes. experts: [tokens, L, k], -1: not routed."""
+    row, layer = _first_fault(experts, E)
+    if row < 0:
+        return None
+    ids = experts[row, layer].tolist()
+    wrong = [e for e in ids if not -1 <= e < E]
+    reason = f"{wrong[0]} is no id of {E} experts (0 to {E - 1})" if wrong else "an expert is repeated"
+    return row, layer, f"expert ids {ids}: {reason}"
+
+
+def _per_request(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
+    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask, dtype=np.int64)])
+    return np.asarray(total[offsets[1:]] - total[offsets[:-1]])
+
+
+def _scan_ids(experts: Any, offsets: Any, phase: Any, eams: Any, E: int, sentinel: int) -> tuple[int, int, int, int]:
+    """(what is wrong, request, row, layer) of the first fault."""
+    _, L, k = experts.shape
+    counts = np.zeros((2, L * E), np.uint32)
+    mark = np.zeros(E, np.int64)
+    serial = 0
+    for r in range(len(offsets) - 1):
+        counts[:] = 0
+        for t in range(offsets[r], offsets[r + 1]):
+            p = phase[t]
+            for layer in range(L):
+                serial += 1
+                for j in range(k):
+                    e = np.int64(experts[t, layer, j])
+                    if e >= E:
+                        if e == sentinel:
+                            continue
+                        return _RANGE, r, t, layer
+                    if mark[e] == serial:
+                        return _REPEAT, r, t, layer
+                    mark[e] = serial
+                    counts[p, layer * E + e] += np.uint32(1)
+        for p in range(2):
+            for i in range(L * E):
+                if counts[p, i] != eams[p, r, i]:
+                    return _EAM, r, 0, i // E
+    return _OK, 0, 0, 0
+
+
+def _scan_fault(experts: Any, E: int) -> tuple[int, int]:
+    """(row, layer) of the first id outside -1 to E-1 or repeat; (-1, -1) if there is none."""
+    tokens, L, k = experts.shape
+    mark = np.full(E, -1, np.int64)
+    for t in range(tokens):
+        for layer in range(L):
+            for j in range(k):
+                e = np.int64(experts[t, layer, j])
+                if e == -1:
+                    continue
+                if e < -1 or e >= E or mark[e] == t * L + layer:
+                    return t, layer
+                mark[e] = t * L + layer
+    return -1, -1
+
+
+def _count_ids(experts: Any, offsets: Any, keep: Any, eams: Any) -> None:
+    _, L, k = experts.shape
+    for r in range(len(offsets) - 1):
+        for t in range(offsets[r], offsets[r + 1]):
+            if keep[t]:
+                for layer in range(L):
+                    for j in range(k):
+                        e = np.int64(experts[t, layer, j])
+                        if e < eams.shape[2]:
+                            eams[r, layer, e] += 1
+
+
+_scan = njit(cache=True, nogil=True)(_scan_ids)
+_count = njit(cache=True, nogil=True)(_count_ids)
+_first_fault = njit(cache=True, nogil=True)(_scan_fault)

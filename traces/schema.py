@@ -1,0 +1,131 @@
+"""The trace on disk: a folder with requests.parquet (one row per request, with its EAMs) and
+routing/part-*.parquet (one row per request and token, in the order of execution).
+
+Every file carries the same metadata, as JSON under one key, so that each can be understood alone. The ids of
+a token lie flat as [L * k]; the largest value of the id type means that nothing was routed there.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+
+import numpy as np
+import pyarrow as pa
+
+from traces.errors import InputError
+
+VERSION = 1
+KEY = b"moe-expert-cache"
+REQUESTS = "requests.parquet"
+ROUTING = "routing"
+
+
+@dataclass(frozen=True)
+class TraceMeta:
+    """What holds for a whole trace. Unknown facts are None."""
+
+    model: str
+    layers: int  # L: MoE layers, in the order of execution
+    experts: int  # E: routed experts of a layer
+    top_k: int  # k: experts that a token may choose in a layer
+    layer_names: tuple[str, ...]
+    expert_bytes: int | None = None
+    dtype: str | None = None
+    mode: str = "generate"  # what made it: generate, import, synthetic
+    revision: str | None = None
+    hidden_size: int | None = None
+    expert_intermediate_size: int | None = None
+    tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.experts, self.top_k) < 1 or self.top_k > self.experts:
+            raise InputError(f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}")
+        if self.experts >= 65535:
+            raise InputError(f"{self.experts} experts in a layer are more than a trace can hold (65534)")
+        if len(self.layer_names) != self.layers:
+            raise InputError(f"{len(self.layer_names)} layer names for {self.layers} MoE layers")
+
+    @property
+    def id_type(self) -> np.dtype[np.unsignedinteger]:
+        """The type of expert ids: uint8 where E <= 255, else uint16."""
+        return np.dtype(np.uint8) if self.experts <= 255 else np.dtype(np.uint16)
+
+    @property
+    def sentinel(self) -> int:
+        """The id that means: nothing was routed here."""
+        return int(np.iinfo(self.id_type).max)
+
+    def encode(self) -> dict[bytes, bytes]:
+        """The metadata of a Parquet file of this trace."""
+        return {KEY: json.dumps({"schema_version": VERSION, **asdict(self)}).encode()}
+
+    @staticmethod
+    def decode(metadata: dict[bytes, bytes] | None, where: str) -> "TraceMeta":
+        """The meta in a Parquet file's metadata; an InputError naming `where` if there is none that fits."""
+        if KEY not in (metadata or {}):
+            raise InputError(f"{where} is a Parquet file, but not of a trace: its metadata has no {KEY.decode()!r}")
+        assert metadata is not None
+        try:
+            values = json.loads(metadata[KEY])
+            version = values.pop("schema_version")
+            if version != VERSION:
+                raise InputError(
+                    f"{where} has schema version {version!r}; this program reads {VERSION}: record it anew"
+                )
+            return TraceMeta(**{**values, "layer_names": tuple(values["layer_names"])})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InputError(f"{where} has metadata that cannot be understood: {error}") from error
+
+
+def routing_schema(meta: TraceMeta, weights: bool) -> pa.Schema:
+    """Columns of routing/part-*.parquet."""
+    width = meta.layers * meta.top_k
+    columns = [
+        pa.field("request", pa.uint32(), nullable=False),
+        pa.field("position", pa.uint32(), nullable=False),
+        pa.field("step", pa.uint32(), nullable=False),
+        pa.field("phase", pa.uint8(), nullable=False),
+        pa.field("token_id", pa.int32()),
+        pa.field("experts", pa.list_(pa.from_numpy_dtype(meta.id_type), width), nullable=False),
+    ]
+    if weights:
+        columns.append(pa.field("weights", pa.list_(pa.float16(), width), nullable=False))
+    return pa.schema(columns, metadata=meta.encode())
+
+
+def requests_schema(meta: TraceMeta) -> pa.Schema:
+    """Columns of requests.parquet. Row i is the request that routing rows call i."""
+    eam = pa.list_(pa.uint32(), meta.layers * meta.experts)
+    return pa.schema(
+        [
+            pa.field("id", pa.string(), nullable=False),
+            pa.field("dataset", pa.string(), nullable=False),
+            pa.field("task", pa.string(), nullable=False),
+            pa.field("prompt_tokens", pa.uint32()),
+            pa.field("output_tokens", pa.uint32(), nullable=False),
+            pa.field("arrival_ns", pa.int64()),
+            pa.field("mode", pa.string(), nullable=False),
+            pa.field("eam_prefill", eam, nullable=False),
+            pa.field("eam_decode", eam, nullable=False),
+        ],
+        metadata=meta.encode(),
+    )
+
+
+def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
+    """An InputError naming the first column of `wanted` that `found` lacks or has with another type."""
+    for column in wanted:
+        index = found.get_field_index(column.name)
+        if index < 0:
+            raise InputError(f"{where} lacks the column {column.name!r}: it is no part of a trace, or was changed")
+        # The name of a list's element ("item" or "element") is no part of the type.
+        if not _same_type(found.field(index).type, column.type):
+            raise InputError(
+                f"{where}: column {column.name!r} is {found.field(index).type}, "
+                f"but the metadata calls for {column.type}"
+            )
+
+
+def _same_type(a: pa.DataType, b: pa.DataType) -> bool:
+    if pa.types.is_fixed_size_list(a) and pa.types.is_fixed_size_list(b):
+        return bool(a.list_size == b.list_size and a.value_type == b.value_type)
+    return bool(a == b)

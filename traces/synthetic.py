@@ -1,0 +1,69 @@
+"""Small seeded traces made from nothing, for tests and speed measurements; no substitute for a recording.
+
+Three things that real routing shows are put in by hand: some experts are popular (Zipf), a request has a
+topic that prefers some experts (the groups of its EAM), and adjacent tokens reuse experts.
+"""
+
+import numpy as np
+import pandas as pd
+
+from traces.schema import TraceMeta
+from traces.steps import DECODE, PREFILL
+from traces.trace import Trace
+
+TOPICS = 8
+REUSE = 2.0
+"""What an expert gains, in units of the noise, for having been chosen by the token before."""
+
+
+def synthetic(
+    requests: int, tokens: int, layers: int, experts: int, top_k: int, seed: int, prompt_tokens: int = 0
+) -> Trace:
+    """Make a trace of `requests` requests that decode `tokens` tokens each, after `prompt_tokens` of prefill.
+
+    With `prompt_tokens` 0 the trace holds no prefill. The same arguments give the same trace.
+    """
+    meta = TraceMeta(
+        model="synthetic",
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        layer_names=tuple(f"layers.{layer}" for layer in range(layers)),
+        mode="synthetic",
+    )
+    rng = np.random.default_rng(seed)
+    popularity = -np.log(np.arange(1, experts + 1, dtype=np.float64))
+    popular = np.stack([popularity[rng.permutation(experts)] for _ in range(layers)])
+    topics = rng.gumbel(size=(TOPICS, layers, experts))
+    topic = rng.integers(TOPICS, size=requests)
+    length = prompt_tokens + tokens
+    ids = np.empty((requests, length, layers, top_k), meta.id_type)
+    reuse = np.zeros((requests, layers, experts))
+    for token in range(length):
+        score = popular + topics[topic] + reuse + rng.gumbel(size=reuse.shape)
+        ids[:, token] = np.argsort(-score, axis=-1, kind="stable")[..., :top_k]
+        reuse[:] = 0.0
+        np.put_along_axis(reuse, ids[:, token].astype(np.int64), REUSE, axis=-1)
+    step_in_request = np.maximum(np.arange(length) - max(prompt_tokens - 1, 0), 0)
+    steps = int(step_in_request[-1]) + 1 if length else 0
+    frame = pd.DataFrame(
+        {
+            "id": [str(r) for r in range(requests)],
+            "dataset": "synthetic",
+            "task": [f"topic-{t}" for t in topic],
+            "prompt_tokens": pd.array([prompt_tokens] * requests, dtype="Int64"),
+            "output_tokens": np.full(requests, tokens + 1 if tokens else 0, np.int64),
+            "arrival_ns": pd.array([pd.NA] * requests, dtype="Int64"),
+            "mode": "synthetic",
+        }
+    )
+    return Trace(
+        name="synthetic",
+        meta=meta,
+        requests=frame,
+        offsets=np.arange(requests + 1, dtype=np.int64) * length,
+        experts=ids.reshape(requests * length, layers, top_k),
+        phase=np.tile(np.where(np.arange(length) < prompt_tokens, PREFILL, DECODE).astype(np.uint8), requests),
+        position=np.tile(np.arange(length, dtype=np.uint32), requests),
+        step=(np.arange(requests)[:, None] * steps + step_in_request).astype(np.uint32).ravel(),
+    )
