@@ -1,0 +1,163 @@
+"""A cell: one policy at one cache size over one trace on one machine, played whole and in order.
+
+`Setup` is what a user asks for and all cells of a sweep share; `Loaded` is the same with its files read.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import overload
+
+from policies.registry import PolicySpec
+from sim import models
+from sim.hardware import Hardware, hardware
+from sim.log import RunLog
+from sim.models import ModelProfile
+from sim.results import Cell
+from sim.timing import Link, Roofline, host_link
+from traces.errors import InputError
+from traces.steps import RequestSteps
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all cells share, by names and paths."""
+
+    trace: Path
+    hardware: str = "a5000"
+    model_profile: str | None = None  # None: by the trace's model
+    requests: int | None = None  # None: all
+    warmup_requests: int = 0  # played, not counted
+    as_decode: bool = False
+    cold: bool = False
+    untimed: bool = False
+    seed: int = 0
+    chunk_bytes: int | None = None  # None: the whole expert
+    predictor_us: float | None = None  # None: the hardware profile's
+
+    def __post_init__(self) -> None:
+        least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
+        for option, value in least_zero.items():
+            if not 0 <= value < math.inf:
+                raise InputError(f"{option} {value}: must be at least 0")
+        if self.chunk_bytes == 0:
+            raise InputError("--chunk-bytes: a chunk has at least one byte")
+
+    def load(self) -> "Loaded":
+        """Read everything. InputError for whatever cannot be used."""
+        trace = Trace.read(self.trace)
+        if self.requests is not None:
+            trace = trace.head(self.requests)
+        if self.as_decode:
+            trace = trace.as_decode()
+        if self.warmup_requests >= len(trace.requests):
+            raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
+        if self.untimed:
+            return Loaded(self, trace, None, self._profile_if_any(trace))
+        machine = hardware(self.hardware)
+        if self.predictor_us is not None:
+            machine = replace(machine, predictor_us=self.predictor_us)
+        return Loaded(self, trace, machine, models.of_trace(trace.meta, self.model_profile))
+
+    def _profile_if_any(self, trace: Trace) -> ModelProfile | None:
+        """Counting needs no sizes: do without them where none are known."""
+        sized = trace.meta.hidden_size and trace.meta.expert_intermediate_size and trace.meta.expert_bytes
+        if self.model_profile or sized or models.known(trace.meta.model):
+            return models.of_trace(trace.meta, self.model_profile)
+        return None
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A setup with its files read; `play` runs one cell of it."""
+
+    setup: Setup
+    trace: Trace
+    hardware: Hardware | None  # None: untimed
+    profile: ModelProfile | None  # None: untimed, and nothing states the sizes
+
+    @property
+    def all_experts(self) -> int:
+        """Of all MoE layers."""
+        return self.trace.layers * self.trace.num_experts
+
+    @property
+    def expert_bytes(self) -> int | None:
+        """Of one expert; None if nothing states it."""
+        return self.profile.expert_bytes if self.profile else self.trace.meta.expert_bytes
+
+    @property
+    def token_experts(self) -> int:
+        """Distinct experts that one decoded token needs."""
+        layers = self.profile.decode_layers if self.profile else self.trace.layers
+        return layers * self.trace.top_k
+
+    @property
+    def timing(self) -> Roofline:
+        """Durations on this machine; timed setups only."""
+        assert self.hardware
+        assert self.profile
+        return Roofline(self.hardware, self.profile)
+
+    @property
+    def link(self) -> Link:
+        """This machine's host link; timed setups only."""
+        assert self.hardware
+        assert self.profile
+        return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
+
+    def play(self, policy: PolicySpec, slots: int, progress: Callable[[int], None] | None = None) -> RunLog:
+        """Run one cell; `progress` is called with the number of steps of each request that has ended."""
+        requests, layers, experts = Requests(self.trace), self.trace.layers, self.trace.num_experts
+        if self.hardware is None:
+            from sim.untimed import count
+
+            log = count(requests, layers, experts, slots, policy, self.setup.cold, progress)
+            return replace(log, expert_bytes=self.expert_bytes or 0)
+        from sim.model import simulate
+
+        timing, link = self.timing, self.link
+        return simulate(requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress)
+
+    def cell(self, policy: PolicySpec, slots: int) -> Cell:
+        """What the rows of that cell say of it."""
+        return Cell(
+            policy=policy.text,
+            options=policy.options(),
+            oracle=policy.oracle,
+            trace=self.trace.name,
+            phase=self.trace.phases,
+            model=self.profile.name if self.profile else self.trace.meta.model,
+            hardware=self.hardware.name if self.hardware else None,
+            cache_experts=slots,
+            all_experts=self.all_experts,
+            cold=self.setup.cold,
+            warmup_requests=self.setup.warmup_requests,
+            seed=self.setup.seed,
+        )
+
+
+class Requests(Sequence[RequestSteps]):
+    """A trace's requests as an engine plays them, laid out anew each time: only one is held at once."""
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+
+    def __len__(self) -> int:
+        return len(self._trace.requests)
+
+    @overload
+    def __getitem__(self, i: int) -> RequestSteps: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
+    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
+        if isinstance(i, slice):
+            return [self._trace.steps(j) for j in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self._trace.steps(i)
+
+    def __iter__(self) -> Iterator[RequestSteps]:
+        return (self._trace.steps(i) for i in range(len(self)))

@@ -1,0 +1,39 @@
+"""A machine: GPU memory and compute, the host link, the host and its disk, as one TOML profile.
+
+Rates are what a good kernel or copy reaches, not what the datasheet prints; each profile says where its
+values come from. GB and TFLOP are decimal (1 GB/s is one byte a nanosecond), GiB are binary.
+"""
+
+from dataclasses import dataclass, field
+
+from sim import profiles
+from traces.errors import InputError
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU, one link."""
+
+    name: str
+    title: str
+    link_bandwidth_gb_per_s: float
+    link_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one transfer, whatever its size
+    memory_gib: float
+    memory_bandwidth_gb_per_s: float
+    compute_tflop_per_s: float  # bf16, dense
+    launch_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one kernel
+    framework_us_per_layer: float = field(metadata=profiles.MAY_BE_ZERO)
+    predictor_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one event
+    host_compute_tflop_per_s: float
+    host_memory_bandwidth_gb_per_s: float
+    disk_bandwidth_gb_per_s: float
+    disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
+
+
+def hardware(text: str) -> Hardware:
+    """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
+    path = profiles.find("hardware", "hardware", text)
+    machine = profiles.read(Hardware, path)
+    if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:
+        raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
+    return machine

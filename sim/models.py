@@ -1,0 +1,172 @@
+"""The shape of a model, as one TOML profile: what time and bytes follow from.
+
+A trace's model name chooses it; sizes that the trace itself states make one up where no profile is known.
+Figures of all shipped models: the configurations that their authors published.
+"""
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim import profiles
+from traces.errors import InputError
+from traces.schema import TraceMeta
+
+
+def _none() -> Any:
+    """A size that most models do not have: 0 unless given."""
+    return field(default=0, metadata=profiles.MAY_BE_ZERO)
+
+
+@dataclass(frozen=True)
+class ModelProfile:
+    """An MoE transformer: an encoder's MoE layers, if any, before its decoder's."""
+
+    name: str
+    hub_ids: tuple[str, ...]
+    moe_layers: int
+    experts: int
+    top_k: int
+    hidden_size: int
+    expert_intermediate_size: int
+    expert_bytes_per_parameter: float
+    heads: int
+    head_size: int
+    vocabulary: int
+    dense_bytes_per_parameter: float
+    expert_matrices: int = 3  # gate, up and down; 2 without a gate
+    encoder_moe_layers: int = _none()
+    kv_heads: int = _none()  # 0: as many as heads
+    kv_latent_size: int = _none()  # MLA; 0: keys and values by head
+    rope_head_size: int = _none()  # MLA: beside head_size
+    sliding_window: int = _none()  # of layers 0, 2, 4, ...; 0: none
+    shared_intermediate_size: int = _none()  # of all shared experts
+    dense_intermediate_size: int = _none()  # of a layer without experts
+    dense_matrices: int = 3
+    leading_dense_layers: int = _none()
+    dense_layers_before_each: int = _none()  # each MoE layer
+    trailing_dense_layers: int = _none()
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one routed expert."""
+        return self.expert_matrices * self.hidden_size * self.expert_intermediate_size
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one routed expert, as it crosses the link."""
+        return round(self.expert_parameters * self.expert_bytes_per_parameter)
+
+    @property
+    def decode_layers(self) -> int:
+        """MoE layers that a decoded token passes."""
+        return self.moe_layers - self.encoder_moe_layers
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the routed experts that one decoded token needs."""
+        return self.decode_layers * self.top_k * self.expert_bytes
+
+    @property
+    def attention_parameters(self) -> int:
+        """Of one self-attention."""
+        query = self.hidden_size * self.heads * (self.head_size + self.rope_head_size)
+        output = self.heads * self.head_size * self.hidden_size
+        if self.kv_latent_size:
+            down = self.hidden_size * (self.kv_latent_size + self.rope_head_size)
+            up = self.kv_latent_size * self.heads * 2 * self.head_size
+            return query + down + up + output
+        return query + self.hidden_size * (self.kv_heads or self.heads) * 2 * self.head_size + output
+
+    @property
+    def kv_bytes(self) -> float:
+        """That one token leaves in the KV cache of one layer."""
+        latent = self.kv_latent_size + self.rope_head_size
+        by_head = 2 * (self.kv_heads or self.heads) * self.head_size
+        return (latent if self.kv_latent_size else by_head) * self.dense_bytes_per_parameter
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Of the feed-forward part of a layer without experts."""
+        return self.dense_matrices * self.hidden_size * self.dense_intermediate_size
+
+    @property
+    def moe_layer_parameters(self) -> int:
+        """Of an MoE layer's router and shared experts."""
+        return self.hidden_size * (self.experts + self.expert_matrices * self.shared_intermediate_size)
+
+    @property
+    def dense_bytes(self) -> float:
+        """Of everything but the routed experts: layers, embedding and vocabulary matmul."""
+        without = self.leading_dense_layers + self.moe_layers * self.dense_layers_before_each
+        without += self.trailing_dense_layers
+        parameters = self.moe_layers * self.moe_layer_parameters + without * self.dense_layer_parameters
+        parameters += (self.moe_layers + without) * self.attention_parameters
+        return (parameters + 2 * self.vocabulary * self.hidden_size) * self.dense_bytes_per_parameter
+
+
+def model(text: str) -> ModelProfile:
+    """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
+    path = profiles.find("models", "model", text)
+    profile = profiles.read(ModelProfile, path)
+    if profile.top_k > profile.experts:
+        raise InputError(f"{path}: top_k {profile.top_k} is above {profile.experts} experts")
+    if profile.encoder_moe_layers >= profile.moe_layers:
+        raise InputError(f"{path}: encoder_moe_layers leaves no MoE layer to the decoder")
+    return profile
+
+
+def known(name: str) -> ModelProfile | None:
+    """The shipped profile for a model as a trace names it: organisation, case and variant do not matter."""
+    wanted = _family(name)
+    for shipped in map(model, profiles.names("models")):
+        if wanted in {_family(shipped.name), *map(_family, shipped.hub_ids)}:
+            return shipped
+    return None
+
+
+def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
+    """The profile named by `text`, else by the trace, else derived from it; InputError if they disagree."""
+    profile = model(text) if text else known(meta.model) or derived(meta)
+    for what, ours, theirs in (
+        ("MoE layers", profile.moe_layers, meta.layers),
+        ("experts a layer", profile.experts, meta.experts),
+        ("top-k", profile.top_k, meta.top_k),
+    ):
+        if ours != theirs:
+            raise InputError(
+                f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
+                f"has {theirs}; choose another with --model-profile"
+            )
+    return profile
+
+
+def derived(meta: TraceMeta) -> ModelProfile:
+    """A profile from what the trace states; assumed are heads of 64, each with its keys and values."""
+    if not (meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes):
+        raise InputError(
+            f"no model profile is known for {meta.model!r} and its trace states no sizes; choose one with "
+            f"--model-profile NAME or FILE.toml (shipped: {', '.join(profiles.names('models'))})"
+        )
+    parameters = 3 * meta.hidden_size * meta.expert_intermediate_size
+    head_size = min(64, meta.hidden_size)
+    return ModelProfile(
+        name=meta.model,
+        hub_ids=(),
+        moe_layers=meta.layers,
+        experts=meta.experts,
+        top_k=meta.top_k,
+        hidden_size=meta.hidden_size,
+        expert_intermediate_size=meta.expert_intermediate_size,
+        expert_bytes_per_parameter=meta.expert_bytes / parameters,
+        heads=meta.hidden_size // head_size,
+        head_size=head_size,
+        vocabulary=32_000,
+        dense_bytes_per_parameter=4.0 if meta.dtype and meta.dtype.endswith("32") else 2.0,
+    )
+
+
+def _family(name: str) -> str:
+    """`deepseek-ai/DeepSeek-V2-Lite-Chat` -> `deepseek-v2-lite`; versions and dates go too."""
+    base = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    return re.sub(r"(-(chat|instruct|base|it|v\d+(\.\d+)?|\d{4}))+$", "", base)

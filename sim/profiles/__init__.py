@@ -1,0 +1,73 @@
+"""Profiles are TOML files, one per machine or model: shipped ones beside this file, others by their path.
+
+Every key carries its unit in its name; an unknown, missing or impossible one is refused with the file's name.
+"""
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar, cast, get_type_hints
+
+from traces.errors import InputError, unknown
+
+T = TypeVar("T")
+
+MAY_BE_ZERO = {"zero": True}
+"""Field metadata: 0 is possible here. All other numbers are above 0."""
+
+
+def names(kind: str) -> list[str]:
+    """The shipped profiles of a kind, `hardware` or `models`."""
+    return sorted(path.stem for path in (Path(__file__).parent / kind).glob("*.toml"))
+
+
+def find(kind: str, what: str, text: str) -> Path:
+    """The file of a shipped profile, or of a path as typed; InputError with near names if there is none."""
+    if text in names(kind):
+        return Path(__file__).parent / kind / f"{text}.toml"
+    path = Path(text).expanduser()
+    if path.is_file():
+        return path
+    if path.suffix == ".toml":
+        raise InputError(f"no {what} profile at {path}")
+    raise unknown(f"{what} profile", text, names(kind))
+
+
+def read(cls: type[T], path: Path) -> T:
+    """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem."""
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read as TOML: {error}") from error
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "name"}  # type: ignore[arg-type]
+    for key in table:
+        if key not in fields:
+            raise InputError(f"{path}: {unknown('key', key, fields)}")
+    types = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, field in fields.items():
+        if key in table:
+            values[key] = _checked(table[key], types[key], bool(field.metadata.get("zero")), f"{path}: {key}")
+        elif field.default is dataclasses.MISSING:
+            raise InputError(f"{path}: the key {key!r} is missing")
+    made: T = cast(Any, cls)(name=path.stem, **values)
+    return made
+
+
+def _checked(value: object, kind: Any, zero: bool, where: str) -> object:
+    """`value` as `kind` (str, int, float or a tuple of str), or InputError."""
+    if kind is str and isinstance(value, str) and value:
+        return value
+    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            raise InputError(f"{where} = {value}: must be {'at least' if zero else 'above'} 0 and finite")
+        if kind is float:
+            return float(value)
+        if isinstance(value, int):
+            return value
+    expected = {str: "a text", int: "a whole number", float: "a number"}.get(kind, "a list of texts")
+    raise InputError(f"{where} = {value!r}: must be {expected}")

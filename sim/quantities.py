@@ -1,0 +1,70 @@
+"""Quantities as people type and read them, one parser for each kind: cache sizes, bytes.
+
+A cache is a share of all experts (`25%`), a number of experts (`64`) or bytes (`8GiB`). A share rounds to the
+nearest whole expert, halves up, at least 1; bytes hold as many whole experts as fit.
+"""
+
+import math
+import re
+from fractions import Fraction
+
+from traces.errors import InputError
+
+UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+
+_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+def parse_bytes(text: str, what: str) -> int:
+    """`8GiB`, `500MB`, `64kB`, `4096B`: rounded down; InputError naming `what` for anything else."""
+    match = _BYTES.fullmatch(text.strip())
+    if not match or match[2].lower() not in UNITS:
+        raise InputError(f"{what} {text!r} is no number of bytes: write it as 8GiB, 500MB or 4096B")
+    return math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
+
+
+def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
+    """The slots of a cache as typed, for a model of `total` experts; InputError unless it is 1 to `total`.
+
+    `expert_bytes` may be None where nothing states it; then a size in bytes is refused too.
+    """
+    text = text.strip()
+    if share := _SHARE.fullmatch(text):
+        percent = Fraction(share[1])
+        if not 0 < percent <= 100:
+            raise InputError(f"a cache of {text} is impossible: a share is above 0% and at most 100% of all experts")
+        return max(1, math.floor(percent * total / 100 + Fraction(1, 2)))
+    if text.isdecimal():
+        slots = int(text)
+    elif _BYTES.fullmatch(text):
+        size = parse_bytes(text, "cache size")
+        if not expert_bytes:
+            raise InputError(f"cache size {text}: nothing states how large an expert is; give a share or a number")
+        slots = size // expert_bytes
+        if not slots:
+            raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
+    else:
+        raise InputError(f"cache size {text!r} is none: write a share (25%), a number of experts (64) or bytes (8GiB)")
+    if not 1 <= slots <= total:
+        raise InputError(f"a cache of {text} is impossible: it has {slots} slots for the model's {total} experts")
+    return slots
+
+
+def show_bytes(size: float) -> str:
+    """Decimal units, three digits: `17.3 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1_000
+    return f"{size:.0f} TB"

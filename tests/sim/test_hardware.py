@@ -1,0 +1,147 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sim import profiles
+from sim.hardware import hardware
+from sim.models import derived, known, model, of_trace
+from traces.errors import InputError
+from traces.schema import TraceMeta
+
+A5000 = Path(profiles.__file__).parent / "hardware" / "a5000.toml"
+
+
+def meta(name, layers, experts, top_k, **sizes):
+    names = tuple(f"layers.{i}" for i in range(layers))
+    return TraceMeta(model=name, layers=layers, experts=experts, top_k=top_k, layer_names=names, **sizes)
+
+
+@pytest.mark.parametrize("name", profiles.names("hardware"))
+def test_every_shipped_machine_is_plausible(name):
+    machine = hardware(name)
+    assert 10 <= machine.link_bandwidth_gb_per_s <= 64
+    assert 10 < machine.memory_bandwidth_gb_per_s / machine.link_bandwidth_gb_per_s < 90
+    assert machine.name == name
+
+
+def test_all_machines_of_the_field_are_there():
+    wanted = {"a5000", "rtx4090", "rtx4060-laptop", "rtx3090", "h100", "h200"}
+    assert wanted <= set(profiles.names("hardware"))
+
+
+def test_the_a5000_has_the_link_of_the_papers_table():
+    assert hardware("a5000").link_bandwidth_gb_per_s == 24
+
+
+def test_a_machine_may_be_a_file(tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(A5000.read_text().replace("= 24.0  # PCIe", "= 12.0  # PCIe"))
+    assert hardware(str(mine)) == replace(hardware("a5000"), name="mine", link_bandwidth_gb_per_s=12.0)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("memory_gib = 24.0", "memory_gib = 0.0", "memory_gib = 0.0: must be above 0"),
+        ("memory_gib = 24.0", "memory_gib = inf", "memory_gib = inf: must be above 0 and finite"),
+        ("memory_gib = 24.0", 'memory_gib = "24"', "memory_gib = '24': must be a number"),
+        ("memory_gib = 24.0", "memory_gib = true", "memory_gib = True: must be a number"),
+        ("memory_gib = 24.0", "", "the key 'memory_gib' is missing"),
+        ("memory_gib = 24.0", "memory_gb = 24.0", "unknown key 'memory_gb'; did you mean memory_gib"),
+        ("launch_us = 2.5", "launch_us = -1", "launch_us = -1: must be at least 0"),
+        ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 24e9", "is above memory_bandwidth_gb_per_s"),
+        ("memory_gib = 24.0", "memory_gib = ", "cannot be read as TOML"),
+    ],
+)
+def test_an_impossible_machine_is_refused_with_file_and_key(tmp_path, old, new, complaint):
+    mine = tmp_path / "mine.toml"
+    mine.write_text(A5000.read_text().replace(old, new))
+    with pytest.raises(InputError, match=r"mine\.toml") as refused:
+        hardware(str(mine))
+    assert complaint in str(refused.value)
+
+
+def test_an_unknown_machine_offers_the_near_ones():
+    with pytest.raises(InputError, match="did you mean rtx4090"):
+        hardware("rtx4091")
+    with pytest.raises(InputError, match="no hardware profile at"):
+        hardware("absent.toml")
+
+
+# Models: the paper's table, as derived from the shapes
+
+PAPER = {  # MB an expert, GB a token, ms at 24 GB/s
+    "deepseek-v2-lite": (17.30, 2.70, 112),
+    "mixtral-8x7b": (352, 22.5, 940),
+    "arctic": (209, 14.6, 610),
+    "nllb-moe-54b": (134, 1.6, 67),
+    "switch-large-128": (33.6, 0.40, 17),
+    "qwen3-30b-a3b": (9.44, 3.62, 151),
+    "gpt-oss-20b": (13.2, 1.27, 53),
+    "gpt-oss-20b-bf16": (49.8, 4.78, 199),
+    "olmoe-1b-7b": (12.6, 1.61, 67),
+}
+
+
+@pytest.mark.parametrize("name", profiles.names("models"))
+def test_shapes_give_the_bytes_that_are_published(name):
+    expert_mb, token_gb, token_ms = PAPER[name]
+    profile = model(name)
+    assert profile.expert_bytes / 1e6 == pytest.approx(expert_mb, rel=0.004)
+    assert profile.token_bytes / 1e9 == pytest.approx(token_gb, rel=0.01)
+    assert round(profile.token_bytes / 24e6) == token_ms
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),  # in all, as their authors state them
+    [
+        ("deepseek-v2-lite", 15.7e9),
+        ("mixtral-8x7b", 46.7e9),
+        ("arctic", 480e9),
+        ("qwen3-30b-a3b", 30.5e9),
+        ("olmoe-1b-7b", 6.9e9),
+        ("gpt-oss-20b", 20.9e9),
+    ],
+)
+def test_shapes_give_the_parameters_that_are_published(name, parameters):
+    profile = model(name)
+    dense = profile.dense_bytes / profile.dense_bytes_per_parameter
+    experts = profile.moe_layers * profile.experts * profile.expert_parameters
+    assert dense + experts == pytest.approx(parameters, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("traced", "profile"),
+    [
+        ("deepseek-ai/DeepSeek-V2-Lite-Chat", "deepseek-v2-lite"),
+        ("openai/gpt-oss-20b", "gpt-oss-20b"),
+        ("GPT-OSS-20B", "gpt-oss-20b"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", "mixtral-8x7b"),
+        ("/models/Mixtral-8x7B-v0.1/", "mixtral-8x7b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("allenai/OLMoE-1B-7B-0125-Instruct", "olmoe-1b-7b"),
+        ("Snowflake/snowflake-arctic-instruct", "arctic"),
+    ],
+)
+def test_a_trace_names_its_profile_in_any_spelling(traced, profile):
+    found = known(traced)
+    assert found
+    assert found.name == profile
+
+
+def test_a_profile_that_disagrees_with_the_trace_is_refused():
+    with pytest.raises(InputError, match=r"olmoe-1b-7b has 16 MoE layers, the trace of allenai/.* has 4"):
+        of_trace(meta("allenai/OLMoE-1B-7B-0924", 4, 64, 8))
+    with pytest.raises(InputError, match=r"64 experts a layer, .* has 8"):
+        of_trace(meta("x", 16, 8, 2), "olmoe-1b-7b")
+    with pytest.raises(InputError, match=r"8 top-k, .* has 2"):
+        of_trace(meta("x", 16, 64, 2), "olmoe-1b-7b")
+
+
+def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 147_456}
+    profile = of_trace(meta("tiny-olmoe", 4, 16, 4, **sizes))
+    assert (profile.name, profile.expert_bytes, profile.heads) == ("tiny-olmoe", 147_456, 2)
+    with pytest.raises(InputError, match="states no sizes; choose one with --model-profile"):
+        derived(meta("tiny-olmoe", 4, 16, 4))

@@ -1,0 +1,42 @@
+import pytest
+
+from sim.plot import draw, figure
+
+
+def rows(policy, **columns):
+    return [
+        {
+            "policy": policy,
+            "phase": "decode",
+            "model": "m",
+            "hardware": "a5000",
+            "trace": "t",
+            "requests": 3,
+            "cache_experts": slots,
+            "cache_fraction": slots / 100,
+            "hit_rate": slots / 200,
+            "tpot_mean_ms": 100.0 - slots,
+            "ttft_mean_ms": None,
+            **columns,
+        }
+        for slots in (50, 10, 25)
+    ]
+
+
+def test_each_column_is_a_png_of_its_own(tmp_path):
+    files = draw(rows("lru"), rows("belady"), 0.1, ("hit_rate", "tpot_mean_ms"), tmp_path)
+    assert [file.name for file in files] == ["hit_rate.png", "tpot.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_counts_are_not_drawn(tmp_path):
+    assert [file.name for file in draw(rows("lru"), [], 0.1, ("hit_rate", "misses"), tmp_path)] == ["hit_rate.png"]
+
+
+def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
+    drawn = figure([*rows("lru"), *rows("eamc"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
+    lines = {line.get_label(): line for line in drawn.axes[0].get_lines()}
+    assert list(lines) == ["lru", "eamc", "belady (bound)", "one token's experts"]
+    assert list(lines["lru"].get_xdata()) == pytest.approx([10, 25, 50])
+    assert list(lines["lru"].get_ydata()) == [90, 75, 50]

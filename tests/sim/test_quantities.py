@@ -1,0 +1,61 @@
+import pytest
+
+from sim.quantities import parse_bytes, parse_cache_size, show_bytes
+from traces.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "slots"),
+    [
+        ("10%", 77),  # of 768: 76.8
+        ("25%", 192),
+        ("100%", 768),
+        ("0.01%", 1),
+        ("12.5 %", 96),
+        ("1", 1),
+        ("768", 768),
+        ("1GB", 57),
+        ("1GiB", 62),
+        ("17301504B", 1),
+    ],
+)
+def test_a_cache_size_is_a_share_a_number_or_bytes(text, slots):
+    assert parse_cache_size(text, 768, 17_301_504) == slots
+
+
+def test_a_share_rounds_halves_up():
+    assert [parse_cache_size(f"{percent}%", 50, None) for percent in (1, 3, 5, 7)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "text", ["0%", "0", "0.0%", "100.1%", "101%", "769", "1MB", "14GB", "-5%", "", "lots", "5 parsecs", "5iB"]
+)
+def test_an_impossible_cache_size_is_one_clear_line(text):
+    with pytest.raises(InputError) as refused:
+        parse_cache_size(text, 768, 17_301_504)
+    assert "\n" not in str(refused.value)
+    assert text in str(refused.value)
+
+
+def test_bytes_are_refused_where_nothing_states_the_size_of_an_expert():
+    with pytest.raises(InputError, match="nothing states how large an expert is"):
+        parse_cache_size("8GiB", 768, None)
+
+
+def test_bytes_are_exact_and_rounded_down():
+    assert parse_bytes("0.1GB", "x") == 100_000_000
+    assert parse_bytes("1.5KiB", "x") == 1536
+    assert parse_bytes("1.0009765625kib", "x") == 1025
+    with pytest.raises(InputError, match="chunk '12'"):
+        parse_bytes("12", "chunk")
+
+
+def test_bytes_are_shown_with_three_digits():
+    assert [show_bytes(n) for n in (0, 999, 1000, 17_301_504, 2.699e9, 5e15)] == [
+        "0 B",
+        "999 B",
+        "1 kB",
+        "17.3 MB",
+        "2.7 GB",
+        "5000 TB",
+    ]

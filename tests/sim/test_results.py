@@ -1,0 +1,169 @@
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sim.log import RunLog
+from sim.results import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL
+
+MS = 1_000_000
+
+
+def a_log(**changed):
+    """Two requests: the first a prefill of 5 tokens and two decoded ones, the second three decoded tokens."""
+    columns = {
+        "request": [0, 0, 0, 1, 1, 1],
+        "phase": [PREFILL, DECODE, DECODE, DECODE, DECODE, DECODE],
+        "tokens": [5, 1, 1, 1, 1, 1],
+        "step_ns": [50 * MS, 10 * MS, 20 * MS, 30 * MS, 40 * MS, 50 * MS],
+        "stall_ns": [[1 * MS, 2 * MS, 3 * MS, 4 * MS, 5 * MS]] * 6,
+        "hits": [1, 2, 3, 4, 5, 6],
+        "late": [0, 1, 0, 1, 0, 1],
+        "misses": [3, 3, 3, 3, 3, 3],
+        "demand_transfers": [3, 3, 3, 3, 3, 3],
+        "prefetch_transfers": [0, 2, 2, 2, 2, 2],
+        "prefetch_used": [0, 1, 1, 1, 1, 1],
+        "prefetch_wasted": [0, 0, 1, 0, 0, 1],
+        "link_busy_ns": [20 * MS] * 6,
+        "compute_busy_ns": [5 * MS] * 6,
+    }
+    arrays = {name: np.array(column, np.int64) for name, column in columns.items()}
+    return RunLog(**{**arrays, "expert_bytes": 100, "evictions": np.zeros(0, np.int64), **changed})
+
+
+def a_cell(**changed):
+    made = {
+        "policy": "lru+eamc",
+        "options": {"prefetch": {"capacity": 120}, "evict": {"name": "lru"}},
+        "oracle": False,
+        "trace": "t",
+        "phase": "both",
+        "model": "m",
+        "hardware": "a5000",
+        "cache_experts": 16,
+        "all_experts": 64,
+        "cold": False,
+        "warmup_requests": 0,
+        "seed": 7,
+    }
+    return Cell(**{**made, **changed})
+
+
+REQUESTS_OF_TRACE = pd.DataFrame({"id": ["a", "b"], "dataset": ["gsm8k", "mmlu"], "task": ["", "law"]})
+
+
+def rows(log=None, **cell):
+    return summarise(log or a_log(), a_cell(**cell), REQUESTS_OF_TRACE)
+
+
+def test_counters_are_sums_over_all_steps_played():
+    row, _ = rows()
+    wanted = {"tokens": 10, "hits": 21, "late": 3, "misses": 18, "lookups": 42, "requests": 2, "seed": 7}
+    assert {name: row[name] for name in wanted} == wanted
+    assert row["hit_rate"] == 21 / 42
+    assert (row["bytes_demand"], row["bytes_prefetch"], row["bytes_wasted"]) == (1800, 1000, 200)
+    assert row["prefetch_precision"] == 5 / 10
+    assert row["cache_fraction"] == 0.25
+
+
+def test_tpot_is_over_decoded_tokens_and_ttft_over_prefills():
+    row, _ = rows()
+    assert row["ttft_mean_ms"] == 50
+    assert [row[f"tpot_{what}_ms"] for what in ("mean", "p50", "max")] == [30, 30, 50]
+    assert row["tpot_p95_ms"] == pytest.approx(48)  # linear between the 4th and 5th of five
+    assert row["tpot_p99_ms"] == pytest.approx(49.6)
+    assert row["tokens_per_s"] == pytest.approx(10 / 0.2)
+
+
+def test_stalls_add_up_to_the_gpus_idle_time_and_exposed_transfers_are_no_overlap():
+    row, _ = rows()
+    causes = ["predictor", "demand", "late", "behind_prefetch", "slot"]
+    assert [row[f"stall_{cause}_ms"] for cause in causes] == [6, 12, 18, 24, 30]
+    assert row["gpu_idle_ms"] == 90
+    assert row["link_busy_ms"] == 120
+    assert row["overlap"] == pytest.approx(1 - (12 + 18 + 24) / 120)
+    assert row["compute_busy_ms"] == 30
+
+
+def test_warm_up_is_played_but_not_counted():
+    row, requests = rows(warmup_requests=1)
+    assert (row["requests"], row["tokens"], row["hits"], row["tpot_mean_ms"]) == (1, 3, 15, 40)
+    assert row["ttft_mean_ms"] is None
+    assert [request["request"] for request in requests] == ["b"]
+
+
+def test_a_row_for_each_request():
+    _, (first, second) = rows()
+    assert (first["request"], first["dataset"], first["ttft_ms"], first["tpot_mean_ms"]) == ("a", "gsm8k", 50, 15)
+    assert (second["task"], second["ttft_ms"], second["tpot_mean_ms"], second["lookups"]) == ("law", None, 40, 26)
+    assert [first["tokens"], first["hits"], first["late"], first["misses"]] == [7, 6, 1, 9]
+
+
+def test_what_nothing_can_be_said_of_is_null():
+    still = a_log(
+        link_busy_ns=np.zeros(6, np.int64), prefetch_transfers=np.zeros(6, np.int64), phase=np.zeros(6, np.uint8)
+    )
+    row, _ = rows(still)
+    for name in ("overlap", "prefetch_precision", "prefetch_coverage", "tpot_mean_ms", "tpot_p99_ms"):
+        assert row[name] is None
+
+
+def test_without_hardware_there_are_no_times():
+    row, requests = rows(hardware=None)
+    assert not any(row[name] is not None for name in RESULTS.names if name.endswith("_ms"))
+    assert row["overlap"] is row["tokens_per_s"] is None
+    assert requests[0]["ttft_ms"] is requests[0]["tpot_mean_ms"] is None
+    assert row["hits"] == 21
+
+
+def test_coverage_is_the_share_of_misses_that_prefetch_avoided():
+    assert coverage(misses=25, without_prefetch=100) == 0.75
+    assert coverage(misses=150, without_prefetch=100) == -0.5
+    assert coverage(misses=0, without_prefetch=0) is None
+
+
+def test_rows_survive_parquet_with_their_types(tmp_path):
+    row, requests = rows()
+    write_rows([row], RESULTS, tmp_path / "results.parquet")
+    write_rows(requests, REQUESTS, tmp_path / "requests.parquet")
+    read = pd.read_parquet(tmp_path / "results.parquet").iloc[0]
+    assert json.loads(read["options"]) == a_cell().options
+    assert read["tpot_mean_ms"] == 30
+    assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"results.parquet", "requests.parquet"}
+
+
+def test_all_columns_of_the_contract_are_there():
+    wanted = """policy options trace phase model hardware cache_experts cache_fraction requests tokens lookups hits
+        late misses hit_rate bytes_demand bytes_prefetch bytes_wasted prefetch_precision prefetch_coverage
+        ttft_mean_ms tpot_mean_ms tpot_p50_ms tpot_p95_ms tpot_p99_ms tpot_max_ms stall_demand_ms stall_late_ms
+        stall_behind_prefetch_ms stall_slot_ms stall_predictor_ms gpu_idle_ms link_busy_ms compute_busy_ms overlap
+        tokens_per_s seed commit"""
+    assert set(wanted.split()) <= set(RESULTS.names)
+    assert set(rows()[0]) == set(RESULTS.names)
+
+
+def test_a_file_that_is_not_finished_leaves_nothing_behind(tmp_path):
+    kept = tmp_path / "kept"
+    kept.write_text("before")
+
+    def fail_half_way():
+        with replacing(kept) as part:
+            part.write_text("half")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_half_way()
+    assert kept.read_text() == "before"
+    assert list(tmp_path.iterdir()) == [kept]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot write to"):
+        writable(tmp_path / "file" / "below")
+    writable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []

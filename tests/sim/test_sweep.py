@@ -1,0 +1,183 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from policies.registry import parse
+from sim import winner
+from sim.cells import Requests, Setup
+from sim.sweep import Grid, save, sweep
+from sim.winner import Winner
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+LAYERS, EXPERTS, TOP_K = 4, 16, 3
+
+
+def written(trace, folder):
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = synthetic(4, tokens=12, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=3, prompt_tokens=6)
+    return written(made, tmp_path_factory.mktemp("traces") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def prefill(tmp_path_factory):
+    made = synthetic(2, tokens=0, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=1, prompt_tokens=8)
+    return written(made, tmp_path_factory.mktemp("traces") / "prompts")
+
+
+def grid(policies="lru,lfu", **sizes):
+    return Grid(tuple(parse(policy) for policy in policies.split(",")), sizes or {"25%": 16, "50%": 32})
+
+
+def test_rows_come_by_size_and_then_by_policy_as_typed(folder):
+    found = sweep(Setup(folder).load(), grid("lru,lru+popular"))
+    assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [
+        (16, "lru"),
+        (16, "lru+popular"),
+        (32, "lru"),
+        (32, "lru+popular"),
+    ]
+    assert found.complete
+
+
+def test_results_do_not_depend_on_the_number_of_workers(folder):
+    loaded = Setup(folder).load()
+    alone, together = (sweep(loaded, grid("lru,eamc"), workers) for workers in (1, 2))
+    assert alone == together
+
+
+def test_all_requests_are_reported_as_played(folder):
+    loaded, told = Setup(folder).load(), []
+    sweep(loaded, grid("lru,belady"), advance=told.append)
+    assert sum(told) == 4 * 4
+
+
+def test_belady_is_drawn_unasked_but_gets_no_row(folder):
+    found = sweep(Setup(folder).load(), grid("lru"))
+    assert {row["policy"] for row in found.rows} == {"lru"}
+    assert [row["cache_experts"] for row in found.bound] == [16, 32]
+    assert {row["policy"] for row in found.bound} == {"belady"}
+    asked = sweep(Setup(folder).load(), grid("lru,belady"))
+    assert [row for row in asked.rows if row["policy"] == "belady"] == found.bound == asked.bound
+
+
+def test_an_oracle_never_wins(folder):
+    found = sweep(Setup(folder).load(), grid("belady,lru+oracle1,lfu,lru"))
+    assert {won.policy for won in found.winners} <= {"lfu", "lru"}
+    best = min(row["tpot_mean_ms"] for row in found.rows if not row["oracle"] and row["cache_experts"] == 16)
+    assert found.winners[0].predicted["tpot_mean_ms"] == best
+    assert sweep(Setup(folder).load(), grid("belady")).winners == []
+
+
+def test_equal_policies_are_won_by_the_first_typed(folder):
+    everything_fits = {"100%": LAYERS * EXPERTS}
+    for policies in ("lru,lfu", "lfu,lru"):
+        found = sweep(Setup(folder).load(), grid(policies, **everything_fits))
+        assert found.winners[0].policy == policies.split(",")[0]
+
+
+def test_coverage_is_known_where_the_grid_holds_the_cell_without_prefetch(folder):
+    loaded = Setup(folder).load()
+    lru, pair = sweep(loaded, grid("lru,lru+popular", **{"16": 16})).rows
+    assert lru["prefetch_coverage"] is None
+    assert pair["prefetch_coverage"] == (lru["misses"] - pair["misses"]) / lru["misses"]
+    assert sweep(loaded, grid("lfu,lru+popular", **{"16": 16})).rows[1]["prefetch_coverage"] is None
+    eamc = sweep(loaded, grid("eamc,eamc+none", **{"16": 16})).rows[0]
+    assert eamc["prefetch_coverage"] is not None
+
+
+def test_lookups_are_the_routing_of_the_trace(folder):
+    loaded = Setup(folder).load()
+    accesses = sum(len(request.experts) for request in Requests(loaded.trace))
+    for row in sweep(loaded, grid("lru,eamc")).rows:
+        assert row["lookups"] == accesses == row["hits"] + row["late"] + row["misses"]
+
+
+def test_stall_and_compute_fill_the_time(folder):
+    for row in sweep(Setup(folder).load(), grid("lru,lru+popular,eamc")).rows:
+        assert row["phase"] == "both"
+        elapsed = (row["ttft_mean_ms"] + 12 * row["tpot_mean_ms"]) * 4
+        assert row["gpu_idle_ms"] + row["compute_busy_ms"] == pytest.approx(elapsed)
+        assert row["tokens_per_s"] == pytest.approx(row["tokens"] / elapsed * 1e3)
+
+
+def test_untimed_counts_have_no_times(folder):
+    found = sweep(Setup(folder, untimed=True).load(), grid("lru,belady"))
+    assert all(row["tpot_mean_ms"] is None and row["hardware"] is None for row in found.rows)
+    assert all(row["bytes_demand"] == row["misses"] * 73_728 for row in found.rows)
+    assert found.judged_by == "misses"
+
+
+def test_a_prefill_is_judged_by_ttft_and_as_decode_by_tpot(prefill):
+    assert sweep(Setup(prefill).load(), grid()).judged_by == "ttft_mean_ms"
+    found = sweep(Setup(prefill, as_decode=True).load(), grid())
+    assert found.judged_by == "tpot_mean_ms"
+    assert all("as decode" in row["trace"] and row["phase"] == "decode" for row in found.rows)
+
+
+def test_ttft_is_drawn_where_nothing_is_decoded(prefill, tmp_path):
+    loaded = Setup(prefill).load()
+    files = save(sweep(loaded, grid()), loaded, tmp_path)
+    assert [file.name for file in files if file.suffix == ".png"] == ["hit_rate.png", "ttft.png"]
+
+
+def test_all_files_are_written_and_the_winner_can_be_replayed(folder, tmp_path):
+    setup = Setup(folder, requests=3, warmup_requests=1, chunk_bytes=4096, predictor_us=1.5, cold=True)
+    loaded = setup.load()
+    found = sweep(loaded, grid("lru,eamc:capacity=3"))
+    files = save(found, loaded, tmp_path)
+    expected = {"results.parquet", "requests.parquet", "winner.toml", "hit_rate.png", "tpot.png"}
+    assert {file.name for file in files} == expected == {file.name for file in tmp_path.iterdir()}
+    assert len(pd.read_parquet(tmp_path / "results.parquet")) == 4
+    assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 4 * 2
+    again, winners = winner.read(tmp_path)
+    assert (again, winners) == (setup, found.winners)
+    assert all(isinstance(won, Winner) and won.policy in ("lru", "eamc:capacity=3") for won in winners)
+
+
+def test_an_interrupted_sweep_keeps_what_was_finished_and_replaces_nothing(folder, tmp_path):
+    loaded = Setup(folder).load()
+    played = []
+
+    def interrupt_in_the_third_cell(requests):
+        played.append(requests)
+        if len(played) == 10:
+            raise KeyboardInterrupt
+
+    found = sweep(loaded, grid("lru,lfu"), advance=interrupt_in_the_third_cell)
+    assert not found.complete
+    assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [(16, "lru"), (16, "lfu")]
+    save(found, loaded, tmp_path)
+    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    assert written == {"interrupted/results.parquet", "interrupted/requests.parquet"}
+
+
+def test_a_setup_that_cannot_be_is_refused(folder):
+    with pytest.raises(InputError, match="--warmup-requests -1"):
+        Setup(folder, warmup_requests=-1)
+    with pytest.raises(InputError, match="--predictor-us"):
+        Setup(folder, predictor_us=float("nan"))
+    with pytest.raises(InputError, match="leave none of 4 to count"):
+        Setup(folder, warmup_requests=4).load()
+    with pytest.raises(InputError, match="16 MoE layers"):
+        Setup(folder, model_profile="olmoe-1b-7b").load()
+    with pytest.raises(InputError, match=r"holds no winner\.toml"):
+        winner.read(Path("nowhere"))
+
+
+def test_a_predictor_cost_slows_every_event(folder):
+    plain, slow = (
+        sweep(Setup(folder, predictor_us=cost).load(), grid("lru", **{"100%": 64})).rows[0] for cost in (0.0, 100.0)
+    )
+    steps = 4 * 13
+    assert slow["stall_predictor_ms"] == pytest.approx(steps * LAYERS * 0.1)
+    assert slow["misses"] == plain["misses"]

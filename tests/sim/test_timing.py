@@ -1,0 +1,129 @@
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from sim import profiles
+from sim.hardware import hardware
+from sim.models import model
+from sim.timing import FixedTiming, Link, Roofline, Timing, host_link
+
+A5000 = hardware("a5000")
+BARE = replace(A5000, launch_us=0.0, framework_us_per_layer=0.0)
+MIXTRAL = model("mixtral-8x7b")
+
+
+def test_a_transfer_takes_latency_and_its_bytes_rounded_up():
+    link = Link(latency_ns=8_000, ns_per_byte_num=1, ns_per_byte_den=24, expert_bytes=100)
+    assert link.used_ns(24) == 8_001
+    assert link.used_ns(25) == 8_002
+    assert link.used_ns(0) == 0
+
+
+def test_the_link_of_a_profile_is_exact():
+    link = host_link(replace(A5000, link_bandwidth_gb_per_s=12.5), MIXTRAL, chunk_bytes=4096)
+    assert (link.ns_per_byte_num, link.ns_per_byte_den, link.latency_ns) == (2, 25, 8_000)
+    assert link.used_ns(link.expert_bytes) == 8_000 + math.ceil(352_321_536 / 12.5)
+
+
+def test_fixed_durations_are_linear_in_the_tokens_of_an_expert():
+    timing: Timing = FixedTiming(dense=1, expert=20, expert_per_token=3, combine=4, head=5)
+    assert [timing.dense_ns(0, 1, 1), timing.expert_ns(7), timing.combine_ns(1), timing.head_ns(1)] == [1, 41, 4, 5]
+
+
+def test_one_token_reads_an_expert_at_the_memorys_bandwidth():
+    assert Roofline(BARE, MIXTRAL).expert_ns(1) == math.ceil(MIXTRAL.expert_bytes / BARE.memory_bandwidth_gb_per_s)
+
+
+def test_many_tokens_multiply_at_the_compute_rate():
+    flop = 2 * MIXTRAL.expert_parameters * 4096
+    assert Roofline(BARE, MIXTRAL).expert_ns(4096) == math.ceil(flop / (BARE.compute_tflop_per_s * 1_000))
+
+
+def test_a_layers_dense_part_reads_attention_router_and_cache():
+    attention = 4096 * 4096 * 2 + 4096 * 1024 * 2  # queries and output; keys and values of 8 heads of 32
+    cache = 2 * 8 * 128 * 2 * 1000
+    read = (attention + 4096 * 8) * 2 + cache
+    assert Roofline(BARE, MIXTRAL).dense_ns(5, 1, 1000) == math.ceil(read / BARE.memory_bandwidth_gb_per_s)
+
+
+def test_launches_and_the_framework_are_paid_on_top():
+    plain, charged = Roofline(BARE, MIXTRAL), Roofline(A5000, MIXTRAL)
+    assert charged.dense_ns(0, 1, 9) - plain.dense_ns(0, 1, 9) == 10 * 2_500 + 20_000
+    assert charged.expert_ns(1) - plain.expert_ns(1) == 3 * 2_500
+    assert charged.combine_ns(1) - plain.combine_ns(1) == 2_500
+    assert charged.head_ns(1) - plain.head_ns(1) == 3 * 2_500
+
+
+def test_attention_grows_with_the_context():
+    timing = Roofline(BARE, MIXTRAL)
+    grown = [timing.dense_ns(0, 1, context) for context in (1, 1_001, 2_001, 3_001)]
+    steps = [b - a for a, b in pairwise(grown)]
+    assert max(steps) - min(steps) <= 1
+    assert steps[0] == pytest.approx(MIXTRAL.kv_bytes * 1_000 / BARE.memory_bandwidth_gb_per_s, abs=1)
+
+
+def test_latent_attention_caches_less():
+    assert model("deepseek-v2-lite").kv_bytes == 576 * 2
+    assert model("olmoe-1b-7b").kv_bytes == 2 * 2048 * 2
+
+
+def test_a_sliding_window_bounds_every_second_layer():
+    timing = Roofline(BARE, model("gpt-oss-20b"))
+    assert timing.dense_ns(0, 1, 128) == timing.dense_ns(0, 1, 100_000)
+    assert timing.dense_ns(1, 1, 128) < timing.dense_ns(1, 1, 100_000)
+
+
+def test_deepseeks_first_layer_is_charged_to_its_first_moe_layer():
+    profile = model("deepseek-v2-lite")
+    timing = Roofline(BARE, profile)
+    layer = profile.attention_parameters + 3 * 2048 * 10944
+    extra = (layer * 2 + profile.kv_bytes * 100) / BARE.memory_bandwidth_gb_per_s
+    assert timing.dense_ns(0, 1, 100) - timing.dense_ns(1, 1, 100) == pytest.approx(extra, abs=1)
+
+
+def test_trailing_layers_are_charged_to_the_head():
+    with_two = replace(MIXTRAL, trailing_dense_layers=2, dense_intermediate_size=14336)
+    layer = with_two.attention_parameters + with_two.dense_layer_parameters
+    extra = Roofline(BARE, with_two).head_ns(1) - Roofline(BARE, MIXTRAL).head_ns(1)
+    assert extra == pytest.approx(2 * layer * 2 / BARE.memory_bandwidth_gb_per_s, rel=1e-3)
+
+
+def test_an_encoder_takes_no_time_while_decoding():
+    timing = Roofline(A5000, model("switch-large-128"))
+    assert timing.dense_ns(0, tokens=64, context=64) > 0
+    assert timing.dense_ns(0, tokens=1, context=65) == 0
+    assert timing.dense_ns(12, tokens=1, context=65) > 0
+
+
+def test_the_predictor_costs_what_the_profile_says():
+    assert Roofline(A5000, MIXTRAL).predictor_ns == 0
+    assert Roofline(replace(A5000, predictor_us=21.5), MIXTRAL).predictor_ns == 21_500
+
+
+@pytest.mark.parametrize("name", profiles.names("models"))
+def test_durations_are_whole_and_never_shrink_with_tokens_or_context(name):
+    timing = Roofline(A5000, model(name))
+    for tokens in (1, 2, 64, 4096):
+        durations = [
+            timing.dense_ns(1, tokens, 2 * tokens),
+            timing.expert_ns(tokens),
+            timing.combine_ns(tokens),
+            timing.head_ns(tokens),
+        ]
+        more = [
+            timing.dense_ns(1, 2 * tokens, 4 * tokens),
+            timing.expert_ns(2 * tokens),
+            timing.combine_ns(2 * tokens),
+            timing.head_ns(2 * tokens),
+        ]
+        assert all(type(ns) is int for ns in durations)
+        assert all(a <= b for a, b in zip(durations, more, strict=True))
+
+
+def test_copying_an_expert_takes_about_thirty_times_as_long_as_computing_it_on_a_consumer_card():
+    for name in ("mixtral-8x7b", "arctic", "nllb-moe-54b"):
+        profile = model(name)
+        copied = host_link(A5000, profile).used_ns(profile.expert_bytes)
+        assert 25 < copied / Roofline(A5000, profile).expert_ns(1) < 33
