@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import simpy
 
-from policies.contract import Event, Float, Int, Requests, Shape
+from policies.contract import Requests, Shape
 from policies.core import BLOCKED, NO_EXPERT
+from policies.pair import Pair
 from policies.registry import PolicySpec
 from policies.residency import Residency
 from sim.hits import HitQueue
@@ -95,13 +96,8 @@ class Model:
         self.shape = shape
         self.timing = timing
         self.cold = cold
-        self.retention, self.prefetcher = policy.build(shape)
-        for listener in (self.retention, self.prefetcher):
-            listener.foresee(requests, per_access=False)
-        one_scale = self.prefetcher.one_scale_with == policy.evict
-        self.machine = Residency(shape, slots, self.retention, one_scale)
-        self.event = Event()
-        self.hears = self.retention.observes or self.prefetcher.observes or self.prefetcher.proposes
+        self.policy = Pair(policy, shape, requests)
+        self.machine = self.policy.residency(slots)
         self.hits = HitQueue(self.machine)
         self.link = HostLink(self.env, self.machine, link, self.hits)
         self.rows: list[list[int]] = []
@@ -117,12 +113,11 @@ class Model:
         last = len(self.requests) - 1
         for ordinal in range(last + 1):
             request = self.requests[ordinal]
-            self.retention.begin_request(ordinal)
-            self.prefetcher.begin_request(ordinal)
+            self.policy.begin_request(ordinal, request)
             steps = len(request.tokens)
             for step in range(steps):
                 before, began = self._snapshot(), self.env.now
-                yield from self._step(request, ordinal, step)
+                yield from self._step(request, step)
                 if step == steps - 1:
                     self._end_request(cold=self.cold and ordinal != last)
                 self._write_row(request, step, self.env.now - began, before)
@@ -131,28 +126,27 @@ class Model:
 
     def _end_request(self, cold: bool) -> None:
         """Rule 10. What `--cold` discards counts for the step that has just ended."""
-        self.retention.end_request()
-        self.prefetcher.end_request()
+        self.policy.end_request()
         if cold:
             self.link.cut()
         self.machine.end_request(cold)
 
-    def _step(self, request: RequestSteps, ordinal: int, step: int) -> Wait:
+    def _step(self, request: RequestSteps, step: int) -> Wait:
         """One forward pass: L layers, then the head."""
-        env, link, machine, hits = self.env, self.link, self.machine, self.hits
+        env, link, machine, hits, policy = self.env, self.link, self.machine, self.hits, self.policy
         L, predictor_ns = self.shape.layers, self.timing.predictor_ns
         tokens, context = int(request.tokens[step]), int(request.context[step])
         expert_ns, combine_ns = self.timing.expert_ns, self.timing.combine_ns(tokens)
         one_token_ns = expert_ns(1)
-        self.event.request, self.event.step, self.event.phase = ordinal, step, int(request.phase[step])
-        self.event.request_experts, self.event.request_counts = request.experts, request.counts
+        policy.begin_step(step, int(request.phase[step]))
         experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
         for layer in range(L):
             yield At(env, self.timing.dense_ns(layer, tokens, context), ROUTER)
             first, last = offsets[layer], offsets[layer + 1]
             n_hits = machine.route(experts, first, last)
-            self.event.serial += 1
-            proposal = self._consult(layer, first, last) if self.hears else None
+            if not policy.silent:
+                policy.observe(layer, first, last)
+            proposal = policy.propose()
             if predictor_ns:
                 link.queued()
                 yield At(env, predictor_ns, COMPUTE)
@@ -185,16 +179,6 @@ class Model:
             if combine_ns:
                 yield At(env, combine_ns, COMPUTE)
         yield At(env, self.timing.head_ns(tokens), COMPUTE)
-
-    def _consult(self, layer: int, first: int, last: int) -> tuple[Int, Float] | None:
-        """Rules 3 and 4: the policies hear of the event; the prefetcher's proposal, None if it never makes one."""
-        event, retention, prefetcher = self.event, self.retention, self.prefetcher
-        event.layer, event.first, event.last = layer, first, last
-        if retention.observes:
-            retention.observe(event)
-        if prefetcher.observes:
-            prefetcher.observe(event)
-        return prefetcher.propose(event) if prefetcher.proposes else None
 
     # The log
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from policies.contract import Event, Requests, Shape
+from policies.contract import Requests, Shape
+from policies.pair import Pair
 from policies.registry import PolicySpec
 from policies.residency import Residency
 from sim.log import STALLS, RunLog
@@ -25,69 +26,44 @@ def count(
     progress: Callable[[int], None] | None = None,
 ) -> RunLog:
     """Play `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
-    shape = Shape(layers, experts)
-    retention, _ = policy.build(shape)
-    retention.foresee(requests, per_access=True)
-    machine = Residency(shape, slots, retention)
+    pair = Pair(policy, Shape(layers, experts), requests, per_access=True)
+    machine = pair.residency(slots)
     rows: list[list[int]] = []
     evictions: list[int] = []
     last = len(requests) - 1
     for ordinal in range(last + 1):
         request = requests[ordinal]
-        retention.begin_request(ordinal)
-        rows += _play(machine, request, ordinal, layers, evictions)
-        retention.end_request()
+        pair.begin_request(ordinal, request)
+        rows += _play(pair, machine, request, evictions)
+        pair.end_request()
         machine.end_request(cold and ordinal != last)
         if progress:
             progress(len(request.tokens))
     return _log(np.array(rows, np.int64).reshape(-1, 5), evictions)
 
 
-def _play(
-    machine: Residency, request: RequestSteps, ordinal: int, layers: int, evictions: list[int]
-) -> list[list[int]]:
+def _play(pair: Pair, machine: Residency, request: RequestSteps, evictions: list[int]) -> list[list[int]]:
     """One request; a row (request, phase, tokens, hits, misses) for each step."""
     rows = []
-    for step in range(len(request.tokens)):
+    layers, experts, offsets = pair.shape.layers, request.experts.tolist(), request.offsets.tolist()
+    for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
+        pair.begin_step(step, phase)
         hits = 0
-        begin, end = request.offsets[step * layers], request.offsets[(step + 1) * layers]
         for layer in range(layers):
-            first, last = request.offsets[step * layers + layer], request.offsets[step * layers + layer + 1]
-            hits += _play_event(machine, request, (ordinal, step, layer), range(first, last), evictions)
-        rows.append([request.request, int(request.phase[step]), int(request.tokens[step]), hits, end - begin - hits])
+            for i in range(offsets[step * layers + layer], offsets[step * layers + layer + 1]):
+                hit = machine.route(request.experts, i, i + 1)
+                if not pair.silent:
+                    pair.observe(layer, i, i + 1)
+                if not hit:
+                    _, victim, _ = machine.next_transfer()
+                    if victim >= 0:
+                        evictions.append(victim)
+                    machine.arrived()
+                machine.computed(experts[i])
+                hits += hit
+        lookups = offsets[(step + 1) * layers] - offsets[step * layers]
+        rows.append([request.request, phase, tokens, hits, lookups - hits])
     return rows
-
-
-def _play_event(
-    machine: Residency,
-    request: RequestSteps,
-    place: tuple[int, int, int],
-    accesses: range,
-    evictions: list[int],
-) -> int:
-    """One event of (ordinal, step, layer), access by access; its hits."""
-    hits = 0
-    retention = machine.policy
-    event = None
-    if retention.observes:
-        ordinal, step, layer = place
-        event = Event(ordinal, step, int(request.phase[step]), layer)
-        event.request_experts, event.request_counts = request.experts, request.counts
-    for i in accesses:
-        expert = int(request.experts[i])
-        hit = machine.route(request.experts, i, i + 1)
-        if event:
-            event.serial, event.first, event.last = machine.serial, i, i + 1
-            retention.observe(event)
-        if hit:
-            hits += 1
-        else:
-            _, victim, _ = machine.next_transfer()
-            if victim >= 0:
-                evictions.append(victim)
-            machine.arrived()
-        machine.computed(expert)
-    return hits
 
 
 def _log(table: np.ndarray, evictions: list[int]) -> RunLog:

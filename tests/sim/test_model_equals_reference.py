@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import sim.model
-from policies import registry
+from policies import pair, registry
 from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy
 from policies.residency import Residency
 from sim import conformance
@@ -109,7 +108,7 @@ def play(case: Case) -> Case:
     case_result = conformance.case_result
     with (
         patch.object(conformance, "case_result", result_with_stalls),
-        patch.object(sim.model, "Residency", residency),
+        patch.object(pair, "Residency", residency),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):
         return conformance.run_case(case)

@@ -1,0 +1,58 @@
+"""Retention and prefetch of one run, as one thing that hears of requests and events (rules 3, 4 and 10).
+
+Every engine tells a pair what happens, in the order in which it happens; whatever a policy is told passes here.
+"""
+
+from policies.contract import Event, Float, Int, Requests, Shape
+from policies.registry import PolicySpec
+from policies.residency import Residency
+from traces.steps import RequestSteps
+
+
+class Pair:
+    """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
+
+    silent: neither half wants to hear of events, so that an engine may spare itself the telling.
+    """
+
+    def __init__(self, spec: PolicySpec, shape: Shape, requests: Requests, per_access: bool = False) -> None:
+        self.shape = shape
+        self.retention, self.prefetcher = spec.build(shape)
+        for half in (self.retention, self.prefetcher):
+            half.foresee(requests, per_access)
+        self._event = Event()
+        self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
+        self.silent = not self._observers and not self.prefetcher.proposes
+
+    def residency(self, slots: int) -> Residency:
+        """The machine over a cache of `slots` experts under this retention."""
+        one_scale = self.prefetcher.one_scale_with == self.retention.name
+        return Residency(self.shape, slots, self.retention, one_scale)
+
+    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+        """The request is about to be played, the `ordinal`-th of the run."""
+        event = self._event
+        event.request, event.request_experts, event.request_counts = ordinal, request.experts, request.counts
+        self.retention.begin_request(ordinal)
+        self.prefetcher.begin_request(ordinal)
+
+    def begin_step(self, step: int, phase: int) -> None:
+        """Step number `step` of the request is about to be played."""
+        self._event.step, self._event.phase = step, phase
+
+    def observe(self, layer: int, first: int, last: int) -> None:
+        """Rule 3: the router of `layer` chose accesses `first` to `last` - 1 of the request."""
+        event = self._event
+        event.layer, event.first, event.last = layer, first, last
+        event.serial += 1
+        for observe in self._observers:
+            observe(event)
+
+    def propose(self) -> tuple[Int, Float] | None:
+        """Rule 4, for the same event; None from a prefetcher that never proposes."""
+        return self.prefetcher.propose(self._event) if self.prefetcher.proposes else None
+
+    def end_request(self) -> None:
+        """The last step of the request has ended."""
+        self.retention.end_request()
+        self.prefetcher.end_request()
