@@ -134,42 +134,36 @@ class Model:
     def _step(self, request: RequestSteps, step: int) -> Wait:
         """One forward pass: L layers, then the head."""
         env, link, machine, hits, policy = self.env, self.link, self.machine, self.hits, self.policy
-        L, predictor_ns = self.shape.layers, self.timing.predictor_ns
+        timing, L, predictor_ns = self.timing, self.shape.layers, self.timing.predictor_ns
         tokens, context = int(request.tokens[step]), int(request.context[step])
-        expert_ns, combine_ns = self.timing.expert_ns, self.timing.combine_ns(tokens)
-        one_token_ns = expert_ns(1)
+        dense_ns, combine_ns, one_token_ns = timing.dense_ns, timing.combine_ns(tokens), timing.expert_ns(1)
         policy.begin_step(step, int(request.phase[step]))
         experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
         for layer in range(L):
-            yield At(env, self.timing.dense_ns(layer, tokens, context), ROUTER)
+            yield At(env, dense_ns(layer, tokens, context), ROUTER)
             first, last = offsets[layer], offsets[layer + 1]
             n_hits = machine.route(experts, first, last)
+            n_others = last - first - n_hits
+            proposal = None
             if not policy.silent:
                 policy.observe(layer, first, last)
-            proposal = policy.propose()
+                proposal = policy.propose()
             if predictor_ns:
                 link.queued()
                 yield At(env, predictor_ns, COMPUTE)
                 link.stall_ns[PREDICTOR] += predictor_ns
             if proposal is not None:
                 machine.propose(*proposal)
-            durations = (
-                None
-                if tokens == 1
-                else {
-                    e: expert_ns(n)
-                    for e, n in zip(experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True)
-                }
-            )
+            durations = None if tokens == 1 else self._durations(request, first, last)
             if n_hits:
-                duration = hits.begin(n_hits, env.now, durations, one_token_ns)
+                hits_ns = hits.begin(n_hits, env.now, durations, one_token_ns)
+            if n_others or proposal is not None:
                 link.queued()
-                yield At(env, duration, COMPUTE)
+            if n_hits:
+                yield At(env, hits_ns, COMPUTE)
                 hits.finish()
                 link.act()
-            else:
-                link.queued()
-            for _ in range(last - first - n_hits):
+            for _ in range(n_others):
                 while not link.arrivals:
                     yield link.next_chunk()
                 expert = link.arrivals.popleft()
@@ -178,7 +172,12 @@ class Model:
                 link.act()
             if combine_ns:
                 yield At(env, combine_ns, COMPUTE)
-        yield At(env, self.timing.head_ns(tokens), COMPUTE)
+        yield At(env, timing.head_ns(tokens), COMPUTE)
+
+    def _durations(self, request: RequestSteps, first: int, last: int) -> dict[int, int]:
+        """Of each expert of an event, by its tokens."""
+        tokens = zip(request.experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True)
+        return {expert: self.timing.expert_ns(n) for expert, n in tokens}
 
     # The log
 
