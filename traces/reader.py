@@ -54,10 +54,9 @@ def read_folder(path: Path, optional: tuple[str, ...]) -> Folder:
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path / ROUTING} cannot be read, a file in it is damaged: {error}") from error
     eams = np.stack([_numpy(table.column(name)) for name in ("eam_prefill", "eam_decode")])
-    frame = table.drop_columns(["eam_prefill", "eam_decode"]).to_pandas()
-    frame["prompt_tokens"] = frame["prompt_tokens"].astype("Int64")
+    whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
+    frame = table.drop_columns(["eam_prefill", "eam_decode"]).to_pandas(types_mapper=whole_numbers.get)
     frame["output_tokens"] = frame["output_tokens"].astype("int64")
-    frame["arrival_ns"] = frame["arrival_ns"].astype("Int64")
     return Folder(meta, frame, eams, columns)
 
 
