@@ -1,0 +1,233 @@
+"""The command `moe-replay`: play a trace with real transfers and real compute, predicted beside measured.
+
+`moe-replay --policy eamc` is `moe-replay run --policy eamc`. Bad input is told in one line before anything is written.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from traces import console, demo_trace
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from replay.run import Choice, Outcome
+    from sim.cells import Setup
+
+POLICY = "eamc"
+CACHE_SIZE = "25%"
+
+
+class RunByDefault(TyperGroup):
+    """Options without a command belong to `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # ctx: click's, or typer's own copy of it
+        """Put `run` in front, unless help is asked for."""
+        if args and args[0].startswith("-") and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=RunByDefault,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.callback()
+def replay() -> None:
+    """Replay a trace on a device: real transfers, real compute, beside what the simulator predicts.
+
+    [b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b].
+    """
+
+
+@app.command()
+def run(
+    trace: Annotated[Path | None, typer.Option(help="Folder of a trace; the shipped one if left out.")] = None,
+    policy: Annotated[str | None, typer.Option(help=f"As moe-sim names it (eamc, lru+eamc); else {POLICY}.")] = None,
+    cache_size: Annotated[
+        str | None, typer.Option(help=f"A share (25%), experts (64) or bytes (8GiB); else {CACHE_SIZE}.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), virtual, cpu or cuda.")] = "auto",
+    hardware: Annotated[
+        str | None, typer.Option(help="Profile or TOML file: virtual's clock, and a prediction; else a5000.")
+    ] = None,
+    model_profile: Annotated[
+        str | None, typer.Option(help="Profile or TOML file with the shapes; else by the trace's model.")
+    ] = None,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Replay the winner of this moe-sim sweep, as it was swept.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME-replay.")] = None,
+    requests: Annotated[int | None, typer.Option(help="Only the first N; else about 1,000 steps of them.")] = None,
+    warmup_requests: Annotated[int | None, typer.Option(help="The first N are played, but not counted.")] = None,
+    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False,
+    chunk_bytes: Annotated[
+        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
+    ] = None,
+    host_dedup: Annotated[
+        int | None, typer.Option(help="Share N host buffers between all experts, where memory is short.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare slots with the host at each use (slow).")] = False,
+    seed: Annotated[int | None, typer.Option(help="Of the weights; else 0.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON, not as a table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+) -> None:
+    """Play a trace through a policy on a device, in closed loop.
+
+    Writes results.parquet (the columns of a sweep, then the device's), requests.parquet and per_token.csv.
+    The last line sets predicted beside measured.
+
+    [b]moe-replay --policy eamc --cache-size 25%[/b]
+
+    [b]moe-replay --from results/demo --device cpu[/b]
+    """
+    from sim.quantities import parse_bytes
+
+    asked = {
+        "trace": trace,
+        "hardware": hardware,
+        "model_profile": model_profile,
+        "requests": requests,
+        "warmup_requests": warmup_requests,
+        "as_decode": as_decode or None,
+        "cold": cold or None,
+        "chunk_bytes": None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
+        "seed": seed,
+    }
+    given = {key: value for key, value in asked.items() if value is not None}
+    wish = _of_sweep(from_, policy, cache_size, given) if from_ else _typed(policy, cache_size, given)
+    choice = _choose(wish, device, host_dedup, verify)
+    if not quiet:
+        for note in (*wish.notes, _scope(wish, choice, device)):
+            console.note(note)
+    folder = out or Path("results") / f"{choice.loaded.setup.trace.resolve().name}-replay"
+    _replay(choice, folder, as_json, quiet)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is to be replayed, as far as options say, and what was taken where they do not."""
+
+    setup: "Setup"
+    policy: str
+    cache_size: str
+    cache_experts: int | None  # what the size came to in the sweep; None: typed
+    whole: bool  # play all that the setup names, however long
+    notes: tuple[str, ...]
+
+
+def _typed(policy: str | None, cache_size: str | None, given: Mapping[str, object]) -> Wish:
+    from sim.cells import Setup
+
+    setup = Setup(**{"trace": demo_trace(), **given})  # type: ignore[arg-type]  # by name, from the options
+    defaults = {
+        f"the shipped trace {setup.trace}": "trace" not in given,
+        f"policy {POLICY}": not policy,
+        f"cache size {CACHE_SIZE}": not cache_size,
+        f"hardware {setup.hardware}": "hardware" not in given,
+    }
+    taken = ", ".join(text for text, is_default in defaults.items() if is_default)
+    notes = (f"taking {taken}",) if taken else ()
+    return Wish(setup, policy or POLICY, cache_size or CACHE_SIZE, None, "requests" in given, notes)
+
+
+def _of_sweep(folder: Path, policy: str | None, cache_size: str | None, given: Mapping[str, object]) -> Wish:
+    """The sweep's winner at `cache_size` (25% if it was swept, else the first); options that are typed prevail."""
+    from sim import winner
+
+    swept, winners = winner.read(folder)
+    setup = replace(swept, untimed=False, **given)  # type: ignore[arg-type]  # by name, from the options
+    if policy and cache_size:
+        return Wish(setup, policy, cache_size, None, True, ())
+    sizes = {one.cache_size: one for one in winners}
+    if not sizes:
+        raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
+    size = cache_size or (CACHE_SIZE if CACHE_SIZE in sizes else next(iter(sizes)))
+    if size not in sizes:
+        raise InputError(f"the sweep in {folder} did not try a cache of {size}; it tried {', '.join(sizes)}")
+    best = sizes[size]
+    note = f"taking {best.policy}, the winner of {folder} at {size}"
+    if len(sizes) > 1:
+        note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
+    return Wish(setup, policy or best.policy, size, best.cache_experts, True, () if policy else (note,))
+
+
+def _choose(wish: Wish, device: str, host_dedup: int | None, verify: bool) -> "Choice":
+    """Read everything; InputError for whatever cannot be used."""
+    from policies.registry import parse
+    from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
+    from sim.quantities import parse_cache_size
+
+    policy = parse(wish.policy)
+    chosen = choose_device(device)
+    loaded = wish.setup.load()
+    slots = parse_cache_size(wish.cache_size, loaded.all_experts, loaded.expert_bytes)
+    if wish.cache_experts not in (None, slots):
+        raise InputError(
+            f"a cache of {wish.cache_size} was {wish.cache_experts} experts in the sweep and is {slots} with this "
+            "trace: it is of another model"
+        )
+    if not wish.whole and chosen != "virtual":
+        loaded = first_steps(loaded, DEFAULT_STEPS)
+    return Choice(loaded, policy, slots, chosen, host_dedup, verify)
+
+
+def _scope(wish: Wish, choice: "Choice", asked: str) -> str:
+    """Which device, and how much of the trace."""
+    device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
+    played, setup = choice.loaded.trace, choice.loaded.setup
+    if setup.requests == wish.setup.requests:
+        return f"{device}, {len(played.requests)} requests"
+    return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
+
+
+def _replay(choice: "Choice", folder: Path, as_json: bool, quiet: bool) -> None:
+    """Run, write, report."""
+    from replay import report
+    from replay.run import run
+    from sim.cells import Requests
+    from sim.results import writable
+
+    writable(folder)
+    steps = sum(len(request.tokens) for request in Requests(choice.loaded.trace))
+    with report.step_writer(folder) as write, report.progress(steps, quiet) as advance:
+
+        def on_step(row: list[int]) -> None:
+            write(row)
+            advance()
+
+        outcome = run(choice, on_step)
+    report.save(outcome, folder)
+    if as_json:
+        typer.echo(json.dumps(report.as_json(outcome), indent=1))
+    elif not quiet:
+        _tell(outcome, folder)
+
+
+def _tell(outcome: "Outcome", folder: Path) -> None:
+    from replay import report
+
+    console.out.print(report.title(outcome), soft_wrap=True, markup=False)
+    console.out.print(report.table(outcome))
+    for note in report.notes(outcome):
+        console.out.print(note, soft_wrap=True, markup=False)
+    console.out.print(
+        f"wrote results.parquet, requests.parquet, {report.STEPS} to {folder}", soft_wrap=True, markup=False
+    )
+    console.out.print(report.last_line(outcome), soft_wrap=True, markup=False)
+
+
+def main() -> None:
+    """The console script."""
+    console.main(app, "moe-replay")

@@ -1,0 +1,133 @@
+"""The CPU device: one thread copies expert weights from the host store into slots, one multiplies with them.
+
+Copies and matmuls release the interpreter's lock, so both run beside the driver. "GPU memory" is a pool of slots
+allocated once; the link is memcpy. It exercises everything but the CUDA calls; its times are those of this machine.
+"""
+
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from threading import Thread
+
+import numpy as np
+import torch
+
+from replay.device import Completion, Device, Kind, nothing_under_way
+from replay.network import Network
+from replay.store import HostStore
+
+Work = tuple[Completion, Callable[[], None]]
+Outcomes = SimpleQueue[Completion | Exception]
+
+
+class CpuDevice(Device):
+    """Threads and memcpy. With `verify`, each expert's bytes are compared with the store's when it computes."""
+
+    chunks_in_flight = 2
+
+    def __init__(self, store: HostStore, network: Network, slots: int, verify: bool = False) -> None:
+        self.store = store
+        self._network = network
+        self._verify = verify
+        self.pool = np.empty((slots, store.stride), np.uint8)
+        self.pool.fill(1)  # touch every page now
+        self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
+        self._outcomes: Outcomes = SimpleQueue()
+        self._link, self._compute = Stream("link", self._outcomes), Stream("compute", self._outcomes)
+        self._copies = self._computes = 0  # under way
+
+    def now(self) -> int:
+        """Wall clock."""
+        return time.perf_counter_ns()
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        """memcpy on the link's thread."""
+        target, source = self.pool[slot, first:last], self.store[expert][first:last]
+        self._copies += 1
+        self._link.submit(Completion(Kind.COPY, expert), lambda: np.copyto(target, source))
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        """One matmul of the layer's dense weights."""
+        self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens))
+
+    def expert(self, expert: int, slot: int, tokens: int) -> None:
+        """The expert in its slot."""
+        if self._verify:
+            self._multiply(Completion(Kind.EXPERT, expert), lambda: self._checked(expert, slot, tokens))
+        else:
+            weights = self._weights[slot]
+            self._multiply(Completion(Kind.EXPERT, expert), lambda: self._network.expert(weights, tokens))
+
+    def combine(self, tokens: int) -> None:
+        """Add up."""
+        self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens))
+
+    def head(self, tokens: int) -> None:
+        """The vocabulary."""
+        self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
+
+    def next_completion(self) -> Completion:
+        """Whichever thread is done first; what a thread raised is raised here."""
+        if not self._copies + self._computes:
+            raise nothing_under_way()
+        outcome = self._outcomes.get()
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome.kind is Kind.COPY:
+            self._copies -= 1
+        else:
+            self._computes -= 1
+        return outcome
+
+    def discard_copies(self) -> None:
+        """Let the chunks under way end, and forget them."""
+        while self._copies:
+            self.next_completion()
+
+    def close(self) -> None:
+        """End both threads."""
+        self._link.close()
+        self._compute.close()
+
+    def _multiply(self, completion: Completion, work: Callable[[], None]) -> None:
+        self._computes += 1
+        self._compute.submit(completion, work)
+
+    def _checked(self, expert: int, slot: int, tokens: int) -> None:
+        self._require(expert, slot)
+        self._network.expert(self._weights[slot], tokens)
+        self._require(expert, slot)
+
+    def _require(self, expert: int, slot: int) -> None:
+        if not self.store.holds(expert, self.pool[slot, : self.store.expert_bytes]):
+            raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
+
+
+class Stream(Thread):
+    """Work in the order of submission, one piece at a time."""
+
+    def __init__(self, name: str, outcomes: Outcomes) -> None:
+        super().__init__(name=name, daemon=True)
+        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._outcomes = outcomes
+        self.start()
+
+    def submit(self, completion: Completion, work: Callable[[], None]) -> None:
+        """Do `work`, then report `completion`."""
+        self._work.put((completion, work))
+
+    def close(self) -> None:
+        """End once what was submitted is done."""
+        self._work.put(None)
+        self.join()
+
+    def run(self) -> None:
+        """The thread."""
+        with torch.inference_mode():
+            while item := self._work.get():
+                completion, work = item
+                try:
+                    work()
+                    self._outcomes.put(completion)
+                except Exception as error:
+                    self._outcomes.put(error)

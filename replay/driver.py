@@ -1,0 +1,241 @@
+"""The closed loop: policies decide as things happen on a device, whichever it is. Rules 1 to 5, 10, 11 and 14.
+
+Work is submitted, completions are handled; all decisions are the residency machine's. The causality gate: the routing
+of a layer is touched only after the completion of that layer's dense part. The compute stream keeps submission order,
+so hits go in at once, arrivals behind them, and combine and the next dense part behind the last arrival, unwaited for.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from policies.contract import Float, Int, Requests, Shape
+from policies.pair import Pair
+from policies.registry import PolicySpec
+from replay.device import Completion, Device, Kind
+from replay.pump import Pump, Transfer
+from sim.log import STALLS, RunLog
+from traces.steps import RequestSteps
+
+PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)
+"""Of STALLS. Waiting for a slot alone never occurs on one link: what has arrived is computed, and can then go."""
+
+COLUMNS = (
+    *("request", "phase", "tokens", "step_ns"),
+    *(f"stall_{cause}_ns" for cause in STALLS),
+    *("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
+    *("link_busy_ns", "compute_busy_ns"),
+)
+"""Of one step: the rows of a run as they come, a row of `sim.log.RunLog`."""
+
+Row = list[int]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is played."""
+
+    requests: Requests
+    shape: Shape
+    slots: int
+    policy: PolicySpec
+    expert_bytes: int
+    chunk_bytes: int | None = None  # None: the whole expert
+    cold: bool = False
+
+
+def play(plan: Plan, device: Device, on_step: Callable[[Row], None] | None = None) -> RunLog:
+    """Play the requests one after another on `device`; `on_step` gets the row of each step that has ended."""
+    return Driver(plan, device).run(on_step or (lambda row: None))
+
+
+class Driver:
+    """One run: residency machine, pump, what is under way on the compute stream, and where the time went."""
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        self.plan = plan
+        self.device = device
+        self.policy = Pair(plan.policy, plan.shape, plan.requests)
+        self.machine = self.policy.residency(plan.slots)
+        self.pump = Pump(self.machine, device, plan.expert_bytes, plan.chunk_bytes)
+        self._proposal: tuple[Int, Float] | None = None
+        self._tokens: dict[int, int] = {}  # of each expert of the current event
+        self._missing = 0  # experts of the current event that have not arrived
+        self._computing = 0  # items under way on the compute stream
+        self._predicting = False
+        self._since = 0  # time up to here is accounted for
+        self._stall_ns = [0] * len(STALLS)
+        self._link_ns = self._compute_ns = 0
+
+    def run(self, on_step: Callable[[Row], None]) -> RunLog:
+        """Play everything; the run ends with the last head."""
+        rows: list[Row] = []
+        last = len(self.plan.requests) - 1
+        for ordinal in range(last + 1):
+            for row in self._request(ordinal, cold=self.plan.cold and ordinal != last):
+                rows.append(row)
+                on_step(row)
+        return self._log(rows)
+
+    def _request(self, ordinal: int, cold: bool) -> Iterator[Row]:
+        """Its steps, one by one; what happens to a row between two steps takes none of their time."""
+        request = self.plan.requests[ordinal]
+        self.policy.begin_request(ordinal, request)
+        steps = len(request.tokens)
+        for step in range(steps):
+            before = self._totals()
+            began = self._since = self.device.now()
+            self._step(request, step)
+            step_ns = self._since - began
+            if step == steps - 1:
+                self._end_request(cold)
+            spent = [now - then for now, then in zip(self._totals(), before, strict=True)]
+            yield [request.request, int(request.phase[step]), int(request.tokens[step]), step_ns, *spent]
+
+    def _end_request(self, cold: bool) -> None:
+        """Rule 10. What `--cold` discards counts for the step that has just ended, but takes none of its time."""
+        self.policy.end_request()
+        if cold:
+            self.pump.cut()
+        self.machine.end_request(cold)
+
+    # The compute stream
+
+    def _step(self, request: RequestSteps, step: int) -> None:
+        """One forward pass: L layers, then the head."""
+        device = self.device
+        tokens, context = int(request.tokens[step]), int(request.context[step])
+        layers = self.plan.shape.layers
+        offsets = request.offsets[step * layers : (step + 1) * layers + 1].tolist()
+        self.policy.begin_step(step, int(request.phase[step]))
+        for layer in range(layers):
+            self._submitting()
+            device.dense(layer, tokens, context)
+            self._until(Kind.ROUTER)
+            self._routed(request, layer, offsets[layer], offsets[layer + 1])
+            while self._missing:
+                self._handle(device.next_completion())
+            self._submitting()
+            device.combine(tokens)
+        self._submitting()
+        device.head(tokens)
+        self._until(Kind.HEAD)
+
+    def _routed(self, request: RequestSteps, layer: int, first: int, last: int) -> None:
+        """Rules 1 to 4, then the link and the compute stream act (with a predictor's time, the link acts before)."""
+        hits = self.machine.route(request.experts, first, last)
+        experts, counts = request.experts[first:last].tolist(), request.counts[first:last].tolist()
+        self._tokens = dict(zip(experts, counts, strict=True))
+        self._missing = last - first - hits
+        self._ask(lambda: self.policy.observe(layer, first, last))
+        if self.device.predictor_takes_time:
+            self._pump()
+        self._proposal = self._ask(self.policy.propose)
+        self._predicting = self.device.predict()
+        if self._predicting:
+            self._computing += 1
+        else:
+            self._proposal_arrives()
+
+        for expert in self.machine.hits(hits):
+            self._compute(expert)
+        self._pump()
+
+    def _ask(self, policy: Callable[[], T]) -> T:
+        """The policy's own time on the host counts as the predictor's."""
+        self._charge()
+        self._predicting = True
+        answer = policy()
+        self._charge()
+        self._predicting = False
+        return answer
+
+    def _proposal_arrives(self) -> None:
+        if self._proposal is not None:
+            self.machine.propose(*self._proposal)
+
+    def _compute(self, expert: int) -> None:
+        self._submitting()
+        self.device.expert(expert, self.machine.slot(expert), self._tokens[expert])
+
+    def _submitting(self) -> None:
+        """Something is about to be submitted to the compute stream."""
+        self._charge()
+        self._computing += 1
+
+    # Completions
+
+    def _until(self, kind: Kind) -> None:
+        """Handle completions up to the first of `kind`."""
+        while True:
+            completion = self.device.next_completion()
+            self._handle(completion)
+            if completion.kind is kind:
+                return
+
+    def _handle(self, completion: Completion) -> None:
+        """One completion, with the transfers and computes that it lets start."""
+        self._charge()
+        if completion.kind is Kind.COPY:
+            arrived = self.pump.chunk_ended()
+            if arrived is not None:
+                self._missing -= 1
+                self._compute(arrived)
+            self._pump()
+            return
+        self._computing -= 1
+        if completion.kind is Kind.EXPERT:
+            self.machine.computed(completion.expert)
+            self._pump()
+        elif completion.kind is Kind.PREDICTOR:
+            self._predicting = False
+            self._proposal_arrives()
+            self._pump()
+
+    def _pump(self) -> None:
+        if not self.pump.busy:
+            self._charge()
+        self.pump.act()
+
+    # Where the time went
+
+    def _charge(self) -> None:
+        """Before anything changes: the time since the last change belongs to what was under way.
+
+        Time in which nothing is submitted and nothing awaited is the host's own: it is in no column, only in step_ns.
+        """
+        now = self.device.now()
+        elapsed, self._since = now - self._since, now
+        if self.pump.busy:
+            self._link_ns += elapsed
+        if self._predicting:
+            self._stall_ns[PREDICTOR] += elapsed
+        elif self._computing:
+            self._compute_ns += elapsed
+        elif self._missing and self.pump.active:
+            self._stall_ns[self._cause(self.pump.active)] += elapsed
+
+    def _cause(self, transfer: Transfer) -> int:
+        """Why the compute stream waits for an expert."""
+        if transfer.demand:
+            return DEMAND
+        return LATE if self.machine.awaited(transfer.expert) else BEHIND_PREFETCH
+
+    def _totals(self) -> list[int]:
+        return [*self._stall_ns, *self.machine.counters(), self._link_ns, self._compute_ns]
+
+    def _log(self, rows: list[Row]) -> RunLog:
+        table = np.array(rows, np.int64).reshape(-1, len(COLUMNS))
+        column = dict(zip(COLUMNS, table.T, strict=True))
+        phase = column.pop("phase").astype(np.uint8)
+        stalls = np.stack([column.pop(f"stall_{cause}_ns") for cause in STALLS], axis=1)
+        return RunLog(
+            **column,
+            phase=phase,
+            stall_ns=stalls,
+            expert_bytes=self.plan.expert_bytes,
+            evictions=np.array(self.pump.evictions, np.int64),
+        )

@@ -1,0 +1,164 @@
+"""What a replay writes and says: its files, a table, and the last line with predicted beside measured."""
+
+import csv
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rich import box
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from replay.driver import COLUMNS
+from replay.driver import Row as StepRow
+from replay.run import Outcome
+from sim.quantities import show_bytes
+from sim.results import COUNT, MS, REQUESTS, RESULTS, SHARE, TEXT, Row, write_rows
+from traces import console
+
+SCHEMA = pa.schema(
+    [
+        *RESULTS,
+        *[(name, TEXT) for name in ("device", "device_name", "driver", "torch")],
+        ("torch_threads", COUNT),
+        ("host_pinned", pa.bool_()),
+        ("host_experts", COUNT),  # distinct buffers; fewer than the model's experts: --host-dedup
+        ("chunk_bytes", COUNT),
+        ("copy_gb_per_s", pa.float64()),  # bytes over the time in which the link was busy
+        ("copy_gb_per_s_alone", pa.float64()),  # one expert, nothing else running, before the run
+        ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
+        ("predicted_for", TEXT),
+        *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
+        ("predicted_hit_rate", SHARE),
+    ]
+)
+"""Columns of a replay's results.parquet: those of a sweep, then the device's."""
+
+STEPS = "per_token.csv"
+
+AMPLE_HOST_BYTES = 8 << 30
+"""Distinct host buffers of less than this may be served by the host's caches."""
+
+
+@contextmanager
+def step_writer(folder: Path) -> Iterator[Callable[[StepRow], None]]:
+    """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured."""
+    with ExitStack() as opened:
+        writers: list[Any] = []
+
+        def write(row: StepRow) -> None:
+            if not writers:
+                file = opened.enter_context((folder / STEPS).open("w", newline="", encoding="utf-8", buffering=1))
+                writers.append(csv.writer(file))
+                writers[0].writerow(COLUMNS)
+            writers[0].writerow(row)
+
+        yield write
+
+
+def save(outcome: Outcome, folder: Path) -> None:
+    """Write results.parquet and requests.parquet, each whole or not at all."""
+    row = {name: outcome.row.get(name) for name in SCHEMA.names}
+    write_rows([row], SCHEMA, folder / "results.parquet")
+    write_rows(outcome.requests, REQUESTS, folder / "requests.parquet")
+
+
+@contextmanager
+def progress(steps: int, quiet: bool) -> Iterator[Callable[[], None]]:
+    """A bar on standard error; yields what counts one more step."""
+    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
+    with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
+        task = bar.add_task("replay", total=steps)
+        yield lambda: bar.advance(task)
+
+
+ROWS = {
+    "TTFT mean (ms)": ("ttft_mean_ms", "{:,.3f}"),
+    "TPOT mean (ms)": ("tpot_mean_ms", "{:,.3f}"),
+    "TPOT p50 (ms)": ("tpot_p50_ms", "{:,.3f}"),
+    "TPOT p99 (ms)": ("tpot_p99_ms", "{:,.3f}"),
+    "hit rate": ("hit_rate", "{:.1%}"),
+    "late": ("late", "{:,}"),
+    "misses": ("misses", "{:,}"),
+    "demanded (MB)": ("bytes_demand", ""),
+    "prefetched (MB)": ("bytes_prefetch", ""),
+    "prefetch precision": ("prefetch_precision", "{:.1%}"),
+    "link busy (ms)": ("link_busy_ms", "{:,.1f}"),
+    "compute busy (ms)": ("compute_busy_ms", "{:,.1f}"),
+    "stalled (ms)": ("gpu_idle_ms", "{:,.1f}"),
+    "of it the predictor": ("stall_predictor_ms", "{:,.1f}"),
+    "host alone (ms)": ("host_ms", "{:,.1f}"),
+    "link (GB/s)": ("copy_gb_per_s", "{:,.2f}"),
+}
+
+
+def table(outcome: Outcome) -> Table:
+    """A line for each figure, measured beside every prediction."""
+    shown = Table("", box=box.SIMPLE_HEAD)
+    for heading in ("measured", *(f"predicted for {one.machine}" for one in outcome.predictions)):
+        shown.add_column(heading, justify="right")
+    rows = [outcome.row, *(prediction.row for prediction in outcome.predictions)]
+    for heading, (column, form) in ROWS.items():
+        values = [row.get(column) for row in rows]
+        if any(value is not None for value in values):
+            shown.add_row(heading, *(_show(value, form) for value in values))
+    return shown
+
+
+def title(outcome: Outcome) -> str:
+    """What was played on what."""
+    row = outcome.row
+    machine = row["device_name"] or f"a logical clock for {row['hardware']}"
+    cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
+    played = f"{row['requests']} requests of {row['trace']}, {row['tokens']:,} tokens"
+    return f"{row['model']} on {row['device']} ({machine}), {row['policy']}, cache of {cache}: {played}"
+
+
+def last_line(outcome: Outcome) -> str:
+    """Predicted beside measured: TPOT (TTFT where nothing is decoded) and hit rate."""
+    row = outcome.row
+    column = "tpot_mean_ms" if row["tpot_mean_ms"] is not None else "ttft_mean_ms"
+    name = column[:4].upper()
+    if not outcome.predictions:
+        return (
+            f"predicted: nothing, for simpy is not installed; measured: {name} mean {row[column]:.4g} ms, "
+            f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
+        )
+    expected = outcome.predictions[0]
+    off = row[column] / expected.row[column] - 1 if expected.row[column] else 0.0
+    return (
+        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms, "
+        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; measured: {name} mean {row[column]:.4g} ms "
+        f"({off:+.1%}), hit rate {_show(row['hit_rate'], '{:.1%}')}"
+    )
+
+
+def notes(outcome: Outcome) -> list[str]:
+    """What a reader of the figures must know."""
+    row = outcome.row
+    found = []
+    if row["device"] == "cpu":
+        found.append(
+            "on the cpu device the link is memcpy and the GPU is this CPU; the prediction for this machine as measured "
+            "knows neither contention nor what it costs threads to take turns (much, where experts are small)"
+        )
+    experts = round(row["cache_experts"] / row["cache_fraction"])
+    distinct = row.get("host_experts") or experts
+    if distinct < experts:
+        size = distinct * row["expert_bytes"]
+        flattered = ": the host's caches may flatter the link" if size < AMPLE_HOST_BYTES else ""
+        found.append(f"--host-dedup: {experts} experts share {distinct} host buffers, {show_bytes(size)}{flattered}")
+    return found
+
+
+def _show(value: float | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return form.format(value) if form else f"{value / 1e6:,.1f}"
+
+
+def as_json(outcome: Outcome) -> Row:
+    """The row, with the figures of every prediction."""
+    return {**outcome.row, "predictions": {one.machine: one.row for one in outcome.predictions}}

@@ -1,0 +1,214 @@
+"""One replay: open the device, measure it, play the trace in closed loop, and ask the simulator for the same cell.
+
+What a real device is compared with is the simulator on this machine as measured just before, not on the profile named
+by `--hardware`, which describes another one; that prediction is told beside it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from policies.contract import Shape
+from policies.registry import PolicySpec
+from replay.device import Device
+from replay.driver import Plan, Row, play
+from replay.virtual import VirtualDevice
+from sim.cells import Loaded, Requests
+from sim.log import RunLog
+from sim.quantities import show_bytes
+from sim.results import Cell, summarise
+from sim.results import Row as ResultRow
+from sim.timing import Link, Timing
+from traces.errors import InputError, unknown
+from traces.steps import PREFILL
+
+DEVICES = ("auto", "virtual", "cpu", "cuda")
+DEFAULT_STEPS = 1_000
+"""Where nobody says how many requests, a real device plays the first ones that hold so many steps."""
+
+PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
+"""Figures of the simulator that stand in a replay's row."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is replayed, and on what."""
+
+    loaded: Loaded
+    policy: PolicySpec
+    slots: int
+    device: str  # one of DEVICES but auto
+    host_dedup: int | None = None  # distinct host buffers; None: one for each expert
+    verify: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """For the driver."""
+        trace, setup = self.loaded.trace, self.loaded.setup
+        assert self.loaded.expert_bytes
+        return Plan(
+            requests=Requests(trace),
+            shape=Shape(trace.layers, trace.num_experts),
+            slots=self.slots,
+            policy=self.policy,
+            expert_bytes=self.loaded.expert_bytes,
+            chunk_bytes=setup.chunk_bytes,
+            cold=setup.cold,
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest step."""
+        return max(int(request.tokens.max(initial=1)) for request in Requests(self.loaded.trace))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulator says of the same cell."""
+
+    machine: str
+    row: ResultRow
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a replay found. Rows are those of `sim.results`; the device's facts stand in the row as well."""
+
+    row: ResultRow
+    requests: list[ResultRow]
+    predictions: list[Prediction]  # the one to compare with first; empty where there is no simulator
+
+
+def choose_device(text: str) -> str:
+    """`auto` is CUDA where there is one, else the CPU. InputError for a device that cannot be had."""
+    if text not in DEVICES:
+        raise unknown("device", text, DEVICES)
+    if text in ("virtual", "cpu"):
+        return text
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    if text == "auto":
+        return "cpu"
+    built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+    raise InputError(f"--device cuda: {built}; --device cpu and --device virtual need none")
+
+
+def first_steps(loaded: Loaded, steps: int) -> Loaded:
+    """The first requests, as many as hold `steps` steps and all that are warm-up and one more."""
+    trace = loaded.trace
+    in_prefill = np.concatenate([[0], np.cumsum(trace.phase == PREFILL)])[trace.offsets]
+    prefilled = np.diff(in_prefill)
+    played = np.cumsum(np.diff(trace.offsets) - prefilled + (prefilled > 0))
+    enough = max(int(np.searchsorted(played, steps)) + 1, loaded.setup.warmup_requests + 1)
+    if enough >= len(trace.requests):
+        return loaded
+    return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
+
+
+def run(choice: Choice, on_step: Callable[[Row], None] | None = None) -> Outcome:
+    """Replay. InputError where the machine cannot: no memory, no device, weights that it cannot multiply."""
+    loaded, plan = choice.loaded, choice.plan
+    assert loaded.hardware
+    cell = loaded.cell(choice.policy, choice.slots)
+    with open_device(choice) as (device, facts):
+        measured: tuple[Timing, Link] | None = None
+        if choice.device != "virtual":
+            from replay.measure import measure
+
+            cell = replace(cell, hardware=str(facts["device_name"]))
+            measured = measure(device, plan, choice.most_tokens)
+        log = play(plan, device, on_step)
+    row, by_request = summarise(log, cell, loaded.trace.requests)
+    row |= {"device": choice.device, **facts, **_moved(log, plan, measured[1] if measured else None)}
+    counted = log.request >= cell.warmup_requests
+    host_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
+    row["host_ms"] = int(host_ns[counted].sum()) / 1e6
+    predictions = _predict(choice, cell, measured)
+    if predictions:
+        first = predictions[0]
+        row["predicted_for"] = first.machine
+        row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
+    return Outcome(row, by_request, predictions)
+
+
+def _moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
+    """Rates of the link: over the time in which it was busy, and of one expert while nothing else ran."""
+    busy_ns = int(log.link_busy_ns.sum())
+    transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
+    return {
+        "chunk_bytes": plan.chunk_bytes or plan.expert_bytes,
+        "copy_gb_per_s": transfers * plan.expert_bytes / busy_ns if busy_ns else None,
+        "copy_gb_per_s_alone": plan.expert_bytes / max(1, alone.used_ns(plan.expert_bytes)) if alone else None,
+    }
+
+
+@contextmanager
+def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
+    """The device and facts about it; closed afterwards, whatever happens."""
+    if choice.device == "virtual":
+        yield VirtualDevice(choice.loaded.timing, choice.loaded.link), {"device_name": None}
+        return
+    import torch
+
+    from replay.machine import facts
+    from replay.network import Network
+    from replay.store import HostStore, require_host_memory
+
+    loaded, seed = choice.loaded, choice.loaded.setup.seed
+    profile = loaded.profile
+    assert profile
+    gpu_bytes = choice.slots * profile.expert_bytes + profile.dense_bytes
+    needed = f"{choice.slots} slots and the dense weights"
+    smaller = "choose a smaller --cache-size"
+    try:
+        if choice.device == "cpu":
+            require_host_memory(gpu_bytes, needed, smaller)
+            torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is the link's
+        network = Network(profile, torch.device(choice.device), choice.most_tokens, seed)
+        store = HostStore(loaded.all_experts, profile.expert_bytes, network.expert_dtype, seed, choice.host_dedup)
+        device = _device(choice.device)(store, network, choice.slots, choice.verify)
+        try:
+            yield device, facts(choice.device, store)
+            if not network.finite():
+                raise RuntimeError("the network's output is not finite")
+        finally:
+            device.close()
+    except (torch.OutOfMemoryError, MemoryError):
+        raise InputError(f"out of memory: {needed} alone need {show_bytes(gpu_bytes)}; {smaller}") from None
+
+
+def _device(kind: str) -> Callable[..., Device]:
+    if kind == "cuda":
+        from replay.cuda import CudaDevice
+
+        return CudaDevice
+    from replay.cpu import CpuDevice
+
+    return CpuDevice
+
+
+def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -> list[Prediction]:
+    """The simulator on this machine as measured, and on the hardware profile; nothing where SimPy is missing."""
+    try:
+        from sim.model import simulate
+    except ModuleNotFoundError as error:
+        if error.name != "simpy":
+            raise
+        return []
+    loaded, plan = choice.loaded, choice.plan
+    assert loaded.hardware
+    machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing, loaded.link)]
+    if measured:
+        machines.insert(0, ("this machine as measured", *measured))
+
+    def row(timing: Timing, link: Link) -> ResultRow:
+        log: RunLog = simulate(
+            plan.requests, plan.shape.layers, plan.shape.experts, plan.slots, plan.policy, timing, link, plan.cold
+        )
+        return summarise(log, cell, loaded.trace.requests)[0]
+
+    return [Prediction(machine, row(timing, link)) for machine, timing, link in machines]

@@ -1,0 +1,94 @@
+"""Random runs from a source of integers, so that random.Random (fast) and Hypothesis (shrinks) serve alike.
+
+Numbers are small, so that transfers and computes tie, contend and take no time at all; proposals are arbitrary.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from policies.contract import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
+from policies.registry import PolicySpec, parse
+from replay.driver import Plan
+from sim.conformance import case_request
+from sim.timing import FixedTiming, Link
+from traces.steps import RequestSteps
+
+
+class Scripted(Prefetcher):
+    """Proposes anything, the same for the same seed."""
+
+    name = "scripted"
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        super().__init__(shape, Options())
+        self._random = random.Random(seed)
+
+    def propose(self, event: Event) -> tuple[Int, Float]:
+        total = self.shape.total
+        experts = self._random.sample(range(total), self._random.randint(0, min(total, 9)))
+        return np.array(experts, np.int64), np.array([self._random.randint(0, 4) for _ in experts], np.float64)
+
+
+@dataclass(frozen=True)
+class ScriptedSpec(PolicySpec):
+    """A retention policy with scripted prefetch."""
+
+    seed: int = 0
+
+    def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
+        return super().build(shape)[0], Scripted(shape, self.seed)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run, for every engine."""
+
+    plan: Plan
+    timing: FixedTiming
+    link: Link
+
+
+def draw(integer: Callable[[int, int], int]) -> Case:
+    """`integer` draws from a closed range."""
+
+    def choice(*options: Any) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    L, E = integer(1, 5), integer(1, 8)
+    longest = choice(1, 3, 10, 40)
+    expert_bytes = integer(1, 12)
+    density, most_tokens = integer(1, 4), choice(1, 3)
+
+    def duration() -> int:
+        return choice(0, integer(0, longest), integer(0, longest))
+
+    def event() -> list[list[int]]:
+        if integer(0, 9) == 0:
+            return []
+        return [[expert, integer(1, most_tokens)] for expert in range(E) if integer(1, 4) <= density]
+
+    def request(ordinal: int) -> RequestSteps:
+        return case_request(ordinal, [[event() for _ in range(L)] for _ in range(integer(1, 5))], E)
+
+    evict = choice("lru", "lfu", "fifo", "belady", "eamc")
+    prefetch = choice("none", "oracle1", "eamc", f"popular:n={integer(1, E + 1)}", "scripted", "scripted")
+    seed = integer(0, 1_000)
+    policy = ScriptedSpec(f"{evict}+scripted", evict, "none", seed=seed)
+    link = Link(choice(0, integer(0, 6)), choice(0, 1, 1, integer(0, 5)), integer(1, 4), expert_bytes)
+    plan = Plan(
+        requests=[request(ordinal) for ordinal in range(integer(1, 4))],
+        shape=Shape(L, E),
+        slots=choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2))),
+        policy=policy if prefetch == "scripted" else parse(f"{evict}+{prefetch}"),
+        expert_bytes=expert_bytes,
+        chunk_bytes=choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3))),
+        cold=choice(False, False, True),
+    )
+    timing = FixedTiming(
+        duration(), duration(), choice(0, 0, integer(0, 3)), duration(), duration(), choice(0, duration())
+    )
+    return Case(plan, timing, Link(**{**vars(link), "chunk_bytes": plan.chunk_bytes}))

@@ -1,0 +1,111 @@
+"""Devices for tests: one that checks every rule of the interface, and one whose streams end in any order."""
+
+import random
+from collections import deque
+
+from policies.contract import Shape
+from replay.device import Completion, Device, Kind
+
+
+class Watch:
+    """What slots hold and what uses them, checked at every submission and completion."""
+
+    def __init__(self, shape: Shape, slots: int, expert_bytes: int, chunks_in_flight: int) -> None:
+        self.shape, self.slots, self.expert_bytes = shape, slots, expert_bytes
+        self.chunks_in_flight = chunks_in_flight
+        self.content: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that have arrived)
+        self.submitted: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that were submitted)
+        self.copies: deque[tuple[int, int, int]] = deque()  # expert, slot, last byte
+        self.computing: deque[tuple[int, int]] = deque()  # expert, slot
+        self.layer = -1  # the last one whose router has ended
+        self.computed = 0
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        assert 0 <= slot < self.slots
+        assert 0 <= first < last <= self.expert_bytes
+        assert slot not in [used for _, used in self.computing], "overwrites a slot that computes"
+        if first:
+            assert self.submitted[slot] == (expert, first), "goes on where another transfer was"
+        else:
+            assert slot not in [target for _, target, _ in self.copies], "overwrites a slot that is loading"
+            self.content[slot] = expert, 0
+        self.submitted[slot] = expert, last
+        self.copies.append((expert, slot, last))
+        assert len(self.copies) <= self.chunks_in_flight
+
+    def expert(self, expert: int, slot: int) -> None:
+        assert self.content[slot] == (expert, self.expert_bytes), "computes what has not arrived"
+        assert expert // self.shape.experts == self.layer, "computes a layer whose router has not ended"
+        self.computing.append((expert, slot))
+
+    def dense(self, layer: int) -> None:
+        assert layer == (self.layer + 1) % self.shape.layers
+
+    def ended(self, completion: Completion) -> None:
+        if completion.kind is Kind.COPY:
+            expert, slot, last = self.copies.popleft()
+            assert expert == completion.expert
+            self.content[slot] = expert, last
+        elif completion.kind is Kind.EXPERT:
+            assert self.computing.popleft()[0] == completion.expert
+            self.computed += 1
+        elif completion.kind is Kind.ROUTER:
+            self.layer = (self.layer + 1) % self.shape.layers
+
+    def discarded(self) -> None:
+        assert not self.computing
+        self.copies.clear()
+
+
+class AnyOrder(Device):
+    """Each completion is drawn from one of the two streams; time passes at random."""
+
+    def __init__(self, watch: Watch, seed: int) -> None:
+        self.watch = watch
+        self.chunks_in_flight = watch.chunks_in_flight
+        self.predictor_takes_time = seed % 2 == 0
+        self._random = random.Random(seed)
+        self._link: deque[Completion] = deque()
+        self._compute: deque[Completion] = deque()
+        self._now = 0
+
+    def now(self) -> int:
+        self._now += self._random.randint(0, 3)
+        return self._now
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self.watch.copy(expert, slot, first, last)
+        self._link.append(Completion(Kind.COPY, expert))
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        self.watch.dense(layer)
+        self._compute.append(Completion(Kind.ROUTER))
+
+    def predict(self) -> bool:
+        if self._random.random() < 0.5:
+            return False
+        self._compute.append(Completion(Kind.PREDICTOR))
+        return True
+
+    def expert(self, expert: int, slot: int, tokens: int) -> None:
+        self.watch.expert(expert, slot)
+        self._compute.append(Completion(Kind.EXPERT, expert))
+
+    def combine(self, tokens: int) -> None:
+        self._compute.append(Completion(Kind.COMBINE))
+
+    def head(self, tokens: int) -> None:
+        self._compute.append(Completion(Kind.HEAD))
+
+    def next_completion(self) -> Completion:
+        stream = self._random.choice([stream for stream in (self._link, self._compute) if stream])
+        completion = stream.popleft()
+        self.watch.ended(completion)
+        return completion
+
+    def discard_copies(self) -> None:
+        self.watch.discarded()
+        self._link.clear()
+
+    def close(self) -> None:
+        pass

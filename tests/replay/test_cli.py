@@ -1,0 +1,176 @@
+"""The command as it is typed."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from policies.contract import Shape
+from replay import cli, run
+from replay.driver import COLUMNS
+from sim import winner
+from sim.cells import Setup
+from sim.results import REQUESTS, RESULTS
+from sim.winner import Winner
+from traces import demo_trace
+from traces.trace import Trace
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Run `moe-replay` in an empty folder: its exit status, stdout and stderr."""
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["moe-replay", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return invoke
+
+
+def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
+    status, out, err = command("--policy", "eamc", "--device", "virtual", "--requests", "3", "--out", "here")
+    assert status == 0, err
+    last = out.splitlines()[-1]
+    predicted, measured = re.findall(r"mean ([\d.]+) ms", last)
+    assert predicted == measured
+    assert "(+0.0%)" in last
+    assert str(demo_trace()) in err
+    row = pd.read_parquet(tmp_path / "here/results.parquet").iloc[0]
+    assert list(row.index)[: len(RESULTS.names)] == RESULTS.names
+    assert row["tpot_mean_ms"] == row["predicted_tpot_mean_ms"]
+    assert row["hit_rate"] == row["predicted_hit_rate"]
+    assert row["host_ms"] == 0
+    assert row["hardware"] == "a5000"
+    by_request = pd.read_parquet(tmp_path / "here/requests.parquet")
+    assert list(by_request.columns) == REQUESTS.names
+    assert len(by_request) == 3
+    steps = pd.read_csv(tmp_path / "here/per_token.csv")
+    assert list(steps.columns) == list(COLUMNS)
+    decoded = steps[steps["phase"] == 1]
+    assert decoded["step_ns"].mean() / 1e6 == pytest.approx(row["tpot_mean_ms"])
+
+
+def test_the_cpu_moves_bytes_and_sets_predicted_beside_measured(command, tmp_path: Path) -> None:
+    arguments = ("--policy", "lru", "--device", "cpu", "--requests", "3", "--verify", "--chunk-bytes", "4kB")
+    status, out, err = command("run", *arguments, "--cache-size", "40")
+    assert status == 0, err
+    assert re.search(r"predicted for this machine as measured: .* measured: .*hit rate", out.splitlines()[-1])
+    row = pd.read_parquet(tmp_path / "results/demo-replay/results.parquet").iloc[0]
+    assert row["device"] == "cpu"
+    assert row["hardware"] == row["device_name"]
+    assert row["cache_experts"] == 40
+    assert row["lookups"] == row["hits"] + row["late"] + row["misses"]
+    assert row["bytes_demand"] == row["misses"] * row["expert_bytes"]
+    assert row["copy_gb_per_s"] > 0
+    assert row["host_experts"] == row["cache_experts"] / row["cache_fraction"]
+    assert row["torch"] == torch.__version__
+
+
+def test_options_without_a_command_are_those_of_run(command) -> None:
+    arguments = ("--policy", "lru", "--device", "virtual", "--requests", "2", "--json")
+    first, second = (json.loads(command(*prefix, *arguments)[1]) for prefix in ((), ("run",)))
+    assert first == second
+    assert first["predictions"]["a5000"]["tpot_mean_ms"] == first["tpot_mean_ms"]
+
+
+def test_quiet_prints_nothing(command) -> None:
+    assert command("--policy", "lru", "--device", "virtual", "--requests", "1", "-q") == (0, "", "")
+
+
+def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> None:
+    loaded = Setup(trace=demo_trace()).load()
+    short = run.first_steps(loaded, 40)
+    played = [len(loaded.trace.steps(i).tokens) for i in range(len(short.trace.requests))]
+    assert sum(played) >= 40 > sum(played[:-1])
+    assert short.setup.requests == len(played)
+    assert run.first_steps(loaded, 10**9) is loaded
+
+
+def test_without_simpy_the_run_goes_on_and_says_so(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "sim.model", raising=False)
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    status, out, _ = command("--policy", "lru", "--device", "virtual", "--requests", "1")
+    assert status == 0
+    assert out.splitlines()[-1].startswith("predicted: nothing, for simpy is not installed; measured: TPOT")
+
+
+@pytest.fixture
+def swept(tmp_path: Path) -> Path:
+    """A folder with what a sweep of the demo trace recommends."""
+    trace = Trace.read(demo_trace())
+    total = Shape(trace.layers, trace.num_experts).total
+    setup = Setup(trace=demo_trace(), hardware="h100", requests=2, cold=True)
+    winners = [Winner("10%", round(total / 10), "lfu", {}), Winner("50%", total // 2, "lru+eamc", {})]
+    (tmp_path / "swept").mkdir()
+    winner.write(tmp_path / "swept" / winner.NAME, setup, "tpot_mean_ms", winners)
+    return tmp_path / "swept"
+
+
+def test_from_replays_the_winner_on_the_sweeps_hardware_and_trace(command, swept: Path) -> None:
+    status, out, err = command("--from", str(swept), "--device", "virtual", "--json", "--cache-size", "50%")
+    assert status == 0, err
+    row = json.loads(out)
+    assert (row["policy"], row["hardware"], row["requests"], row["cold"]) == ("lru+eamc", "h100", 2, True)
+    assert row["cache_fraction"] == 0.5
+    _, out, err = command("--from", str(swept), "--device", "virtual", "--json", "--requests", "1")
+    assert json.loads(out)["policy"] == "lfu"
+    assert json.loads(out)["requests"] == 1
+    assert "the winner of" in err
+    assert "50%" in err
+
+
+def test_a_sweep_of_another_model_is_refused(command, swept: Path) -> None:
+    text = (swept / winner.NAME).read_text().replace('"10%"\ncache_experts = ', '"10%"\ncache_experts = 9')
+    (swept / winner.NAME).write_text(text)
+    status, _, err = command("--from", str(swept), "--device", "virtual", "-q")
+    assert status == 2
+    assert "another model" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "eamk"], "did you mean eamc?"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--cache-size", "0%"], "impossible"),
+        (["--cache-size", "120%"], "impossible"),
+        (["--cache-size", "much"], "cache size 'much'"),
+        (["--trace", "nowhere"], "nowhere"),
+        (["--from", "nowhere"], "holds no winner.toml"),
+        (["--model-profile", "mixtral-8x7b"], "MoE layers"),
+        (["--hardware", "a5001"], "a5000"),
+        (["--chunk-bytes", "some"], "--chunk-bytes"),
+        (["--requests", "0"], "requests"),
+        (["--host-dedup", "0", "--device", "cpu"], "--host-dedup 0"),
+        (["--out", "/proc/nowhere"], "cannot write"),
+    ],
+)
+def test_bad_input_ends_in_one_line(command, tmp_path: Path, arguments: list[str], said: str) -> None:
+    status, out, err = command("-q", "--device", "virtual", *arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.parquet")) + list(tmp_path.rglob("*.csv"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_is_refused_where_there_is_none(command) -> None:
+    status, _, err = command("--policy", "lru", "--device", "cuda")
+    assert status == 2
+    assert "--device cuda: " in err
+    assert run.choose_device("auto") == "cpu"
+
+
+def test_a_cache_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.store.available_memory_bytes", lambda: 512 << 20)
+    status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
+    assert status == 2
+    assert "--cache-size" in err

@@ -1,0 +1,180 @@
+"""The CPU device: real bytes, real matrices. Structure is asserted, never times."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+from policies.contract import Shape
+from policies.registry import parse
+from replay import store as store_module
+from replay.cpu import CpuDevice
+from replay.device import Completion
+from replay.driver import Plan, play
+from replay.network import Network, dtype_of, expert_output
+from replay.store import STAMP_BYTES, HostStore
+from sim.cells import Requests
+from sim.log import RunLog
+from sim.models import ModelProfile, model
+from sim.untimed import count
+from tests.replay.devices import Watch
+from traces.errors import InputError
+from traces.synthetic import synthetic
+
+L, E, K = 3, 8, 2
+PROFILE = dataclasses.replace(
+    model("olmoe-1b-7b"),
+    moe_layers=L,
+    experts=E,
+    top_k=K,
+    hidden_size=32,
+    expert_intermediate_size=24,
+    heads=2,
+    head_size=16,
+    vocabulary=64,
+)
+
+
+class WatchedCpu(CpuDevice):
+    """A CPU device that also checks every submission and completion."""
+
+    watch: Watch
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self.watch.copy(expert, slot, first, last)
+        super().copy(expert, slot, first, last)
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        self.watch.dense(layer)
+        super().dense(layer, tokens, context)
+
+    def expert(self, expert: int, slot: int, tokens: int) -> None:
+        self.watch.expert(expert, slot)
+        super().expert(expert, slot, tokens)
+
+    def next_completion(self) -> Completion:
+        completion = super().next_completion()
+        self.watch.ended(completion)
+        return completion
+
+
+@contextmanager
+def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None) -> Iterator[WatchedCpu]:
+    network = Network(profile, torch.device("cpu"), max_tokens=16, seed=0)
+    store = HostStore(L * E, profile.expert_bytes, network.expert_dtype, seed=0, distinct=dedup)
+    made = WatchedCpu(store, network, slots, verify=True)
+    made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.chunks_in_flight)
+    try:
+        yield made
+        assert network.finite()
+    finally:
+        made.close()
+
+
+def replay(slots: int, policy: str, top_k: int = K, cold: bool = False, chunks: int = 4, prompt: int = 5) -> RunLog:
+    """Every expert is compared with its stamp before and after each of its computes (verify)."""
+    trace = synthetic(4, 10, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
+    size = PROFILE.expert_bytes
+    with device(slots) as made:
+        log = play(Plan(Requests(trace), Shape(L, E), slots, parse(policy), size, -(-size // chunks), cold), made)
+        assert made.watch.computed == (log.hits + log.late + log.misses).sum()
+    return log
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "eamc", "lru+popular:n=4", "belady+oracle1"])
+@pytest.mark.parametrize("slots", [1, 2, 9, L * E])
+def test_every_slot_holds_its_expert_whenever_it_computes(policy: str, slots: int) -> None:
+    log = replay(slots, policy)
+    assert log.step_ns.min() > 0
+    assert (log.stall_ns >= 0).all()
+    assert (log.compute_busy_ns + log.stall_ns.sum(axis=1) <= log.step_ns).all()
+    if slots == L * E:
+        assert len(log.evictions) == 0
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+def test_without_prefetch_hits_misses_and_evictions_are_those_of_the_untimed_analysis(policy: str) -> None:
+    trace = synthetic(4, 10, layers=L, experts=E, top_k=1, seed=1)
+    expected = count(Requests(trace), L, E, 7, parse(policy))
+    log = replay(7, policy, top_k=1, prompt=0)
+    np.testing.assert_array_equal(log.hits, expected.hits)
+    np.testing.assert_array_equal(log.misses, expected.misses)
+    np.testing.assert_array_equal(log.evictions, expected.evictions)
+    assert log.demand_transfers.sum() == expected.misses.sum()
+
+
+def test_cold_empties_the_cache_between_requests() -> None:
+    warm, cold = replay(L * E, "lru"), replay(L * E, "lru", cold=True)
+    assert cold.misses.sum() > warm.misses.sum()
+    firsts = np.flatnonzero(np.diff(cold.request, prepend=-1))
+    assert (cold.hits[firsts] == 0).all()
+
+
+def test_cold_discards_prefetches_under_way() -> None:
+    for _ in range(3):
+        replay(6, "eamc", cold=True, chunks=8)
+
+
+def test_an_expert_is_computed_as_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for matrices, bytes_per_parameter, tolerance in ((3, 4.0, 1e-5), (3, 2.0, 2e-2), (2, 4.0, 1e-5)):
+        profile = dataclasses.replace(PROFILE, expert_matrices=matrices, expert_bytes_per_parameter=bytes_per_parameter)
+        with device(1, profile) as made:
+            network = Network(profile, torch.device("cpu"), max_tokens=4, seed=0)
+            weights = network.weights(torch.from_numpy(made.store[3].copy()))
+            tokens = torch.randn(4, 32, generator=generator).to(network.expert_dtype)
+            first, down = (matrix.double() for matrix in weights)
+            inner = tokens.double() @ first.T
+            if matrices == 3:
+                gate, up = inner[:, :24], inner[:, 24:]
+                exact = (gate / (1 + torch.exp(-gate)) * up) @ down.T
+            else:
+                exact = inner.clamp(min=0) @ down.T
+            got = expert_output(weights, tokens, matrices).double()
+            assert (got - exact).norm() <= tolerance * exact.norm()
+
+
+def test_experts_differ_and_fill_their_buffers() -> None:
+    store = HostStore(6, expert_bytes=1_000, dtype=torch.bfloat16, seed=1)
+    stamps = {bytes(store[expert][:STAMP_BYTES]) for expert in range(6)}
+    assert len(stamps) == 6
+    assert all((store[expert] != 0).mean() > 0.9 for expert in range(6))
+    assert not store.holds(1, store[2])
+
+
+def test_host_buffers_can_be_shared() -> None:
+    with device(4, dedup=5) as made:
+        assert made.store.distinct == 5
+        assert made.store[7].ctypes.data == made.store[2].ctypes.data
+    with pytest.raises(InputError, match="--host-dedup 99"), device(4, dedup=99):
+        pass
+
+
+def test_slabs_hold_all_experts_where_one_slab_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "SLAB_BYTES", 4096)
+    store = HostStore(7, expert_bytes=1_000, dtype=torch.float32, seed=1)
+    assert [len(slab) for slab in store.slabs] == [4096, 3 * 1024]
+    assert len({store[expert].ctypes.data for expert in range(7)}) == 7
+
+
+def test_too_little_host_memory_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "available_memory_bytes", lambda: 10**9)
+    with pytest.raises(InputError, match="--host-dedup"):
+        HostStore(1_000, expert_bytes=10**6, dtype=torch.float32, seed=1)
+
+
+def test_a_wrong_slot_is_noticed() -> None:
+    with device(2) as made:
+        made.watch.content[0] = made.watch.submitted[0] = 5, PROFILE.expert_bytes
+        made.watch.layer = 5 // E
+        made.expert(5, 0, 1)
+        with pytest.raises(RuntimeError, match="slot 0 computes as expert 5"):
+            made.next_completion()
+
+
+def test_quantised_experts_are_refused() -> None:
+    with pytest.raises(InputError, match=r"0\.53"):
+        dtype_of(0.53, "an expert's")
