@@ -8,7 +8,7 @@ a single hit becomes an event only while a transfer is stuck for want of a slot.
 
 from collections import deque
 from collections.abc import Callable, Generator
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -227,7 +227,7 @@ class HostLink:
         self.stall_ns = [0] * len(STALLS)
         self.evictions: list[int] = []
         self._hits = hits
-        self._used_ns = cache(spec.used_ns)
+        self._used_ns = lru_cache(spec.used_ns)
         self._whole_ns = spec.used_ns(spec.expert_bytes)
         self._whole_sent, self._chunk_sent = self._after_transfer, self._after_chunk  # bound once
         self._chunk = min(spec.chunk_bytes or spec.expert_bytes, spec.expert_bytes)
