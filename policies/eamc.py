@@ -17,6 +17,8 @@ from policies.registry import prefetcher, retention
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
+MOST_EAMS = 100_000
+
 
 @dataclass(frozen=True)
 class EamcOptions:
@@ -26,8 +28,11 @@ class EamcOptions:
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        if self.capacity < 1 or not self.eps >= 0:
-            raise InputError(f"eamc needs capacity >= 1 and eps >= 0, not {self.capacity} and {self.eps}")
+        if not 1 <= self.capacity <= MOST_EAMS or not 0 <= self.eps < np.inf:
+            raise InputError(
+                f"eamc needs a capacity of 1 to {MOST_EAMS:,} EAMs and a finite eps of at least 0, "
+                f"not {self.capacity} and {self.eps}"
+            )
 
 
 @njit(cache=True, nogil=True)

@@ -21,8 +21,8 @@ class PopularOptions:
     n: int = 4
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise InputError(f"popular needs n >= 1, not {self.n}")
+        if self.n < 0:
+            raise InputError(f"popular needs n >= 0, not {self.n}")
 
 
 @njit(cache=True, nogil=True)
@@ -66,7 +66,7 @@ class Popular(Prefetcher):
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The n most used of the next layer."""
-        if event.layer == self.shape.layers - 1:
+        if event.layer == self.shape.layers - 1 or not len(self._best):
             return NOTHING
         n = _most_used(self._events, event.layer + 1, self.shape.experts, self._best, self._priorities)
         return self._best[:n], self._priorities[:n]

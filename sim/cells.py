@@ -42,6 +42,8 @@ class Setup:
         for option, value in least_zero.items():
             if not 0 <= value < math.inf:
                 raise InputError(f"{option} {value}: must be at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"--seed {self.seed}: must be at least 0 and below 2**63")
         if self.chunk_bytes == 0:
             raise InputError("--chunk-bytes: a chunk has at least one byte")
 

@@ -93,11 +93,11 @@ def sweep(
         raise InputError(f"--workers {workers}: at least one process has to work")
     names = _names(policies, evict, prefetch)
     loaded = setup.load()
-    grid = _grid(loaded, names or POLICIES, cache_sizes or CACHE_SIZES)
+    grid = _grid(loaded, POLICIES if names is None else names, CACHE_SIZES if cache_sizes is None else cache_sizes)
     defaults = {
         f"the shipped trace {setup.trace}": not trace,
-        f"policies {POLICIES}": not names,
-        f"cache sizes {CACHE_SIZES}": not cache_sizes,
+        f"policies {POLICIES}": names is None,
+        f"cache sizes {CACHE_SIZES}": cache_sizes is None,
         f"hardware {HARDWARE}": not (hardware or untimed),
     }
     if not quiet:
@@ -106,8 +106,10 @@ def sweep(
     _run(loaded, grid, folder, workers or os.cpu_count() or 1, as_json, quiet)
 
 
-def _names(policies: str | None, evict: str | None, prefetch: str | None) -> str:
-    """All policies asked for, as one list: --policies, and --evict with --prefetch."""
+def _names(policies: str | None, evict: str | None, prefetch: str | None) -> str | None:
+    """All policies asked for, as one list: --policies, and --evict with --prefetch; None if nothing was asked."""
+    if policies is evict is prefetch is None:
+        return None
     if prefetch and not evict:
         raise InputError("--prefetch says what to fetch: name what to keep with --evict")
     fetches = _listed(prefetch or "")
@@ -133,6 +135,8 @@ def _grid(loaded: "Loaded", policies: str, cache_sizes: str) -> "Grid":
     if not sizes:
         raise InputError(f"--cache-sizes {cache_sizes!r} names none: write 10%,25% or 64 or 8GiB")
     specs = [parse(name) for name in dict.fromkeys(_listed(policies))]
+    if not specs:
+        raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
     return Grid(tuple(specs), sizes)
 
 

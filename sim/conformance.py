@@ -37,16 +37,51 @@ def run_file(path: Path, out: TextIO) -> int:
     for count, case in enumerate(read_cases(path), 1):
         try:
             result = run_case(case)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise InputError(f"{path}, case {count}: not a case ({type(error).__name__}: {error})") from None
+        except KeyError as error:
+            raise InputError(f"{path}, case {count}: no key {error}") from None
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InputError(f"{path}, case {count}: {error}") from None
         out.write(json.dumps(result, separators=(",", ":")) + "\n")
     return count
 
 
+LEAST = {
+    **dict.fromkeys(("L", "E", "slots", "expert_bytes", "link_ns_per_byte_den"), 1),
+    **dict.fromkeys(("link_latency_ns", "link_ns_per_byte_num", "dense_ns", "expert_ns", "expert_ns_per_token"), 0),
+    **dict.fromkeys(("combine_ns", "head_ns", "predictor_ns", "popular_n"), 0),
+}
+"""The whole numbers of a case, and the least that each may be."""
+
+MOST = 2**53
+
+
+def check_case(case: dict[str, Any]) -> None:
+    """Compiled code trusts its input, so a case is checked first. KeyError or ValueError, saying what is wrong."""
+    least = LEAST if case["chunk_bytes"] is None else LEAST | {"chunk_bytes": 1}
+    for key, lowest in least.items():
+        if type(case[key]) is not int or not lowest <= case[key] <= MOST:
+            raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {case[key]!r}")
+    if type(case["cold"]) is not bool:
+        raise ValueError(f"cold must be true or false, not {case['cold']!r}")
+    for steps in case["requests"]:
+        for step in steps:
+            if len(step) != case["L"]:
+                raise ValueError(f"a step has {len(step)} events, but there are {case['L']} layers")
+            for event in step:
+                before = -1
+                for expert, tokens in event:
+                    if type(expert) is not int or not before < expert < case["E"]:
+                        raise ValueError(f"experts of an event must be ascending ids below {case['E']}: {event}")
+                    if type(tokens) is not int or not 1 <= tokens <= MOST:
+                        raise ValueError(f"an expert that was chosen has at least one token: {event}")
+                    before = expert
+
+
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Play one case on the SimPy engine."""
+    """Play one case on the SimPy engine. KeyError or ValueError for what is no case."""
     from sim.model import simulate
 
+    check_case(case)
     prefetch = case["prefetch"]
     if prefetch == "popular":
         prefetch = f"popular:n={case['popular_n']}"

@@ -9,7 +9,7 @@ a prefetch as exposed transfer time. Tokens per second: all tokens counted over 
 import json
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -231,22 +231,31 @@ def writable(folder: Path) -> None:
     """Make `folder` and see that files can be written there; InputError if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / "results.parquet", keep=False) as file:
-            file.touch()
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror or error}") from error
+    for name in ("results.parquet", "requests.parquet"):
+        if (folder / name).is_dir():
+            raise InputError(f"cannot write {folder / name}: a folder of that name is in the way")
+        with replacing(folder / name, keep=False) as file:
+            file.touch()
 
 
 @contextmanager
 def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
-    """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise."""
+    """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
+
+    InputError where the disk is full, or the folder cannot be written to.
+    """
     part = path.with_name(f".{path.name}.part")
     try:
         yield part
         if keep:
             part.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def write_rows(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:

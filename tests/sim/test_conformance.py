@@ -1,0 +1,77 @@
+"""What is no case is refused in one line, before compiled code sees it."""
+
+import copy
+import io
+import json
+
+import pytest
+
+from sim.conformance import run_case, run_file
+from traces.errors import InputError
+
+CASE = {
+    "L": 2,
+    "E": 2,
+    "slots": 1,
+    "expert_bytes": 10,
+    "link_latency_ns": 1,
+    "link_ns_per_byte_num": 1,
+    "link_ns_per_byte_den": 2,
+    "chunk_bytes": None,
+    "dense_ns": 5,
+    "expert_ns": 3,
+    "expert_ns_per_token": 1,
+    "combine_ns": 1,
+    "head_ns": 1,
+    "predictor_ns": 0,
+    "evict": "lru",
+    "prefetch": "none",
+    "popular_n": 0,
+    "cold": False,
+    "requests": [[[[[0, 1], [1, 2]], [[1, 1]]]]],
+}
+
+
+def test_a_case_by_hand():
+    """One slot, so nothing overlaps: 5 + (6 + 4) + (6 + 5) + 1 in layer 0, 5 + (6 + 4) + 1 in layer 1, head 1."""
+    result = run_case(CASE)
+    assert result["token_ns"] == [27 + 16 + 1]
+    assert result["evictions"] == [0, 1]
+    assert (result["hits"], result["misses"], result["stall_ns"]) == (0, 3, 18)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"requests": [[[[[5, 1]], []]]]}, "ascending ids below 2"),
+        ({"requests": [[[[[-1, 1]], []]]]}, "ascending ids below 2"),
+        ({"requests": [[[[[1, 1], [1, 1]], []]]]}, "ascending ids below 2"),
+        ({"requests": [[[[[1, 1], [0, 1]], []]]]}, "ascending ids below 2"),
+        ({"requests": [[[[[1, 0]], []]]]}, "at least one token"),
+        ({"requests": [[[[]]]]}, "1 events, but there are 2 layers"),
+        ({"requests": [[[3, 4]]]}, "not iterable"),
+        ({"link_ns_per_byte_den": 0}, "link_ns_per_byte_den must be a whole number from 1"),
+        ({"dense_ns": -4}, "dense_ns must be"),
+        ({"dense_ns": 1.5}, "dense_ns must be"),
+        ({"dense_ns": 10**30}, "dense_ns must be"),
+        ({"L": 0}, "L must be"),
+        ({"slots": True}, "slots must be"),
+        ({"chunk_bytes": 0}, "chunk_bytes must be"),
+        ({"expert_bytes": 0}, "expert_bytes must be"),
+        ({"cold": 1}, "cold must be"),
+        ({"evict": "lruu"}, "did you mean lru"),
+    ],
+)
+def test_what_is_no_case_is_refused_with_its_number(wrong, says, tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_text(json.dumps(CASE) + "\n" + json.dumps(copy.deepcopy(CASE) | wrong) + "\n")
+    with pytest.raises(InputError, match=says) as caught:
+        run_file(path, io.StringIO())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_key_is_named(tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_text(json.dumps({key: value for key, value in CASE.items() if key != "slots"}))
+    with pytest.raises(InputError, match="case 1: no key 'slots'"):
+        run_file(path, io.StringIO())
