@@ -19,7 +19,10 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare
 	$(BIN)/moe-trace record --out demo/trace --overwrite
 	$(BIN)/moe-sim sweep demo/trace --cache-sizes 10%,25%,50% --out demo/sweep
-	$(BIN)/moe-replay --from demo/sweep --device cpu --out demo/replay
+	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
+	$(BIN)/moe-replay --from demo/sweep --device cpu --out demo/replay-cpu
+	@echo
+	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
 test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
 	$(BIN)/pytest -n 2 -m 'not slow'

@@ -5,6 +5,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,14 +29,13 @@ class RunByDefault(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # ctx: click's, or typer's own copy of it
         """Put `run` in front, unless help is asked for."""
-        if args and args[0].startswith("-") and args[0] != "--help":
+        if not args or (args[0].startswith("-") and args[0] != "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
 
 
 app = typer.Typer(
     cls=RunByDefault,
-    no_args_is_help=True,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -46,7 +46,8 @@ app = typer.Typer(
 def replay() -> None:
     """Replay a trace on a device: real transfers, real compute, beside what the simulator predicts.
 
-    [b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b].
+    [b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b]; its options are listed by
+    [b]moe-replay run --help[/b].
     """
 
 
@@ -193,21 +194,33 @@ def _scope(wish: Wish, choice: "Choice", asked: str) -> str:
 
 
 def _replay(choice: "Choice", folder: Path, as_json: bool, quiet: bool) -> None:
-    """Run, write, report."""
+    """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
     from replay.run import run
     from sim.cells import Requests
     from sim.results import writable
 
-    writable(folder)
+    is_new = not folder.exists()
+    writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
     steps = sum(len(request.tokens) for request in Requests(choice.loaded.trace))
-    with report.step_writer(folder) as write, report.progress(steps, quiet) as advance:
+    played = 0
+    try:
+        with report.step_writer(folder) as write, report.progress(steps, quiet) as advance:
 
-        def on_step(row: list[int]) -> None:
-            write(row)
-            advance()
+            def on_step(row: list[int]) -> None:
+                nonlocal played
+                write(row)
+                played += 1
+                advance()
 
-        outcome = run(choice, on_step)
+            outcome = run(choice, on_step)
+    except KeyboardInterrupt:
+        kept = f": they are in {folder / report.STEPS}" if played else ""
+        console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
+    finally:
+        if is_new and not played:
+            with suppress(OSError):
+                folder.rmdir()
     report.save(outcome, folder)
     if as_json:
         typer.echo(json.dumps(report.as_json(outcome), indent=1))

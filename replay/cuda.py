@@ -37,10 +37,10 @@ class CudaDevice(Device):
         self.store = store
         self._network = network
         self._verify = verify
+        self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device="cuda")  # fails sooner than pinning
+        self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
         self._registered: list[int] = []
         self._register()
-        self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
-        self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device="cuda")
         self._weights = [network.weights(slot) for slot in self.pool]
         self._link, self._compute = _new_stream(), _new_stream()
         self._ready = [_new_event() for _ in range(slots)]
@@ -78,6 +78,8 @@ class CudaDevice(Device):
             if self._verify:
                 self._require(expert, slot)
             self._network.expert(self._weights[slot], tokens)
+            if self._verify:
+                self._require(expert, slot)
             self._last_use[slot].record()
             self._record(self._computes, Completion(Kind.EXPERT, expert))
 
@@ -111,10 +113,12 @@ class CudaDevice(Device):
         self._copies.clear()
 
     def close(self) -> None:
-        """Let the GPU end, and unregister host memory."""
-        torch.cuda.synchronize()
-        while self._registered:
-            _driver().cudaHostUnregister(self._registered.pop())
+        """Let the GPU end, and unregister host memory, also where the GPU has failed."""
+        try:
+            torch.cuda.synchronize()
+        finally:
+            while self._registered:
+                _driver().cudaHostUnregister(self._registered.pop())
 
     def _record(self, pending: Pending, completion: Completion) -> None:
         """On the current stream."""

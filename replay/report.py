@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
 )
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
 
-STEPS = "per_token.csv"
+RESULTS_FILE, REQUESTS_FILE, STEPS = "results.parquet", "requests.parquet", "per_token.csv"
 
 AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
@@ -50,6 +50,8 @@ def step_writer(folder: Path) -> Iterator[Callable[[StepRow], None]]:
 
         def write(row: StepRow) -> None:
             if not writers:
+                for old in (RESULTS_FILE, REQUESTS_FILE):
+                    (folder / old).unlink(missing_ok=True)  # they would not be of this run
                 file = opened.enter_context((folder / STEPS).open("w", newline="", encoding="utf-8", buffering=1))
                 writers.append(csv.writer(file))
                 writers[0].writerow(COLUMNS)
@@ -61,8 +63,8 @@ def step_writer(folder: Path) -> Iterator[Callable[[StepRow], None]]:
 def save(outcome: Outcome, folder: Path) -> None:
     """Write results.parquet and requests.parquet, each whole or not at all."""
     row = {name: outcome.row.get(name) for name in SCHEMA.names}
-    write_rows([row], SCHEMA, folder / "results.parquet")
-    write_rows(outcome.requests, REQUESTS, folder / "requests.parquet")
+    write_rows([row], SCHEMA, folder / RESULTS_FILE)
+    write_rows(outcome.requests, REQUESTS, folder / REQUESTS_FILE)
 
 
 @contextmanager
@@ -121,16 +123,17 @@ def last_line(outcome: Outcome) -> str:
     row = outcome.row
     column = "tpot_mean_ms" if row["tpot_mean_ms"] is not None else "ttft_mean_ms"
     name = column[:4].upper()
+    measured = "replayed" if row["device"] == "virtual" else "measured"
     if not outcome.predictions:
         return (
-            f"predicted: nothing, for simpy is not installed; measured: {name} mean {row[column]:.4g} ms, "
+            f"predicted: nothing, for simpy is not installed; {measured}: {name} mean {row[column]:.4g} ms, "
             f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
         )
     expected = outcome.predictions[0]
     off = row[column] / expected.row[column] - 1 if expected.row[column] else 0.0
     return (
         f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms, "
-        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; measured: {name} mean {row[column]:.4g} ms "
+        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms "
         f"({off:+.1%}), hit rate {_show(row['hit_rate'], '{:.1%}')}"
     )
 
@@ -140,10 +143,13 @@ def notes(outcome: Outcome) -> list[str]:
     row = outcome.row
     found = []
     if row["device"] == "cpu":
-        found.append(
-            "on the cpu device the link is memcpy and the GPU is this CPU; the prediction for this machine as measured "
-            "knows neither contention nor what it costs threads to take turns (much, where experts are small)"
-        )
+        note = "on the cpu device the link is memcpy and the GPU is this CPU"
+        if outcome.predictions:
+            note += (
+                "; the prediction for this machine as measured knows neither contention nor what it costs threads "
+                "to take turns (much, where experts are small)"
+            )
+        found.append(note)
     experts = round(row["cache_experts"] / row["cache_fraction"])
     distinct = row.get("host_experts") or experts
     if distinct < experts:

@@ -155,8 +155,8 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     import torch
 
     from replay.machine import facts
-    from replay.network import Network
-    from replay.store import HostStore, require_host_memory
+    from replay.network import Network, dtype_of
+    from replay.store import HostStore
 
     loaded, seed = choice.loaded, choice.loaded.setup.seed
     profile = loaded.profile
@@ -165,20 +165,23 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     needed = f"{choice.slots} slots and the dense weights"
     smaller = "choose a smaller --cache-size"
     try:
+        beside = (needed, gpu_bytes) if choice.device == "cpu" else ("", 0)
+        dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+        store = HostStore(loaded.all_experts, profile.expert_bytes, dtype, seed, choice.host_dedup, *beside)
         if choice.device == "cpu":
-            require_host_memory(gpu_bytes, needed, smaller)
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is the link's
         network = Network(profile, torch.device(choice.device), choice.most_tokens, seed)
-        store = HostStore(loaded.all_experts, profile.expert_bytes, network.expert_dtype, seed, choice.host_dedup)
         device = _device(choice.device)(store, network, choice.slots, choice.verify)
         try:
             yield device, facts(choice.device, store)
             if not network.finite():
-                raise RuntimeError("the network's output is not finite")
+                raise InputError("the network's output is not finite: its figures are worth nothing (--seed N)")
         finally:
             device.close()
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError(f"out of memory: {needed} alone need {show_bytes(gpu_bytes)}; {smaller}") from None
+    except torch.AcceleratorError as error:
+        raise InputError(f"the GPU reports an error, and the run cannot go on: {str(error).splitlines()[0]}") from error
 
 
 def _device(kind: str) -> Callable[..., Device]:
@@ -205,10 +208,10 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
     if measured:
         machines.insert(0, ("this machine as measured", *measured))
 
-    def row(timing: Timing, link: Link) -> ResultRow:
+    def row(machine: str, timing: Timing, link: Link) -> ResultRow:
         log: RunLog = simulate(
             plan.requests, plan.shape.layers, plan.shape.experts, plan.slots, plan.policy, timing, link, plan.cold
         )
-        return summarise(log, cell, loaded.trace.requests)[0]
+        return summarise(log, replace(cell, hardware=machine), loaded.trace.requests)[0]
 
-    return [Prediction(machine, row(timing, link)) for machine, timing, link in machines]
+    return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]

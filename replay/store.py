@@ -29,18 +29,32 @@ RESERVE_BYTES = 512 << 20
 
 
 class HostStore:
-    """`distinct` buffers of `expert_bytes`, serving `total` experts. InputError where memory does not suffice."""
+    """`distinct` buffers of `expert_bytes`, serving `total` experts. InputError where memory does not suffice.
+
+    `beside_bytes` of the same memory are going to be taken for something else, named `beside`.
+    """
 
     def __init__(
-        self, total: int, expert_bytes: int, dtype: torch.dtype, seed: int, distinct: int | None = None
+        self,
+        total: int,
+        expert_bytes: int,
+        dtype: torch.dtype,
+        seed: int,
+        distinct: int | None = None,
+        beside: str = "",
+        beside_bytes: float = 0,
     ) -> None:
         self.distinct = total if distinct is None else distinct
         if not 1 <= self.distinct <= total:
             raise InputError(f"--host-dedup {distinct}: a model of {total} experts has 1 to {total} host buffers")
         self.expert_bytes = expert_bytes
         self.stride = -(-expert_bytes // ALIGNMENT) * ALIGNMENT
+        needed = f"a host store of {self.distinct} of {total} experts"
         advice = "--host-dedup N shares N buffers between all experts"
-        require_host_memory(self.nbytes, f"a host store of {self.distinct} of {total} experts", advice)
+        if beside_bytes:
+            needed += f", beside {beside} of {show_bytes(beside_bytes)},"
+            advice += ", a smaller --cache-size makes do with less"
+        require_host_memory(self.nbytes + beside_bytes, needed, advice)
         per_slab = max(1, SLAB_BYTES // self.stride)
         self._per_slab = per_slab
         counts = [min(per_slab, self.distinct - first) for first in range(0, self.distinct, per_slab)]
@@ -70,7 +84,8 @@ class HostStore:
         """Normal numbers of a size that keeps activations finite, in windows that differ by expert."""
         length = self.expert_bytes + self.distinct * STAMP_BYTES
         rng = np.random.default_rng(seed)
-        numbers = rng.standard_normal(-(-length // dtype.itemsize), dtype=np.float32) * 0.02
+        numbers = rng.standard_normal(-(-length // dtype.itemsize), dtype=np.float32)
+        numbers *= 0.02
         sequence = torch.from_numpy(numbers).to(dtype).view(torch.uint8).numpy()
 
         def write(expert: int) -> None:

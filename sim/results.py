@@ -8,7 +8,7 @@ a prefetch as exposed transfer time. Tokens per second: all tokens counted over 
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -227,13 +227,13 @@ def commit() -> str:
     return version("moe-expert-cache")
 
 
-def writable(folder: Path) -> None:
-    """Make `folder` and see that files can be written there; InputError if not."""
+def writable(folder: Path, names: Iterable[str] = ("results.parquet", "requests.parquet")) -> None:
+    """Make `folder` and see that files of these names can be written there; InputError if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot write to {folder}: {error.strerror or error}") from error
-    for name in ("results.parquet", "requests.parquet"):
+    for name in names:
         if (folder / name).is_dir():
             raise InputError(f"cannot write {folder / name}: a folder of that name is in the way")
         with replacing(folder / name, keep=False) as file:

@@ -7,16 +7,19 @@ is timed); of equal ones the first typed. Oracles are drawn, never chosen.
 import dataclasses
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sim.cells import Setup
 from sim.results import Row, replacing
 from traces.errors import InputError
 
 NAME = "winner.toml"
+
+T = TypeVar("T")
 
 PREDICTED = (
     "misses",
@@ -86,12 +89,24 @@ def read(folder: Path) -> tuple[Setup, list[Winner]]:
     path = folder / NAME
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
-        setup = Setup(**{**table["setup"], "trace": Path(table["setup"]["trace"])})
-        return setup, [Winner(**winner) for winner in table.get("winner", [])]
+        setup = _checked(Setup, {**table["setup"], "trace": Path(table["setup"]["trace"])})
+        return setup, [_checked(Winner, winner) for winner in table.get("winner", [])]
     except FileNotFoundError:
         raise InputError(f"{folder} holds no {NAME}: name a folder that moe-sim sweep has written") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not what moe-sim sweep writes: {error}") from error
+
+
+def _checked(cls: Callable[..., T], values: dict[str, Any]) -> T:
+    """An instance of a dataclass; TypeError for a value of another type than its field's."""
+    hints = get_type_hints(cls)
+    for key, value in values.items():
+        choices = get_args(hints[key]) if isinstance(hints[key], UnionType) else (hints[key],)
+        allowed = tuple(get_origin(choice) or choice for choice in choices)
+        allowed += (int,) if float in allowed else ()
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+            raise TypeError(f"{key} cannot be {value!r}")
+    return cls(**values)
 
 
 def _pairs(table: dict[str, Any]) -> list[str]:

@@ -99,7 +99,7 @@ def test_without_simpy_the_run_goes_on_and_says_so(command, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "simpy", None)
     status, out, _ = command("--policy", "lru", "--device", "virtual", "--requests", "1")
     assert status == 0
-    assert out.splitlines()[-1].startswith("predicted: nothing, for simpy is not installed; measured: TPOT")
+    assert out.splitlines()[-1].startswith("predicted: nothing, for simpy is not installed; replayed: TPOT")
 
 
 @pytest.fixture
@@ -174,3 +174,55 @@ def test_a_cache_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest
     status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
     assert status == 2
     assert "--cache-size" in err
+
+
+def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one(
+    command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arguments = ("--policy", "lru", "--device", "virtual", "--requests", "3", "--out", "here")
+    assert command(*arguments)[0] == 0
+    play = run.play
+
+    def cut_off(plan, device, on_step):  # type: ignore[no-untyped-def]
+        steps = 0
+
+        def interrupting(row: list[int]) -> None:
+            nonlocal steps
+            on_step(row)
+            steps += 1
+            if steps == 5:
+                raise KeyboardInterrupt
+
+        return play(plan, device, interrupting)
+
+    monkeypatch.setattr(run, "play", cut_off)
+    status, _, err = command(*arguments)
+    assert status == 130
+    assert "interrupted after 5 of" in err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["per_token.csv"]
+    assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
+
+
+def test_a_run_that_is_refused_leaves_no_folder(command, tmp_path: Path) -> None:
+    status, _, err = command("--device", "cpu", "--requests", "1", "--host-dedup", "100000", "--out", "none")
+    assert status == 2
+    assert "host buffers" in err
+    assert not (tmp_path / "none").exists()
+
+
+def test_an_output_that_is_not_finite_is_an_error(command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from replay.network import Network
+
+    monkeypatch.setattr(Network, "finite", lambda self: False)
+    status, _, err = command("--device", "cpu", "--policy", "lru", "--requests", "1")
+    assert status == 2
+    assert "not finite" in err.splitlines()[-1]
+    assert not (tmp_path / "results/demo-replay/results.parquet").exists()
+
+
+def test_every_prediction_names_its_own_machine(command) -> None:
+    found = json.loads(command("--device", "cpu", "--policy", "lru", "--requests", "1", "--json")[1])
+    assert {name: row["hardware"] for name, row in found["predictions"].items()} == {
+        "this machine as measured": "this machine as measured",
+        "a5000": "a5000",
+    }

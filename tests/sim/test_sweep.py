@@ -181,3 +181,11 @@ def test_a_predictor_cost_slows_every_event(folder):
     steps = 4 * 13
     assert slow["stall_predictor_ms"] == pytest.approx(steps * LAYERS * 0.1)
     assert slow["misses"] == plain["misses"]
+
+
+@pytest.mark.parametrize("line", ['requests = "three"', "hardware = 5", 'cold = "no"', 'seed = "a"', "nonsense = 1"])
+def test_a_winner_file_with_a_value_of_another_type_is_refused_in_one_line(line, tmp_path):
+    (tmp_path / winner.NAME).write_text(f'[setup]\ntrace = "somewhere"\n{line}\n')
+    with pytest.raises(InputError, match="not what moe-sim sweep writes") as caught:
+        winner.read(tmp_path)
+    assert "\n" not in str(caught.value)
