@@ -1,26 +1,23 @@
 """`moe-trace`: record what a model routes, look at a trace, check it, import another tool's dump.
 
-Only `record` imports torch, and only when it runs.
+Heavy libraries are imported by the commands that need them, when they run; only `record` needs torch.
 """
 
 import json
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tracer import demo
-from tracer.prompts import Columns, read_prompts
 from traces import console
-from traces.importer import import_npz
-from traces.reader import OPTIONAL
-from traces.stats import summary
-from traces.trace import Trace
-from traces.writer import check_target, write_trace
+
+if TYPE_CHECKING:
+    from traces.trace import Trace
 
 app = typer.Typer(
     help="Record, inspect and import routing traces of mixture-of-experts models.",
@@ -131,6 +128,10 @@ def record(
 
       moe-trace record --model ./my-model --prompts mmlu.csv --prompt-column 0 --batch-size 8 --task anatomy
     """
+    from tracer.prompts import Columns, read_prompts
+    from traces.trace import Trace
+    from traces.writer import check_target
+
     columns = Columns(prompt_column, task_column, id_column, _labels(dataset, task, shipped=prompts is None))
     chosen = read_prompts(prompts or demo.PROMPTS, columns, limit)
     folder = out or RECORDED / _name(model, prompts)
@@ -170,6 +171,9 @@ def info(
 
     Example: moe-trace info traces/recorded/demo
     """
+    from traces.stats import summary
+    from traces.trace import Trace
+
     held = Trace.read(trace)
     facts = summary(held)
     if as_json:
@@ -185,6 +189,9 @@ def validate(trace: TraceArgument) -> None:
 
     Example: moe-trace validate traces/recorded/demo
     """
+    from traces.reader import OPTIONAL
+    from traces.trace import Trace
+
     held = Trace.read(trace, OPTIONAL)
     console.out.print(f"{trace} is a valid trace: {_size(held)}", soft_wrap=True)
     _next(f"moe-trace info {trace}")
@@ -209,14 +216,17 @@ def import_(
 
     Example: moe-trace import dump.npz --meta dump.json --out traces/recorded/dump
     """
+    from traces.importer import import_npz
+    from traces.trace import Trace
+    from traces.writer import check_target, write_trace
+
     beside = file.with_suffix(".json")
-    if meta is None and beside.is_file():
-        meta = beside
-        if not quiet:
-            console.note(f"no --meta given: taking {beside}")
+    found = meta is None and beside.is_file()
     folder = out or RECORDED / file.stem
     check_target(folder, overwrite)
-    made, assumed = import_npz(file, meta, phase, experts)
+    made, assumed = import_npz(file, beside if found else meta, phase, experts)
+    if found and not quiet:
+        console.note(f"no --meta given: taking {beside}")
     for text in assumed:
         console.warn(text)
     write_trace(made, folder, overwrite)
@@ -236,14 +246,14 @@ def _name(model: str | None, prompts: Path | None) -> str:
     return "-".join((Path(model or demo.NAME).name, (prompts or demo.PROMPTS).name.split(".")[0]))
 
 
-def _size(trace: Trace) -> str:
+def _size(trace: "Trace") -> str:
     return (
         f"{len(trace.requests)} requests, {len(trace.experts)} tokens ({trace.phases}) of {trace.meta.model}, "
         f"{trace.layers} MoE layers x {trace.num_experts} experts, top-{trace.top_k}"
     )
 
 
-def _tell(folder: Path, trace: Trace, quiet: bool) -> None:
+def _tell(folder: Path, trace: "Trace", quiet: bool) -> None:
     """Say where the result lies and what to do with it."""
     if not quiet:
         console.out.print(f"{folder}: {_size(trace)}", soft_wrap=True, markup=False)

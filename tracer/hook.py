@@ -117,28 +117,30 @@ class ExpertsHook:
 
 
 def _is_routing(given: tuple[Any, ...]) -> bool:
-    """Whether arguments are hidden[T, H], an integer index[T, k] and weights[T, k]."""
+    """Whether arguments are hidden[T, H] or [rows, columns, H], an integer index[T, k] and weights[T, k]."""
     if len(given) < 3 or not all(isinstance(argument, Tensor) for argument in given[:3]):
         return False
     hidden, index, weight = given[:3]
     return (
-        hidden.dim() == index.dim() == 2
+        hidden.dim() >= index.dim() == 2
         and index.dtype in (torch.int64, torch.int32)
         and weight.is_floating_point()
         and index.shape == weight.shape
-        and len(index) == len(hidden)
+        and len(index) * hidden.shape[-1] == hidden.numel()
     )
 
 
 def _expert_count(name: str, module: nn.Module) -> int:
-    """E: the length that the weights of a module of experts have in common, else what it says itself."""
-    lengths = {len(weight) for weight in module.parameters() if weight.dim() == 3}
-    if len(lengths) == 1:
-        return lengths.pop()
-    stated = getattr(module, "num_experts", None)
-    if not isinstance(stated, int):
+    """E: the routed experts that a module names, else the least length of its weights, else what it says it has.
+
+    Some weights may be longer than E, for experts that compute nothing.
+    """
+    lengths = [len(weight) for weight in module.parameters() if weight.dim() == 3]
+    least = min(lengths) if lengths else getattr(module, "num_experts", None)
+    count = getattr(module, "num_routed_experts", least)
+    if not isinstance(count, int):
         raise InputError(f"{name} ({type(module).__name__}) does not show how many experts it has")
-    return stated
+    return count
 
 
 def _kind(model: nn.Module) -> str:

@@ -1,13 +1,18 @@
 """Load a causal language model and its tokenizer from a hub id or a folder; a failure is told in one line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
-from safetensors import SafetensorError
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tracer.hook import ExpertsHook
@@ -16,18 +21,6 @@ from traces.schema import TraceMeta
 
 SMALL = 50_000_000
 """Parameters below which operations are too small to share among threads, which would wait for each other."""
-
-UNLOADABLE = (
-    OSError,
-    ValueError,
-    ImportError,
-    RuntimeError,
-    KeyError,
-    AttributeError,
-    TypeError,
-    SafetensorError,
-)
-"""What transformers raises for a model or tokenizer that is missing, unreachable, damaged or unknown."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -54,13 +47,31 @@ class LoadedModel:
         return int(pad) if pad is not None else (self.stop_ids or [0])[0]
 
 
+@contextmanager
+def blaming(what: str) -> Iterator[None]:
+    """Tell in one line that starts with `what` whatever a model's own code raises; our own errors stay as they are.
+
+    Code of transformers, torch and checkpoints raises any kind of error for a model that does not fit together.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        *_, (innermost, _) = walk_tb(error.__traceback__)
+        if innermost.f_globals.get("__name__", "").startswith("tracer."):
+            raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            reason = "out of memory; a smaller --batch-size or --dtype may fit"
+        raise InputError(f"{what}: {reason}") from error
+
+
 def load_model(source: str, dtype: str, device: str) -> LoadedModel:
     """Load `source`, a folder or a hub id, onto `device` (auto: CUDA if there is one); raises InputError."""
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    messages: Any = transformers.utils.logging  # untyped
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
+    _be_quiet()
     place = _device(device)
     folder = Path(source)
     if folder.is_dir():
@@ -68,24 +79,53 @@ def load_model(source: str, dtype: str, device: str) -> LoadedModel:
             raise InputError(f"{folder} is no model: it has no config.json")
     elif source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise InputError(f"no model at {source}: there is no such folder")
-    try:
+    with blaming(f"cannot load the model {source}"):
+        if not folder.is_dir():
+            _require_hub(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        model, loading = loaded
+        _require_weights(source, loading)
         model = model.to(place).eval()
-        if place.type == "cpu" and model.num_parameters() < SMALL:
-            torch.set_num_threads(1)
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"{source} does not fit on {place}: {error}") from error
-    except UNLOADABLE as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot load the model {source}: {reason}") from error
+    if place.type == "cpu" and model.num_parameters() < SMALL:
+        torch.set_num_threads(1)
     return LoadedModel(folder.resolve().name if folder.is_dir() else source, model, tokenizer)
+
+
+def _be_quiet() -> None:
+    """No warnings and no progress bars of the libraries: what matters of them is in our errors."""
+    messages: Any = transformers.utils.logging  # untyped
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    hub_messages: Any = huggingface_hub.logging
+    hub_messages.set_verbosity_error()
+
+
+def _require_hub(source: str) -> None:
+    """Fail at once, where transformers would try for a minute, if a model is not cached and no hub answers."""
+    if not try_to_load_from_cache(source, "config.json"):
+        with blaming(f"there is no folder {source}, and the hub cannot be asked for it"), suppress(HfHubHTTPError):
+            get_hf_file_metadata(hf_hub_url(source, "config.json"))
+
+
+def _require_weights(source: str, loading: dict[str, Any]) -> None:
+    """Refuse a checkpoint that leaves weights as they were drawn at random: its routing would be random too."""
+    missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
+    if missing:
+        raise InputError(
+            f"{source} is no whole checkpoint of its model: {len(missing)} weights are missing or of another shape, "
+            f"such as {', '.join(sorted(missing)[:3])}; they would be random"
+        )
 
 
 def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
     """What a trace says about the model that it was recorded from; `hook` has probed it."""
     module = hook.modules[0]
     weights = list(module.parameters())
+    # Weights have an expert per row, and maybe rows beyond E; or, flat, the rows of all experts.
+    sizes = [w[0].nbytes if w.dim() > 2 else w.nbytes // hook.experts for w in weights]
     config = loaded.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None)
     return TraceMeta(
@@ -94,7 +134,7 @@ def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
         experts=hook.experts,
         top_k=hook.top_k,
         layer_names=tuple(hook.names),
-        expert_bytes=sum(w.nbytes for w in weights) // hook.experts or None,
+        expert_bytes=sum(sizes) or None,
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else None,
         mode="generate",
         revision=getattr(loaded.model.config, "_commit_hash", None),

@@ -6,15 +6,16 @@ Columns are found by their usual names unless options name them; a CSV with no h
 import csv
 import gzip
 import io
-import json
-from collections.abc import Iterable
+import zlib
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from traces import facts
 from traces.errors import InputError
 
 Record = dict[str, Any]
@@ -67,7 +68,8 @@ def read_prompts(path: Path, columns: Columns, limit: int | None = None) -> list
         if not isinstance(text, str) or not text.strip():
             raise InputError(f"{path}: row {row + 1} has no prompt in column {names['prompt']!r}")
         identity = row if held.get("id") is None else held["id"]
-        prompts.append(Prompt(str(identity), str(held["dataset"]), str(held.get("task") or ""), text))
+        values = (str(identity), str(held["dataset"]), str(held.get("task") or ""), text)
+        prompts.append(Prompt(*(facts.text(f"{path}: row {row + 1}: a value", value) for value in values)))
     _require_unique(path, prompts)
     return prompts
 
@@ -83,14 +85,14 @@ def _records(path: Path, headless: bool) -> list[Record]:
             return rows
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if name.endswith(".jsonl"):
         return _json_lines(path, text)
     if name.endswith(".json"):
         return _json(path, text)
     if name.endswith((".csv", ".tsv")):
-        return _csv(text, "\t" if name.endswith(".tsv") else ",", headless)
+        return _csv(path, text, "\t" if name.endswith(".tsv") else ",", headless)
     if name.endswith(".txt"):
         return [{"prompt": line} for line in text.splitlines() if line.strip()]
     raise InputError(f"{path}: prompts are read from .jsonl, .json, .csv, .tsv, .parquet or .txt, also as .gz")
@@ -100,10 +102,7 @@ def _json_lines(path: Path, text: str) -> list[Record]:
     records = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise InputError(f"{path}: line {number} is no JSON: {error}") from error
+            record = facts.parse_json(line, f"{path}: line {number}")
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number} is no JSON object")
             records.append(record)
@@ -112,21 +111,25 @@ def _json_lines(path: Path, text: str) -> list[Record]:
 
 def _json(path: Path, text: str) -> list[Record]:
     """A list of objects, or an object that holds one such list."""
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+    content = facts.parse_json(text, str(path))
     lists = [value for value in content.values() if isinstance(value, list)] if isinstance(content, dict) else [content]
     if len(lists) != 1 or not isinstance(lists[0], list) or not all(isinstance(row, dict) for row in lists[0]):
         raise InputError(f"{path} holds no list of JSON objects")
     return lists[0]
 
 
-def _csv(text: str, delimiter: str, headless: bool) -> list[Record]:
-    lines: Iterable[list[str]] = csv.reader(io.StringIO(text), delimiter=delimiter)
-    if headless:
-        return [{str(i): value for i, value in enumerate(line)} for line in lines if line]
-    return list(csv.DictReader(io.StringIO(text), delimiter=delimiter))
+def _csv(path: Path, text: str, delimiter: str, headless: bool) -> list[Record]:
+    """The rows of a table; a field may hold any length of text, with line breaks of any kind."""
+    csv.field_size_limit(2**31 - 1)
+    lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    try:
+        rows = [line for line in lines if line]
+    except csv.Error as error:
+        raise InputError(f"{path}: line {lines.line_num} is no CSV: {error}") from error
+    if not rows:
+        return []
+    names = [str(i) for i in range(max(map(len, rows)))] if headless else rows.pop(0)
+    return [dict(zip_longest(names, line[: len(names)])) for line in rows]
 
 
 def _column(path: Path, records: list[Record], what: str, named: str | None) -> str | None:

@@ -6,6 +6,7 @@ back, and what a finished row is fed while others go on is not its own. Padding 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
+from transformers import GenerationConfig
 
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel, describe
+from tracer.models import LoadedModel, blaming, describe
 from tracer.prompts import Prompt
+from traces.check import first_fault
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
@@ -78,7 +81,8 @@ def record(
     """
     prompt_ids = _tokenize(loaded, prompts)
     with ExpertsHook(loaded.model) as hook:
-        hook.probe()
+        with blaming(f"{loaded.name} cannot be run"):
+            hook.probe()
         meta = describe(loaded, hook)
         with TraceWriter(out, meta, overwrite) as writer:
             step = 0
@@ -91,6 +95,11 @@ def record(
                 except KeyboardInterrupt as error:
                     interrupt = error
                 finished = _to_trace(batch, meta, options, loaded.stop_ids)
+                if interrupt is None and (finished is None or len(finished.requests) < len(batch.prompts)):
+                    raise InputError(
+                        f"{loaded.name} stopped early in the prompts from {batch.prompts[0].id!r} on: neither at an "
+                        f"end of sequence nor after {options.max_new_tokens} tokens, so they cannot be recorded"
+                    )
                 if finished is not None:
                     writer.add(finished)
                     on_done(len(finished.requests))
@@ -100,7 +109,8 @@ def record(
 
 
 def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
-    ids = [loaded.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    with blaming(f"the tokenizer of {loaded.name} fails"):
+        ids = [loaded.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise InputError(f"the prompt {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
@@ -119,28 +129,45 @@ def _generate(
         ids[row, width - len(tokens) :] = torch.tensor(tokens)
         mask[row, width - len(tokens) :] = 1
     tokens_so_far = _Tokens(on_step)
+    greedy = _config(
+        max_new_tokens=options.max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        disable_compile=True,
+        eos_token_id=loaded.stop_ids or None,
+        pad_token_id=loaded.pad_id,
+    )
     take = model.register_forward_hook(lambda *_: batch.passes.append(hook.take(options.weights)))
     hook.discard()
     try:
-        with torch.inference_mode():
+        what = f"{loaded.name} cannot be run on {rows} prompts of {width} tokens"
+        with torch.inference_mode(), blaming(what), _without_own_config(model):
             model.generate(
                 input_ids=ids.to(model.device),
                 attention_mask=mask.to(model.device),
-                max_new_tokens=options.max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                use_cache=True,
-                disable_compile=True,
-                eos_token_id=loaded.stop_ids or None,
-                pad_token_id=loaded.pad_id,
+                generation_config=greedy,
                 stopping_criteria=[tokens_so_far],
             )
-    except torch.OutOfMemoryError as error:
-        raise InputError(f"{rows} prompts of {width} tokens do not fit: use a smaller --batch-size") from error
     finally:
         take.remove()
         if tokens_so_far.ids is not None:
             batch.new_ids.extend(tokens_so_far.ids[:, width:].tolist())
+
+
+def _config(**settings: Any) -> Any:
+    untyped: Any = GenerationConfig
+    return untyped(**settings)
+
+
+@contextmanager
+def _without_own_config(model: Any) -> Iterator[None]:
+    """Hide the checkpoint's generation config: generate() would mix its limits, penalties and stop strings in."""
+    own, model.generation_config = model.generation_config, _config()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _to_trace(batch: Batch, meta: TraceMeta, options: Options, stop_ids: list[int]) -> Trace | None:
@@ -173,6 +200,10 @@ def _to_trace(batch: Batch, meta: TraceMeta, options: Options, stop_ids: list[in
         step.append(batch.first_step + np.repeat(np.arange(n), [prompt] + [1] * (n - 1)))
         lengths.append(prompt + n - 1)
     experts = np.concatenate(ids)
+    fault = first_fault(experts, meta.experts)
+    if fault:
+        _, layer, reason = fault
+        raise InputError(f"{meta.model} cannot be recorded: {meta.layer_names[layer]} routed a token to {reason}")
     return Trace(
         name="recorded",
         meta=meta,

@@ -10,7 +10,7 @@ import pandas as pd
 from numba import njit
 from numpy.typing import NDArray
 
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.schema import TraceMeta
 from traces.steps import DECODE
 
@@ -38,10 +38,15 @@ def check_requests(requests: pd.DataFrame, offsets: NDArray[np.int64], phase: ND
             raise InputError(
                 f"{where}: request {i} ({requests['id'].iloc[i]!r}) disagrees in {what}: {listed} listed, {have} there"
             )
-    if requests["id"].duplicated().any():
-        raise InputError(
-            f"{where}: the request id {requests['id'][requests['id'].duplicated()].iloc[0]!r} occurs twice"
-        )
+    with located(where):
+        check_unique(requests["id"])
+
+
+def check_unique(ids: "pd.Series[str]") -> None:
+    """No two requests have the same id."""
+    repeated = ids[ids.duplicated()]
+    if len(repeated):
+        raise InputError(f"the request id {repeated.iloc[0]!r} occurs twice")
 
 
 def check_order(offsets: NDArray[np.int64], phase: NDArray[np.uint8], position: NDArray[np.uint32], where: str) -> None:

@@ -38,6 +38,10 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         sys.exit(1)
     except KeyboardInterrupt:
         fail(name, "interrupted", 130)
+    except SystemExit as end:
+        if isinstance(end.__context__, typer.Exit) and end.code == 130:  # typer's end, wordless, of an interrupt
+            fail(name, "interrupted", 130)
+        raise
     sys.exit(0)
 
 

@@ -5,7 +5,8 @@ traceback.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class InputError(Exception):
@@ -13,6 +14,15 @@ class InputError(Exception):
 
     def __init__(self, text: str):
         super().__init__(" ".join(text.splitlines()))
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put `where` in front of each InputError that is raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
 
 
 def unknown(what: str, name: str, known: Iterable[str]) -> InputError:

@@ -1,27 +1,33 @@
 """Other tools' dumps as traces: plain arrays in a .npz, with a JSON that says what they are.
 
-Nothing is believed: ids, repeats, offsets and the counts in the JSON are held against each other, and a dump
-that disagrees is refused with the file, the row and the reason.
+Nothing is believed: ids, repeats, offsets and the facts in the JSON are held against each other, and a dump
+that disagrees is refused with the file, the row and the reason, before anything is written.
 """
 
-import json
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import first_fault
-from traces.errors import InputError
+from traces.check import check_unique, first_fault
+from traces.errors import InputError, located
+from traces.facts import parse_json, text, texts, whole
 from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 BF16_BYTES = 2
+
+LONGEST_PROMPT = 2**31 - 1
+"""Tokens; positions after it must fit into 32 bits."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,34 +50,42 @@ def import_npz(
     """
     dump = _read_dump(path)
     facts = _read_json(meta_path) if meta_path else {}
-    where = str(meta_path or path)
     assumed = []
-    if phase is None:
-        stated = str(facts.get("phase", "")).replace(",", " ").split()
-        if not stated:
-            assumed.append("no phase is stated, so the tokens are taken as decoded (--phase prefill says otherwise)")
-        phase = stated[0] if stated else "decode"
-    if phase not in ("prefill", "decode"):
-        raise InputError(f"{where}: phase {phase!r} is neither prefill nor decode; say --phase prefill or decode")
-    E = facts.get("experts", experts)
-    if experts is not None and experts != E:
-        raise InputError(f"{where} says {E} experts, --experts says {experts}: leave --experts out")
-    if E is None:
-        E = int(dump.experts.max(initial=0)) + 1
-        assumed.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    meta = _meta(dump, facts, E, where)
+    with located(str(meta_path or path)):
+        if phase is None:
+            stated = _fact(facts, "phase", text, "").replace(",", " ").split()
+            if not stated:
+                assumed.append("no phase is stated: the tokens are taken as decoded (--phase prefill says otherwise)")
+            phase = stated[0] if stated else "decode"
+        if phase not in ("prefill", "decode"):
+            raise InputError(f"phase {phase!r} is neither prefill nor decode; say --phase prefill or decode")
+        E = _fact(facts, "experts", whole, experts)
+        if experts not in (None, E):
+            raise InputError(f"it says {E} experts, --experts says {experts}: leave --experts out")
+        if E is None:
+            E = int(dump.experts.max(initial=0)) + 1
+            assumed.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
+        meta = _meta(dump, facts, E)
+        requests = _requests(dump, facts, phase)
     _check_ids(dump, meta)
-    requests = _requests(dump, facts, phase, where)
     return _trace(dump, meta, requests, DECODE if phase == "decode" else PREFILL), assumed
+
+
+def _fact(facts: dict[str, Any], key: str, kind: Callable[[str, Any], T], default: T) -> T:
+    """What the JSON says of `key`, held against its kind; `default` where it says nothing."""
+    value = facts.get(key)
+    return default if value is None else kind(key, value)
 
 
 def _read_dump(path: Path) -> Dump:
     if not path.is_file():
         raise InputError(f"no file {path} to import")
     try:
+        with zipfile.ZipFile(path) as members:
+            names = {"experts", "offsets", "weights"} & {name.removesuffix(".npy") for name in members.namelist()}
         with np.load(path, allow_pickle=False) as arrays:
-            held = {name: arrays[name] for name in arrays.files if name in ("experts", "offsets", "weights")}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+            held = {name: np.asarray(arrays[name]) for name in names}
+    except Exception as error:  # zipfile and numpy raise a dozen kinds for a damaged file
         raise InputError(f"{path} is no .npz, or damaged: {error}") from error
     for name in ("experts", "offsets"):
         if name not in held:
@@ -109,50 +123,40 @@ def _check_offsets(path: Path, offsets: NDArray[np.int64], tokens: int) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        facts = json.loads(path.read_text())
+        content = path.read_bytes()
     except FileNotFoundError:
         raise InputError(f"no file {path} to take the meta from") from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    facts = parse_json(content, str(path))
     if not isinstance(facts, dict):
         raise InputError(f"{path} holds no JSON object")
     return facts
 
 
-def _meta(dump: Dump, facts: dict[str, Any], E: Any, where: str) -> TraceMeta:
+def _meta(dump: Dump, facts: dict[str, Any], E: int) -> TraceMeta:
     _, L, k = dump.experts.shape
     for key, have in (("moe_layers", L), ("top_k", k)):
-        if facts.get(key, have) != have:
-            raise InputError(f"{where} says {key} {facts[key]}, but the arrays in {dump.path} have {have}")
-    if not isinstance(E, int) or E < 1:
-        raise InputError(f"{where} says {E!r} experts; a number above 0 is needed")
-    hidden, inner = (_size(facts, key, where) for key in ("hidden_size", "expert_intermediate_size"))
-    expert_bytes, dtype = _size(facts, "expert_bytes", where), facts.get("dtype")
-    if expert_bytes is None and hidden and inner and dtype in (None, "bfloat16"):
-        expert_bytes, dtype = 3 * hidden * inner * BF16_BYTES, "bfloat16"
-    first = int(facts.get("first_moe_layer", 0))
-    names = facts.get("layer_names") or [f"layers.{first + layer}" for layer in range(L)]
-    return TraceMeta(
-        model=str(facts.get("model", dump.path.stem)),
+        if (stated := _fact(facts, key, whole, have)) != have:
+            raise InputError(f"it says {key} {stated}, but the arrays in {dump.path} have {have}")
+    sizes = {name: facts.get(name) for name in ("expert_bytes", "hidden_size", "expert_intermediate_size")}
+    first = _fact(facts, "first_moe_layer", _count, 0)
+    meta = TraceMeta(
+        model=_fact(facts, "model", text, dump.path.stem),
         layers=L,
         experts=E,
         top_k=k,
-        layer_names=tuple(map(str, names)),
-        expert_bytes=expert_bytes,
-        dtype=dtype,
+        layer_names=_fact(facts, "layer_names", texts, tuple(f"layers.{first + layer}" for layer in range(L))),
+        dtype=facts.get("dtype"),
         mode="import",
         revision=facts.get("revision"),
-        hidden_size=hidden,
-        expert_intermediate_size=inner,
         tools={"moe-expert-cache": version("moe-expert-cache")},
+        **sizes,
     )
-
-
-def _size(facts: dict[str, Any], key: str, where: str) -> int | None:
-    value = facts.get(key)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise InputError(f"{where}: {key} is {value!r}; a number above 0 is needed")
-    return value
+    hidden, inner = meta.hidden_size, meta.expert_intermediate_size
+    if meta.expert_bytes is None and hidden and inner and meta.dtype in (None, "bfloat16"):
+        return replace(meta, expert_bytes=3 * hidden * inner * BF16_BYTES, dtype="bfloat16")
+    return meta
 
 
 def _check_ids(dump: Dump, meta: TraceMeta) -> None:
@@ -166,33 +170,57 @@ def _check_ids(dump: Dump, meta: TraceMeta) -> None:
         raise InputError(f"{dump.path}: row {row} (request {request}), MoE layer {layer}: {reason}")
 
 
-def _requests(dump: Dump, facts: dict[str, Any], phase: str, where: str) -> pd.DataFrame:
+def _requests(dump: Dump, facts: dict[str, Any], phase: str) -> pd.DataFrame:
     """One row per request, from the JSON's `requests`: a list of objects, a count, or absent."""
-    count, stated = len(dump.offsets) - 1, facts.get("requests")
-    listed = stated if isinstance(stated, list) else [{}] * (count if stated is None else stated)
-    if len(listed) != count:
-        raise InputError(f"{where} tells of {len(listed)} requests, but the offsets in {dump.path} of {count}")
-    if not all(isinstance(request, dict) for request in listed):
-        raise InputError(f"{where}: `requests` must list objects, or be a count")
-    tokens = np.diff(dump.offsets)
-    for i, request in enumerate(listed):
-        if request.get("routed_tokens", tokens[i]) != tokens[i]:
-            raise InputError(
-                f"{where}: request {i} has {request['routed_tokens']} routed_tokens, "
-                f"but {tokens[i]} rows in {dump.path}"
-            )
-    prompt = [request.get("prompt_tokens") for request in listed] if phase == "decode" else tokens
-    return pd.DataFrame(
-        {
-            "id": [str(request.get("id", i)) for i, request in enumerate(listed)],
-            "dataset": [str(request.get("dataset", facts.get("dataset", ""))) for request in listed],
-            "task": [str(request.get("task", request.get("category", ""))) for request in listed],
-            "prompt_tokens": pd.array(prompt, dtype="Int64"),
-            "output_tokens": tokens + 1 if phase == "decode" else np.zeros(count, np.int64),
-            "arrival_ns": pd.array([request.get("arrival_ns") for request in listed], dtype="Int64"),
-            "mode": "import",
-        }
-    )
+    tokens = np.diff(dump.offsets).tolist()
+    stated = facts.get("requests")
+    count = len(stated) if isinstance(stated, list) else _fact(facts, "requests", whole, len(tokens))
+    if count != len(tokens):
+        raise InputError(f"it tells of {count} requests, but the offsets in {dump.path} of {len(tokens)}")
+    dataset, rows = _fact(facts, "dataset", _label, ""), []
+    for i, request in enumerate(stated if isinstance(stated, list) else [{}] * count):
+        with located(f"request {i}"):
+            rows.append(_request(i, request, dataset, phase, tokens[i]))
+    frame = pd.DataFrame(rows, dtype=object).astype(_TYPES)
+    check_unique(frame["id"])
+    return frame
+
+
+_TYPES = {
+    **dict.fromkeys(("id", "dataset", "task", "mode"), "str"),
+    **dict.fromkeys(("prompt_tokens", "output_tokens", "arrival_ns"), "Int64"),
+}
+
+
+def _request(i: int, told: Any, dataset: str, phase: str, tokens: int) -> dict[str, Any]:
+    """The row of one request that has `tokens` tokens; `told` is its object in the JSON."""
+    if not isinstance(told, dict):
+        raise InputError("it is no object; `requests` must list objects, or be a count")
+    routed, prompt = _fact(told, "routed_tokens", _count, tokens), _fact(told, "prompt_tokens", _prompt, None)
+    if routed != tokens:
+        raise InputError(f"it says {routed} routed_tokens, but has {tokens} rows")
+    return {
+        "id": _fact(told, "id", _label, str(i)),
+        "dataset": _fact(told, "dataset", _label, dataset),
+        "task": _fact(told, "task", _label, _fact(told, "category", _label, "")),
+        "prompt_tokens": prompt if phase == "decode" else tokens,
+        "output_tokens": tokens + 1 if phase == "decode" else 0,
+        "arrival_ns": _fact(told, "arrival_ns", _count, None),
+        "mode": "import",
+    }
+
+
+def _count(what: str, value: Any) -> int:
+    return whole(what, value, low=0)
+
+
+def _prompt(what: str, value: Any) -> int:
+    return whole(what, value, low=0, high=LONGEST_PROMPT)
+
+
+def _label(what: str, value: Any) -> str:
+    """A text, or a whole number as one: ids and tasks are often numbered."""
+    return str(_count(what, value)) if isinstance(value, int) else text(what, value)
 
 
 def _trace(dump: Dump, meta: TraceMeta, requests: pd.DataFrame, phase: int) -> Trace:

@@ -1,6 +1,8 @@
 """Trace folders as arrays: what is wrong with a file is told in one line, with the file's name.
 
-Parquet is decoded once, by Arrow's threads; ids stay in the type that they have on disk.
+Parquet is decoded once, by Arrow's threads; ids stay in the type that they have on disk. requests.parquet is
+the commit record: routing of requests that it does not list was being written when the writer was killed, and
+is left out.
 """
 
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from traces.schema import (
     TraceMeta,
     requests_schema,
     require_columns,
+    require_whole,
     routing_schema,
 )
 
@@ -42,7 +45,9 @@ def read_folder(path: Path, optional: tuple[str, ...]) -> Folder:
     requests_file, parts = _files(path)
     table = _read_requests(requests_file)
     meta = TraceMeta.decode(table.schema.metadata, str(requests_file))
-    require_columns(table.schema, requests_schema(meta), str(requests_file))
+    require_columns(table.schema, schema := requests_schema(meta), str(requests_file))
+    table = table.select(schema.names)
+    require_whole(table, schema, str(requests_file))
     if len(table) == 0:
         raise InputError(f"{requests_file} lists no requests: the trace is empty")
     with_weights = _check_parts(parts, meta)
@@ -50,9 +55,13 @@ def read_folder(path: Path, optional: tuple[str, ...]) -> Folder:
     names += [name for name in optional if name != "weights" or with_weights]
     try:
         rows = pq.read_table([str(part) for part in parts], columns=names, partitioning=None)
-        columns = {name: _numpy(rows.column(name)) for name in names}
     except (pa.ArrowException, OSError) as error:
         raise InputError(f"{path / ROUTING} cannot be read, a file in it is damaged: {error}") from error
+    require_whole(rows, routing_schema(meta, with_weights), str(path / ROUTING))
+    columns = {name: _numpy(rows.column(name)) for name in names}
+    listed = columns["request"] < len(table)
+    if not listed.all():
+        columns = {name: column[listed] for name, column in columns.items()}
     eams = np.stack([_numpy(table.column(name)) for name in ("eam_prefill", "eam_decode")])
     whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
     frame = table.drop_columns(["eam_prefill", "eam_decode"]).to_pandas(types_mapper=whole_numbers.get)
@@ -104,15 +113,11 @@ def _open(path: Path) -> pa.Schema:
 
 
 def _numpy(column: pa.ChunkedArray) -> NDArray[Any]:
-    """[rows], or [rows, width] of a fixed-size list; null token ids as -1, other nulls refused."""
-    if column.null_count and not pa.types.is_int32(column.type):
-        raise pa.ArrowInvalid("a column that must be whole holds nulls")
+    """[rows], or [rows, width] of a fixed-size list; null token ids as -1."""
     if not pa.types.is_fixed_size_list(column.type):
         return np.asarray((column.fill_null(-1) if column.null_count else column).to_numpy())
     width = column.type.list_size
     chunks = [chunk.flatten() for chunk in column.chunks]
-    if any(chunk.null_count for chunk in chunks):
-        raise pa.ArrowInvalid("a list holds nulls")
     if not chunks:
         return np.empty((0, width), column.type.value_type.to_pandas_dtype())
     parts = [chunk.to_numpy(zero_copy_only=True) for chunk in chunks]

@@ -6,12 +6,15 @@ a token lie flat as [L * k]; the largest value of the id type means that nothing
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from traces.errors import InputError
+from traces.facts import parse_json, text, texts, whole
 
 VERSION = 1
 KEY = b"moe-expert-cache"
@@ -37,7 +40,11 @@ class TraceMeta:
     tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.experts, self.top_k) < 1 or self.top_k > self.experts:
+        for fact in fields(self):
+            value = getattr(self, fact.name)
+            if value is not None or fact.default is not None:
+                _KINDS[fact.name](fact.name, value)
+        if self.top_k > self.experts:
             raise InputError(f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}")
         if self.experts >= 65535:
             raise InputError(f"{self.experts} experts in a layer are more than a trace can hold (65534)")
@@ -65,15 +72,28 @@ class TraceMeta:
             raise InputError(f"{where} is a Parquet file, but not of a trace: its metadata has no {KEY.decode()!r}")
         assert metadata is not None
         try:
-            values = json.loads(metadata[KEY])
+            values = parse_json(metadata[KEY], "it")
             version = values.pop("schema_version")
             if version != VERSION:
-                raise InputError(
-                    f"{where} has schema version {version!r}; this program reads {VERSION}: record it anew"
-                )
-            return TraceMeta(**{**values, "layer_names": tuple(values["layer_names"])})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise InputError(f"schema version {version!r}, this program reads {VERSION}; record it anew")
+            return TraceMeta(**{**values, "layer_names": texts("layer_names", values["layer_names"])})
+        except (InputError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{where} has metadata that cannot be understood: {error}") from error
+
+
+def _tools(what: str, value: Any) -> None:
+    if not isinstance(value, dict):
+        raise InputError(f"{what} is {value!r}; an object of names and versions is needed")
+    texts(what, [*value, *value.values()])
+
+
+_KINDS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("model", "mode", "dtype", "revision"), text),
+    **dict.fromkeys(("layers", "experts", "top_k", "expert_bytes", "hidden_size", "expert_intermediate_size"), whole),
+    "layer_names": texts,
+    "tools": _tools,
+}
+"""What each fact of a TraceMeta must be, unless it is unknown."""
 
 
 def routing_schema(meta: TraceMeta, weights: bool) -> pa.Schema:
@@ -123,6 +143,16 @@ def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
                 f"{where}: column {column.name!r} is {found.field(index).type}, "
                 f"but the metadata calls for {column.type}"
             )
+
+
+def require_whole(table: pa.Table, wanted: pa.Schema, where: str) -> None:
+    """An InputError naming the first column of `table` that holds nulls, but must not by `wanted`."""
+    for name in table.column_names:
+        if wanted.field(name).nullable:
+            continue
+        for chunk in table.column(name).chunks:
+            if chunk.null_count or (pa.types.is_fixed_size_list(chunk.type) and chunk.flatten().null_count):
+                raise InputError(f"{where}: column {name!r} holds nulls, but must be whole")
 
 
 def _same_type(a: pa.DataType, b: pa.DataType) -> bool:

@@ -25,7 +25,7 @@ class Reuse:
     at random would give (k / E).
     """
 
-    share: float
+    share: float | None  # None if no two tokens with routed experts are adjacent
     chance: float
 
 
@@ -47,11 +47,13 @@ class Similarity:
 
 @dataclass(frozen=True)
 class PhaseStats:
-    """One phase of a trace. Shares are of the L * E experts, averaged over the requests with this phase."""
+    """One phase of a trace. Shares are of the L * E experts, averaged over the requests that routed in this
+    phase; None if none did.
+    """
 
     tokens: int
-    activated: float  # share of the experts that a request uses at all
-    repeated: float  # share of the experts that a request uses for two tokens or more
+    activated: float | None  # share of the experts that a request uses at all
+    repeated: float | None  # share of the experts that a request uses for two tokens or more
     reuse: Reuse
     similarity: Similarity
 
@@ -82,8 +84,8 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
     eams, tasks = eams[used := eams.any(axis=(1, 2))], _tasks(trace)[used]
     return PhaseStats(
         tokens=int(np.count_nonzero(trace.phase == phase)),
-        activated=float((eams > 0).mean()),
-        repeated=float((eams > 1).mean()),
+        activated=_mean(eams > 0),
+        repeated=_mean(eams > 1),
         reuse=Reuse(_reuse(trace, phase), trace.top_k / trace.num_experts),
         similarity=_similarity(eams, tasks),
     )
@@ -95,8 +97,8 @@ def _tasks(trace: Trace) -> NDArray[np.int64]:
     return np.unique(labels.to_numpy(str), return_inverse=True)[1]
 
 
-def _reuse(trace: Trace, phase: int) -> float:
-    """Mean over (adjacent tokens, layer) of |experts in common| / k; nan if no two tokens are adjacent."""
+def _reuse(trace: Trace, phase: int) -> float | None:
+    """Mean over (adjacent tokens, layer) of |experts in common| / k."""
     request = np.repeat(np.arange(len(trace.requests)), np.diff(trace.offsets))
     here = trace.phase == phase
     second = np.flatnonzero((request[1:] == request[:-1]) & here[1:] & here[:-1]) + 1
@@ -106,13 +108,13 @@ def _reuse(trace: Trace, phase: int) -> float:
         for j in range(trace.top_k):
             common += int(np.count_nonzero((before == now[..., j : j + 1]) & (before != trace.sentinel)))
     routed = int(np.count_nonzero(trace.experts[second] != trace.sentinel))
-    return common / routed if routed else float("nan")
+    return common / routed if routed else None
 
 
 def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:
     """eams: [requests, L, E], none of them zero; tasks: [requests]."""
     chosen = np.linspace(0, len(eams) - 1, min(len(eams), SAMPLE)).astype(np.int64)
-    flat, tasks = eams[chosen].reshape(len(chosen), -1).astype(np.float64), tasks[chosen]
+    flat, tasks = eams[chosen].reshape(len(chosen), eams.shape[1] * eams.shape[2]).astype(np.float64), tasks[chosen]
     flat /= np.linalg.norm(flat, axis=1, keepdims=True)
     cosine = flat @ flat.T
     same = tasks[:, None] == tasks
@@ -131,5 +133,5 @@ def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity
     )
 
 
-def _mean(values: NDArray[np.float64]) -> float | None:
+def _mean(values: NDArray[Any]) -> float | None:
     return float(values.mean()) if values.size else None

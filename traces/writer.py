@@ -1,10 +1,13 @@
 """Write a trace folder while it grows, so that what was finished stays readable whatever happens next.
 
 No file has its final name before it is whole: routing and requests are written beside their places and
-renamed, one right after the other. The last routing file is rewritten until it fills one row group.
+renamed, requests last. They are the commit record: readers leave out routing of requests that are not listed,
+so a kill between the two renames loses nothing that was readable. The last routing file is rewritten until it
+fills one row group.
 """
 
 import os
+import re
 import tempfile
 import time
 from pathlib import Path
@@ -30,7 +33,7 @@ def check_target(folder: Path, overwrite: bool) -> None:
         if not folder.is_dir():
             raise InputError(f"{folder} is a file; choose another folder with --out")
         if any(folder.iterdir()):
-            if not _is_trace(folder):
+            if _left_by_writer(folder) is None:
                 raise InputError(f"{folder} is not empty and not a trace: it is left alone; choose another with --out")
             if not overwrite:
                 raise InputError(
@@ -116,12 +119,9 @@ class TraceWriter:
 
     def _make_folder(self) -> None:
         """The empty folder; an old trace in it goes, requests first, so that it is never half a trace."""
-        routing = self.folder / ROUTING
-        if _is_trace(self.folder):
-            (self.folder / REQUESTS).unlink(missing_ok=True)
-            for part in routing.glob("part-*.parquet"):
-                part.unlink()
-        routing.mkdir(parents=True, exist_ok=True)
+        (self.folder / ROUTING).mkdir(parents=True, exist_ok=True)
+        for file in _left_by_writer(self.folder) or ():
+            file.unlink()
 
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
@@ -130,35 +130,56 @@ def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
         writer.add(trace)
 
 
-def _is_trace(folder: Path) -> bool:
-    """Whether all that a folder holds are the files of a trace."""
-    if not (folder / REQUESTS).is_file() or {entry.name for entry in folder.iterdir()} - {REQUESTS, ROUTING}:
-        return False
+def _left_by_writer(folder: Path) -> list[Path] | None:
+    """The files of a trace, also of one whose writer was killed, requests first; None if the folder holds others.
+
+    What has its final name must also tell that it is of a trace: one such file is enough.
+    """
+    routing = folder / ROUTING
+    files = sorted(set(folder.iterdir()) - {routing}, key=lambda file: file.name != REQUESTS)
+    parts = sorted(routing.iterdir()) if routing.is_dir() else []
+    if not {file.name for file in files} <= {REQUESTS, _temporary(folder / REQUESTS).name}:
+        return None
+    if not all(_PART.fullmatch(part.name) for part in parts):
+        return None
+    final = [file for file in files + parts if not file.name.startswith(".")]
+    return files + parts if not final or any(map(_is_of_trace, final)) else None
+
+
+_PART = re.compile(r"part-\d+\.parquet|\.part-\d+\.parquet\.tmp")
+"""Names of routing files, whole or being written."""
+
+
+def _is_of_trace(file: Path) -> bool:
     try:
-        TraceMeta.decode(pq.read_schema(str(folder / REQUESTS)).metadata, str(folder))
+        TraceMeta.decode(pq.read_schema(str(file)).metadata, str(file))
     except (InputError, OSError, pa.ArrowException):
         return False
-    return all(entry.name.startswith("part-") for entry in (folder / ROUTING).iterdir())
+    return True
+
+
+def _temporary(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(f".{path.name}.tmp")
 
 
 def _write(tables: dict[Path, pa.Table]) -> None:
     """Write all tables under temporary names, then give them their own, in order."""
-    temporary = {path: path.with_name(f".{path.name}.tmp") for path in tables}
     try:
         for path, table in tables.items():
             pq.write_table(
                 table,
-                temporary[path],
+                _temporary(path),
                 row_group_size=ROW_GROUP,
                 compression="zstd",
                 compression_level=3,
                 use_dictionary=[name for name in table.column_names if name != "weights"],
             )
         for path in tables:
-            os.replace(temporary[path], path)
+            os.replace(_temporary(path), path)
     finally:
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+        for path in tables:
+            _temporary(path).unlink(missing_ok=True)
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:

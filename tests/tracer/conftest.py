@@ -6,12 +6,16 @@ import pytest
 import torch
 from transformers import (
     AutoTokenizer,
+    DbrxConfig,
+    DbrxForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    LongcatFlashConfig,
+    LongcatFlashForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -70,6 +74,26 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "head_dim": 8,
             "sliding_window": 8,
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "dbrx": (
+        DbrxForCausalLM,
+        DbrxConfig,
+        {
+            "d_model": 32,
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+            "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 6, "moe_top_k": 2},
+        },
+    ),
+    "longcat_flash": (
+        LongcatFlashForCausalLM,
+        LongcatFlashConfig,
+        {
+            **{name: size for name, size in LATENT.items() if name != "first_k_dense_replace"},
+            "num_hidden_layers": 4,  # two attentions a layer
+            "head_dim": 8,
+            "zero_expert_num": 3,
+            "expert_ffn_hidden_size": 16,
         },
     ),
 }

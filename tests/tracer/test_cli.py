@@ -2,6 +2,8 @@
 
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -10,16 +12,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tracer.conftest import COMMON
+from tests.tracer.conftest import COMMON, tiny
 from tracer import demo
 from tracer.cli import Meter, main
 from traces import demo_trace
+from traces.synthetic import synthetic
 from traces.trace import Trace
+from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from tracer.cli import main; main()"]
 
@@ -170,11 +176,108 @@ def test_a_model_that_cannot_be_loaded_is_told_in_one_line(tmp_path: Path, refus
     (tmp_path / "empty").mkdir()
     refuses("record", "--model", tmp_path / "empty", "--out", out, reason="has no config.json")
     refuses("record", "--model", tmp_path / "none", "--out", out, reason="no such folder")
-    refuses("record", "--model", "nobody/nothing", "--out", out, reason="cannot load the model nobody/nothing")
+    refuses(
+        "record", "--model", "nobody/nothing", "--out", out, reason="there is no folder nobody/nothing, and the hub"
+    )
     shutil.copytree(demo.MODEL, tmp_path / "broken")
     (tmp_path / "broken/model.safetensors").write_bytes(b"junk")
     refuses("record", "--model", tmp_path / "broken", "--out", out, reason="cannot load the model")
     assert not out.exists()
+
+
+def changed_demo(folder: Path, config: dict[str, Any], keep: Callable[[str], bool] = lambda name: True) -> Path:
+    """A copy of the shipped model with other facts in its config, and only some of its weights."""
+    shutil.copytree(demo.MODEL, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | config))
+    weights = load_file(folder / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if keep(name)}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("lacks", "named"),
+    [(r"\.gate\.|\.experts\.", "experts.down_proj"), (r"1\.mlp\.gate\.", "gate.weight"), ("lm_head", "lm_head.weight")],
+)
+def test_a_checkpoint_that_lacks_weights_is_refused(
+    tmp_path: Path, lacks: str, named: str, refuses: Callable[..., None]
+) -> None:
+    model = changed_demo(tmp_path / "m", {}, keep=lambda name: not re.search(lacks, name))
+    refuses("record", "--model", model, "--out", tmp_path / "t", reason=named)
+    assert not (tmp_path / "t").exists()
+
+
+def test_weights_of_another_shape_are_named(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    model = changed_demo(tmp_path / "m", {"num_experts": 33})
+    refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.layers.0.mlp.experts.down_proj")
+
+
+def test_tied_weights_are_not_missed(tmp_path: Path, moe_trace: Run) -> None:
+    shutil.copytree(demo.MODEL, tmp_path / "m", ignore=shutil.ignore_patterns("config.json", "model.*"))
+    model = tiny("olmoe", tie_word_embeddings=True).model
+    model.save_pretrained(tmp_path / "m")
+    assert "lm_head.weight" not in load_file(tmp_path / "m/model.safetensors")
+    result = moe_trace("record", "--model", tmp_path / "m", "--limit", 1, "--out", tmp_path / "t")
+    assert result.status == 0, result.stderr
+
+
+def test_what_a_models_own_forward_raises_is_told_in_one_line(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    model = changed_demo(tmp_path / "m", {"num_experts_per_tok": 40})
+    refuses(
+        "record", "--model", model, "--out", tmp_path / "t", reason="m cannot be run: selected index k out of range"
+    )
+    assert not (tmp_path / "t").exists()
+
+
+def test_an_unreachable_hub_is_asked_once(
+    tmp_path: Path, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def unreachable(url: str, **_: object) -> None:
+        asked.append(url)
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("tracer.models.get_hf_file_metadata", unreachable)
+    refuses("record", "--model", "nobody/nothing", "--out", tmp_path / "t", reason="no route to host")
+    assert len(asked) == 1
+
+
+def test_an_interrupt_before_the_first_pass_is_told(
+    tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tracer.models.load_model", interrupted)
+    result = moe_trace("record", "--prompts", demo.PROMPTS, "--model", demo.MODEL, "--out", tmp_path / "t")
+    assert result == Ended(130, "", "moe-trace: error: interrupted\n")
+
+
+def test_info_of_one_token_is_json(tmp_path: Path, moe_trace: Run) -> None:
+    write_trace(synthetic(1, 1, 2, 8, 2, seed=0), tmp_path / "t")
+    facts = json.loads(moe_trace("info", tmp_path / "t", "--json").stdout, parse_constant=pytest.fail)
+    assert facts["decode"]["reuse"]["share"] is None
+    assert moe_trace("info", tmp_path / "t").status == 0
+
+
+@pytest.mark.parametrize("name", ["x.json", "x.pkl"])
+def test_a_file_that_is_no_npz_is_told_in_one_line_alone(tmp_path: Path, name: str, moe_trace: Run) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"experts": [1]}))
+    result = moe_trace("import", tmp_path / name, "--out", tmp_path / "t")
+    assert result.status == 2
+    assert result.stderr.startswith(f"moe-trace: error: {tmp_path / name} is no .npz")
+    assert result.stderr.count("\n") == 1
+    assert not (tmp_path / "t").exists()
+
+
+def test_an_import_with_an_id_twice_writes_nothing(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    np.savez(tmp_path / "x.npz", experts=np.array([[[0, 1]], [[2, 1]]]), offsets=np.array([0, 1, 2]))
+    (tmp_path / "x.json").write_text('{"requests": [{"id": "a"}, {"id": "a"}]}')
+    refuses("import", tmp_path / "x.npz", "--out", tmp_path / "t", reason="'a' occurs twice")
+    assert not (tmp_path / "t").exists()
 
 
 def test_a_model_without_experts_is_refused(tmp_path: Path, refuses: Callable[..., None]) -> None:

@@ -19,7 +19,7 @@ from transformers import (
     SwitchTransformersForConditionalGeneration,
 )
 
-from tests.tracer.conftest import COMMON, tiny
+from tests.tracer.conftest import ARCHITECTURES, COMMON, tiny
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
 from traces.errors import InputError
@@ -27,16 +27,17 @@ from traces.errors import InputError
 IDS = torch.tensor([[5, 9, 77, 31, 200, 9, 9, 120]])
 
 
-def nan_rows(model: Any, experts: nn.Module, e: int) -> list[int]:
+def nan_rows(model: Any, experts: nn.Module, e: int, E: int) -> list[int]:
     """Which tokens expert e computes: those that turn NaN with its weights, at the output of its own module."""
     outputs: list[Tensor] = []
     handle = experts.register_forward_hook(lambda module, args, output: outputs.append(output))
-    saved = [weight[e].clone() for weight in experts.parameters()]
+    weights = [w if w.dim() == 3 else w.detach().view(E, -1) for w in experts.parameters()]
+    saved = [weight[e].clone() for weight in weights]
     with torch.no_grad():
-        for weight in experts.parameters():
+        for weight in weights:
             weight[e] = float("nan")
         model(input_ids=IDS)
-        for weight, old in zip(experts.parameters(), saved, strict=True):
+        for weight, old in zip(weights, saved, strict=True):
             weight[e] = old
     handle.remove()
     return outputs[0].reshape(IDS.numel(), -1).isnan().any(-1).nonzero().ravel().tolist()
@@ -53,12 +54,13 @@ def test_recorded_experts_are_those_whose_nan_weights_reach_the_token(loaded: Lo
     assert ids.shape == (IDS.numel(), len(hook.modules), 2)
     for layer, experts in enumerate(hook.modules):
         for e in range(hook.experts):
-            assert nan_rows(model, experts, e) == np.flatnonzero((ids[:, layer] == e).any(-1)).tolist()
+            assert nan_rows(model, experts, e, hook.experts) == np.flatnonzero((ids[:, layer] == e).any(-1)).tolist()
     assert len(np.unique(ids)) > hook.top_k, "the model routes all tokens alike: the test shows nothing"
     assert weights is not None
     assert (np.diff(weights.astype(float), axis=-1) <= 0).all()
 
 
+@pytest.mark.parametrize("loaded", sorted(set(ARCHITECTURES) - {"dbrx", "longcat_flash"}), indirect=True)
 def test_every_implementation_of_the_experts_shows_the_same_routing(loaded: LoadedModel) -> None:
     seen = []
     for implementation in ("eager", "batched_mm", "grouped_mm"):
@@ -69,6 +71,17 @@ def test_every_implementation_of_the_experts_shows_the_same_routing(loaded: Load
             seen.append(np.sort(hook.take(weights=False)[0], axis=-1))
     assert np.array_equal(seen[0], seen[1])
     assert np.array_equal(seen[0], seen[2])
+
+
+def test_experts_that_compute_nothing_are_not_routed() -> None:
+    model = tiny("longcat_flash").model
+    with ExpertsHook(model) as hook, torch.no_grad():
+        hook.probe()
+        model(input_ids=IDS)
+        ids, _ = hook.take(weights=False)
+    assert hook.experts == 8
+    assert (ids == -1).any(), "no identity expert is chosen: the test shows nothing"
+    assert (ids < 8).all()
 
 
 def test_layers_are_listed_in_the_order_of_execution() -> None:

@@ -81,6 +81,12 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ("f.parquet", "text", Columns(), "cannot be read"),
         ("f.jsonl.gz", "text", Columns(), "cannot be read"),
         ("f.doc", "text", Columns(), ".jsonl, .json, .csv"),
+        ("f.json", "[" * 100_000, Columns(), "nested too deeply"),
+        ("f.jsonl", '{"prompt": "a"}\n' + "[" * 100_000, Columns(), "line 2 is nested too deeply"),
+        ("f.jsonl", '{"prompt": "half a character: \\ud800"}\n', Columns(), "row 1"),
+        ("f.csv", "", Columns(), "holds no prompts"),
+        ("f.csv", "prompt,task\n", Columns(), "holds no prompts"),
+        ("f.csv", "prompt,task\n,x\n", Columns(), "row 1 has no prompt"),
     ],
 )
 def test_a_file_without_usable_prompts_is_refused(
@@ -90,6 +96,25 @@ def test_a_file_without_usable_prompts_is_refused(
     with pytest.raises(InputError) as error:
         read_prompts(tmp_path / name, columns)
     assert reason in str(error.value)
+
+
+def test_a_field_of_a_csv_may_be_long(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_text("prompt\n" + "long " * 100_000 + "\n")
+    assert len(read_prompts(tmp_path / "file.csv", Columns())[0].text) == 500_000
+
+
+def test_a_csv_may_be_ragged_and_end_its_lines_in_any_way(tmp_path: Path) -> None:
+    (tmp_path / "file.csv").write_bytes(b'prompt,task\rOne?\r\r"Two\r\nlines?",b,c\r')
+    prompts = read_prompts(tmp_path / "file.csv", Columns())
+    assert [(p.text, p.task) for p in prompts] == [("One?", ""), ("Two\r\nlines?", "b")]
+
+
+def test_damaged_compression_is_told(tmp_path: Path) -> None:
+    content = bytearray(gzip.compress(b'{"prompt": "a"}' * 100))
+    content[12:20] = b"\xff" * 8
+    (tmp_path / "f.jsonl.gz").write_bytes(content)
+    with pytest.raises(InputError, match="cannot be read"):
+        read_prompts(tmp_path / "f.jsonl.gz", Columns())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

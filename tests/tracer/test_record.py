@@ -43,7 +43,7 @@ def test_routing_of_generated_tokens_is_that_of_one_prefill_over_all(loaded: Loa
             hook.probe()
             loaded.model(input_ids=torch.tensor(trace.token_id[rows][None].astype(np.int64)))
             ids, _ = hook.take(weights=False)
-        np.testing.assert_array_equal(np.sort(ids), np.sort(trace.experts[rows]))
+        np.testing.assert_array_equal(np.sort(np.where(ids < 0, trace.sentinel, ids)), np.sort(trace.experts[rows]))
 
 
 def test_a_request_has_prompt_plus_new_tokens_less_one_rows(tmp_path: Path) -> None:
@@ -157,3 +157,78 @@ def test_a_model_that_rereads_its_context_is_refused(tmp_path: Path, monkeypatch
     with pytest.raises(InputError, match="one token at a time"):
         record(loaded, PROMPTS, tmp_path / "t", Options(4))
     assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_time": 1e-9},
+        {"stop_strings": ["a", "e", "\x00"]},
+        {"min_new_tokens": 6, "num_return_sequences": 2, "num_beams": 2},
+        {"repetition_penalty": 9.0, "no_repeat_ngram_size": 1, "suppress_tokens": list(range(256))},
+        {"do_sample": True, "temperature": 9.0, "use_cache": False, "forced_eos_token_id": 3},
+        {"max_length": 3, "cache_implementation": "static", "return_dict_in_generate": True},
+    ],
+)
+def test_generation_is_greedy_whatever_the_checkpoint_says(tmp_path: Path, settings: dict[str, Any]) -> None:
+    plain = recorded(tiny("olmoe"), tmp_path / "plain")
+    loaded = tiny("olmoe")
+    loaded.model.generation_config.update(**settings)
+    trace = recorded(loaded, tmp_path / "t")
+    for name in ("offsets", "token_id", "experts"):
+        np.testing.assert_array_equal(getattr(trace, name), getattr(plain, name), err_msg=name)
+    assert all(getattr(loaded.model.generation_config, name) == value for name, value in settings.items())
+
+
+def test_a_generation_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny("mixtral")
+    generate = loaded.model.generate
+    monkeypatch.setattr(loaded.model, "generate", lambda **options: generate(**options, max_time=1e-9))
+    with pytest.raises(InputError, match="mixtral stopped early in the prompts from 'p0' on"):
+        record(loaded, PROMPTS, tmp_path / "t", Options(4))
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_router_that_repeats_an_expert_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = ExpertsHook.take
+
+    def repeating(hook: ExpertsHook, weights: bool) -> Any:
+        ids, kept = take(hook, weights)
+        ids[-1, 1] = ids[-1, 1, 0]
+        return ids, kept
+
+    monkeypatch.setattr(ExpertsHook, "take", repeating)
+    with pytest.raises(InputError, match=r"model\.layers\.1\..* an expert is repeated"):
+        recorded(tiny("mixtral"), tmp_path / "t")
+    assert not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, ValueError, TypeError, KeyError, torch.OutOfMemoryError])
+def test_errors_of_the_model_are_bad_input(tmp_path: Path, error: type[Exception]) -> None:
+    loaded = tiny("mixtral")
+    calls = 0
+
+    def fail(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 12:  # in the second prompt
+            raise error("first line\nsecond line")
+
+    loaded.model.lm_head.register_forward_hook(fail)
+    reason = "out of memory" if error is torch.OutOfMemoryError else "first line"
+    with pytest.raises(InputError, match=f"mixtral cannot be run on 1 prompts of 2 tokens: '?{reason}"):
+        recorded(loaded, tmp_path / "t")
+    assert len(Trace.read(tmp_path / "t").requests) == 1
+
+
+def test_errors_of_the_recorder_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(ExpertsHook, "_require_each_once")
+    with pytest.raises(AttributeError):
+        recorded(tiny("mixtral"), tmp_path / "t")
+
+
+@pytest.mark.parametrize("architecture", ["longcat_flash", "dbrx"])
+def test_the_bytes_of_an_expert_are_its_own_alone(tmp_path: Path, architecture: str) -> None:
+    assert recorded(tiny(architecture), tmp_path / "t").meta.expert_bytes == 3 * 32 * 16 * 4

@@ -1,9 +1,15 @@
 """Every broken trace ends in one line that says what and where."""
 
+import json
+import random
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -41,7 +47,7 @@ def with_column(name: str, change: Callable[[list], list]) -> Callable[[pa.Table
     def apply(table: pa.Table) -> pa.Table:
         i = table.schema.get_field_index(name)
         values = pa.array(change(table.column(name).to_pylist()), table.schema.field(i).type)
-        return table.set_column(i, table.schema.field(i), values)
+        return table.set_column(i, pa.field(name, values.type), values)
 
     return apply
 
@@ -100,6 +106,58 @@ def test_metadata_that_makes_no_sense(folder: Path, meta: bytes) -> None:
     refuses(folder, REQUESTS, "cannot be understood")
 
 
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"layers": 8.0}, "layers is 8.0"),
+        ({"layers": True}, "layers is True"),
+        ({"experts": 0}, "experts is 0"),
+        ({"model": None}, "model is None"),
+        ({"model": 5}, "model is 5"),
+        ({"mode": None}, "mode is None"),
+        ({"expert_bytes": "x"}, "expert_bytes is 'x'"),
+        ({"expert_bytes": -4}, "expert_bytes is -4"),
+        ({"hidden_size": "a"}, "hidden_size is 'a'"),
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"dtype": 5}, "dtype is 5"),
+        ({"revision": [1]}, "revision is [1]"),
+        ({"tools": 3}, "tools is 3"),
+        ({"tools": {"torch": 2}}, "tools is 2"),
+        ({"layer_names": "ab"}, "layer_names is 'ab'"),
+        ({"layer_names": [1, 2]}, "layer_names is 1"),
+    ],
+)
+def test_metadata_of_the_wrong_kind_is_named(folder: Path, facts: dict[str, Any], reason: str) -> None:
+    meta = json.dumps(json.loads(GOOD.meta.encode()[KEY]) | facts).encode()
+    rewrite(folder / REQUESTS, lambda t: t.replace_schema_metadata({KEY: meta}))
+    refuses(folder, REQUESTS, reason)
+
+
+def test_metadata_nested_too_deeply(folder: Path) -> None:
+    rewrite(folder / REQUESTS, lambda t: t.replace_schema_metadata({KEY: b"[" * 100_000}))
+    refuses(folder, REQUESTS, "nested too deeply")
+
+
+@pytest.mark.parametrize("name", ["id", "task", "mode", "output_tokens", "eam_prefill", "eam_decode"])
+def test_a_null_among_the_requests(folder: Path, name: str) -> None:
+    rewrite(folder / REQUESTS, with_column(name, lambda rows: [rows[0], None, rows[2]]))
+    refuses(folder, REQUESTS, f"'{name}' holds nulls")
+
+
+@pytest.mark.parametrize("name", ["request", "phase", "experts"])
+def test_a_null_in_the_routing(folder: Path, name: str) -> None:
+    rewrite(folder / PART, with_column(name, lambda rows: [None, *rows[1:]]))
+    refuses(folder, ROUTING, f"'{name}' holds nulls")
+
+
+def test_a_null_within_a_list(folder: Path) -> None:
+    rewrite(folder / PART, with_column("experts", lambda rows: [[0, None, 0, 1], *rows[1:]]))
+    refuses(folder, ROUTING, "'experts' holds nulls")
+    write_trace(GOOD, folder, overwrite=True)
+    rewrite(folder / REQUESTS, with_column("eam_decode", lambda rows: [[None, *rows[0][1:]], *rows[1:]]))
+    refuses(folder, REQUESTS, "'eam_decode' holds nulls")
+
+
 def test_routing_of_another_model(folder: Path) -> None:
     other = replace(GOOD.meta, model="another")
     rewrite(folder / PART, lambda t: t.replace_schema_metadata(other.encode()))
@@ -134,9 +192,13 @@ def test_an_eam_unlike_the_routing(folder: Path) -> None:
     refuses(folder, "EAM", "request 1")
 
 
-def test_more_requests_in_the_routing_than_listed(folder: Path) -> None:
+def test_routing_of_requests_that_are_not_listed_is_left_out(folder: Path) -> None:
     rewrite(folder / REQUESTS, lambda t: t.slice(0, 2))
-    refuses(folder, "request 2", "only 2 are listed")
+    trace = Trace.read(folder, ["token_id"])
+    assert len(trace.requests) == 2
+    assert (trace.experts == GOOD.head(2).experts).all()
+    assert trace.token_id is not None
+    assert len(trace.token_id) == len(trace.experts)
 
 
 def test_fewer_rows_than_a_request_lists(folder: Path) -> None:
@@ -226,3 +288,60 @@ def test_an_interrupted_recording_is_readable(tmp_path: Path) -> None:
 def test_a_folder_without_routing(folder: Path) -> None:
     shutil.rmtree(folder / ROUTING)
     refuses(folder, "not a whole trace")
+
+
+WRITER = """
+import os, sys
+from dataclasses import replace
+from pathlib import Path
+from traces.synthetic import synthetic
+from traces.writer import TraceWriter
+
+whole, folder, last = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3), Path(sys.argv[1]), int(sys.argv[2])
+rename, renamed = os.replace, 0
+
+def counted(source, target):
+    global renamed
+    if renamed == last:
+        os._exit(9)
+    renamed += 1
+    rename(source, target)
+
+os.replace = counted
+with TraceWriter(folder, whole.meta) as writer:
+    for n in range(10_000):
+        names = [f"{n}-{i}" for i in range(3)]
+        writer.add(replace(whole, requests=whole.requests.assign(id=names)))
+        writer.flush()
+"""
+
+
+@pytest.mark.parametrize(("renames", "readable"), [(1, 0), (2, 3), (3, 3)])
+def test_a_writer_killed_within_a_flush_leaves_what_it_flushed_before(
+    tmp_path: Path, renames: int, readable: int
+) -> None:
+    folder = tmp_path / "t"
+    assert subprocess.run([sys.executable, "-c", WRITER, folder, str(renames)]).returncode == 9
+    assert list(folder.rglob(".*.tmp")), "the flush was whole: the test shows nothing"
+    if readable:
+        trace = Trace.read(folder)
+        assert trace.requests["id"].tolist() == ["0-0", "0-1", "0-2"]
+        assert (trace.experts == GOOD.experts).all()
+    else:
+        refuses(folder, "it has no requests.parquet")
+    write_trace(GOOD.head(1), folder, overwrite=True)
+    assert len(Trace.read(folder).requests) == 1
+    assert sorted(file.name for file in folder.rglob("*.*")) == ["part-00000.parquet", REQUESTS]
+
+
+@pytest.mark.slow
+def test_a_writer_killed_at_any_moment_leaves_a_readable_trace(tmp_path: Path) -> None:
+    delays = random.Random(0)
+    for n in range(10):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / str(n), "-1"])
+        while not (tmp_path / str(n) / REQUESTS).exists():
+            time.sleep(0.01)
+        time.sleep(delays.random() / 2)
+        writer.kill()
+        writer.wait()
+        assert len(Trace.read(tmp_path / str(n)).requests) % 3 == 0

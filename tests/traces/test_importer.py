@@ -112,7 +112,8 @@ def test_arrays_that_no_model_routed_are_refused(tmp_path: Path, arrays: Any, pa
     [
         ({"moe_layers": 3}, ["moe_layers 3", "have 2"]),
         ({"top_k": 1}, ["top_k 1", "have 2"]),
-        ({"experts": "five"}, ["'five' experts"]),
+        ({"experts": "five"}, ["experts is 'five'"]),
+        ({"experts": 10**9}, ["1000000000 experts"]),
         ({"requests": 3}, ["3 requests", "of 2"]),
         ({"requests": [{}]}, ["1 requests", "of 2"]),
         ({"requests": [{"routed_tokens": 5}, {}]}, ["request 0", "5 routed_tokens"]),
@@ -120,10 +121,77 @@ def test_arrays_that_no_model_routed_are_refused(tmp_path: Path, arrays: Any, pa
         ({"phase": "both"}, ["'both' is neither"]),
         ({"hidden_size": -1}, ["hidden_size is -1"]),
         ({"layer_names": ["a"]}, ["1 layer names"]),
+        ({"requests": [{"id": "a"}, {"id": "a"}]}, ["'a' occurs twice"]),
+        ({"requests": [{"id": 1}, {}]}, ["'1' occurs twice"]),
     ],
 )
 def test_a_json_that_disagrees_with_the_arrays_is_refused(tmp_path: Path, meta: Any, parts: list[str]) -> None:
     refuses(tmp_path, *parts, meta=meta)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("requests", value) for value in ("abc", 2.5, {}, True, 10**15)),
+        *((key, "a") for key in ("moe_layers", "top_k", "first_moe_layer", "hidden_size", "expert_bytes")),
+        *((key, 2.0) for key in ("moe_layers", "top_k", "experts", "expert_intermediate_size")),
+        *((key, 5) for key in ("model", "phase", "dtype", "revision", "layer_names")),
+        *((key, [1]) for key in ("model", "revision", "layer_names", "dataset")),
+        ("expert_bytes", -4),
+        ("model", "half a character: \ud800"),
+    ],
+)
+def test_a_fact_of_the_wrong_kind_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    refuses(tmp_path, "x.json", key, meta={key: value})
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("prompt_tokens", value) for value in (-5, 2.5, "x", 2**40, True)),
+        *(("arrival_ns", value) for value in (-5, 2.5, "q", 2**70)),
+        ("routed_tokens", "x"),
+        ("id", {}),
+        ("task", [1]),
+        ("id", "\ud800"),
+    ],
+)
+def test_a_fact_of_a_request_of_the_wrong_kind_is_named(tmp_path: Path, phase: str, key: str, value: Any) -> None:
+    refuses(tmp_path, "x.json", f"request 1: {key}", meta={"phase": phase, "requests": [{}, {key: value}]})
+
+
+def test_an_arrival_beyond_what_a_float_holds_is_kept(tmp_path: Path) -> None:
+    trace, _ = import_npz(*dump(tmp_path, {"requests": [{"arrival_ns": 2**53 + 1}, {}]}))
+    assert trace.requests["arrival_ns"][0] == 2**53 + 1
+
+
+@pytest.mark.parametrize("content", [b"\x93NUMPY", b"{}", b"[" * 9])
+def test_a_file_of_another_kind_is_no_npz(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.npz").write_bytes(content)
+    with pytest.raises(InputError, match=r"is no \.npz"):
+        import_npz(tmp_path / "x.npz")
+
+
+def test_one_array_is_no_npz(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", EXPERTS)
+    with pytest.raises(InputError, match=r"is no \.npz"):
+        import_npz(tmp_path / "x.npy")
+
+
+def test_damage_within_a_compressed_array_is_told(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "x.npz", experts=np.arange(600).reshape(100, 2, 3), offsets=np.array([0, 100]))
+    content = bytearray((tmp_path / "x.npz").read_bytes())
+    refused = 0
+    for at in range(30, 300):
+        content[at] ^= 0xFF
+        (tmp_path / "y.npz").write_bytes(content)
+        content[at] ^= 0xFF
+        try:
+            import_npz(tmp_path / "y.npz")
+        except InputError:
+            refused += 1
+    assert refused > 200
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Statistics are held against slow, obvious versions of their definitions."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,6 +49,17 @@ def test_similarity_is_not_told_where_there_is_nothing_to_compare() -> None:
     similarity = statistics(synthetic(1, 4, 2, 8, 2, seed=0))["decode"].similarity
     assert similarity.all_pairs is None
     assert similarity.nearest_same_task is None
+
+
+def test_what_a_trace_does_not_show_is_null_in_json() -> None:
+    facts = json.loads(json.dumps(summary(synthetic(2, 1, 2, 8, 2, seed=0)), allow_nan=False))
+    assert facts["decode"]["reuse"]["share"] is None
+    unrouted = replace(TRACE, experts=np.full_like(TRACE.experts, TRACE.sentinel))
+    facts = json.loads(json.dumps(summary(unrouted), allow_nan=False))
+    assert facts["decode"]["tokens"] == 240
+    assert facts["decode"]["activated"] is None
+    assert facts["decode"]["repeated"] is None
+    assert facts["decode"]["similarity"]["compared"] == 0
 
 
 def test_a_summary_holds_each_phase_and_is_json() -> None:

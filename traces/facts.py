@@ -1,0 +1,45 @@
+"""Facts that people and other programs wrote down: each is what it should be, or refused by its name.
+
+JSON is parsed here, and its values are taken as whole numbers or texts, never converted silently.
+"""
+
+import json
+import reprlib
+from typing import Any
+
+from traces.errors import InputError
+
+LARGEST = 2**63 - 1
+"""What a signed 64-bit number holds."""
+
+
+def parse_json(content: str | bytes, what: str) -> Any:
+    """The content of a JSON text; the InputError starts with `what`."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise InputError(f"{what} is nested too deeply to be read as JSON") from None
+    except ValueError as error:
+        raise InputError(f"{what} is no JSON: {error}") from error
+
+
+def whole(what: str, value: Any, low: int = 1, high: int = LARGEST) -> int:
+    """`value` if it is a whole number from `low` to `high`."""
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return value
+    limits = f"from {low} to {high}" if high < LARGEST else f"of at least {low}"
+    raise InputError(f"{what} is {reprlib.repr(value)}; a whole number {limits} is needed")
+
+
+def text(what: str, value: Any) -> str:
+    """`value` if it is a text that a file can hold (JSON can spell halves of characters, which none can)."""
+    if isinstance(value, str) and value.encode(errors="ignore").decode() == value:
+        return value
+    raise InputError(f"{what} is {reprlib.repr(value)}; a text is needed")
+
+
+def texts(what: str, value: Any) -> tuple[str, ...]:
+    """`value` if it is a list of texts, as a tuple."""
+    if isinstance(value, list | tuple):
+        return tuple(text(what, item) for item in value)
+    raise InputError(f"{what} is {reprlib.repr(value)}; a list of texts is needed")
