@@ -166,8 +166,7 @@ def _run(loaded: "Loaded", grid: "Grid", folder: Path, workers: int, as_json: bo
         outcome = sweep(loaded, grid, workers, advance)
     if not outcome.complete:
         kept = f"kept in {save(outcome, loaded, folder)[0].parent}" if outcome.rows else "nothing to keep"
-        console.note(f"interrupted with {len(outcome.rows)} cells finished: {kept}")
-        raise KeyboardInterrupt
+        console.fail("moe-sim", f"interrupted with {len(outcome.rows)} cells finished: {kept}", 130)
     files = save(outcome, loaded, folder)
     if as_json:
         typer.echo(json.dumps(outcome.rows, indent=1))
