@@ -99,7 +99,7 @@ ROWS = {
 def table(outcome: Outcome) -> Table:
     """A line for each figure, measured beside every prediction."""
     shown = Table("", box=box.SIMPLE_HEAD)
-    for heading in ("measured", *(f"predicted for {one.machine}" for one in outcome.predictions)):
+    for heading in (_found(outcome.row), *(f"predicted for {one.machine}" for one in outcome.predictions)):
         shown.add_column(heading, justify="right")
     rows = [outcome.row, *(prediction.row for prediction in outcome.predictions)]
     for heading, (column, form) in ROWS.items():
@@ -123,7 +123,7 @@ def last_line(outcome: Outcome) -> str:
     row = outcome.row
     column = "tpot_mean_ms" if row["tpot_mean_ms"] is not None else "ttft_mean_ms"
     name = column[:4].upper()
-    measured = "replayed" if row["device"] == "virtual" else "measured"
+    measured = _found(row)
     if not outcome.predictions:
         return (
             f"predicted: nothing, for simpy is not installed; {measured}: {name} mean {row[column]:.4g} ms, "
@@ -157,6 +157,11 @@ def notes(outcome: Outcome) -> list[str]:
         flattered = ": the host's caches may flatter the link" if size < AMPLE_HOST_BYTES else ""
         found.append(f"--host-dedup: {experts} experts share {distinct} host buffers, {show_bytes(size)}{flattered}")
     return found
+
+
+def _found(row: Row) -> str:
+    """On a logical clock nothing is measured."""
+    return "replayed" if row["device"] == "virtual" else "measured"
 
 
 def _show(value: float | None, form: str) -> str:
