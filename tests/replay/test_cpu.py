@@ -115,7 +115,10 @@ def test_cold_empties_the_cache_between_requests() -> None:
 
 def test_cold_discards_prefetches_under_way() -> None:
     for _ in range(3):
-        replay(6, "eamc", cold=True, chunks=8)
+        log = replay(6, "eamc", cold=True, chunks=8)
+        unused = int(log.prefetch_transfers.sum() - log.prefetch_used.sum() - log.prefetch_wasted.sum())
+        assert log.prefetch_wasted.sum() > 0
+        assert 0 <= unused <= 6, "what the last request left in its slots"
 
 
 def test_an_expert_is_computed_as_in_float64() -> None:
