@@ -26,7 +26,7 @@ LINK = Link(latency_ns=10_000, ns_per_byte_num=1, ns_per_byte_den=24, expert_byt
 def bare_loop(waits: int) -> None:
     env = simpy.Environment()
 
-    def process():  # type: ignore[no-untyped-def]
+    def process():
         for _ in range(waits):
             yield env.timeout(1)
 
@@ -46,7 +46,7 @@ def count_waits(work: Callable[[], object]) -> int:
     def counted(env: simpy.Environment, *args: object, **options: object) -> None:
         nonlocal waits
         waits += 1
-        schedule(env, *args, **options)  # type: ignore[arg-type]
+        schedule(env, *args, **options)
 
     with patch.object(simpy.Environment, "schedule", counted):
         work()

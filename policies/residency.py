@@ -90,10 +90,6 @@ class Residency:
         """The slot that `expert` holds, or NO_EXPERT."""
         return int(self.m[core.SLOT, expert])
 
-    def is_ready(self, expert: int) -> bool:
-        """Whether `expert` is in its slot, whole."""
-        return bool(self.m[core.STATE, expert] == core.READY)
-
     @property
     def serial(self) -> int:
         """The number of the latest event."""

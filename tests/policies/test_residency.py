@@ -157,7 +157,7 @@ def test_a_pinned_or_loading_expert_is_never_evicted(run, choices):
         before.update(enumerate(machine.m[core.STATE, : shape.total].tolist()))
         return moves(ready)
 
-    drive.note, drive.moves = watch, remember  # type: ignore[method-assign]
+    drive.note, drive.moves = watch, remember
     for experts, proposal in events:
         drive.event(experts, proposal)
 
@@ -183,11 +183,11 @@ def test_same_input_same_output(run, random):
             self.random = module.Random(seed)
 
         def draw(self, strategy: object) -> str:
-            return self.random.choice(strategy.elements)  # type: ignore[attr-defined]
+            return self.random.choice(strategy.elements)
 
     logs = []
     for _ in range(2):
-        drive = Drive(machine_of(shape, slots, policy, one_scale), Script())  # type: ignore[arg-type]
+        drive = Drive(machine_of(shape, slots, policy, one_scale), Script())
         for experts, proposal in events:
             drive.event(experts, proposal)
         logs.append(drive.log)

@@ -183,7 +183,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     assert command(*arguments)[0] == 0
     play = run.play
 
-    def cut_off(plan, device, on_step):  # type: ignore[no-untyped-def]
+    def cut_off(plan, device, on_step):
         steps = 0
 
         def interrupting(row: list[int]) -> None:
