@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tracer.conftest import COMMON, tiny
 from tracer import demo
-from tracer.cli import Meter, main
+from tracer.cli import main
+from tracer.commands.record import Meter
 from traces import demo_trace
 from traces.synthetic import synthetic
 from traces.trace import Trace

@@ -1,0 +1,1 @@
+"""The commands of `moe-trace`, a module for each kind; each imports heavy libraries only when it runs."""
