@@ -50,6 +50,10 @@ class Setup:
     def load(self) -> "Loaded":
         """Read everything. InputError for whatever cannot be used."""
         trace = Trace.read(self.trace)
+        if trace.aggregate is not None:
+            raise InputError(
+                f"{self.trace} holds EAMs only, no sequences that could be played: its source counted tokens"
+            )
         if self.requests is not None:
             trace = trace.head(self.requests)
         if self.as_decode:

@@ -74,4 +74,7 @@ def traces(draw: st.DrawFn, max_requests: int = 4) -> Trace:
         step=np.concatenate(steps).astype(np.uint32),
         weights=rng.random(chosen.shape).astype(np.float16) if draw(st.booleans()) else None,
         token_id=rng.integers(-1, 9, T).astype(np.int32),
+        lookahead=chosen[::-1].astype(meta.id_type) if draw(st.booleans()) else None,
+        gate_probs=rng.random((T, meta.layers, meta.experts)).astype(np.float16) if draw(st.booleans()) else None,
+        embedding=rng.random((R, 3)).astype(np.float16) if draw(st.booleans()) else None,
     )

@@ -2,11 +2,12 @@
 routing/part-*.parquet (one row per request and token, in the order of execution).
 
 Every file carries the same metadata, as JSON under one key, so that each can be understood alone. The ids of
-a token lie flat as [L * k]; the largest value of the id type means that nothing was routed there.
+a token lie flat as [L * k]; the largest value of the id type means that nothing was routed there. While a trace
+grows, its requests lie in requests/part-*.parquet instead.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -19,7 +20,11 @@ from traces.facts import parse_json, text, texts, whole
 VERSION = 1
 KEY = b"moe-expert-cache"
 REQUESTS = "requests.parquet"
+GROWING = "requests"
 ROUTING = "routing"
+
+AGGREGATE = "aggregate"
+"""The mode of a trace that holds EAMs only: its source counted tokens and kept no sequences."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +38,12 @@ class TraceMeta:
     layer_names: tuple[str, ...]
     expert_bytes: int | None = None
     dtype: str | None = None
-    mode: str = "generate"  # what made it: generate, import, synthetic
+    mode: str = "generate"  # what made it: generate, teacher-forced, import, aggregate, synthetic
     revision: str | None = None
     hidden_size: int | None = None
     expert_intermediate_size: int | None = None
     tools: dict[str, str] = field(default_factory=dict)  # name of a program or library -> its version
+    settings: dict[str, Any] = field(default_factory=dict)  # of what made it: option -> plain value
 
     def __post_init__(self) -> None:
         for fact in fields(self):
@@ -87,48 +93,68 @@ def _tools(what: str, value: Any) -> None:
     texts(what, [*value, *value.values()])
 
 
+def _settings(what: str, value: Any) -> None:
+    if not isinstance(value, dict) or not all(_plain(item) for item in value.values()):
+        raise InputError(f"{what} is {value!r}; an object of plain values is needed")
+    texts(what, list(value))
+
+
+def _plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float)
+
+
 _KINDS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("model", "mode", "dtype", "revision"), text),
     **dict.fromkeys(("layers", "experts", "top_k", "expert_bytes", "hidden_size", "expert_intermediate_size"), whole),
     "layer_names": texts,
     "tools": _tools,
+    "settings": _settings,
 }
 """What each fact of a TraceMeta must be, unless it is unknown."""
 
 
-def routing_schema(meta: TraceMeta, weights: bool) -> pa.Schema:
-    """Columns of routing/part-*.parquet."""
-    width = meta.layers * meta.top_k
+OPTIONAL: dict[str, Callable[[TraceMeta], pa.DataType]] = {
+    "weights": lambda meta: pa.list_(pa.float16(), meta.layers * meta.top_k),
+    "lookahead": lambda meta: pa.list_(pa.from_numpy_dtype(meta.id_type), meta.layers * meta.top_k),
+    "gate_probs": lambda meta: pa.list_(pa.float16(), meta.layers * meta.experts),
+}
+"""Columns that a trace's routing files may hold, and their types."""
+
+
+def routing_schema(meta: TraceMeta, optional: Iterable[str] = ()) -> pa.Schema:
+    """Columns of routing/part-*.parquet; `optional` names those of OPTIONAL that are there."""
     columns = [
         pa.field("request", pa.uint32(), nullable=False),
         pa.field("position", pa.uint32(), nullable=False),
         pa.field("step", pa.uint32(), nullable=False),
         pa.field("phase", pa.uint8(), nullable=False),
         pa.field("token_id", pa.int32()),
-        pa.field("experts", pa.list_(pa.from_numpy_dtype(meta.id_type), width), nullable=False),
+        pa.field("experts", pa.list_(pa.from_numpy_dtype(meta.id_type), meta.layers * meta.top_k), nullable=False),
     ]
-    if weights:
-        columns.append(pa.field("weights", pa.list_(pa.float16(), width), nullable=False))
+    columns += [pa.field(name, OPTIONAL[name](meta), nullable=False) for name in OPTIONAL if name in optional]
     return pa.schema(columns, metadata=meta.encode())
 
 
-def requests_schema(meta: TraceMeta) -> pa.Schema:
-    """Columns of requests.parquet. Row i is the request that routing rows call i."""
+def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
+    """Columns of requests.parquet. Row i is the request that routing rows call i.
+
+    embedding: the size of the prompts' embeddings, where the trace has them.
+    """
     eam = pa.list_(pa.uint32(), meta.layers * meta.experts)
-    return pa.schema(
-        [
-            pa.field("id", pa.string(), nullable=False),
-            pa.field("dataset", pa.string(), nullable=False),
-            pa.field("task", pa.string(), nullable=False),
-            pa.field("prompt_tokens", pa.uint32()),
-            pa.field("output_tokens", pa.uint32(), nullable=False),
-            pa.field("arrival_ns", pa.int64()),
-            pa.field("mode", pa.string(), nullable=False),
-            pa.field("eam_prefill", eam, nullable=False),
-            pa.field("eam_decode", eam, nullable=False),
-        ],
-        metadata=meta.encode(),
-    )
+    columns = [
+        pa.field("id", pa.string(), nullable=False),
+        pa.field("dataset", pa.string(), nullable=False),
+        pa.field("task", pa.string(), nullable=False),
+        pa.field("prompt_tokens", pa.uint32()),
+        pa.field("output_tokens", pa.uint32(), nullable=False),
+        pa.field("arrival_ns", pa.int64()),
+        pa.field("mode", pa.string(), nullable=False),
+        pa.field("eam_prefill", eam, nullable=False),
+        pa.field("eam_decode", eam, nullable=False),
+    ]
+    if embedding is not None:
+        columns.append(pa.field("embedding", pa.list_(pa.float16(), embedding), nullable=False))
+    return pa.schema(columns, metadata=meta.encode())
 
 
 def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from traces.check import check_ids, check_order, check_requests, count_eams
-from traces.errors import InputError, unknown
-from traces.reader import OPTIONAL, read_folder
-from traces.schema import TraceMeta
+from traces.errors import InputError
+from traces.reader import Folder, Requests, numpy, open_folder, require_known
+from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL, RequestSteps, decode_steps, join, prefill_step
 
 Phases = Literal["prefill", "decode", "both"]
@@ -41,43 +42,57 @@ class Trace:
     step: NDArray[np.uint32]  # [T] serial number of the forward pass
     weights: NDArray[np.float16] | None = None  # [T, L, k] of the router; None: not recorded, or not read
     token_id: NDArray[np.int32] | None = None  # [T] -1 where withheld; None: not read
+    lookahead: NDArray[Any] | None = None  # as experts: what layer l's router picks for the MoE layer before's input
+    gate_probs: NDArray[np.float16] | None = None  # [T, L, E] the router's distribution over all experts
+    embedding: NDArray[np.float16] | None = None  # [R, H] mean input embedding of each prompt
+    aggregate: NDArray[np.uint32] | None = None  # [2, R, L * E] EAMs of a trace that holds no sequences (T is 0)
 
     @staticmethod
     def read(path: Path | str, columns: Iterable[str] = ()) -> "Trace":
-        """Read and validate a trace folder. `columns` names what else to read: "weights", "token_id".
+        """Read and validate a trace folder. `columns` names what else to read, of traces.reader.EXTRA.
 
         Routing of requests that are not listed is left out: its writer was killed before they were whole.
         Raises InputError with what is wrong, where, and what to do.
         """
-        path, wanted = Path(path), tuple(columns)
-        for name in wanted:
-            if name not in OPTIONAL:
-                raise unknown("column", name, OPTIONAL)
-        folder = read_folder(path, wanted)
-        meta, rows, where = folder.meta, folder.columns, str(path)
-        request = rows.pop("request").astype(np.int64)
-        held = len(folder.requests)
+        wanted = require_known(columns)
+        folder = open_folder(Path(path))
+        requests = folder.requests()
+        if len(requests) == 0:
+            raise InputError(f"{folder.request_files[0]} lists no requests: the trace is empty")
+        return Trace.assemble(folder, requests, folder.rows(wanted), wanted)
+
+    @staticmethod
+    def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
+        """Requests and all their rows, as tables that `folder` gave, checked. The first request is number `first`."""
+        meta, where = folder.meta, str(folder.path)
+        listed, held = Requests.of(requests), len(requests)
+        arrays = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
+        request = arrays.pop("request").astype(np.int64) - first
+        if not (known := request < held).all():
+            arrays, request = {name: array[known] for name, array in arrays.items()}, request[known]
         if (request[1:] < request[:-1]).any():
             order = np.argsort(request, kind="stable")
-            rows = {name: column[order] for name, column in rows.items()}
+            arrays = {name: array[order] for name, array in arrays.items()}
         offsets = np.zeros(held + 1, np.int64)
         np.cumsum(np.bincount(request, minlength=held), out=offsets[1:])
-        shape = (len(request), meta.layers, meta.top_k)
-        experts = rows["experts"].reshape(shape)
-        check_requests(folder.requests, offsets, rows["phase"], where)
-        check_order(offsets, rows["phase"], rows["position"], where)
-        check_ids(meta, experts, offsets, rows["phase"], folder.eams, where)
+        shapes = dict.fromkeys(("experts", "weights", "lookahead"), (-1, meta.layers, meta.top_k))
+        shapes["gate_probs"] = (-1, meta.layers, meta.experts)
+        arrays = {name: array.reshape(shapes.get(name, (-1,))) for name, array in arrays.items()}
+        aggregate = listed.eams if meta.mode == AGGREGATE else None
+        if aggregate is None:
+            check_requests(listed.frame, offsets, arrays["phase"], where)
+            check_order(offsets, arrays["phase"], arrays["position"], where)
+            check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where)
+        elif len(request):
+            raise InputError(f"{where} says that it holds EAMs only, but has {len(request)} rows of routing")
         return Trace(
-            name=path.resolve().name,
+            name=folder.path.resolve().name,
             meta=meta,
-            requests=folder.requests,
+            requests=listed.frame,
             offsets=offsets,
-            experts=experts,
-            phase=rows["phase"],
-            position=rows["position"],
-            step=rows["step"],
-            weights=rows["weights"].reshape(shape) if "weights" in rows else None,
-            token_id=rows.get("token_id"),
+            embedding=listed.embedding if "embedding" in columns else None,
+            aggregate=aggregate,
+            **arrays,
         )
 
     @property
@@ -108,23 +123,35 @@ class Trace:
 
     def eams(self, phase: int) -> NDArray[np.int64]:
         """Expert activation matrices, tokens per expert: int64[R, L, E]. `phase`: PREFILL or DECODE."""
+        if self.aggregate is not None:
+            counted: NDArray[np.int64] = self.aggregate[phase].astype(np.int64)
+            return counted.reshape(-1, self.layers, self.num_experts)
         return count_eams(self.experts, self.offsets, self.phase == phase, self.num_experts)
 
     def head(self, n: int) -> "Trace":
         """The first `n` requests."""
         if not 1 <= n <= len(self.requests):
             raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
-        end = int(self.offsets[n])
+        return self.select(np.arange(n))
+
+    def select(self, requests: NDArray[np.integer]) -> "Trace":
+        """Some of the requests, by number, ascending."""
+        lengths = np.diff(self.offsets)[requests]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        first, last = (int(requests[0]), int(requests[-1])) if len(requests) else (0, -1)
+        rows: slice | NDArray[np.int64]
+        if last - first + 1 == len(requests):  # consecutive: views instead of copies
+            rows = slice(int(self.offsets[first]), int(self.offsets[last + 1]))
+        else:
+            rows = np.arange(offsets[-1]) + np.repeat(self.offsets[requests] - offsets[:-1], lengths)
+        held = {name: array for name in PER_ROW if (array := getattr(self, name)) is not None}
         return replace(
             self,
-            requests=self.requests.iloc[:n],
-            offsets=self.offsets[: n + 1],
-            experts=self.experts[:end],
-            phase=self.phase[:end],
-            position=self.position[:end],
-            step=self.step[:end],
-            weights=None if self.weights is None else self.weights[:end],
-            token_id=None if self.token_id is None else self.token_id[:end],
+            requests=self.requests.iloc[requests],
+            offsets=offsets,
+            embedding=None if self.embedding is None else self.embedding[requests],
+            aggregate=None if self.aggregate is None else self.aggregate[:, requests],
+            **{name: array[rows] for name, array in held.items()},
         )
 
     def as_decode(self) -> "Trace":
@@ -148,3 +175,7 @@ class Trace:
         if prompt < len(experts) or not parts:
             parts.append(decode_steps(i, experts[prompt:], self.num_experts, self.sentinel, context[prompt:]))
         return join(parts) if len(parts) > 1 else parts[0]
+
+
+PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
+"""Fields of a Trace with an entry for each row."""

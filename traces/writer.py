@@ -2,40 +2,53 @@
 
 No file has its final name before it is whole: routing and requests are written beside their places and
 renamed, requests last. They are the commit record: readers leave out routing of requests that are not listed,
-so a kill between the two renames loses nothing that was readable. The last routing file is rewritten until it
-fills one row group.
+so a kill between the two renames loses nothing that was readable. Both grow as rows of files, of which only
+the last is held in memory and rewritten; closing joins those of the requests into requests.parquet.
 """
 
+import math
 import os
 import re
+import shutil
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from traces.errors import InputError
-from traces.schema import REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema
+from traces.reader import open_folder
+from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 ROW_GROUP = 65_536
+"""Rows of a routing file."""
+
+REQUEST_BYTES = 2**24
+"""Of the EAMs in a file of requests while the trace grows."""
+
 FLUSH_SECONDS = 5.0
 """Requests that finish sooner after the last flush wait for the next one, or for close()."""
 
 
-def check_target(folder: Path, overwrite: bool) -> None:
+def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
     """InputError if a trace cannot be written at `folder`; changes nothing."""
     if folder.exists():
         if not folder.is_dir():
             raise InputError(f"{folder} is a file; choose another folder with --out")
         if any(folder.iterdir()):
-            if _left_by_writer(folder) is None:
+            left = _left_by_writer(folder)
+            if left is None:
                 raise InputError(f"{folder} is not empty and not a trace: it is left alone; choose another with --out")
-            if not overwrite:
+            if left and not overwrite and not resume:
                 raise InputError(
                     f"{folder} already holds a trace; replace it with --overwrite, or choose another --out"
                 )
@@ -51,63 +64,123 @@ def check_target(folder: Path, overwrite: bool) -> None:
         ) from error
 
 
+class _Files:
+    """A row of Parquet files; the last one is held, and rewritten by each flush, until it has `limit` rows."""
+
+    def __init__(self, folder: Path, limit: int):
+        self.folder = folder
+        self.limit = limit
+        self.rows = 0  # of the last file
+        self._number = 0
+        self._held: list[pa.Table] = []
+
+    @property
+    def path(self) -> Path:
+        """Of the last file."""
+        return self.folder / f"part-{self._number:05d}.parquet"
+
+    @property
+    def grown(self) -> bool:
+        """Whether there is a last file to write; it may have no rows."""
+        return bool(self._held)
+
+    def add(self, table: pa.Table) -> None:
+        self._held.append(table)
+        self.rows += len(table)
+
+    def table(self) -> pa.Table:
+        """The last file's content."""
+        self._held = [pa.concat_tables(self._held)]
+        return self._held[0]
+
+    def flushed(self) -> None:
+        """The last file was written: start the next one if it is full."""
+        if self.rows >= self.limit:
+            self._number, self.rows, self._held = self._number + 1, 0, []
+
+    def reopen(self, keep: int | None = None) -> None:
+        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests."""
+        files = sorted(self.folder.glob("part-*.parquet"))
+        while files:
+            self._number = len(files) - 1
+            held = pq.read_metadata(str(files[-1])).num_rows
+            if keep is None and held >= self.limit:
+                self.rows = held
+            else:
+                table = pq.read_table(str(files[-1]), partitioning=None)
+                if keep is not None:
+                    table = table.filter(pc.less(table.column("request"), keep))
+                if not len(table) and len(files) > 1:
+                    files.pop().unlink()
+                    continue
+                if len(table) < held:
+                    _write(self.path, table)
+                self.add(table)
+            self.flushed()
+            return
+        self._number = 0
+
+
 class TraceWriter:
     """Write requests to a trace folder as they finish; the folder appears with the first flush.
 
-    A trace that is already there is removed at that moment, and only if `overwrite` is set. Use as a context
-    manager: leaving it, also by an exception, writes what is still held.
+    A trace that is already there is removed at that moment, and only if `overwrite` is set; with `resume` its
+    requests are kept, and `written` says how many they are. Use as a context manager: leaving it, also by an
+    exception, writes what is still held.
     """
 
-    def __init__(self, folder: Path, meta: TraceMeta, overwrite: bool = False):
-        check_target(folder, overwrite)
+    def __init__(self, folder: Path, meta: TraceMeta, overwrite: bool = False, resume: bool = False):
+        check_target(folder, overwrite, resume)
         self.folder = folder
         self.meta = meta
         self.written = 0  # requests readable in the folder
         self.added = 0
-        self._part = 0
-        self._rows: list[pa.Table] = []  # of the routing file that still grows
-        self._requests: list[pa.Table] = []
+        self.next_step = 0  # after the steps of the requests that were resumed
+        self._rows = _Files(folder / ROUTING, ROW_GROUP)
+        self._requests = _Files(folder / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._flushed = time.monotonic()
-        self._weights: bool | None = None
+        self._optional: set[str] | None = None
+        if resume and folder.is_dir() and any(folder.iterdir()):
+            self._resume()
 
     def add(self, trace: Trace) -> None:
         """Append the requests of `trace`, a piece of the whole, its rows in the order of their steps."""
-        weights = trace.weights is not None
-        if trace.meta != self.meta or self._weights not in (None, weights):
-            raise ValueError("all pieces of a trace share its meta, and all or none have weights")
-        self._weights = weights
-        self._rows.append(_routing_table(trace, first=self.added))
-        self._requests.append(_requests_table(trace))
+        optional = {name for name in (*OPTIONAL, "embedding") if getattr(trace, name) is not None}
+        if trace.meta != self.meta or self._optional not in (None, optional):
+            raise ValueError("all pieces of a trace share its meta and have the same columns")
+        self._optional = optional
+        self._rows.add(_routing_table(trace, first=self.added))
+        self._requests.add(_requests_table(trace))
         self.added += len(trace.requests)
-        if sum(map(len, self._rows)) >= ROW_GROUP or time.monotonic() - self._flushed >= FLUSH_SECONDS:
+        full = self._rows.rows >= self._rows.limit or self._requests.rows >= self._requests.limit
+        if full or time.monotonic() - self._flushed >= FLUSH_SECONDS:
             self.flush()
 
     def flush(self) -> None:
         """Make all requests added so far readable in the folder."""
         if self.added == self.written:
             return
-        try:
+        with self._telling():
             if not self.written:
                 self._make_folder()
-            rows = pa.concat_tables(self._rows)
-            requests = pa.concat_tables(self._requests)
-            _write(
-                {
-                    self.folder / ROUTING / f"part-{self._part:05d}.parquet": rows,
-                    self.folder / REQUESTS: requests,
-                }
-            )
-        except OSError as error:
-            raise InputError(
-                f"cannot write {self.folder}: {error.strerror or error}; {self.written} requests are readable there"
-            ) from error
+            for files in (self._rows, self._requests):
+                if files.grown:
+                    _write(files.path, files.table())
         self.written = self.added
-        self._rows, self._requests = [rows], [requests]
-        if len(rows) >= ROW_GROUP:
-            self._part, self._rows = self._part + 1, []
+        self._rows.flushed()
+        self._requests.flushed()
         self._flushed = time.monotonic()
 
-    close = flush
+    def close(self) -> None:
+        """Flush, and join the requests' files into requests.parquet."""
+        self.flush()
+        growing = self.folder / GROWING
+        if not growing.is_dir():
+            return
+        with self._telling():
+            if files := sorted(growing.glob("part-*.parquet")):
+                _join(files, self.folder / REQUESTS)
+            shutil.rmtree(growing)
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -117,11 +190,63 @@ class TraceWriter:
     ) -> None:
         self.close()
 
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot write {self.folder}: {error.strerror or error}; {self.written} requests are readable there"
+            ) from error
+
     def _make_folder(self) -> None:
         """The empty folder; an old trace in it goes, requests first, so that it is never half a trace."""
-        (self.folder / ROUTING).mkdir(parents=True, exist_ok=True)
+        for folder in (ROUTING, GROWING):
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
         for file in _left_by_writer(self.folder) or ():
             file.unlink()
+
+    def _resume(self) -> None:
+        """Take up the trace that is there: its requests stay, routing of others goes."""
+        if not (self.folder / REQUESTS).exists() and not any((self.folder / GROWING).glob("part-*.parquet")):
+            return  # killed before any request was written
+        held = open_folder(self.folder)
+        if held.meta != self.meta:
+            raise InputError(
+                f"{self.folder} cannot be resumed, it was recorded otherwise: {_differ(held.meta, self.meta)}"
+            )
+        self.written = self.added = sum(len(batch) for batch in held.request_batches(1024))
+        with self._telling():
+            for folder in (ROUTING, GROWING):
+                (self.folder / folder).mkdir(exist_ok=True)
+            for file in _left_by_writer(self.folder) or ():
+                if file.name.startswith("."):
+                    file.unlink()
+            if (whole := self.folder / REQUESTS).exists():
+                for file in (self.folder / GROWING).iterdir():
+                    file.unlink()
+                os.replace(whole, self._requests.path)
+            self._requests.reopen()
+            self._rows.reopen(keep=self.written)
+        self.next_step = _last_step(held.parts, self.written) + 1
+
+
+def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
+    """What two recordings differ in, in words."""
+    a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held, wanted))
+    told = [f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key)]
+    return "; ".join(told)
+
+
+def _last_step(parts: tuple[Path, ...], requests: int) -> int:
+    """The last step of the first `requests` requests; -1 without any."""
+    for part in reversed(parts):
+        if part.exists():
+            table = pq.read_table(str(part), columns=["request", "step"], partitioning=None)
+            steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
+            if len(steps):
+                return int(steps.max())
+    return -1
 
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
@@ -135,9 +260,9 @@ def _left_by_writer(folder: Path) -> list[Path] | None:
 
     What has its final name must also tell that it is of a trace: one such file is enough.
     """
-    routing = folder / ROUTING
-    files = sorted(set(folder.iterdir()) - {routing}, key=lambda file: file.name != REQUESTS)
-    parts = sorted(routing.iterdir()) if routing.is_dir() else []
+    inner = [folder / GROWING, folder / ROUTING]
+    files = sorted(set(folder.iterdir()) - set(inner), key=lambda file: file.name != REQUESTS)
+    parts = [part for place in inner if place.is_dir() for part in sorted(place.iterdir())]
     if not {file.name for file in files} <= {REQUESTS, _temporary(folder / REQUESTS).name}:
         return None
     if not all(_PART.fullmatch(part.name) for part in parts):
@@ -147,7 +272,7 @@ def _left_by_writer(folder: Path) -> list[Path] | None:
 
 
 _PART = re.compile(r"part-\d+\.parquet|\.part-\d+\.parquet\.tmp")
-"""Names of routing files, whole or being written."""
+"""Names of the files that grow, whole or being written."""
 
 
 def _is_of_trace(file: Path) -> bool:
@@ -163,30 +288,39 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _write(tables: dict[Path, pa.Table]) -> None:
-    """Write all tables under temporary names, then give them their own, in order."""
+@contextmanager
+def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A Parquet file under a temporary name, which gets its own when it is whole."""
+    temporary = _temporary(path)
+    plain = [name for name in schema.names if name not in ("weights", "gate_probs", "embedding")]
     try:
-        for path, table in tables.items():
-            pq.write_table(
-                table,
-                _temporary(path),
-                row_group_size=ROW_GROUP,
-                compression="zstd",
-                compression_level=3,
-                use_dictionary=[name for name in table.column_names if name != "weights"],
-            )
-        for path in tables:
-            os.replace(_temporary(path), path)
+        with pq.ParquetWriter(
+            temporary, schema, compression="zstd", compression_level=3, use_dictionary=plain
+        ) as writer:
+            yield writer
+        os.replace(temporary, path)
     finally:
-        for path in tables:
-            _temporary(path).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
+
+
+def _write(path: Path, table: pa.Table) -> None:
+    with _writing(path, table.schema) as writer:
+        writer.write_table(table, row_group_size=ROW_GROUP)
+
+
+def _join(files: list[Path], into: Path) -> None:
+    """One file with the rows of several, a row group of each at a time."""
+    with _writing(into, pq.read_schema(str(files[0]))) as writer:
+        for file in files:
+            with pq.ParquetFile(str(file)) as rows:
+                for group in range(rows.num_row_groups):
+                    writer.write_table(rows.read_row_group(group))
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:
     """Rows in the order of execution; `first` is the index of the trace's first request in the whole."""
     order = np.argsort(trace.step, kind="stable")
     request = np.repeat(np.arange(len(trace.requests), dtype=np.uint32) + first, np.diff(trace.offsets))
-    width = trace.layers * trace.top_k
     token_id = np.full(len(order), -1, np.int32) if trace.token_id is None else trace.token_id[order]
     columns = [
         pa.array(request[order]),
@@ -194,20 +328,27 @@ def _routing_table(trace: Trace, first: int) -> pa.Table:
         pa.array(trace.step[order]),
         pa.array(trace.phase[order]),
         pa.array(token_id, mask=token_id < 0),
-        pa.FixedSizeListArray.from_arrays(pa.array(trace.experts[order].ravel()), width),
+        _lists(trace.experts[order], trace.layers * trace.top_k),
     ]
-    if trace.weights is not None:
-        columns.append(pa.FixedSizeListArray.from_arrays(pa.array(trace.weights[order].ravel()), width))
-    return pa.Table.from_arrays(columns, schema=routing_schema(trace.meta, trace.weights is not None))
+    held = {name: array for name in OPTIONAL if (array := getattr(trace, name)) is not None}
+    columns += [_lists(array[order], math.prod(array.shape[1:])) for array in held.values()]
+    return pa.Table.from_arrays(columns, schema=routing_schema(trace.meta, held))
 
 
 def _requests_table(trace: Trace) -> pa.Table:
-    schema = requests_schema(trace.meta)
+    size = None if trace.embedding is None else trace.embedding.shape[1]
+    schema = requests_schema(trace.meta, size)
     columns = [pa.array(trace.requests[name], from_pandas=True).cast(schema.field(name).type) for name in _LISTED]
-    for phase in (PREFILL, DECODE):
-        eams = trace.eams(phase).astype(np.uint32)
-        columns.append(pa.FixedSizeListArray.from_arrays(pa.array(eams.ravel()), eams[0].size))
+    width = trace.layers * trace.num_experts
+    columns += [_lists(trace.eams(phase).astype(np.uint32), width) for phase in (PREFILL, DECODE)]
+    if trace.embedding is not None:
+        columns.append(_lists(trace.embedding, trace.embedding.shape[1]))
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def _lists(array: NDArray[np.generic], width: int) -> pa.Array:
+    """[rows, ...] as lists of `width` values each."""
+    return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), width)
 
 
 _LISTED = ("id", "dataset", "task", "prompt_tokens", "output_tokens", "arrival_ns", "mode")

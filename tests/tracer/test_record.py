@@ -13,17 +13,17 @@ from tracer.models import LoadedModel
 from tracer.prompts import Prompt
 from tracer.record import Options, record
 from traces.errors import InputError
-from traces.reader import OPTIONAL
+from traces.reader import EXTRA
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok then")
-PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", text) for i, text in enumerate(TEXTS)]
+PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", (text,)) for i, text in enumerate(TEXTS)]
 
 
 def recorded(loaded: LoadedModel, out: Path, **options: Any) -> Trace:
     record(loaded, PROMPTS, out, Options(**{"max_new_tokens": 6, **options}))
-    return Trace.read(out, OPTIONAL)
+    return Trace.read(out, EXTRA)
 
 
 def test_a_padded_batch_records_what_single_requests_record(loaded: LoadedModel, tmp_path: Path) -> None:

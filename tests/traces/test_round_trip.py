@@ -1,18 +1,23 @@
 """What is written is what is read."""
 
 import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.strategies import traces
-from traces.reader import OPTIONAL
+from traces.errors import InputError
+from traces.reader import EXTRA
 from traces.schema import ROUTING
+from traces.stream import pieces
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import TraceWriter, write_trace
@@ -20,10 +25,13 @@ from traces.writer import TraceWriter, write_trace
 ARRAYS = ("offsets", "experts", "phase", "position", "step")
 
 
-def assert_same(a: Trace, b: Trace) -> None:
+def assert_same(a: Trace, b: Trace, columns: Iterable[str] = ()) -> None:
+    """The same metadata, requests and rows; of optional `columns` too."""
     assert a.meta == b.meta
-    pd.testing.assert_frame_equal(a.requests.reset_index(drop=True), b.requests, check_dtype=False)
-    for name in ARRAYS:
+    pd.testing.assert_frame_equal(
+        a.requests.reset_index(drop=True), b.requests.reset_index(drop=True), check_dtype=False
+    )
+    for name in (*ARRAYS, *columns):
         np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
@@ -33,14 +41,9 @@ def test_a_trace_reads_back_as_it_was_written(trace: Trace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
         write_trace(trace, path)
-        again = Trace.read(path, OPTIONAL)
-    assert_same(trace, again)
+        again = Trace.read(path, EXTRA)
+    assert_same(trace, again, EXTRA)
     assert again.experts.dtype == trace.meta.id_type
-    np.testing.assert_array_equal(again.token_id, trace.token_id)
-    if trace.weights is None:
-        assert again.weights is None
-    else:
-        np.testing.assert_array_equal(again.weights, trace.weights)
 
 
 @settings(max_examples=20, deadline=None)
@@ -56,11 +59,88 @@ def test_a_trace_written_request_by_request_is_the_same_trace(trace: Trace) -> N
 
 
 def one_request(trace: Trace, r: int) -> Trace:
-    rows = slice(int(trace.offsets[r]), int(trace.offsets[r + 1]))
-    columns = {name: getattr(trace, name)[rows] for name in ("experts", "phase", "position", "step", "token_id")}
-    weights = None if trace.weights is None else trace.weights[rows]
-    offsets = np.array([0, rows.stop - rows.start])
-    return replace(trace, requests=trace.requests.iloc[r : r + 1], offsets=offsets, weights=weights, **columns)
+    return trace.select(np.array([r]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(), st.data())
+def test_a_trace_resumed_wherever_it_stopped_is_the_same_trace(trace: Trace, data: st.DataObject) -> None:
+    R = len(trace.requests)
+    trace = replace(trace, step=np.sort(trace.step))  # a recording goes on after the last step
+    stops = data.draw(st.lists(st.integers(0, R), max_size=3).map(sorted))
+    with tempfile.TemporaryDirectory() as folder:
+        path, done = Path(folder) / "trace", 0
+        for stop in [*stops, R]:
+            writer = TraceWriter(path, trace.meta, resume=True)
+            assert writer.written == done
+            assert writer.next_step == (int(trace.step[: trace.offsets[done]].max()) + 1 if trace.offsets[done] else 0)
+            for r in range(done, stop):
+                writer.add(one_request(trace, r))
+            if data.draw(st.booleans()) or stop == R:
+                writer.close()
+            else:
+                writer.flush()  # and killed
+            done = stop
+        assert_same(trace, Trace.read(path, EXTRA), EXTRA)
+        assert sorted(file.name for file in path.iterdir()) == ["requests.parquet", "routing"]
+
+
+def test_routing_of_unlisted_requests_is_dropped_when_a_trace_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traces.writer.ROW_GROUP", 8)
+    trace = synthetic(3, 4, 2, 4, 2, seed=0)
+    other = synthetic(3, 4, 2, 4, 2, seed=1)
+    writer = TraceWriter(tmp_path / "t", trace.meta)
+    writer.add(one_request(trace, 0))
+    writer.flush()
+    with monkeypatch.context() as killed:
+        killed.setattr(writer, "_requests", SimpleNamespace(grown=False, add=lambda table: None, rows=0, limit=9))
+        killed.setattr(writer._requests, "flushed", lambda: None, raising=False)
+        writer.add(one_request(other, 1))  # fills the part, and is killed before its request is listed
+    assert len(pq.read_table(tmp_path / "t" / ROUTING)) == 8
+    writer = TraceWriter(tmp_path / "t", trace.meta, resume=True)
+    assert writer.written == 1
+    for r in (1, 2):
+        writer.add(one_request(trace, r))
+    writer.close()
+    assert_same(trace, Trace.read(tmp_path / "t"))
+
+
+def test_a_trace_that_was_recorded_otherwise_is_not_resumed(tmp_path: Path) -> None:
+    trace = synthetic(1, 2, 2, 4, 2, seed=0)
+    write_trace(replace(trace, meta=replace(trace.meta, settings={"seed": 1})), tmp_path / "t")
+    with pytest.raises(InputError, match="recorded otherwise: seed was 1, now 2"):
+        TraceWriter(tmp_path / "t", replace(trace.meta, settings={"seed": 2}), resume=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.integers(1, 9), st.integers(1, 3), st.integers(1, 9))
+def test_pieces_of_a_trace_are_the_trace(trace: Trace, rows: int, requests: int, group: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as small:
+        small.setattr("traces.stream.ROWS", rows)
+        small.setattr("traces.stream.REQUESTS", requests)
+        small.setattr("traces.writer.ROW_GROUP", group)
+        path = Path(folder) / "trace"
+        write_trace(trace, path)
+        found, first = list(pieces(path, EXTRA)), 0
+    for piece in found:
+        assert 1 <= len(piece.requests) <= requests
+        assert_same(trace.select(np.arange(first, first + len(piece.requests))), piece, EXTRA)
+        first += len(piece.requests)
+    assert first == len(trace.requests)
+
+
+def test_a_trace_of_counts_alone_reads_back(tmp_path: Path) -> None:
+    trace = synthetic(2, 3, 2, 4, 2, seed=0)
+    counts = np.arange(2 * 2 * 8, dtype=np.uint32).reshape(2, 2, 8)
+    unknown = trace.requests.assign(prompt_tokens=pd.array([None] * 2, dtype="Int64"), output_tokens=0)
+    empty = replace(trace.select(np.array([], int)), requests=unknown, offsets=np.zeros(3, np.int64))
+    write_trace(replace(empty, meta=replace(trace.meta, mode="aggregate"), aggregate=counts), tmp_path / "t")
+    again = Trace.read(tmp_path / "t")
+    assert (again.eams(0).ravel() == counts[0].ravel()).all()
+    assert (again.eams(1).ravel() == counts[1].ravel()).all()
+    assert [len(piece.requests) for piece in pieces(tmp_path / "t")] == [2]
 
 
 def test_optional_columns_are_read_only_when_asked_for(tmp_path: Path) -> None:

@@ -35,10 +35,10 @@ def validate(trace: TraceArgument) -> None:
 
     Example: moe-trace validate traces/recorded/demo
     """
-    from traces.reader import OPTIONAL
+    from traces.reader import EXTRA
     from traces.trace import Trace
 
-    held = Trace.read(trace, OPTIONAL)
+    held = Trace.read(trace, EXTRA)
     console.out.print(f"{trace} is a valid trace: {size(held)}", soft_wrap=True)
     suggest(f"moe-trace info {trace}")
 
