@@ -110,7 +110,7 @@ def record(
 
 def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
     with blaming(f"the tokenizer of {loaded.name} fails"):
-        ids = [loaded.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+        ids = [loaded.tokenizer(prompt.turns[0])["input_ids"] for prompt in prompts]
     for prompt, tokens in zip(prompts, ids, strict=True):
         if not tokens:
             raise InputError(f"the prompt {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
