@@ -1,21 +1,25 @@
-"""Decoding with the recorder against decoding without it, on a model of 26 MoE layers at batch 1.
+"""Generating with the recorder against the same generate() without it, on a model of 26 MoE layers.
 
-Experts are of a size that takes a step some tens of milliseconds; a larger model hides the recorder better.
+Ratios of processor time, of decoding at batch 1 and 8 and of a prefill of 1,024 tokens, with ids alone and with
+weights too; and the hook's own time, on layers that do nothing but be called.
 """
 
 import time
+from collections.abc import Callable
 from statistics import median
 
-import numpy as np
 import torch
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from torch import Tensor, nn
+from transformers import GenerationConfig, OlmoeConfig, OlmoeForCausalLM
 
 from tracer.hook import ExpertsHook
 
-LAYERS = 26
-TOKENS = 16
-RUNS = 15
-BOUND = 1.05
+LAYERS, EXPERTS, TOP_K = 26, 16, 4
+TOKENS = 12
+PREFILL = 1024
+RUNS = 9
+BOUNDS = {"ids": 1.03, "ids and weights": 1.06}
+PASSES = 200
 
 
 def make_model() -> OlmoeForCausalLM:
@@ -28,8 +32,8 @@ def make_model() -> OlmoeForCausalLM:
             num_hidden_layers=LAYERS,
             num_attention_heads=8,
             num_key_value_heads=8,
-            num_experts=16,
-            num_experts_per_tok=4,
+            num_experts=EXPERTS,
+            num_experts_per_tok=TOP_K,
             bos_token_id=None,
             eos_token_id=None,
             pad_token_id=0,
@@ -37,39 +41,96 @@ def make_model() -> OlmoeForCausalLM:
     ).eval()
 
 
-def decode(model: OlmoeForCausalLM, hook: ExpertsHook | None) -> float:
-    """Processor seconds per token, a prefill of four tokens left out."""
-    ids = torch.tensor([[1, 2, 3, 4]])
-    taken = []
+def seconds(model: OlmoeForCausalLM, ids: Tensor, new: int, hook: ExpertsHook | None) -> float:
+    """Processor seconds of one generate()."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, pad_token_id=0)
     with torch.inference_mode():
-        out = model(input_ids=ids, use_cache=True)
-        if hook:
-            hook.discard()
         start = time.process_time()
-        for _ in range(TOKENS):
-            out = model(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values, use_cache=True)
-            if hook:
-                taken.append(hook.take(weights=False))
-    assert not hook or np.concatenate([ids for ids, _ in taken]).shape == (TOKENS, LAYERS, 4)
-    return (time.process_time() - start) / TOKENS
+        model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config)
+        took = time.process_time() - start
+    if hook:
+        assert sum(len(part.ids) for part in hook.passes) == ids.numel() + len(ids) * (new - 1)
+        hook.clear()
+    return took
+
+
+def ratio(model: OlmoeForCausalLM, ids: Tensor, new: int, weights: bool, runs: int) -> tuple[float, float]:
+    """Median time with the recorder, and without it; runs alternate."""
+    bare, recorded = [], []
+    for _ in range(runs):
+        bare.append(seconds(model, ids, new, None))
+        with ExpertsHook(model, weights=weights) as hook:
+            hook.probe()
+            hook.clear()
+            recorded.append(seconds(model, ids, new, hook))
+    return median(recorded), median(bare)
+
+
+class IdleExperts(nn.Module):
+    """Experts that compute nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return hidden
+
+
+class Idle(nn.Module):
+    """A model whose layers are called and do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(IdleExperts() for _ in range(LAYERS))
+        self.embedding = nn.Embedding(8, 1)
+
+    def forward(self, input_ids: Tensor) -> None:
+        tokens = input_ids.numel()
+        hidden = torch.zeros(tokens, 1)
+        index = torch.arange(TOP_K).expand(tokens, TOP_K)
+        weights = torch.rand(tokens, TOP_K) + 0.1
+        for layer in self.layers:
+            layer(hidden, index, weights)
+
+
+def timed(play: Callable[[], object]) -> float:
+    start = time.process_time()
+    for _ in range(PASSES):
+        play()
+    return (time.process_time() - start) / PASSES
+
+
+def hook_alone(tokens: int, weights: bool) -> float:
+    """Seconds that the recorder adds to a forward pass of idle layers."""
+    model, ids = Idle(), torch.zeros((1, tokens), dtype=torch.long)
+    bare, hooked = [], []
+    for _ in range(5):
+        bare.append(timed(lambda: model(ids)))
+        with ExpertsHook(model, weights=weights) as hook:
+            hook.probe()
+            hooked.append(timed(lambda: (model(ids), hook.clear())))
+    return median(hooked) - median(bare)
 
 
 def main() -> None:
     torch.set_num_threads(1)  # whose processor time no other process changes
     model = make_model()
-    hook = ExpertsHook(model)
-    with hook:
-        hook.probe()
-    bare, recorded = [], []
-    for _ in range(RUNS):
-        bare.append(decode(model, None))
-        with hook:
-            recorded.append(decode(model, hook))
-    ratio = median(recorded) / median(bare)
-    print(
-        f"record: {ratio:.3f} times a decode without the recorder (at most {BOUND}); "
-        f"{median(recorded) * 1e3:.1f} ms against {median(bare) * 1e3:.1f} ms a token, {LAYERS} layers"
-    )
+    cases = {
+        "decode at batch 1": (torch.full((1, 4), 7), TOKENS, RUNS),
+        "decode at batch 8": (torch.arange(32).reshape(8, 4), TOKENS, RUNS),
+        f"prefill of {PREFILL:,}": (torch.arange(PREFILL)[None] % 1000, 1, 5),
+    }
+    for what, weights in (("ids", False), ("ids and weights", True)):
+        for case, (ids, new, runs) in cases.items():
+            ours, bare = ratio(model, ids, new, weights, runs)
+            print(
+                f"record {what}, {case}: {ours / bare:.3f} times without (at most {BOUNDS[what]}); "
+                f"{ours / new * 1e3:.1f} ms against {bare / new * 1e3:.1f} ms a step, {LAYERS} layers"
+            )
+        for tokens in (1, 8, PREFILL):
+            alone = hook_alone(tokens, weights) / LAYERS
+            print(f"  the hook alone, {tokens:,} tokens: {alone * 1e6:.1f} us a layer")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
-"""`moe-trace`: record what a model routes, look at a trace, check it, import another tool's dump.
+"""`moe-trace`: record what a model routes; look at traces, check, join and cut them; import and export them.
 
-Heavy libraries are imported by the commands that need them, when they run; only `record` needs torch.
+Heavy libraries are imported by the commands that need them, when they run; only `record`, and `import` of a file
+that torch wrote, need torch.
 """
 
 import typer
 
-from tracer.commands import convert, inspect, record
+from tracer.commands import architectures, convert, edit, inspect, record
 from traces import console
 
 app = typer.Typer(
-    help="Record, inspect and import routing traces of mixture-of-experts models.",
+    help="Record, inspect, edit and convert routing traces of mixture-of-experts models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -19,6 +20,11 @@ app.command()(record.record)
 app.command()(inspect.info)
 app.command()(inspect.validate)
 app.command(name="import")(convert.import_)
+app.command()(convert.export)
+app.command()(edit.cat)
+app.command(name="slice")(edit.slice_)
+app.command()(edit.sample)
+app.command()(architectures.architectures)
 
 
 def main() -> None:

@@ -1,146 +1,307 @@
-"""Observe the routing of a live transformers model: one forward pre-hook on each module of routed experts.
+"""Observe the routing of a live transformers model: what its MoE layers choose in each forward pass.
 
-Such a module is called as experts(hidden[T, H], top_k_index[T, k], top_k_weights[T, k]); its arguments are
-the selection itself, after group limits and correction biases, which logits alone do not give. Each must be
-called once in a forward pass; a model that routes in another way is refused with the module's name.
+`sites` knows how a single layer shows its choice; here the choices of a stack (a decoder, or the encoder before
+it) become one record when its forward pass ends. Each layer must choose exactly once in a pass; a model of which
+that does not hold is refused with the layer's name. Tensors stay on their device until the end of the pass.
 """
 
-import inspect
-from typing import Any
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from tracer.gates import Gate, find_gate, read_gates
+from tracer.lookahead import Lookahead
+from tracer.nllb import mended
+from tracer.sites import Site, find_sites
 from traces.errors import InputError
+
+PROBE_TOKENS = 24
+"""Enough for tokens to choose different experts, so that a wrong reading of a router shows itself."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The routing of one forward pass of one stack over T tokens (rows x columns, flattened by rows).
+
+    L counts the layers of all stacks, k is the most experts of any; ids are -1 where nothing is routed: layers of
+    the other stack, dropped tokens, experts that compute nothing. Weights and probabilities are 0 there.
+    """
+
+    stack: int  # 0: the only stack, or the encoder; 1: the decoder
+    ids: NDArray[np.int32]  # [T, L, k], best expert first
+    weights: NDArray[np.float16] | None = None  # [T, L, k]
+    gate_probs: NDArray[np.float16] | None = None  # [T, L, E]
+    lookahead: NDArray[np.int32] | None = None  # [T, L, k], -1 also in the first layer of a stack
+
+
+class _Choice(NamedTuple):
+    """What a layer chose for the tokens of a pass: experts and weights, [T, k] each."""
+
+    site: Site
+    experts: Tensor
+    weights: Tensor
 
 
 class ExpertsHook:
-    """Observes `model` while entered as a context manager.
+    """Observes `model` while entered as a context manager; `probe` first, then each forward pass fills `passes`.
 
-    After `probe`, `names` and `modules` list the MoE layers in the order of execution, `experts` is E and
-    `top_k` is k. Tensors stay on their device until `take`, which copies those of one forward pass at once.
+    After `probe`, `names` and `modules` list the MoE layers in the order of execution, the encoder's first, and
+    `sites` all that is known of them; `experts` is E, `top_k` the largest k, `stacks` 1 or 2, and `notes` are
+    lines that the user should read. Weights, gate probabilities and lookahead are recorded if asked for.
+
+    A forward pass raises InputError at its end if a layer did not choose exactly once.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, weights: bool = False, gate_probs: bool = False, lookahead: bool = False):
         self.model = model
-        found = {name: m for name, m in model.named_modules() if type(m).__name__.endswith("Experts")}
-        if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-            raise InputError(f"{_kind(model)} is an encoder-decoder; only decoders can be recorded")
-        if not found:
+        self.sites = find_sites(model)
+        if not self.sites:
             raise InputError(f"{_kind(model)} has no routed experts that can be observed: is it an MoE model?")
-        self.names = list(found)
-        self.modules = list(found.values())
         self.experts = 0
         self.top_k = 0
-        self._seen: list[tuple[str, Tensor, Tensor]] = []
-        self._handles: list[Any] = []
+        self.stacks = 2 if getattr(getattr(model, "config", None), "is_encoder_decoder", False) else 1
+        self.notes: list[str] = []
+        self.passes: list[Pass] = []
+        self._weights = weights
+        self._gate_probs = gate_probs
+        self._ahead = Lookahead() if lookahead else None
+        self._layers: list[list[Site]] | None = None  # of each stack, in the order of execution
+        self._gates: dict[Site, Gate] = {}
+        self._seen: list[_Choice] = []
+        self._router_outputs: dict[Site, Any] = {}
+        self._probed: list[list[_Choice]] = []
+        self._open = ExitStack()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the layers, as in `model.named_modules()`."""
+        return [site.name for site in self.sites]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold the experts of each layer."""
+        return [site.module for site in self.sites]
+
+    @property
+    def alone(self) -> bool:
+        """Whether requests must run one at a time: others in a batch, or padding, would change their routing.
+
+        So it is where experts have a capacity, and where an indexer picks the tokens that attention sees.
+        """
+        indexed = any("Indexer" in type(module).__name__ for module in self.model.modules())
+        return indexed or any(site.alone for site in self.sites)
 
     def __enter__(self) -> "ExpertsHook":
-        for name, module in zip(self.names, self.modules, strict=True):
-            self._handles.append(module.register_forward_pre_hook(self._observe(name, module), with_kwargs=True))
+        with ExitStack() as opening:
+            self.notes[:] = opening.enter_context(mended(self.model))
+            for handle in self._handles():
+                opening.callback(handle.remove)
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._open.close()
+        self._forget()
 
     def probe(self) -> None:
-        """Run one token through the model to learn the order of the layers, E and k."""
-        self._seen.clear()
+        """Run a few tokens through the model to learn its layers and how to read them; raises InputError."""
+        self.clear()
+        self._layers, self._probed = None, []
+        if self._ahead:
+            self._ahead.rehearse()
+        tokens = self._probe_tokens()
+        decoder = {"decoder_input_ids": tokens} if self.stacks == 2 else {}
         with torch.inference_mode():
-            self.model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=next(self.model.parameters()).device))
-        self._require_each_once()
-        modules = dict(zip(self.names, self.modules, strict=True))
-        self.names = [name for name, _, _ in self._seen]
-        self.modules = [modules[name] for name in self.names]
-        for name, module, (_, index, _) in zip(self.names, self.modules, self._seen, strict=True):
-            shape = (_expert_count(name, module), index.shape[1])
-            if self.experts and shape != (self.experts, self.top_k):
+            self.model(input_ids=tokens, **decoder)
+        if self._seen:
+            raise InputError(f"{self._seen[0].site.name} ran outside of {_kind(self.model)}'s forward pass")
+        seen = [choice for stack in self._probed for choice in stack]
+        self._leave_out_what_never_runs({choice.site for choice in seen})
+        _require_each_once(self.sites, seen)
+        self.sites = [choice.site for choice in seen]
+        self._layers = [[choice.site for choice in stack] for stack in self._probed]
+        self._learn(seen)
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the passes, and whatever an unfinished forward pass has left."""
+        self.passes.clear()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._seen.clear()
+        self._router_outputs.clear()
+        if self._ahead:
+            self._ahead.clear()
+
+    def _handles(self) -> Iterator[Any]:
+        """Hook all layers and stacks."""
+        for site in self.sites:
+            yield from self._attach(site)
+        model: Any = self.model
+        for stack, module in enumerate([model.get_encoder(), model.get_decoder()] if self.stacks == 2 else [model]):
+            yield module.register_forward_hook(partial(self._ended, stack))
+
+    def _attach(self, site: Site) -> Iterator[Any]:
+        """Hook one layer: its choice, and what was asked for besides."""
+
+        def report(index: Tensor, weights: Tensor) -> None:
+            if self._ahead and self._ahead.trying:
+                self._ahead.answer(index, weights)
+            self._seen.append(_Choice(site, index, weights))
+
+        def scored(_: nn.Module, args: Any, output: Any) -> None:
+            if not (self._ahead and self._ahead.trying):
+                self._router_outputs[site] = output
+
+        if self._ahead:
+            yield from self._ahead.attach(site)
+        if self._gate_probs and site.router is not None:
+            yield site.router.register_forward_hook(scored)
+        yield from site.attach(report)
+
+    def _probe_tokens(self) -> Tensor:
+        """Some token ids [1, T] that are words as far as the model's config tells, where its weights are."""
+        model: Any = self.model
+        special = set(_special_ids(getattr(model, "config", None)))
+        embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        vocabulary = range(min(getattr(embedding, "num_embeddings", PROBE_TOKENS), PROBE_TOKENS + len(special)))
+        words = [token for token in vocabulary if token not in special] or [0]
+        ids = [words[number % len(words)] for number in range(PROBE_TOKENS)]
+        return torch.tensor([ids], device=next((p.device for p in model.parameters() if not p.is_meta), "cpu"))
+
+    def _leave_out_what_never_runs(self, ran: set[Site]) -> None:
+        """Drop the layers of towers for images or speech, of which no layer at all runs on text."""
+        stacks = {_numberless(site.name) for site in ran}
+        idle = [site for site in self.sites if site not in ran and _numberless(site.name) not in stacks]
+        if ran and idle:
+            self.sites = [site for site in self.sites if site not in idle]
+            names = sorted({_numberless(site.name) for site in idle})
+            self.notes.append(f"not recorded, because text does not run through them: {', '.join(names)}")
+
+    def _learn(self, seen: list[_Choice]) -> None:
+        """E, k, how to read the routers, and that what was asked for can be had."""
+        for choice in seen:
+            site = choice.site
+            if self.experts and site.experts != self.experts:
                 raise InputError(
-                    f"{name} routes top-{shape[1]} of {shape[0]} experts, the layers before it "
-                    f"top-{self.top_k} of {self.experts}: layers that differ cannot be recorded"
+                    f"{site.name} has {site.experts} routed experts, the layers before it {self.experts}: "
+                    "layers that differ cannot be recorded"
                 )
-            self.experts, self.top_k = shape
-        self._seen.clear()
+            self.experts = site.experts
+            self.top_k = max(self.top_k, choice.experts.shape[1])
+            if self._weights and not site.weighted:
+                raise InputError(f"weights of {site.name} cannot be recorded: its experts are not told of them")
+            if self._gate_probs:
+                output = self._router_outputs.get(site)
+                self._gates[site] = find_gate(site, output, choice.experts, choice.weights)
+        if self._ahead:
+            self._ahead.check((choice.site, choice.experts) for choice in seen)
 
-    def discard(self) -> None:
-        """Forget what an unfinished forward pass has left."""
-        self._seen.clear()
-
-    def take(self, weights: bool) -> tuple[NDArray[np.int32], NDArray[np.float16] | None]:
-        """The routing of the forward pass that has just ended, best expert first, and its weights if wanted.
-
-        Returns int32[T, L, k] (-1: no routed expert) and float16[T, L, k]. Raises InputError if a layer was
-        not called exactly once.
-        """
-        if [name for name, _, _ in self._seen] != self.names:
-            self._require_each_once()
+    def _ended(self, stack: int, *_: Any) -> None:
+        """The forward pass of a stack has ended: keep what was seen."""
+        if self._layers is None:
+            self._probed.append(list(self._seen))
+            self._seen.clear()
+            return
+        layers = self._layers[stack]
+        if [choice.site for choice in self._seen] != layers:
+            _require_each_once(layers, self._seen)
             raise InputError(f"the MoE layers of {_kind(self.model)} run in an order that changes")
-        device = self._seen[0][1].device
-        index = torch.stack([index.to(device) for _, index, _ in self._seen], dim=1)
-        weight = torch.stack([weight.to(device) for _, _, weight in self._seen], dim=1).float()
-        self._seen.clear()
-        order = weight.argsort(dim=-1, descending=True, stable=True)
-        ids = index.gather(-1, order)
-        ids = torch.where((ids >= 0) & (ids < self.experts), ids, -1).to(torch.int32)
-        kept = weight.gather(-1, order).to(torch.float16).cpu().numpy() if weights else None
-        return ids.cpu().numpy(), kept
+        if layers:
+            self.passes.append(self._read(stack, layers))
+        self._forget()
 
-    def _observe(self, name: str, module: nn.Module) -> Any:
-        """The pre-hook of one module."""
-        parameters = list(inspect.signature(module.forward).parameters)[:3]
-
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = (*args, *(kwargs[key] for key in parameters[len(args) :] if key in kwargs))
-            if not _is_routing(given):
+    def _read(self, stack: int, layers: list[Site]) -> Pass:
+        tokens = len(self._seen[0].experts)
+        for site, index, _ in self._seen:
+            if len(index) != tokens or index.shape[1] > self.top_k:
                 raise InputError(
-                    f"{name} ({type(module).__name__}) is not called as experts(hidden, index, weights): "
-                    f"routing of {_kind(self.model)} cannot be observed"
+                    f"{site.name} routes {len(index)} tokens to {index.shape[1]} experts each where {layers[0].name} "
+                    f"routes {tokens} tokens and {self.top_k} was the most: they cannot be attributed"
                 )
-            self._seen.append((name, given[1], given[2]))
+        ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen])
+        probs = ahead = None
+        if self._gate_probs:
+            read = read_gates([self._gates[s] for s in layers], [self._router_outputs[s] for s in layers], tokens)
+            probs = self._placed(stack, read.half(), 0)
+        if self._ahead:
+            seen = [self._ahead.chosen[site] for site in layers[1:]]
+            ahead = self._placed(stack, self._sorted(seen)[0] if seen else ids[:, :0], -1, skip=1)
+        return Pass(
+            stack,
+            self._placed(stack, ids, -1),
+            self._placed(stack, weights.half(), 0) if self._weights else None,
+            probs,
+            ahead,
+        )
 
-        return hook
+    def _sorted(self, choices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Ids and weights [T, layers, k] of several layers, best expert first; nothing routed: -1 and 0."""
+        index = _stacked([index for index, _ in choices], self.top_k, -1)
+        weights = _stacked([weights for _, weights in choices], self.top_k, 0).float()
+        routed = (index >= 0) & (index < self.experts) & (weights != 0)
+        weights, order = (weights * routed).sort(dim=-1, descending=True, stable=True)
+        return torch.where(routed, index, -1).gather(-1, order).to(torch.int32), weights
 
-    def _require_each_once(self) -> None:
-        counts = dict.fromkeys(self.names, 0)
-        for name, _, _ in self._seen:
-            counts[name] += 1
-        for name, count in counts.items():
-            if count != 1:
-                raise InputError(
-                    f"{name} was called {count} times in one forward pass instead of once, so its routing "
-                    "cannot be recorded (is the model compiled, or do fused kernels replace its layers?)"
-                )
-
-
-def _is_routing(given: tuple[Any, ...]) -> bool:
-    """Whether arguments are hidden[T, H] or [rows, columns, H], an integer index[T, k] and weights[T, k]."""
-    if len(given) < 3 or not all(isinstance(argument, Tensor) for argument in given[:3]):
-        return False
-    hidden, index, weight = given[:3]
-    return (
-        hidden.dim() >= index.dim() == 2
-        and index.dtype in (torch.int64, torch.int32)
-        and weight.is_floating_point()
-        and index.shape == weight.shape
-        and len(index) * hidden.shape[-1] == hidden.numel()
-    )
+    def _placed(self, stack: int, layers: Tensor, empty: int, skip: int = 0) -> NDArray[Any]:
+        """Copy [T, layers of the stack, ...] to the host, among the layers of all stacks."""
+        part: NDArray[Any] = layers.cpu().numpy()
+        assert self._layers is not None
+        if len(self.sites) == part.shape[1]:
+            return part
+        first = skip + sum(len(before) for before in self._layers[:stack])
+        whole = np.full((len(part), len(self.sites), part.shape[2]), empty, part.dtype)
+        whole[:, first : first + part.shape[1]] = part
+        return whole
 
 
-def _expert_count(name: str, module: nn.Module) -> int:
-    """E: the routed experts that a module names, else the least length of its weights, else what it says it has.
+def _require_each_once(sites: list[Site], seen: list[_Choice]) -> None:
+    """Raise InputError naming a layer that did not choose exactly once, or one that is none of them but did."""
+    counts = Counter(choice.site for choice in seen)
+    for site in sites:
+        if counts[site] != 1:
+            raise InputError(
+                f"{site.name} was called {counts[site]} times in one forward pass instead of once, so its routing "
+                "cannot be recorded (is the model compiled, or do fused kernels replace its layers?)"
+            )
+    for site in set(counts) - set(sites):
+        raise InputError(f"{site.name} routes tokens but did not in the first forward pass: it cannot be recorded")
 
-    Some weights may be longer than E, for experts that compute nothing.
-    """
-    lengths = [len(weight) for weight in module.parameters() if weight.dim() == 3]
-    least = min(lengths) if lengths else getattr(module, "num_experts", None)
-    count = getattr(module, "num_routed_experts", least)
-    if not isinstance(count, int):
-        raise InputError(f"{name} ({type(module).__name__}) does not show how many experts it has")
-    return count
+
+def _stacked(layers: list[Tensor], k: int, fill: int) -> Tensor:
+    """Layers [T, at most k] each, maybe on several devices, as [T, layers, k]."""
+    if len({(layer.shape[1], layer.device) for layer in layers}) > 1 or layers[0].shape[1] != k:
+        device = layers[0].device
+        layers = [nn.functional.pad(layer.to(device), (0, k - layer.shape[1]), value=fill) for layer in layers]
+    return torch.stack(layers, 1)
+
+
+def _special_ids(config: Any) -> list[int]:
+    """Ids that a config, or a config in it, gives to what is no word: images, padding, ends."""
+    if config is None:
+        return []
+    ids: list[int] = []
+    for key, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            ids.extend(_special_ids(value))
+        elif key.endswith(("token_id", "token_index", "_token")):
+            ids.extend(number for number in (value if isinstance(value, list) else [value]) if isinstance(number, int))
+    return ids
+
+
+def _numberless(name: str) -> str:
+    """A name in which the number of a layer does not tell: `layers.3.mlp` becomes `layers.*.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", f".{name}")[1:]
 
 
 def _kind(model: nn.Module) -> str:

@@ -1,26 +1,44 @@
 """Load a causal language model and its tokenizer from a hub id or a folder; a failure is told in one line."""
 
-from collections.abc import Iterator
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import torch
 import transformers
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from numpy.typing import NDArray
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
 
 from tracer.hook import ExpertsHook
+from tracer.sites import Site
 from traces.errors import InputError, unknown
 from traces.schema import TraceMeta
 
 SMALL = 50_000_000
 """Parameters below which operations are too small to share among threads, which would wait for each other."""
+
+OFFLOADS = ("cpu", "disk")
+
+ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,6 +52,12 @@ class LoadedModel:
     tokenizer: Any  # transformers.PreTrainedTokenizerBase
 
     @property
+    def device(self) -> torch.device:
+        """Where inputs go; weights that are offloaded come to them."""
+        device: torch.device = self.model.device
+        return torch.device("cpu") if device.type == "meta" else device
+
+    @property
     def stop_ids(self) -> list[int]:
         """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id
@@ -45,6 +69,74 @@ class LoadedModel:
         """A token id to fill batches with; it is masked, so any will do."""
         pad = self.tokenizer.pad_token_id
         return int(pad) if pad is not None else (self.stop_ids or [0])[0]
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """What an encoder-decoder's answers start with, as its checkpoint says: settings of generate()."""
+        if not self.model.config.is_encoder_decoder:
+            return {}
+        forced = self.model.generation_config.forced_bos_token_id
+        return {"decoder_start_token_id": self.decoder_start} | (
+            {} if forced is None else {"forced_bos_token_id": forced}
+        )
+
+    @property
+    def decoder_start(self) -> int:
+        """The token that a decoder behind an encoder starts from; raises InputError if none is told."""
+        told = (
+            self.model.generation_config.decoder_start_token_id,
+            getattr(self.model.config, "decoder_start_token_id", None),
+            self.model.generation_config.bos_token_id,
+        )
+        for token in told:
+            if token is not None:
+                return int(token)
+        raise InputError(f"{self.name} does not say what its decoder starts with (decoder_start_token_id)")
+
+    def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
+        """The tokens of a conversation, user and model in turn, that the model is to go on with.
+
+        By the tokenizer's chat template, if `template` and it has one; else the texts, a line break between them.
+        """
+        with blaming(f"the tokenizer of {self.name} fails"):
+            if template and getattr(self.tokenizer, "chat_template", None):
+                messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+                given = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            else:
+                given = self.tokenizer("\n".join(said))
+            return list(given["input_ids"])
+
+    def response_tokens(self, text: str) -> list[int]:
+        """The tokens of an answer, with the end of sequence that the model would have written."""
+        with blaming(f"the tokenizer of {self.name} fails"):
+            if self.model.config.is_encoder_decoder:
+                ids = list(self.tokenizer(text_target=text)["input_ids"])
+            else:
+                ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids if ids and ids[-1] in self.stop_ids else [*ids, *self.stop_ids[:1]] or ids
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """What tokens say, without special ones."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
+        """The mean of the input embeddings of tokens, float16 [H]."""
+        with torch.inference_mode():
+            rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
+        embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
+        return embedding
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How to load a model."""
+
+    dtype: str = "auto"
+    device: str = "auto"
+    offload: str | None = None  # where weights go that do not fit onto the device: "cpu" or "disk"
+    max_memory: str | None = None  # of the device, such as 8GiB, if weights are offloaded
+    offload_folder: Path | None = None  # for weights on disk; None: a temporary one
+    trust_remote_code: bool = False
 
 
 @contextmanager
@@ -67,12 +159,14 @@ def blaming(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {reason}") from error
 
 
-def load_model(source: str, dtype: str, device: str) -> LoadedModel:
-    """Load `source`, a folder or a hub id, onto `device` (auto: CUDA if there is one); raises InputError."""
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+def load_model(source: str, how: Loading) -> LoadedModel:
+    """Load `source`, a folder or a hub id; raises InputError."""
+    if how.dtype not in DTYPES:
+        raise unknown("dtype", how.dtype, DTYPES)
+    if how.offload not in (None, *OFFLOADS):
+        raise unknown("place to offload to", how.offload, OFFLOADS)
     _be_quiet()
-    place = _device(device)
+    place = _device(how.device)
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -82,16 +176,57 @@ def load_model(source: str, dtype: str, device: str) -> LoadedModel:
     with blaming(f"cannot load the model {source}"):
         if not folder.is_dir():
             _require_hub(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        own_code = {"trust_remote_code": how.trust_remote_code}
+        config = AutoConfig.from_pretrained(source, **own_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
+        loaded: Any = _class_for(source, config).from_pretrained(
+            source,
+            dtype=how.dtype,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **own_code,
+            **_placing(how, place),
         )
         model, loading = loaded
         _require_weights(source, loading)
-        model = model.to(place).eval()
+        model = (model if how.offload else model.to(place)).eval()
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     return LoadedModel(folder.resolve().name if folder.is_dir() else source, model, tokenizer)
+
+
+def _class_for(source: str, config: Any) -> Any:
+    """The auto class that loads a model which answers text: the one that the checkpoint was saved from, if it does."""
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        return AutoModelForCausalLM
+    fitting: dict[Any, Any] = {
+        auto: auto._model_mapping[type(config)] for auto in ANSWERING if type(config) in auto._model_mapping
+    }
+    if not fitting:
+        raise InputError(f"{source} is a {config.model_type}, which transformers cannot let answer a text")
+    saved_from = set(getattr(config, "architectures", None) or ())
+    return next((auto for auto, kind in fitting.items() if kind.__name__ in saved_from), next(iter(fitting)))
+
+
+def _placing(how: Loading, place: torch.device) -> dict[str, Any]:
+    """Settings of from_pretrained() that put onto the device what fits, and offload the rest."""
+    if how.offload is None:
+        return {}
+    if not find_spec("accelerate"):
+        raise InputError("--offload needs accelerate: pip install 'moe-expert-cache[offload]'")
+    from accelerate.utils import get_max_memory
+
+    main = "cpu" if place.type == "cpu" else (place.index or 0)
+    memory = get_max_memory()
+    if how.max_memory is not None:
+        memory[main] = how.max_memory
+    if how.offload == "disk" and main != "cpu":
+        memory["cpu"] = 0
+    folder = how.offload_folder
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="moe-trace-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
 
 
 def _be_quiet() -> None:
@@ -122,10 +257,10 @@ def _require_weights(source: str, loading: dict[str, Any]) -> None:
 
 def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
     """What a trace says about the model that it was recorded from; `hook` has probed it."""
-    module = hook.modules[0]
-    weights = list(module.parameters())
-    # Weights have an expert per row, and maybe rows beyond E; or, flat, the rows of all experts.
-    sizes = [w[0].nbytes if w.dim() > 2 else w.nbytes // hook.experts for w in weights]
+    sizes = [_expert_bytes(site) for site in hook.sites]
+    if len(set(sizes)) > 1:
+        hook.notes.append(f"experts have {min(sizes)} to {max(sizes)} bytes; the trace tells of the largest")
+    weights = hook.sites[0].weights
     config = loaded.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None)
     return TraceMeta(
@@ -134,14 +269,20 @@ def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
         experts=hook.experts,
         top_k=hook.top_k,
         layer_names=tuple(hook.names),
-        expert_bytes=sum(sizes) or None,
+        expert_bytes=max(sizes) or None,
         dtype=str(weights[0].dtype).removeprefix("torch.") if weights else None,
-        mode="generate",
         revision=getattr(loaded.model.config, "_commit_hash", None),
         hidden_size=hidden,
-        expert_intermediate_size=_inner_size(module, hidden),
+        expert_intermediate_size=_inner_size(hook.modules[0], hidden),
         tools={name: version(name) for name in ("moe-expert-cache", "torch", "transformers")},
     )
+
+
+def _expert_bytes(site: Site) -> int:
+    """Bytes of one expert: of weights with an expert per row, and maybe rows beyond E, one row; else a share."""
+    stacked = [weight for weight in site.weights if weight.dim() > 2]
+    shared = sum(weight.nbytes for weight in site.weights if weight.dim() <= 2)
+    return sum(weight[0].nbytes for weight in stacked) + shared // site.experts
 
 
 def _inner_size(module: torch.nn.Module, hidden: int | None) -> int | None:

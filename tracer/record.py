@@ -1,13 +1,13 @@
-"""Record what a model routes while it answers prompts, with every token attributed to its request and phase.
+"""Record what a model routes while it answers prompts, in batches that are written whole or not at all.
 
-The first forward pass of a batch is its prefill; pass f after it feeds each row the f-th token that it
-generated. A request with n new tokens therefore has prompt + n - 1 routed tokens: the last one is never fed
-back, and what a finished row is fed while others go on is not its own. Padding is on the left and dropped.
+So a recording that was interrupted, or killed, goes on at a batch's beginning, with the same random numbers, and
+ends with the trace that it would have been. A prompt of several turns is several requests: each turn is asked with
+all that was said before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
-from transformers import GenerationConfig
 
+from tracer.answers import Answer, Runner, Sampling, Tokens
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming, describe
 from tracer.prompts import Prompt
@@ -24,45 +24,32 @@ from traces.check import first_fault
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import Trace, concatenate
 from traces.writer import TraceWriter
 
-Pass = tuple[NDArray[np.int32], NDArray[np.float16] | None]
-"""The routing of one forward pass: ids [rows * columns, L, k], -1 where no expert was routed, and weights."""
+GENERATE, FORCED = "generate", "teacher-forced"
+MODES = (GENERATE, FORCED)
+
+NEW_TOKENS = 32
+"""Tokens that are generated for a request if no limit is given."""
 
 
 @dataclass(frozen=True)
 class Options:
     """How to record."""
 
-    max_new_tokens: int = 32
+    max_new_tokens: int | None = None  # None: NEW_TOKENS, or the whole response where it is forced
     batch_size: int = 1
+    mode: str = GENERATE
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
     weights: bool = False
+    gate_probs: bool = False
+    lookahead: bool = False
+    embedding: bool = False
     token_ids: bool = True
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Requests that run together, and what was seen of them."""
-
-    prompts: Sequence[Prompt]
-    prompt_ids: list[list[int]]
-    first_step: int
-    passes: list[Pass]
-    new_ids: list[list[int]]  # what each row was given so far, beyond its end where it finished early
-
-
-class _Tokens:
-    """A stopping criterion that stops nothing: it keeps the tokens so far, in case we are interrupted."""
-
-    def __init__(self, on_step: Callable[[int], None]):
-        self.ids: torch.Tensor | None = None
-        self._on_step = on_step
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.ids = input_ids
-        self._on_step(len(input_ids))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    chat_template: bool = True  # applied where the tokenizer has one
+    shard: tuple[int, int] = (1, 1)  # record the first of one shards, that is all
 
 
 def record(
@@ -71,181 +58,188 @@ def record(
     out: Path,
     options: Options,
     overwrite: bool = False,
+    resume: bool = False,
     on_step: Callable[[int], None] = lambda rows: None,
     on_done: Callable[[int], None] = lambda requests: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Let the model answer each prompt greedily and write the routing as a trace to `out`.
+    """Let the model answer each prompt, or take its responses, and write the routing as a trace to `out`.
 
-    `on_step` hears how many rows each forward pass had, `on_done` how many requests have finished. When
-    interrupted (KeyboardInterrupt), the requests that finished stay readable in `out`. Raises InputError.
+    `on_step` hears how many tokens each forward pass gave, `on_done` how many requests have finished, `on_note`
+    what the user should know. Whole batches stay readable in `out` when it ends early, and `resume` goes on after
+    them. Raises InputError.
     """
-    prompt_ids = _tokenize(loaded, prompts)
-    with ExpertsHook(loaded.model) as hook:
+    _require_turns(prompts, options)
+    with ExpertsHook(loaded.model, options.weights, options.gate_probs, options.lookahead) as hook:
         with blaming(f"{loaded.name} cannot be run"):
             hook.probe()
-        meta = describe(loaded, hook)
-        with TraceWriter(out, meta, overwrite) as writer:
-            step = 0
-            for first in range(0, len(prompts), options.batch_size):
-                chosen = slice(first, first + options.batch_size)
-                batch = Batch(prompts[chosen], prompt_ids[chosen], step, [], [])
-                interrupt = None
-                try:
-                    _generate(loaded, hook, batch, options, on_step)
-                except KeyboardInterrupt as error:
-                    interrupt = error
-                finished = _to_trace(batch, meta, options, loaded.stop_ids)
-                if interrupt is None and (finished is None or len(finished.requests) < len(batch.prompts)):
-                    raise InputError(
-                        f"{loaded.name} stopped early in the prompts from {batch.prompts[0].id!r} on: neither at an "
-                        f"end of sequence nor after {options.max_new_tokens} tokens, so they cannot be recorded"
-                    )
-                if finished is not None:
-                    writer.add(finished)
-                    on_done(len(finished.requests))
-                if interrupt is not None:
-                    raise interrupt
-                step += len(batch.passes)
+        if hook.alone and options.batch_size > 1:
+            on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
+            options = replace(options, batch_size=1)
+        if hook.alone and options.mode == FORCED:
+            on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
+        for note in hook.notes:
+            on_note(note)
+        meta = replace(describe(loaded, hook), mode=options.mode, settings=_settings(loaded, prompts, options))
+        batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
+        with TraceWriter(out, meta, overwrite, resume) as writer:
+            done, step = writer.written, writer.next_step
+            on_done(done)
+            recorder = _Recorder(loaded, hook, meta, options, on_step)
+            for number, batch in batches:
+                requests = sum(len(prompt.turns) for prompt in batch)
+                if done:
+                    done -= requests
+                    continue
+                trace = recorder.record(batch, number, step)
+                writer.add(trace)
+                on_done(requests)
+                step = int(trace.step.max()) + 1
 
 
-def _tokenize(loaded: LoadedModel, prompts: Sequence[Prompt]) -> list[list[int]]:
-    with blaming(f"the tokenizer of {loaded.name} fails"):
-        ids = [loaded.tokenizer(prompt.turns[0])["input_ids"] for prompt in prompts]
-    for prompt, tokens in zip(prompts, ids, strict=True):
+class _Recorder:
+    """Records batches of prompts with one model."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        hook: ExpertsHook,
+        meta: TraceMeta,
+        options: Options,
+        on_step: Callable[[int], None],
+    ):
+        self._loaded = loaded
+        self._meta = meta
+        self._options = options
+        self._runner = Runner(loaded, hook, on_step)
+
+    def record(self, batch: Sequence[Prompt], number: int, step: int) -> Trace:
+        """The requests of a batch: the first turns of its prompts, then the second ones, ..."""
+        torch.manual_seed(int(np.random.SeedSequence([self._options.seed, number]).generate_state(1)[0]))
+        said: dict[str, list[str]] = {prompt.id: [] for prompt in batch}
+        parts = []
+        for turn in range(max(len(prompt.turns) for prompt in batch)):
+            speaking = [prompt for prompt in batch if turn < len(prompt.turns)]
+            for prompt in speaking:
+                said[prompt.id].append(prompt.turns[turn])
+            try:
+                answers = self._answer(speaking, [said[prompt.id] for prompt in speaking], turn)
+            except InputError as error:
+                raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
+            for prompt, answer in zip(speaking, answers, strict=True):
+                said[prompt.id].append(self._loaded.text(answer.output))
+            parts.append(self._trace(speaking, turn, answers, step))
+            step = int(parts[-1].step.max()) + 1
+        return concatenate(parts)
+
+    def _answer(self, prompts: Sequence[Prompt], said: Sequence[list[str]], turn: int) -> list[Answer]:
+        loaded, limit = self._loaded, self._options.max_new_tokens
+        asked = [self._tokens(prompt, texts) for prompt, texts in zip(prompts, said, strict=True)]
+        if self._options.mode == FORCED:
+            given = [loaded.response_tokens(prompt.responses[turn])[:limit] for prompt in prompts]
+            return self._runner.force(asked, given)
+        return self._runner.generate(asked, limit or NEW_TOKENS, self._options.sampling)
+
+    def _tokens(self, prompt: Prompt, said: list[str]) -> Tokens:
+        tokens = self._loaded.prompt_tokens(said, self._options.chat_template)
         if not tokens:
-            raise InputError(f"the prompt {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
-    return ids
+            raise InputError(f"the prompt {prompt.id!r} has no tokens in the vocabulary of {self._loaded.name}")
+        return tokens
 
-
-def _generate(
-    loaded: LoadedModel, hook: ExpertsHook, batch: Batch, options: Options, on_step: Callable[[int], None]
-) -> None:
-    """Run a batch to its end, filling `batch.passes` and `batch.new_ids` also if interrupted on the way."""
-    model, rows = loaded.model, len(batch.prompt_ids)
-    width = max(map(len, batch.prompt_ids))
-    ids = torch.full((rows, width), loaded.pad_id)
-    mask = torch.zeros((rows, width), dtype=torch.long)
-    for row, tokens in enumerate(batch.prompt_ids):
-        ids[row, width - len(tokens) :] = torch.tensor(tokens)
-        mask[row, width - len(tokens) :] = 1
-    tokens_so_far = _Tokens(on_step)
-    greedy = _config(
-        max_new_tokens=options.max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        use_cache=True,
-        disable_compile=True,
-        eos_token_id=loaded.stop_ids or None,
-        pad_token_id=loaded.pad_id,
-    )
-    take = model.register_forward_hook(lambda *_: batch.passes.append(hook.take(options.weights)))
-    hook.discard()
-    try:
-        what = f"{loaded.name} cannot be run on {rows} prompts of {width} tokens"
-        with torch.inference_mode(), blaming(what), _without_own_config(model):
-            model.generate(
-                input_ids=ids.to(model.device),
-                attention_mask=mask.to(model.device),
-                generation_config=greedy,
-                stopping_criteria=[tokens_so_far],
-            )
-    finally:
-        take.remove()
-        if tokens_so_far.ids is not None:
-            batch.new_ids.extend(tokens_so_far.ids[:, width:].tolist())
-
-
-def _config(**settings: Any) -> Any:
-    untyped: Any = GenerationConfig
-    return untyped(**settings)
-
-
-@contextmanager
-def _without_own_config(model: Any) -> Iterator[None]:
-    """Hide the checkpoint's generation config: generate() would mix its limits, penalties and stop strings in."""
-    own, model.generation_config = model.generation_config, _config()
-    try:
-        yield
-    finally:
-        model.generation_config = own
-
-
-def _to_trace(batch: Batch, meta: TraceMeta, options: Options, stop_ids: list[int]) -> Trace | None:
-    """The finished requests of a batch as a trace; None if there are none.
-
-    Raises InputError if the passes are not one prefill and then one token for each row.
-    """
-    rows, width = len(batch.prompt_ids), max(map(len, batch.prompt_ids))
-    if [len(seen) for seen, _ in batch.passes] != [rows * width, *[rows] * (len(batch.passes) - 1)][
-        : len(batch.passes)
-    ]:
-        raise InputError(
-            f"{meta.model} does not run a prefill and then one token at a time, so its tokens cannot be attributed"
+    def _trace(self, prompts: Sequence[Prompt], turn: int, answers: Sequence[Answer], first_step: int) -> Trace:
+        """The answers of one turn. Raises InputError if a token was routed as no model routes."""
+        meta, options = self._meta, self._options
+        experts = _rows(answers, "ids")
+        fault = first_fault(experts, meta.experts)
+        if fault:
+            _, layer, reason = fault
+            raise InputError(f"{meta.model} cannot be recorded: {meta.layer_names[layer]} routed a token to {reason}")
+        prompt = np.array([len(answer.prompt) for answer in answers])
+        decoded = np.array([len(answer.output) - 1 for answer in answers])
+        position = _counted(prompt + decoded)
+        embedding = [self._loaded.embed(answer.prompt) for answer in answers] if options.embedding else None
+        tokens = [token for answer in answers for token in (*answer.prompt, *answer.output[:-1])]
+        return Trace(
+            name="recorded",
+            meta=meta,
+            requests=_requests(prompts, turn, prompt, decoded + 1, options.mode),
+            offsets=np.concatenate([[0], np.cumsum(prompt + decoded)]).astype(np.int64),
+            experts=_encoded(experts, meta),
+            phase=np.repeat(np.tile([PREFILL, DECODE], len(answers)), np.c_[prompt, decoded].ravel()).astype(np.uint8),
+            position=position.astype(np.uint32),
+            step=(first_step + np.maximum(position - np.repeat(prompt, prompt + decoded) + 1, 0)).astype(np.uint32),
+            weights=_rows(answers, "weights") if options.weights else None,
+            token_id=np.array(tokens, np.int32) if options.token_ids else None,
+            lookahead=_encoded(_rows(answers, "lookahead"), meta) if options.lookahead else None,
+            gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
+            embedding=np.stack(embedding) if embedding else None,
         )
-    ends = [_new_tokens(new, stop_ids, options.max_new_tokens) for new in batch.new_ids]
-    finished = [(row, n) for row, n in enumerate(ends) if n is not None]
-    if not finished:
-        return None
-    ids: list[NDArray[np.int32]] = []
-    weights: list[NDArray[np.float16]] = []
-    tokens, phase, position, step, lengths = [], [], [], [], []
-    for row, n in finished:
-        prompt = len(batch.prompt_ids[row])
-        seen = list(_passes_of(batch, row, n))
-        ids.extend(part for part, _ in seen)
-        weights.extend(part for _, part in seen if part is not None)
-        tokens.append(batch.prompt_ids[row] + batch.new_ids[row][: n - 1])
-        phase.append(np.repeat([PREFILL, DECODE], [prompt, n - 1]))
-        position.append(np.arange(prompt + n - 1))
-        step.append(batch.first_step + np.repeat(np.arange(n), [prompt] + [1] * (n - 1)))
-        lengths.append(prompt + n - 1)
-    experts = np.concatenate(ids)
-    fault = first_fault(experts, meta.experts)
-    if fault:
-        _, layer, reason = fault
-        raise InputError(f"{meta.model} cannot be recorded: {meta.layer_names[layer]} routed a token to {reason}")
-    return Trace(
-        name="recorded",
-        meta=meta,
-        requests=_requests(batch, finished),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        experts=np.where(experts < 0, meta.sentinel, experts).astype(meta.id_type),
-        phase=np.concatenate(phase).astype(np.uint8),
-        position=np.concatenate(position).astype(np.uint32),
-        step=np.concatenate(step).astype(np.uint32),
-        weights=np.concatenate(weights) if options.weights else None,
-        token_id=np.concatenate(tokens).astype(np.int32) if options.token_ids else None,
-    )
 
 
-def _new_tokens(new: list[int], stop_ids: list[int], limit: int) -> int | None:
-    """How many tokens a row generated, its end included; None if it has not finished."""
-    for n, token in enumerate(new, start=1):
-        if token in stop_ids:
-            return n
-    return limit if len(new) >= limit else None
+def _rows(answers: Iterable[Answer], what: str) -> NDArray[Any]:
+    """One column of the passes, over all tokens of all answers."""
+    return np.concatenate([getattr(part, what)[rows] for answer in answers for part, rows in answer.routed])
 
 
-def _passes_of(batch: Batch, row: int, n: int) -> Iterator[Pass]:
-    """The routing of one request's own tokens: its prompt, without padding, then n - 1 new tokens."""
-    width = max(map(len, batch.prompt_ids))
-    end = (row + 1) * width
-    own = slice(end - len(batch.prompt_ids[row]), end)
-    for number, (ids, weights) in enumerate(batch.passes[:n]):
-        rows = own if number == 0 else slice(row, row + 1)
-        yield ids[rows], None if weights is None else weights[rows]
+def _encoded(ids: NDArray[np.int32], meta: TraceMeta) -> NDArray[Any]:
+    return np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type)
 
 
-def _requests(batch: Batch, finished: list[tuple[int, int]]) -> pd.DataFrame:
-    prompts = [batch.prompts[row] for row, _ in finished]
+def _counted(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0, 1, ... for each of several lengths, one after the other."""
+    return np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _requests(
+    prompts: Sequence[Prompt], turn: int, prompt_tokens: NDArray[np.int64], output: NDArray[np.int64], mode: str
+) -> pd.DataFrame:
     return pd.DataFrame(
         {
-            "id": [prompt.id for prompt in prompts],
+            "id": [_request_id(prompt, turn) for prompt in prompts],
             "dataset": [prompt.dataset for prompt in prompts],
             "task": [prompt.task for prompt in prompts],
-            "prompt_tokens": pd.array([len(batch.prompt_ids[row]) for row, _ in finished], dtype="Int64"),
-            "output_tokens": np.array([n for _, n in finished], np.int64),
+            "prompt_tokens": pd.array(prompt_tokens.tolist(), dtype="Int64"),
+            "output_tokens": output.astype(np.int64),
             "arrival_ns": pd.array([pd.NA] * len(prompts), dtype="Int64"),
-            "mode": "generate",
+            "mode": mode,
         }
     )
+
+
+def _request_id(prompt: Prompt, turn: int) -> str:
+    return prompt.id if len(prompt.turns) == 1 else f"{prompt.id}-turn-{turn + 1}"
+
+
+def _require_turns(prompts: Sequence[Prompt], options: Options) -> None:
+    """InputError if requests share an id, or a response that is to be forced is missing."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        if options.mode == FORCED and not prompt.responses:
+            raise InputError(f"the prompt {prompt.id!r} has no response to force; name a --response-column")
+        for turn in range(len(prompt.turns)):
+            name = _request_id(prompt, turn)
+            if name in seen:
+                raise InputError(f"two requests would have the id {name!r}; name another --id-column")
+            seen.add(name)
+
+
+def _batches(prompts: Sequence[Prompt], size: int) -> Iterable[tuple[int, Sequence[Prompt]]]:
+    """Numbered batches of so many prompts."""
+    return enumerate(prompts[first : first + size] for first in range(0, len(prompts), size))
+
+
+def _shard(batches: list[tuple[int, Sequence[Prompt]]], shard: tuple[int, int]) -> list[tuple[int, Sequence[Prompt]]]:
+    """The batches of one shard of several: consecutive ones, so that the shards one after the other are all."""
+    number, of = shard
+    return batches[len(batches) * (number - 1) // of : len(batches) * number // of]
+
+
+def _settings(loaded: LoadedModel, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
+    """What decides over a recording besides its model, as plain values; of the prompts, a fingerprint."""
+    plain = {**asdict(options), **asdict(options.sampling), "shard": "{}/{}".format(*options.shard)}
+    told = {name: value for name, value in plain.items() if name not in ("sampling", "mode")}
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
+    compute = {"compute_dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.device.type}
+    return {**told, **compute, "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}

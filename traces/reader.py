@@ -56,6 +56,20 @@ class Folder:
         self._check_requests(table)
         return table
 
+    def labels(self) -> pd.DataFrame:
+        """The id, dataset and task of each request, without the EAMs."""
+        tables = [pq.read_table(str(file), columns=["id", "dataset", "task"]) for file in self.request_files]
+        labels: pd.DataFrame = pa.concat_tables(tables).to_pandas()
+        return labels
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Requests and rows, as the files' footers tell."""
+        counts = [
+            sum(pq.read_metadata(str(file)).num_rows for file in files) for files in (self.request_files, self.parts)
+        ]
+        return counts[0], counts[1]
+
     def rows(self, extra: Iterable[str]) -> pa.Table:
         """All rows, those of requests that are not listed included."""
         names, where = self.row_columns(extra), self.path / ROUTING
@@ -105,7 +119,10 @@ def open_folder(path: Path) -> Folder:
             raise InputError(f"{part} belongs to another trace than the {REQUESTS} beside it: their metadata differ")
         require_columns(schema, routing_schema(meta, set(schema.names) & set(OPTIONAL)), str(part))
     optional = tuple(name for name in OPTIONAL if all(name in schema.names for schema in held))
-    return Folder(path, meta, tuple(request_files), tuple(parts), optional, embedding)
+    folder = Folder(path, meta, tuple(request_files), tuple(parts), optional, embedding)
+    if not folder.size[0]:
+        raise InputError(f"{request_files[0]} lists no requests: the trace is empty")
+    return folder
 
 
 def require_known(columns: Iterable[str]) -> tuple[str, ...]:

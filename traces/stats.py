@@ -51,7 +51,7 @@ class PhaseStats:
     phase; None if none did.
     """
 
-    tokens: int
+    tokens: int | None  # None: the trace holds EAMs only
     activated: float | None  # share of the experts that a request uses at all
     repeated: float | None  # share of the experts that a request uses for two tokens or more
     reuse: Reuse
@@ -61,7 +61,11 @@ class PhaseStats:
 def statistics(trace: Trace) -> dict[str, PhaseStats]:
     """The statistics of each phase that the trace holds, by its name."""
     names = {PREFILL: "prefill", DECODE: "decode"}
-    return {name: _of_phase(trace, phase) for phase, name in names.items() if (trace.phase == phase).any()}
+    held = {
+        phase: (trace.phase == phase).any() if trace.aggregate is None else trace.aggregate[phase].any()
+        for phase in names
+    }
+    return {name: _of_phase(trace, phase) for phase, name in names.items() if held[phase]}
 
 
 def summary(trace: Trace) -> dict[str, Any]:
@@ -73,8 +77,8 @@ def summary(trace: Trace) -> dict[str, Any]:
         "requests": len(requests),
         "datasets": sorted({name for name in requests["dataset"] if name}),
         "tasks": sorted({name for name in requests["task"] if name}),
-        "phase": trace.phases,
-        "tokens": len(trace.experts),
+        "phase": trace.phases if trace.aggregate is None else "EAMs only",
+        "tokens": len(trace.experts) if trace.aggregate is None else None,
         **{name: asdict(stats) for name, stats in statistics(trace).items()},
     }
 
@@ -83,7 +87,7 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
     eams = trace.eams(phase)
     eams, tasks = eams[used := eams.any(axis=(1, 2))], _tasks(trace)[used]
     return PhaseStats(
-        tokens=int(np.count_nonzero(trace.phase == phase)),
+        tokens=int(np.count_nonzero(trace.phase == phase)) if trace.aggregate is None else None,
         activated=_mean(eams > 0),
         repeated=_mean(eams > 1),
         reuse=Reuse(_reuse(trace, phase), trace.top_k / trace.num_experts),

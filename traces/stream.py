@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from traces.check import check_unique
+from traces.errors import located
 from traces.reader import Folder, open_folder, require_known
 from traces.trace import Trace
 
@@ -28,6 +30,8 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
     """
     wanted = require_known(columns)
     folder = open_folder(Path(path))
+    with located(str(path)):
+        check_unique(folder.labels()["id"])
     ends = _ends(folder)
     listed = _Requests(folder)
     batches = folder.row_batches(folder.row_columns(wanted), ROWS)

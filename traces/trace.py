@@ -3,7 +3,7 @@
 Tokens are rows, grouped by request; within a request they are in the order of execution, prefill first.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,10 +56,7 @@ class Trace:
         """
         wanted = require_known(columns)
         folder = open_folder(Path(path))
-        requests = folder.requests()
-        if len(requests) == 0:
-            raise InputError(f"{folder.request_files[0]} lists no requests: the trace is empty")
-        return Trace.assemble(folder, requests, folder.rows(wanted), wanted)
+        return Trace.assemble(folder, folder.requests(), folder.rows(wanted), wanted)
 
     @staticmethod
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
@@ -175,6 +172,28 @@ class Trace:
         if prompt < len(experts) or not parts:
             parts.append(decode_steps(i, experts[prompt:], self.num_experts, self.sentinel, context[prompt:]))
         return join(parts) if len(parts) > 1 else parts[0]
+
+
+def concatenate(parts: Sequence[Trace]) -> Trace:
+    """The requests of several traces of one model, with the same columns, one after the other; named as the first."""
+    first, sizes = parts[0], [int(part.offsets[-1]) for part in parts]
+    ends = np.cumsum([0, *sizes])
+    held = [name for name in PER_ROW if getattr(first, name) is not None]
+    arrays: dict[str, Any] = {name: _joined(parts, name) for name in held}
+    return replace(
+        first,
+        requests=pd.concat([part.requests for part in parts], ignore_index=True),
+        offsets=np.concatenate(
+            [np.zeros(1, np.int64), *(part.offsets[1:] + end for part, end in zip(parts, ends, strict=False))]
+        ),
+        embedding=None if first.embedding is None else _joined(parts, "embedding"),
+        aggregate=None if first.aggregate is None else _joined(parts, "aggregate", axis=1),
+        **arrays,
+    )
+
+
+def _joined(parts: Sequence[Trace], name: str, axis: int = 0) -> NDArray[Any]:
+    return np.concatenate([getattr(part, name) for part in parts], axis=axis)
 
 
 PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")

@@ -288,14 +288,27 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
+_COUNTERS = ("request", "position", "step")
+"""Columns of numbers that mostly go up by little, stored as differences."""
+
+_FLOATS = ("weights", "gate_probs", "embedding")
+"""Columns in which values hardly repeat; all others are stored by dictionary."""
+
+
 @contextmanager
 def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """A Parquet file under a temporary name, which gets its own when it is whole."""
     temporary = _temporary(path)
-    plain = [name for name in schema.names if name not in ("weights", "gate_probs", "embedding")]
+    lists = {name for name in schema.names if pa.types.is_fixed_size_list(schema.field(name).type)}
+    repeating = set(schema.names) - set(_COUNTERS) - set(_FLOATS)
     try:
         with pq.ParquetWriter(
-            temporary, schema, compression="zstd", compression_level=3, use_dictionary=plain
+            temporary,
+            schema,
+            compression="zstd",
+            compression_level=3,
+            use_dictionary=[f"{name}.list.element" if name in lists else name for name in sorted(repeating)],
+            column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTERS if name in schema.names},
         ) as writer:
             yield writer
         os.replace(temporary, path)

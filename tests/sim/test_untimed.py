@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policies.registry import parse
 from sim.untimed import count
-from traces.importer import import_npz
+from traces.importers import import_dump
 from traces.steps import DECODE, RequestSteps, decode_steps
 
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
@@ -93,7 +93,7 @@ EXPECTED = (
 @pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
 @pytest.mark.parametrize("name", sorted({case["trace"] for case in EXPECTED}))
 def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name):
-    trace, _ = import_npz(SHARED / name, SHARED / name.replace(".npz", ".json"))
+    trace, _ = import_dump(SHARED / name, SHARED / name.replace(".npz", ".json"))
     for case in (case for case in EXPECTED if case["trace"] == name):
         played = trace.head(case["requests"])
         played = played if played.phases == "decode" else played.as_decode()

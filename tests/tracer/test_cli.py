@@ -161,7 +161,7 @@ def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run,
     result = moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "t")
     assert result.status == 0, result.stderr
     assert f"taking {tmp_path / 'x.json'}" in result.stderr
-    assert "1 requests, 2 tokens (decode) of m" in result.stdout
+    assert "1 requests, 2 tokens of m" in result.stdout
     assert Trace.read(tmp_path / "t").num_experts == 4
     refuses("import", tmp_path / "x.npz", "--experts", 8, "--out", tmp_path / "u", reason="--experts says 8")
     assert not (tmp_path / "u").exists()
@@ -264,12 +264,12 @@ def test_info_of_one_token_is_json(tmp_path: Path, moe_trace: Run) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.pkl"])
-def test_a_file_that_is_no_npz_is_told_in_one_line_alone(tmp_path: Path, name: str, moe_trace: Run) -> None:
+def test_a_file_that_is_no_dump_is_told_in_one_line_alone(tmp_path: Path, name: str, moe_trace: Run) -> None:
     (tmp_path / "x.json").write_text("{}")
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"experts": [1]}))
     result = moe_trace("import", tmp_path / name, "--out", tmp_path / "t")
     assert result.status == 2
-    assert result.stderr.startswith(f"moe-trace: error: {tmp_path / name} is no .npz")
+    assert result.stderr.startswith(f"moe-trace: error: {tmp_path / name} is no dump of a known")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "t").exists()
 

@@ -1,165 +1,36 @@
-"""The hook sees what the experts compute, in every architecture, or refuses."""
+"""What the hook makes of layers' choices: passes, weights, gate probabilities, lookahead, and what it refuses."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    JetMoeConfig,
-    JetMoeForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    NllbMoeConfig,
-    NllbMoeForConditionalGeneration,
-    SwitchTransformersConfig,
-    SwitchTransformersForConditionalGeneration,
-)
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tracer.conftest import ARCHITECTURES, COMMON, tiny
+from tests.tracer.architectures import tiny_model
+from tests.tracer.conftest import COMMON
+from tests.tracer.oracle import IDS, merged, observed, run
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
 from traces.errors import InputError
 
-IDS = torch.tensor([[5, 9, 77, 31, 200, 9, 9, 120]])
+BATCH = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1], 1)])
+MASK = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
 
 
-def nan_rows(model: Any, experts: nn.Module, e: int, E: int) -> list[int]:
-    """Which tokens expert e computes: those that turn NaN with its weights, at the output of its own module."""
-    outputs: list[Tensor] = []
-    handle = experts.register_forward_hook(lambda module, args, output: outputs.append(output))
-    weights = [w if w.dim() == 3 else w.detach().view(E, -1) for w in experts.parameters()]
-    saved = [weight[e].clone() for weight in weights]
-    with torch.no_grad():
-        for weight in weights:
-            weight[e] = float("nan")
-        model(input_ids=IDS)
-        for weight, old in zip(weights, saved, strict=True):
-            weight[e] = old
-    handle.remove()
-    return outputs[0].reshape(IDS.numel(), -1).isnan().any(-1).nonzero().ravel().tolist()
-
-
-def test_recorded_experts_are_those_whose_nan_weights_reach_the_token(loaded: LoadedModel) -> None:
-    model = loaded.model
-    model.set_experts_implementation("eager")
-    with ExpertsHook(model) as hook:
-        hook.probe()
-        with torch.no_grad():
-            model(input_ids=IDS)
-        ids, weights = hook.take(weights=True)
-    assert ids.shape == (IDS.numel(), len(hook.modules), 2)
-    for layer, experts in enumerate(hook.modules):
-        for e in range(hook.experts):
-            assert nan_rows(model, experts, e, hook.experts) == np.flatnonzero((ids[:, layer] == e).any(-1)).tolist()
-    assert len(np.unique(ids)) > hook.top_k, "the model routes all tokens alike: the test shows nothing"
-    assert weights is not None
-    assert (np.diff(weights.astype(float), axis=-1) <= 0).all()
-
-
-@pytest.mark.parametrize("loaded", sorted(set(ARCHITECTURES) - {"dbrx", "longcat_flash"}), indirect=True)
-def test_every_implementation_of_the_experts_shows_the_same_routing(loaded: LoadedModel) -> None:
-    seen = []
-    for implementation in ("eager", "batched_mm", "grouped_mm"):
-        loaded.model.set_experts_implementation(implementation)
-        with ExpertsHook(loaded.model) as hook, torch.no_grad():
-            hook.probe()
-            loaded.model(input_ids=IDS)
-            seen.append(np.sort(hook.take(weights=False)[0], axis=-1))
-    assert np.array_equal(seen[0], seen[1])
-    assert np.array_equal(seen[0], seen[2])
-
-
-def test_experts_that_compute_nothing_are_not_routed() -> None:
-    model = tiny("longcat_flash").model
-    with ExpertsHook(model) as hook, torch.no_grad():
-        hook.probe()
-        model(input_ids=IDS)
-        ids, _ = hook.take(weights=False)
-    assert hook.experts == 8
-    assert (ids == -1).any(), "no identity expert is chosen: the test shows nothing"
-    assert (ids < 8).all()
-
-
-def test_layers_are_listed_in_the_order_of_execution() -> None:
-    model = tiny("deepseek_v2").model
-    model.model.layers = nn.ModuleList(model.model.layers)
-    with ExpertsHook(model) as hook:
-        hook.probe()
-    assert hook.names == ["model.layers.1.mlp.experts", "model.layers.2.mlp.experts"]
-    assert (hook.experts, hook.top_k) == (8, 2)
-
-
-def test_hooks_are_gone_afterwards() -> None:
-    model = tiny("mixtral").model
-    with ExpertsHook(model) as hook:
-        hook.probe()
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
-def refused(model: nn.Module) -> str:
-    with pytest.raises(InputError) as error, ExpertsHook(model) as hook:
+def refused(model: nn.Module, **wanted: bool) -> str:
+    with pytest.raises(InputError) as error, ExpertsHook(model, **wanted) as hook:
         hook.probe()
     return str(error.value)
 
 
-def test_a_model_without_experts_is_refused() -> None:
-    config = LlamaConfig(**{**COMMON, "num_experts_per_tok": 1})
-    assert "LlamaForCausalLM has no routed experts" in refused(LlamaForCausalLM(config))
-
-
-def test_models_that_route_in_another_way_are_refused() -> None:
-    small = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "num_experts": 2, "vocab_size": 50}
-    switch = SwitchTransformersForConditionalGeneration(
-        SwitchTransformersConfig(**small, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1)
-    )
-    assert "encoder-decoder" in refused(switch)
-    nllb = NllbMoeForConditionalGeneration(
-        NllbMoeConfig(
-            vocab_size=50,
-            d_model=16,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_ffn_dim=16,
-            decoder_ffn_dim=16,
-            encoder_attention_heads=2,
-            decoder_attention_heads=2,
-            num_experts=2,
-        )
-    )
-    assert "encoder-decoder" in refused(nllb)
-    llama4 = Llama4ForCausalLM(
-        Llama4TextConfig(
-            **{
-                **COMMON,
-                "num_local_experts": 2,
-                "intermediate_size_mlp": 16,
-                "head_dim": 8,
-                "num_experts_per_tok": 1,
-                "interleave_moe_layer_step": 1,
-            }
-        )
-    )
-    assert "Llama4TextExperts" in refused(llama4)
-    jetmoe = JetMoeForCausalLM(
-        JetMoeConfig(
-            vocab_size=50,
-            hidden_size=16,
-            num_hidden_layers=2,
-            num_key_value_heads=1,
-            kv_channels=8,
-            intermediate_size=16,
-            num_local_experts=2,
-            num_experts_per_tok=2,
-        )
-    )
-    assert "JetMoeParallelExperts" in refused(jetmoe)
-
-
 class FewExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+
     def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         return hidden
 
@@ -167,52 +38,349 @@ class FewExperts(nn.Module):
 class Odd(nn.Module):
     """A model that calls its experts as it likes."""
 
-    num_experts = 4
-
     def __init__(self, calls: list[int]):
         super().__init__()
         self.calls = calls
         self.layers = nn.ModuleList(FewExperts() for _ in calls)
-        for layer in self.layers:
-            layer.num_experts = 4
+        self.towers = nn.ModuleList(FewExperts() for _ in range(2))
         self.weight = nn.Parameter(torch.zeros(1))
+        self.index = [[3, 1]] * len(calls)
+        self.weights = [1.0, 1.0]
+        self.order = range(len(calls))
 
     def forward(self, input_ids: Tensor) -> None:
         hidden = torch.zeros(input_ids.numel(), 3)
-        index = torch.tensor([[3, 1]]).expand(input_ids.numel(), 2)
-        for layer, times in zip(self.layers, self.calls, strict=True):
-            for _ in range(times):
-                layer(hidden, weights=torch.ones(index.shape), index=index)
+        for layer in self.order:
+            index = torch.tensor([self.index[layer]]).expand(input_ids.numel(), -1)
+            weights = torch.tensor([self.weights[: index.shape[1]]]).expand(index.shape)
+            for _ in range(self.calls[layer]):
+                self.layers[layer](hidden, weights=weights, index=index)
 
 
-def test_keyword_arguments_are_observed() -> None:
-    with ExpertsHook(Odd([1, 1])) as hook:
+@contextmanager
+def probed(model: nn.Module, **wanted: bool) -> Iterator[ExpertsHook]:
+    with ExpertsHook(model, **wanted) as hook:
         hook.probe()
-        hook.model(input_ids=IDS)
-        assert hook.take(weights=False)[0].tolist() == [[[3, 1]] * 2] * 8
+        yield hook
 
 
-@pytest.mark.parametrize("times", [0, 2])
-def test_a_layer_that_is_not_called_exactly_once_is_named(times: int) -> None:
-    text = refused(Odd([1, times, 1]))
-    assert "layers.1 was called" in text
-    assert f"{times} times" in text
+class TestPasses:
+    def test_keyword_arguments_are_observed(self) -> None:
+        with probed(Odd([1, 1])) as hook:
+            hook.model(IDS)
+        hook.model(IDS)  # not observed
+
+    def test_each_forward_pass_is_one_record(self) -> None:
+        with probed(Odd([1, 1])) as hook:
+            hook.model(IDS)
+            hook.model(IDS[:, :1])
+            assert [seen.ids.tolist() for seen in hook.passes] == [[[[3, 1]] * 2] * 10, [[[3, 1]] * 2]]
+            assert all(seen.ids.dtype == np.int32 and seen.stack == 0 for seen in hook.passes)
+            assert all(seen.weights is seen.gate_probs is seen.lookahead is None for seen in hook.passes)
+            hook.clear()
+            assert not hook.passes
+
+    def test_ids_beyond_the_experts_and_without_weight_are_not_routed(self) -> None:
+        model = Odd([1])
+        model.index, model.weights = [[7, 1, -1, 4, 2, 0]], [0.4, 0.3, 0.1, 0.1, 0.1, 0.0]
+        with probed(model, weights=True) as hook:
+            model(IDS)
+            assert hook.passes[0].ids[0].tolist() == [[1, 2, -1, -1, -1, -1]]
+            assert hook.passes[0].weights is not None
+            assert hook.passes[0].weights[0, 0].astype(float).round(2).tolist() == [0.3, 0.1, 0, 0, 0, 0]
+
+    def test_layers_of_smaller_k_are_filled_up(self) -> None:
+        model = Odd([1, 1])
+        model.index = [[2], [3, 1]]
+        with probed(model, weights=True) as hook:
+            model(IDS)
+            assert hook.top_k == 2
+            assert hook.passes[0].ids[0].tolist() == [[2, -1], [3, 1]]
+            assert hook.passes[0].weights is not None
+            assert hook.passes[0].weights[0].tolist() == [[1, 0], [1, 1]]
+
+    def test_ids_alone_take_one_hook_a_layer(self) -> None:
+        model = tiny_model("mixtral")
+        with probed(model) as hook:
+            hooks = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules())
+            assert hooks == len(hook.sites) + 1
+
+    def test_probing_again_changes_nothing(self) -> None:
+        with probed(tiny_model("ernie4_5_vl_moe"), weights=True, gate_probs=True, lookahead=True) as hook:
+            names, notes = hook.names, list(hook.notes)
+            hook.probe()
+            assert (hook.names, hook.notes) == (names, notes)
+
+    def test_what_an_interrupted_pass_left_is_forgotten(self) -> None:
+        model = Odd([1, 1])
+        with probed(model) as hook:
+            model.order = [0, 9]
+            with pytest.raises(IndexError):
+                model(IDS)
+            model.order = [0, 1]
+            hook.clear()
+            model(IDS)
+            assert len(hook.passes) == 1
+
+    def test_weights_are_those_of_the_experts_and_sorted(self) -> None:
+        model = tiny_model("mixtral")
+        given: list[tuple[Tensor, Tensor]] = []
+        for layer in model.model.layers:
+            layer.mlp.experts.register_forward_pre_hook(lambda _, args: given.append(args[1:]))
+        _, passes = observed(model, wanted=("weights",))
+        weights = passes[0].weights
+        assert weights is not None
+        for layer, (index, weight) in enumerate(given[-3:]):
+            for token in range(10):
+                pairs = sorted(zip(weight[token].half().tolist(), index[token].tolist(), strict=True), reverse=True)
+                assert list(zip(weights[token, layer].tolist(), passes[0].ids[token, layer], strict=True)) == pairs
 
 
-def test_a_pass_that_skips_a_layer_later_is_an_error_too() -> None:
-    model = Odd([1, 1])
-    with ExpertsHook(model) as hook:
-        hook.probe()
-        model.calls = [1, 0]
-        model(IDS)
-        with pytest.raises(InputError, match=r"layers\.1 was called 0 times"):
-            hook.take(weights=False)
+class TestLayers:
+    def test_they_are_listed_in_the_order_of_execution(self) -> None:
+        model = Odd([1, 1, 1])
+        model.order = [2, 0, 1]
+        with probed(model) as hook:
+            assert hook.names == ["layers.2", "layers.0", "layers.1"]
+            assert hook.modules == [model.layers[2], model.layers[0], model.layers[1]]
+            assert (hook.experts, hook.top_k, hook.stacks) == (4, 2, 1)
+            model.order = [0, 1, 2]
+            with pytest.raises(InputError, match="Odd run in an order that changes"):
+                model(IDS)
+
+    def test_those_that_text_never_reaches_are_left_out_with_a_note(self) -> None:
+        with probed(Odd([1, 1])) as hook:
+            assert hook.names == ["layers.0", "layers.1"]
+            assert hook.notes == ["not recorded, because text does not run through them: towers.*"]
+
+    @pytest.mark.parametrize("times", [0, 2])
+    def test_one_that_is_not_called_exactly_once_is_named(self, times: int) -> None:
+        assert f"layers.1 was called {times} times in one forward pass" in refused(Odd([1, times, 1]))
+
+    def test_a_model_of_which_none_is_called_is_refused(self) -> None:
+        assert "layers.0 was called 0 times in one forward pass" in refused(Odd([0, 0]))
+
+    @pytest.mark.parametrize(("later", "name", "times"), [([1, 0], "layers.1", 0), ([2, 1], "layers.0", 2)])
+    def test_a_later_pass_that_calls_one_not_exactly_once_is_an_error(
+        self, later: list[int], name: str, times: int
+    ) -> None:
+        model = Odd([1, 1])
+        with probed(model):
+            model.calls = later
+            with pytest.raises(InputError, match=rf"{name} was called {times} times"):
+                model(IDS)
+
+    def test_an_idle_one_that_runs_later_is_not_recorded_silently(self) -> None:
+        model = Odd([1, 1])
+        with probed(model):
+            model.layers = nn.ModuleList([*model.layers, model.towers[0]])
+            model.calls, model.order, model.index = [1] * 3, range(3), [[3, 1]] * 3
+            with pytest.raises(InputError, match=r"towers\.0 routes tokens but did not in the first forward pass"):
+                model(IDS)
+
+    def test_different_numbers_of_experts_are_refused(self) -> None:
+        model = Odd([1, 1])
+        model.layers[1].num_experts = 5
+        assert "layers.1 has 5 routed experts, the layers before it 4" in refused(model)
+
+    def test_another_number_of_tokens_is_refused(self) -> None:
+        model = Odd([1, 1])
+        with probed(model):
+            model.layers[1].register_forward_pre_hook(
+                lambda _, args, kwargs: (args, {k: v[:1] for k, v in kwargs.items()}), with_kwargs=True, prepend=True
+            )
+            with pytest.raises(InputError, match=r"layers\.1 routes 1 tokens .* layers\.0 routes 10 tokens"):
+                model(IDS)
+
+    def test_experts_that_are_called_in_another_way_are_refused(self) -> None:
+        model = Odd([1])
+        model.index = [[0.5, 1.0]]
+        assert "layers.0 (FewExperts) is not called as experts(hidden, index, weights)" in refused(model)
+
+    def test_a_model_without_any_is_refused(self) -> None:
+        assert "LlamaForCausalLM has no routed experts" in refused(LlamaForCausalLM(LlamaConfig(**COMMON)))
+
+    def test_hooks_are_gone_afterwards_also_when_entering_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny_model("mixtral")
+        monkeypatch.setattr("tracer.hook.partial", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ExpertsHook(model, lookahead=True, gate_probs=True).__enter__()
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
-def test_ids_beyond_the_experts_are_not_routed() -> None:
-    model = Odd([1])
-    model.layers[0].num_experts = 3
-    with ExpertsHook(model) as hook:
-        hook.probe()
-        model(IDS)
-        assert hook.take(weights=False)[0][0].tolist() == [[-1, 1]]
+class TestGateProbs:
+    def recorded(self, architecture: str, router: str) -> tuple[Any, Tensor, list[Tensor]]:
+        """The model, probabilities [T, L, E] as recorded, and what entered each router, [T, H]."""
+        model = tiny_model(architecture)
+        inputs: list[Tensor] = []
+        for name, module in model.named_modules():
+            if name.endswith(router):
+                module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].reshape(-1, args[0].shape[-1])))
+        hook, passes = observed(model, wanted=("gate_probs",))
+        return model, torch.tensor(passes[0].gate_probs).float(), inputs[-len(hook.names) :]
+
+    @pytest.mark.parametrize(
+        ("architecture", "router", "transform"),
+        [
+            ("mixtral", "mlp.gate", lambda logits: logits.softmax(-1)),
+            ("olmoe", "mlp.gate", lambda logits: logits.softmax(-1)),
+            ("deepseek_v3", "mlp.gate", lambda logits: logits.sigmoid()),  # without the correction bias
+            ("deepseek_v4", "mlp.gate", lambda logits: nn.functional.softplus(logits).sqrt()),
+            ("llama4", "feed_forward.router", lambda logits: logits.sigmoid()),
+        ],
+    )
+    def test_they_are_what_the_router_computes(self, architecture: str, router: str, transform: Any) -> None:
+        model, probs, inputs = self.recorded(architecture, router)
+        routers = [module for name, module in model.named_modules() if name.endswith(router)]
+        assert probs.shape == (10, len(routers), 8)
+        for layer, (module, states) in enumerate(zip(routers, inputs, strict=True)):
+            assert torch.allclose(probs[:, layer], transform(states @ module.weight.T), atol=1e-3)
+
+    @pytest.mark.parametrize(("architecture", "total"), [("mixtral", 1), ("deepseek_v3", 8 * 0.5), ("laguna", 8 * 0.5)])
+    def test_the_best_of_several_readings_is_taken_where_scores_hardly_differ(
+        self, architecture: str, total: float
+    ) -> None:
+        model = tiny_model(architecture)
+        for layer in model.model.layers:
+            if hasattr(layer.mlp, "gate"):
+                layer.mlp.gate.weight.data *= 1e-2
+        probs = observed(model, wanted=("gate_probs",))[1][0].gate_probs
+        assert probs is not None
+        assert np.allclose(probs.astype(float).sum(-1), total, atol=0.2)
+
+    def test_of_product_keys_they_cover_all_pairs(self) -> None:
+        model, probs, inputs = self.recorded("doge", "router_gate")
+        keys = (inputs[0] @ model.model.layers[0].mlp.router_gate.weight.T).view(2, 10, 2)
+        pairs = torch.stack([keys[0, :, i] + keys[1, :, j] for i in (0, 1) for j in (0, 1)], -1).softmax(-1)
+        assert torch.allclose(probs[:, 0, :4], pairs, atol=1e-3)
+        assert (probs[:, :, 4:] == 0).all()
+
+    def test_identity_experts_have_no_column(self) -> None:
+        _, probs, _ = self.recorded("longcat_flash", "mlp.router")
+        assert probs.shape[-1] == 8
+        assert (probs.sum(-1) < 0.999).any()
+
+    def test_weights_that_no_probabilities_explain_are_refused_with_the_layers_name(self) -> None:
+        model = tiny_model("gemma4")
+        torch.nn.init.uniform_(model.model.layers[1].router.per_expert_scale, 0.5, 2.0)
+        assert "gate probabilities of model.layers.1.experts cannot be recorded" in refused(model, gate_probs=True)
+
+    def test_a_layer_without_a_router_is_refused(self) -> None:
+        assert "gate probabilities of layers.0 cannot be recorded" in refused(Odd([1, 1]), gate_probs=True)
+
+
+def softmax_router(gate: Any, states: Tensor) -> Tensor:
+    return (states @ gate.weight.T).topk(2).indices
+
+
+def biased_router(router: Any, states: Tensor) -> Tensor:
+    return (states @ router.weight.T + router.bias).topk(2).indices
+
+
+def grouped_router(gate: Any, states: Tensor) -> Tensor:
+    scores = (states @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
+    of_groups = scores.view(-1, 4, 2)
+    best = of_groups.sum(-1).topk(2).indices
+    allowed = torch.zeros(len(scores), 4, dtype=torch.bool).scatter_(1, best, True)
+    return scores.masked_fill(~allowed.repeat_interleave(2, 1), -torch.inf).topk(2).indices
+
+
+class TestLookahead:
+    @pytest.mark.parametrize(
+        ("architecture", "block", "router", "choose"),
+        [
+            ("mixtral", "mlp", "gate", softmax_router),
+            ("olmoe", "mlp", "gate", softmax_router),
+            ("deepseek_v3", "mlp", "gate", grouped_router),
+            ("gpt_oss", "mlp", "router", biased_router),
+            ("llama4", "feed_forward", "router", softmax_router),
+        ],
+    )
+    def test_it_is_the_choice_for_what_entered_the_block_before(
+        self, architecture: str, block: str, router: str, choose: Any
+    ) -> None:
+        model = tiny_model(architecture)
+        blocks = [getattr(layer, block) for layer in model.model.layers]
+        blocks = [module for module in blocks if hasattr(module, router)]
+        entered: list[Tensor] = []
+        for module in blocks:
+            module.register_forward_pre_hook(lambda _, args: entered.append(args[0].reshape(-1, args[0].shape[-1])))
+        _, passes = observed(model, BATCH, ("lookahead",), attention_mask=MASK)
+        ahead, entered = passes[0].lookahead, entered[-len(blocks) :]
+        assert ahead is not None
+        assert ahead.shape == (20, len(blocks), 2)
+        assert (ahead[:, 0] == -1).all()
+        for layer in range(1, len(blocks)):
+            chosen = choose(getattr(blocks[layer], router), entered[layer - 1]).sort(-1).values
+            assert np.sort(ahead[:, layer], -1).tolist() == chosen.tolist()
+        assert (np.sort(ahead[:, 1:], -1) != np.sort(passes[0].ids[:, 1:], -1)).any()
+
+    @pytest.mark.parametrize(("architecture", "scores"), [("gemma4", "proj"), ("jetmoe", "layer")])
+    def test_where_attention_is_in_the_block_only_the_router_is_tried(self, architecture: str, scores: str) -> None:
+        model = tiny_model(architecture)
+        routers: Any = [site.router for site in observed(model)[0].sites]
+        entered: list[Tensor] = []
+        logits: list[Tensor] = []
+        for router in routers:
+            router.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+            getattr(router, scores).register_forward_hook(lambda _, args, output: logits.append(output))
+        ahead = observed(model, wanted=("lookahead",))[1][0].lookahead
+        assert ahead is not None
+        before = entered[-len(routers) :]
+        for layer in range(1, len(routers)):
+            with torch.no_grad():
+                routers[layer](before[layer - 1])
+            assert np.sort(ahead[:, layer], -1).tolist() == logits[-1].topk(2).indices.sort(-1).values.tolist()
+
+    def test_words_decide_where_the_router_hashes_them(self) -> None:
+        model = tiny_model("deepseek_v4", mlp_layer_types=["hash_moe"] * 3)
+        _, passes = observed(model, wanted=("lookahead",))
+        assert passes[0].lookahead is not None
+        assert np.sort(passes[0].lookahead[:, 1:], -1).tolist() == np.sort(passes[0].ids[:, 1:], -1).tolist()
+
+    def test_the_first_layer_of_each_pass_has_none(self) -> None:
+        with probed(tiny_model("mixtral"), lookahead=True) as hook:
+            for _ in range(2):
+                run(hook.model)
+            first, second = (seen.lookahead for seen in hook.passes)
+        assert first is not None
+        assert (first[:, 0] == -1).all()
+        assert np.array_equal(first, second)
+
+    def test_tries_draw_no_random_numbers_and_are_not_calls(self) -> None:
+        model = tiny_model("mixtral")
+        calls = []
+
+        def drawing() -> None:
+            torch.rand(1)
+
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_pre_hook(lambda *_: drawing())
+            layer.mlp.experts.register_forward_hook(lambda *_: calls.append(1))
+        with probed(model, lookahead=True) as hook:
+            calls.clear()
+            torch.manual_seed(5)
+            run(model)
+            drawn = torch.rand(1)
+            assert len(calls) == len(hook.names)
+        torch.manual_seed(5)
+        run(model)
+        assert torch.equal(torch.rand(1), drawn)
+
+    def test_a_layer_without_a_router_is_refused(self) -> None:
+        assert "lookahead of layers.0 cannot be recorded" in refused(Odd([1, 1]), lookahead=True)
+
+    def test_a_router_that_chooses_anew_each_time_is_refused(self) -> None:
+        model = tiny_model("mixtral")
+        gate = model.model.layers[1].mlp.gate
+        flips = iter([1.0, 1.0, -1.0] * 9)
+        gate.register_forward_pre_hook(lambda _, args: (args[0] * next(flips),))
+        assert "lookahead of model.layers.1.mlp.experts cannot be recorded" in refused(model, lookahead=True)
+
+    def test_it_is_the_same_whatever_else_is_recorded(self) -> None:
+        model = tiny_model("deepseek_v3")
+        alone = observed(model, wanted=("lookahead",))[1][0]
+        all_of_it = observed(model, wanted=("weights", "gate_probs", "lookahead"))[1][0]
+        assert alone.lookahead is not None
+        assert np.array_equal(alone.lookahead, all_of_it.lookahead)
+        assert np.array_equal(alone.ids, merged(observed(model)[1]))

@@ -1,17 +1,27 @@
 """Every token of a recording belongs to the right request and phase."""
 
+import multiprocessing
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.tracer.conftest import tiny
-from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
+from tests.traces.test_round_trip import assert_same
+from tracer.answers import Answer, Runner, Sampling
+from tracer.hook import ExpertsHook, Pass
+from tracer.models import LoadedModel, Loading, load_model
 from tracer.prompts import Prompt
 from tracer.record import Options, record
+from traces.edit import Source, join
 from traces.errors import InputError
 from traces.reader import EXTRA
 from traces.steps import DECODE, PREFILL
@@ -21,8 +31,11 @@ TEXTS = ("What is a heron?", "Hi", "Count the boats in the harbour, twice.", "ok
 PROMPTS = [Prompt(f"p{i}", "set", f"task{i % 2}", (text,)) for i, text in enumerate(TEXTS)]
 
 
-def recorded(loaded: LoadedModel, out: Path, **options: Any) -> Trace:
-    record(loaded, PROMPTS, out, Options(**{"max_new_tokens": 6, **options}))
+TALKS = [*PROMPTS, Prompt("talk", "set", "task0", ("Hello", "And now?"))]
+
+
+def recorded(loaded: LoadedModel, out: Path, prompts: Sequence[Prompt] = PROMPTS, **options: Any) -> Trace:
+    record(loaded, prompts, out, Options(**{"max_new_tokens": 6, **options}))
     return Trace.read(out, EXTRA)
 
 
@@ -42,7 +55,7 @@ def test_routing_of_generated_tokens_is_that_of_one_prefill_over_all(loaded: Loa
         with ExpertsHook(loaded.model) as hook, torch.inference_mode():
             hook.probe()
             loaded.model(input_ids=torch.tensor(trace.token_id[rows][None].astype(np.int64)))
-            ids, _ = hook.take(weights=False)
+            ids = hook.passes[0].ids
         np.testing.assert_array_equal(np.sort(np.where(ids < 0, trace.sentinel, ids)), np.sort(trace.experts[rows]))
 
 
@@ -129,25 +142,173 @@ def test_an_interrupted_recording_keeps_what_finished(tmp_path: Path, batch_size
     np.testing.assert_array_equal(trace.experts, whole.experts)
 
 
-def test_rows_that_finished_in_an_interrupted_batch_are_kept(tmp_path: Path) -> None:
-    free = recorded(tiny("olmoe"), tmp_path / "free", max_new_tokens=8)
-    assert free.token_id is not None
-    loaded = tiny("olmoe")
-    loaded.model.generation_config.eos_token_id = int(free.token_id[free.offsets[1] - 5])
-    steps = 0
+@pytest.mark.parametrize("options", [{}, {"batch_size": 3}, {"batch_size": 2, "sampling": Sampling(1.0, 0.9)}])
+def test_a_recording_goes_on_wherever_it_was_interrupted(tmp_path: Path, options: dict[str, Any]) -> None:
+    whole = recorded(tiny("mixtral"), tmp_path / "whole", prompts=TALKS, **options)
+    stopped, steps = 0, 0
 
     def interrupt(rows: int) -> None:
         nonlocal steps
         steps += 1
         if steps == 7:
+            steps = 0
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        record(loaded, PROMPTS, tmp_path / "t", Options(8, 4), on_step=interrupt)
-    trace = Trace.read(tmp_path / "t")
-    assert "p0" in trace.requests["id"].tolist()
-    assert len(trace.requests) < 4
-    assert not set(trace.requests["output_tokens"]) & {8}
+    made = partial(record, tiny("mixtral"), TALKS, tmp_path / "t", Options(6, **options), resume=True)
+    while True:
+        try:
+            made(on_step=interrupt if stopped < 2 else lambda rows: None)
+        except KeyboardInterrupt:
+            stopped += 1
+        else:
+            break
+    assert stopped == 2
+    assert_same(whole, Trace.read(tmp_path / "t", EXTRA), EXTRA)
+    made()  # nothing is left to do
+    assert_same(whole, Trace.read(tmp_path / "t", EXTRA), EXTRA)
+
+
+def test_a_recording_killed_at_any_moment_goes_on_to_the_same_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traces.writer.FLUSH_SECONDS", 0.0)
+    loaded, options = tiny("olmoe"), Options(6, 2, weights=True, sampling=Sampling(1.0))
+    prompts = [replace(prompt, id=f"{prompt.id}-{n}") for n in range(12) for prompt in TALKS]
+    began = time.monotonic()
+    record(loaded, prompts, tmp_path / "whole", options)
+    took, kills, random = time.monotonic() - began, 0, Random(0)
+    while True:
+        child = multiprocessing.get_context("fork").Process(
+            target=record, args=(loaded, prompts, tmp_path / "t", options), kwargs={"resume": True}
+        )
+        child.start()
+        child.join(random.uniform(0, took / 8) if kills < 40 else None)
+        if child.exitcode is not None:
+            break
+        child.kill()
+        child.join()
+        kills += 1
+    assert child.exitcode == 0
+    assert kills > 2, "it was hardly killed: the test shows nothing"
+    assert_same(Trace.read(tmp_path / "whole", EXTRA), Trace.read(tmp_path / "t", EXTRA), EXTRA)
+
+
+def test_what_was_recorded_otherwise_is_not_resumed(tmp_path: Path) -> None:
+    recorded(tiny("mixtral"), tmp_path / "t")
+    with pytest.raises(InputError, match=r"recorded otherwise: seed was 0, now 1"):
+        record(tiny("mixtral"), PROMPTS, tmp_path / "t", Options(6, seed=1), resume=True)
+
+
+def test_shards_joined_are_the_whole(tmp_path: Path) -> None:
+    options = {"batch_size": 2, "sampling": Sampling(1.0)}
+    whole = recorded(tiny("mixtral"), tmp_path / "whole", prompts=TALKS, **options)
+    for number in (1, 2):
+        recorded(tiny("mixtral"), tmp_path / str(number), prompts=TALKS, shard=(number, 2), **options)
+    join([Source.open(tmp_path / str(number)) for number in (1, 2)], tmp_path / "joined")
+    joined = Trace.read(tmp_path / "joined", EXTRA)
+    assert "shard" not in joined.meta.settings
+    assert_same(replace(whole, meta=joined.meta), joined, EXTRA)
+
+
+def test_a_forced_response_is_routed_as_its_generation_was(loaded: LoadedModel) -> None:
+    prompts = [list(text.encode()) for text in TEXTS]
+    with ExpertsHook(loaded.model) as hook:
+        hook.probe()
+        runner = Runner(loaded, hook, lambda rows: None)
+        free = runner.generate(prompts, 6, Sampling())
+        forced = runner.force(prompts, [answer.output for answer in free])
+    for generated, given in zip(free, forced, strict=True):
+        assert (generated.prompt, generated.output) == (given.prompt, given.output)
+        assert len(rows_of(given)) == len(given.prompt) + 5
+        np.testing.assert_array_equal(rows_of(generated), rows_of(given))
+
+
+def rows_of(answer: Answer) -> NDArray[np.int32]:
+    return np.sort(np.concatenate([part.ids[rows] for part, rows in answer.routed]))
+
+
+def test_forced_responses_are_recorded_as_decoded(tmp_path: Path) -> None:
+    prompts = [replace(prompt, responses=("so it is",)) for prompt in PROMPTS]
+    trace = recorded(tiny("mixtral"), tmp_path / "t", prompts=prompts, mode="teacher-forced", max_new_tokens=None)
+    assert trace.meta.mode == "teacher-forced"
+    assert trace.requests["output_tokens"].tolist() == [9] * 4  # with the end of sequence, which is not fed back
+    assert trace.token_id is not None
+    assert bytes(trace.token_id[: trace.offsets[1]].tolist()) == (TEXTS[0] + "so it is").encode()
+    cut = recorded(tiny("mixtral"), tmp_path / "u", prompts=prompts, mode="teacher-forced", max_new_tokens=3)
+    assert cut.requests["output_tokens"].tolist() == [3] * 4
+    with pytest.raises(InputError, match=r"'p0' has no response to force; name a --response-column"):
+        recorded(tiny("mixtral"), tmp_path / "v", mode="teacher-forced")
+
+
+def test_tokens_are_drawn_by_the_seed(tmp_path: Path) -> None:
+    made = [
+        recorded(tiny("mixtral"), tmp_path / str(n), sampling=Sampling(temperature), seed=seed).token_id
+        for n, (temperature, seed) in enumerate([(0.0, 0), (1.0, 0), (1.0, 0), (1.0, 1)])
+    ]
+    assert np.array_equal(made[1], made[2])
+    assert not np.array_equal(made[0], made[1])
+    assert not np.array_equal(made[1], made[3])
+
+
+def test_each_turn_is_asked_with_all_that_was_said(tmp_path: Path) -> None:
+    loaded = tiny("olmoe")
+    trace = recorded(loaded, tmp_path / "t", prompts=TALKS[-1:])
+    assert trace.requests["id"].tolist() == ["talk-turn-1", "talk-turn-2"]
+    assert trace.token_id is not None
+    with ExpertsHook(loaded.model) as hook:
+        hook.probe()
+        first = Runner(loaded, hook, lambda rows: None).generate([list(b"Hello")], 6, Sampling())[0]
+    answer = loaded.text(first.output)
+    asked = f"Hello\n{answer}\nAnd now?".encode()
+    assert trace.requests["prompt_tokens"].tolist() == [5, len(asked)]
+    assert bytes(trace.token_id[trace.offsets[1] :][: len(asked)].tolist()) == asked
+
+
+def test_a_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path) -> None:
+    loaded = tiny("olmoe")
+    loaded.tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<?>{% endif %}"
+    )
+    trace = recorded(loaded, tmp_path / "t", prompts=[Prompt("a", "", "", ("Hi",))])
+    assert trace.token_id is not None
+    assert bytes(trace.token_id[trace.phase == PREFILL].tolist()) == b"<user>Hi<?>"
+    plain = recorded(loaded, tmp_path / "u", prompts=[Prompt("a", "", "", ("Hi",))], chat_template=False)
+    assert plain.requests["prompt_tokens"].tolist() == [2]
+
+
+def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
+    loaded = tiny("mixtral")
+    trace = recorded(loaded, tmp_path / "t", embedding=True)
+    assert trace.embedding is not None
+    rows = loaded.model.get_input_embeddings().weight.detach().numpy()
+    for text, made in zip(TEXTS, trace.embedding, strict=True):
+        np.testing.assert_allclose(made, rows[list(text.encode())].astype(np.float64).mean(0), atol=1e-3)
+
+
+def test_what_predictors_need_is_recorded_beside_the_routing(tmp_path: Path) -> None:
+    trace = recorded(tiny("mixtral"), tmp_path / "t", weights=True, gate_probs=True, lookahead=True, batch_size=2)
+    assert trace.gate_probs is not None
+    assert trace.weights is not None
+    assert trace.lookahead is not None
+    chosen = np.take_along_axis(trace.gate_probs, trace.experts.astype(int), -1).astype(float)
+    np.testing.assert_allclose(chosen / chosen.sum(-1, keepdims=True), trace.weights.astype(float), atol=2e-3)
+    np.testing.assert_allclose(trace.gate_probs.astype(float).sum(-1), 1.0, atol=5e-3)
+    assert (trace.lookahead[:, 0] == trace.sentinel).all()
+    assert (trace.lookahead[:, 1:] < trace.num_experts).all()
+
+
+def test_weights_on_disk_route_as_weights_in_memory(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    loaded = tiny("mixtral")
+    loaded.model.save_pretrained(tmp_path / "m")
+    loaded.tokenizer.save_pretrained(tmp_path / "m")
+    plain = load_model(str(tmp_path / "m"), Loading(device="cpu"))
+    offloaded = load_model(
+        str(tmp_path / "m"), Loading(device="cpu", offload="disk", max_memory="60KB", offload_folder=tmp_path / "disk")
+    )
+    assert any(weight.device.type == "meta" for weight in offloaded.model.parameters()), "nothing was offloaded"
+    a, b = recorded(plain, tmp_path / "a"), recorded(offloaded, tmp_path / "b")
+    assert_same(a, b, EXTRA)
 
 
 def test_a_model_that_rereads_its_context_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +345,7 @@ def test_a_generation_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: p
     loaded = tiny("mixtral")
     generate = loaded.model.generate
     monkeypatch.setattr(loaded.model, "generate", lambda **options: generate(**options, max_time=1e-9))
-    with pytest.raises(InputError, match="mixtral stopped early in the prompts from 'p0' on"):
+    with pytest.raises(InputError, match=r"mixtral stopped early: .*\(at the prompts from 'p0' on"):
         record(loaded, PROMPTS, tmp_path / "t", Options(4))
     assert not (tmp_path / "t").exists()
 
@@ -192,14 +353,14 @@ def test_a_generation_that_ends_early_is_an_error(tmp_path: Path, monkeypatch: p
 def test_a_router_that_repeats_an_expert_is_refused_before_anything_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = ExpertsHook.take
+    read = ExpertsHook._read
 
-    def repeating(hook: ExpertsHook, weights: bool) -> Any:
-        ids, kept = take(hook, weights)
-        ids[-1, 1] = ids[-1, 1, 0]
-        return ids, kept
+    def repeating(hook: ExpertsHook, *of: Any) -> Pass:
+        made = read(hook, *of)
+        made.ids[-1, 1] = made.ids[-1, 1, 0]
+        return made
 
-    monkeypatch.setattr(ExpertsHook, "take", repeating)
+    monkeypatch.setattr(ExpertsHook, "_read", repeating)
     with pytest.raises(InputError, match=r"model\.layers\.1\..* an expert is repeated"):
         recorded(tiny("mixtral"), tmp_path / "t")
     assert not (tmp_path / "t").exists()
@@ -224,11 +385,49 @@ def test_errors_of_the_model_are_bad_input(tmp_path: Path, error: type[Exception
 
 
 def test_errors_of_the_recorder_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(ExpertsHook, "_require_each_once")
-    with pytest.raises(AttributeError):
+    monkeypatch.delattr("tracer.hook._require_each_once")
+    with pytest.raises(NameError):
         recorded(tiny("mixtral"), tmp_path / "t")
 
 
 @pytest.mark.parametrize("architecture", ["longcat_flash", "dbrx"])
 def test_the_bytes_of_an_expert_are_its_own_alone(tmp_path: Path, architecture: str) -> None:
     assert recorded(tiny(architecture), tmp_path / "t").meta.expert_bytes == 3 * 32 * 16 * 4
+
+
+@pytest.mark.parametrize("architecture", ["switch_transformers", "nllb_moe"])
+def test_an_encoder_and_its_decoder_share_one_layer_space(tmp_path: Path, architecture: str) -> None:
+    loaded = tiny(architecture)
+    loaded.model.generation_config.decoder_start_token_id = 7
+    notes: list[str] = []
+    record(loaded, PROMPTS, tmp_path / "t", Options(5, batch_size=4), on_note=notes.append)
+    trace = Trace.read(tmp_path / "t", EXTRA)
+    assert any("prompts run one at a time" in note for note in notes)
+    assert trace.token_id is not None
+    encoder = [name.startswith(("encoder", "model.encoder")) for name in trace.meta.layer_names]
+    assert encoder == sorted(encoder, reverse=True), "the encoder's layers are not first"
+    for r, text in enumerate(TEXTS):
+        rows = slice(int(trace.offsets[r]), int(trace.offsets[r + 1]))
+        tokens, ids, phase = trace.token_id[rows], trace.experts[rows], trace.phase[rows]
+        n = len(text.encode())
+        assert bytes(tokens[:n].tolist()) == text.encode()
+        assert (tokens[n], len(tokens)) == (7, n + 1 + 4)
+        assert phase.tolist() == [PREFILL] * (n + 1) + [DECODE] * 4
+        assert (ids[:n, ~np.array(encoder)] == trace.sentinel).all()
+        assert (ids[n:, encoder] == trace.sentinel).all()
+        with ExpertsHook(loaded.model) as hook, torch.inference_mode():
+            hook.probe()
+            loaded.model(
+                input_ids=torch.tensor(tokens[None, :n].astype(int)),
+                decoder_input_ids=torch.tensor(tokens[None, n:].astype(int)),
+            )
+            both = np.concatenate([part.ids for part in hook.passes])
+        np.testing.assert_array_equal(np.sort(np.where(both < 0, trace.sentinel, both)), np.sort(ids))
+
+
+def test_a_model_that_looks_at_some_tokens_only_runs_prompts_alone(tmp_path: Path) -> None:
+    notes: list[str] = []
+    for size in (1, 4):
+        record(tiny("deepseek_v32"), PROMPTS, tmp_path / str(size), Options(5, size), on_note=notes.append)
+    assert notes == ["deepseek_v32 routes a prompt otherwise beside others: prompts run one at a time"]
+    assert_same(Trace.read(tmp_path / "1", EXTRA), Trace.read(tmp_path / "4", EXTRA), EXTRA)

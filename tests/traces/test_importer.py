@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from traces.errors import InputError
-from traces.importer import import_npz
+from traces.importers import Options, import_dump
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -29,7 +29,7 @@ def dump(folder: Path, meta: dict[str, Any] | None = None, **arrays: Any) -> tup
 
 def refuses(folder: Path, *parts: str, meta: dict[str, Any] | None = None, **arrays: Any) -> None:
     with pytest.raises(InputError) as error:
-        import_npz(*dump(folder, meta, **arrays))
+        import_dump(*dump(folder, meta, **arrays))
     for part in parts:
         assert part in str(error.value)
 
@@ -37,7 +37,7 @@ def refuses(folder: Path, *parts: str, meta: dict[str, Any] | None = None, **arr
 def test_what_the_json_says_is_kept(tmp_path: Path) -> None:
     requests = [{"dataset": "d", "category": "c", "prompt_tokens": 7}, {"task": "t", "prompt_tokens": 2}]
     sizes = {"hidden_size": 10, "expert_intermediate_size": 20, "first_moe_layer": 1, "requests": requests}
-    trace, assumed = import_npz(*dump(tmp_path, sizes, weights=np.ones(EXPERTS.shape, np.float32)))
+    trace, assumed = import_dump(*dump(tmp_path, sizes, weights=np.ones(EXPERTS.shape, np.float32)))
     assert not assumed
     assert (trace.meta.model, trace.num_experts, trace.meta.mode) == ("some/model", 5, "import")
     assert trace.meta.expert_bytes == 3 * 10 * 20 * 2
@@ -53,25 +53,25 @@ def test_what_the_json_says_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_prefill_is_one_step_of_all_its_tokens(tmp_path: Path) -> None:
-    trace, _ = import_npz(*dump(tmp_path, {"phase": "prefill, token order"}))
+    trace, _ = import_dump(*dump(tmp_path, {"phase": "prefill, token order"}))
     assert trace.phases == "prefill"
     assert trace.requests["prompt_tokens"].tolist() == [2, 1]
     assert trace.steps(0).tokens.tolist() == [2]
-    assert import_npz(*dump(tmp_path), phase="prefill")[0].phases == "prefill"
+    assert import_dump(*dump(tmp_path), Options(phase="prefill"))[0].phases == "prefill"
 
 
 def test_without_json_what_is_assumed_is_said(tmp_path: Path) -> None:
     file, _ = dump(tmp_path)
-    trace, assumed = import_npz(file)
+    trace, assumed = import_dump(file)
     assert (trace.num_experts, trace.phases, len(assumed)) == (5, "decode", 2)
-    trace, assumed = import_npz(file, phase="prefill", experts=8)
+    trace, assumed = import_dump(file, None, Options(phase="prefill", experts=8))
     assert (trace.num_experts, trace.phases, assumed) == (8, "prefill", [])
 
 
 def test_minus_one_is_not_routed(tmp_path: Path) -> None:
     experts = EXPERTS.copy()
     experts[0] = -1
-    trace, _ = import_npz(*dump(tmp_path, experts=experts))
+    trace, _ = import_dump(*dump(tmp_path, experts=experts))
     assert (trace.experts[0] == trace.sentinel).all()
     assert trace.steps(0).experts.size == 4
 
@@ -162,7 +162,7 @@ def test_a_fact_of_a_request_of_the_wrong_kind_is_named(tmp_path: Path, phase: s
 
 
 def test_an_arrival_beyond_what_a_float_holds_is_kept(tmp_path: Path) -> None:
-    trace, _ = import_npz(*dump(tmp_path, {"requests": [{"arrival_ns": 2**53 + 1}, {}]}))
+    trace, _ = import_dump(*dump(tmp_path, {"requests": [{"arrival_ns": 2**53 + 1}, {}]}))
     assert trace.requests["arrival_ns"][0] == 2**53 + 1
 
 
@@ -170,13 +170,59 @@ def test_an_arrival_beyond_what_a_float_holds_is_kept(tmp_path: Path) -> None:
 def test_a_file_of_another_kind_is_no_npz(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(InputError, match=r"is no \.npz"):
-        import_npz(tmp_path / "x.npz")
+        import_dump(tmp_path / "x.npz")
 
 
 def test_one_array_is_no_npz(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", EXPERTS)
     with pytest.raises(InputError, match=r"is no \.npz"):
-        import_npz(tmp_path / "x.npy")
+        import_dump(tmp_path / "x.npy", format="npz")
+
+
+def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None:
+    whole, _ = import_dump(*dump(tmp_path))
+    np.save(tmp_path / "y.npy", EXPERTS)
+    with pytest.raises(InputError, match="where the prompt ends"):  # taken as one request of vLLM's
+        import_dump(tmp_path / "y.npy")
+    with pytest.raises(InputError, match=r"no offsets for .*y\.npy"):
+        import_dump(tmp_path / "y.npy", format="npy")
+    np.save(tmp_path / "y.offsets.npy", np.array([0, 2, 3]))
+    beside, _ = import_dump(tmp_path / "y.npy", tmp_path / "x.json")
+    np.save(tmp_path / "y.offsets.npy", np.array([0, 2, 4]))
+    with pytest.raises(InputError, match=r"y\.npy: offsets run from 0 to 4"):
+        import_dump(tmp_path / "y.npy")
+    (tmp_path / "z.json").write_text(json.dumps({**META, "offsets": [0, 2, 3]}))
+    told, _ = import_dump(tmp_path / "y.npy", tmp_path / "z.json")
+    for made in (beside, told):
+        assert np.array_equal(made.experts, whole.experts)
+        assert np.array_equal(made.offsets, whole.offsets)
+    (tmp_path / "z.json").write_text(json.dumps({**META, "offsets": [0, 2.5, 3]}))
+    with pytest.raises(InputError, match=r"z\.json: offsets is 2\.5"):
+        import_dump(tmp_path / "y.npy", tmp_path / "z.json")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "parts"),
+    [
+        ({"phase": np.array([0, 1, 2])}, ["row 2: phase is 2"]),
+        ({"phase": np.array([1, 0, 1])}, ["request 0 are out of order"]),
+        ({"phase": np.array([0, 1])}, ["phase has 2 values for 3 tokens"]),
+        ({"position": np.array([3, 3, 0])}, ["request 0 are out of order"]),
+        ({"position": np.array([0.0, 1.0, 2.0])}, ["position has the type float64"]),
+        ({"step": np.array([0, -1, 2])}, ["row 1: step is -1"]),
+    ],
+)
+def test_columns_of_tokens_that_no_model_made_are_refused(tmp_path: Path, arrays: Any, parts: list[str]) -> None:
+    refuses(tmp_path, "x.npz", *parts, **arrays)
+
+
+def test_the_phases_of_an_npz_are_kept_and_need_no_option(tmp_path: Path) -> None:
+    files = dump(tmp_path, phase=np.array([0, 1, 1]))
+    made, _ = import_dump(*files)
+    assert made.phase.tolist() == [0, 1, 1]
+    assert made.requests["output_tokens"].tolist() == [2, 2]
+    with pytest.raises(InputError, match="leave --phase out"):
+        import_dump(*files, Options(phase="decode"))
 
 
 def test_damage_within_a_compressed_array_is_told(tmp_path: Path) -> None:
@@ -188,7 +234,7 @@ def test_damage_within_a_compressed_array_is_told(tmp_path: Path) -> None:
         (tmp_path / "y.npz").write_bytes(content)
         content[at] ^= 0xFF
         try:
-            import_npz(tmp_path / "y.npz")
+            import_dump(tmp_path / "y.npz")
         except InputError:
             refused += 1
     assert refused > 200
@@ -197,18 +243,18 @@ def test_damage_within_a_compressed_array_is_told(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     file, meta = dump(tmp_path)
     with pytest.raises(InputError, match="no file"):
-        import_npz(tmp_path / "none.npz")
+        import_dump(tmp_path / "none.npz")
     with pytest.raises(InputError, match="no file"):
-        import_npz(file, tmp_path / "none.json")
+        import_dump(file, tmp_path / "none.json")
     meta.write_text("{")
     with pytest.raises(InputError, match="is no JSON"):
-        import_npz(file, meta)
+        import_dump(file, meta)
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(InputError, match="damaged"):
-        import_npz(file)
+        import_dump(file)
     file.write_bytes(b"")
     with pytest.raises(InputError, match="damaged"):
-        import_npz(file)
+        import_dump(file)
 
 
 @needs_shared
@@ -222,7 +268,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 def test_real_dumps_come_in_whole(
     name: str, requests: int, tokens: int, shape: tuple[int, ...], phase: int, expert_bytes: int, tmp_path: Path
 ) -> None:
-    made, assumed = import_npz(SHARED / f"{name}.npz", SHARED / f"{name}.json")
+    made, assumed = import_dump(SHARED / f"{name}.npz", SHARED / f"{name}.json")
     write_trace(made, tmp_path / name)
     trace = Trace.read(tmp_path / name)
     assert not assumed
@@ -236,6 +282,6 @@ def test_real_dumps_come_in_whole(
 
 @needs_shared
 def test_a_real_dump_comes_in_without_json() -> None:
-    trace, assumed = import_npz(SHARED / "mixtral-8x7b.npz")
+    trace, assumed = import_dump(SHARED / "mixtral-8x7b.npz")
     assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (4, 32, 8, 2)
     assert len(assumed) == 2

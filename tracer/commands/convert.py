@@ -1,44 +1,104 @@
-"""`moe-trace import`: other tools' dumps as traces."""
+"""`moe-trace import` and `export`: other tools' dumps as traces, and traces for other tools."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
+from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, tell
 from traces import console
+from traces.errors import InputError, unknown
 
 
 def import_(
-    file: Annotated[Path, typer.Argument(help="A .npz with experts[tokens, layers, k] and offsets[requests + 1].")],
+    file: Annotated[Path, typer.Argument(help="A dump: .npz, .npy, .json, .jsonl, .pt, .csv, or a folder of them.")],
+    format: Annotated[
+        str, typer.Option(help="npz, npy, vllm, sglang, sglang-pt, csv, or auto: by name and content.")
+    ] = "auto",
     meta: Annotated[
         Path | None,
         typer.Option(help="JSON with model, experts, phase, requests, ...", show_default="X.json if there"),
     ] = None,
     phase: Annotated[
-        str | None, typer.Option(help="decode or prefill.", show_default="first word of the JSON's phase")
+        str | None,
+        typer.Option(help="decode or prefill, where the dump does not say.", show_default="first word of the JSON's"),
     ] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer, where no JSON says it.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer, where nothing else says it.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers that a dump of flat ids counts, dense ones too.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option("--top-k", min=1, help="Experts of a token, where a dump does not say it.")
+    ] = None,
+    layer_map: Annotated[
+        str | None,
+        typer.Option(
+            "--layer-map",
+            help="Which of the dump's layers are MoE layers: 1-26, 3:, or 0,2,4-8.",
+            show_default="all; refused where one looks dense",
+        ),
+    ] = None,
+    start: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Leading tokens that the server left out (routed_experts_start_len).", show_default="0"
+        ),
+    ] = None,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn routing that another tool dumped as arrays into a trace.
+    """Turn routing that another tool dumped into a trace: vLLM, SGLang, llama.cpp, or plain arrays.
 
-    Example: moe-trace import dump.npz --meta dump.json --out traces/recorded/dump
+    Example: moe-trace import answers.jsonl --experts 128 --out traces/recorded/qwen3
     """
-    from traces.importer import import_npz
-    from traces.trace import Trace
+    from tracer.torch_dumps import load
+    from traces.importers import Options, import_dump
     from traces.writer import check_target, write_trace
 
     beside = file.with_suffix(".json")
-    found = meta is None and beside.is_file()
+    found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem
     check_target(folder, overwrite)
-    made, assumed = import_npz(file, beside if found else meta, phase, experts)
+    options = Options(phase, experts, layers, top_k, layer_map, start)
+    made, assumed = import_dump(file, beside if found else meta, options, format, load)
     if found and not quiet:
         console.note(f"no --meta given: taking {beside}")
     for text in assumed:
         console.warn(text)
     write_trace(made, folder, overwrite)
-    tell(folder, Trace.read(folder), quiet)
+    tell(folder, quiet)
+
+
+def export(
+    trace: TraceArgument,
+    out: Annotated[Path, typer.Option(help="The file to write; npz also writes X.json beside X.npz.")],
+    to: Annotated[str, typer.Option(help="oracleGeneral (for libCacheSim), csv, or npz.")] = "oracleGeneral",
+    phase: Annotated[str, typer.Option(help="prefill, decode or both.")] = "both",
+    expert_bytes: Annotated[
+        int | None,
+        typer.Option("--expert-bytes", help="Object size in oracleGeneral.", show_default="1: sizes count experts"),
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a trace for other programs: libCacheSim, data frames, or plain arrays that `import` takes back.
+
+    Example: moe-trace export traces/demo --to oracleGeneral --phase decode --out demo.oracleGeneral
+    """
+    from traces.export import FORMATS, check_target, export_oracle_general, of_phase
+    from traces.trace import Trace
+
+    if to not in FORMATS:
+        raise unknown("format", to, FORMATS)
+    if phase not in ("prefill", "decode", "both"):
+        raise unknown("phase", phase, ("prefill", "decode", "both"))
+    if expert_bytes is not None and to != "oracleGeneral":
+        raise InputError(f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out")
+    check_target(out, to, overwrite)
+    columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
+    held = of_phase(Trace.read(trace, columns), phase)  # type: ignore[arg-type]
+    written = FORMATS[to](held, out) if expert_bytes is None else export_oracle_general(held, out, expert_bytes)
+    if not quiet:
+        what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
+        console.out.print(f"{out}: {written} {what}", soft_wrap=True, markup=False)

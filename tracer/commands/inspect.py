@@ -27,7 +27,8 @@ def info(
         print(json.dumps(facts, indent=2))
     else:
         _print_info(facts)
-        suggest(f"moe-sim sweep {trace}")
+        if held.aggregate is None:
+            suggest(f"moe-sim sweep {trace}")
 
 
 def validate(trace: TraceArgument) -> None:
@@ -35,11 +36,12 @@ def validate(trace: TraceArgument) -> None:
 
     Example: moe-trace validate traces/recorded/demo
     """
-    from traces.reader import EXTRA
-    from traces.trace import Trace
+    from traces.reader import EXTRA, open_folder
+    from traces.stream import pieces
 
-    held = Trace.read(trace, EXTRA)
-    console.out.print(f"{trace} is a valid trace: {size(held)}", soft_wrap=True)
+    for _ in pieces(trace, EXTRA):
+        pass
+    console.out.print(f"{trace} is a valid trace: {size(open_folder(trace))}", soft_wrap=True)
     suggest(f"moe-trace info {trace}")
 
 
@@ -52,7 +54,7 @@ def _print_info(facts: dict[str, Any]) -> None:
         "shape": f"{facts['layers']} MoE layers x {facts['experts']} experts, top-{facts['top_k']}",
         "expert": "size unknown" if size is None else f"{size:,} bytes, {facts['dtype'] or 'type unknown'}",
         "requests": f"{facts['requests']:,} ({labels or 'not labelled'})",
-        "tokens": f"{facts['tokens']:,} ({facts['phase']})",
+        "tokens": facts["phase"] if facts["tokens"] is None else f"{facts['tokens']:,} ({facts['phase']})",
     }
     for name, text in lines.items():
         console.out.print(f"{name:<10}{text}", soft_wrap=True, markup=False)

@@ -8,7 +8,7 @@ import typer
 from traces import console
 
 if TYPE_CHECKING:
-    from traces.trace import Trace
+    from traces.reader import Folder
 
 RECORDED = Path("traces/recorded")
 
@@ -18,19 +18,20 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace th
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only errors.")]
 
 
-def size(trace: "Trace") -> str:
+def size(folder: "Folder") -> str:
     """A trace in one line."""
-    return (
-        f"{len(trace.requests)} requests, {len(trace.experts)} tokens ({trace.phases}) of {trace.meta.model}, "
-        f"{trace.layers} MoE layers x {trace.num_experts} experts, top-{trace.top_k}"
-    )
+    meta, (requests, tokens) = folder.meta, folder.size
+    held = f"{requests} requests, {tokens} tokens" if meta.mode != "aggregate" else f"EAMs of {requests} requests"
+    return f"{held} of {meta.model}, {meta.layers} MoE layers x {meta.experts} experts, top-{meta.top_k}"
 
 
-def tell(folder: Path, trace: "Trace", quiet: bool) -> None:
+def tell(path: Path, quiet: bool) -> None:
     """Say where the result lies and what to do with it."""
+    from traces.reader import open_folder
+
     if not quiet:
-        console.out.print(f"{folder}: {size(trace)}", soft_wrap=True, markup=False)
-        suggest(f"moe-trace info {folder}")
+        console.out.print(f"{path}: {size(open_folder(path))}", soft_wrap=True, markup=False)
+        suggest(f"moe-trace info {path}")
 
 
 def suggest(command: str) -> None:

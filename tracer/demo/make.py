@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM, PreTrainedTokenizerFast
 
 import traces
 from tracer.demo import MODEL, NAME, PROMPTS
-from tracer.models import load_model
+from tracer.models import Loading, load_model
 from tracer.prompts import Columns, read_prompts
 from tracer.record import Options, record
 
@@ -65,7 +65,7 @@ def make_model(folder: Path) -> None:
 
 def make_trace(folder: Path) -> None:
     """Record the shipped model over the shipped prompts."""
-    loaded = load_model(str(MODEL), "auto", "cpu")
+    loaded = load_model(str(MODEL), Loading(device="cpu"))
     prompts = read_prompts(PROMPTS, Columns(labels={"dataset": "demo"}))
     record(replace(loaded, name=NAME), prompts, folder, Options(), overwrite=True)
 

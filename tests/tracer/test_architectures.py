@@ -1,0 +1,349 @@
+"""Every MoE architecture of transformers: what is recorded of a tiny model is what its experts compute."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+from torch import nn
+from transformers import PretrainedConfig
+from typer.testing import CliRunner
+
+from tests.tracer.architectures import names, tiny_model
+from tests.tracer.oracle import IDS, check, merged, observed, run
+from tracer.architectures import ADAPTED, REFUSED, architectures
+from tracer.commands.architectures import architectures as command
+from tracer.hook import ExpertsHook
+from tracer.nllb import NOTE
+from tracer.sites import Interface
+from traces.errors import InputError
+
+RECORDED = sorted(set(names()) - set(REFUSED))
+
+KNOWN = """
+afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32
+deepseek_v4 diffusion_gemma doge dots1 dots3_note ernie4_5_moe ernie4_5_vl_moe exaone_moe flex_olmo flint gemma4
+glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid
+granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling inkling2 jamba jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4
+longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4 mixtral muse_spark
+nemotron_h nllb_moe olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe
+qwen3_vl_moe qwen4_exp solar_open step3p7 switch_transformers unlimited_ocr zaya
+"""
+
+PADDED = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1], 1)])
+MASK = (torch.arange(10) >= torch.tensor([[0], [4]])).long()
+
+
+def test_every_architecture_of_the_installed_transformers_is_known() -> None:
+    assert names() == KNOWN.split(), "try what is new by the tests below, then add it here"
+
+
+@pytest.mark.parametrize("architecture", RECORDED)
+def test_recorded_experts_are_those_whose_poisoned_weights_reach_the_token(architecture: str) -> None:
+    seen = check(tiny_model(architecture))
+    for layer in seen.swapaxes(0, 1):
+        assert len(np.unique(np.sort(layer, -1), axis=0)) > 1, "the model routes all tokens alike: this shows nothing"
+
+
+@pytest.mark.parametrize("architecture", RECORDED)
+def test_observing_everything_changes_nothing(architecture: str) -> None:
+    """Neither outputs nor buffers nor the random numbers drawn later."""
+    model = tiny_model(architecture)
+    wanted = [option for option in ("weights", "gate_probs", "lookahead") if (architecture, option) not in CANNOT]
+    state = torch.random.get_rng_state()
+    with ExpertsHook(model) as hook:
+        hook.probe()
+        before = run(model)[0]
+        plain = merged(hook.passes)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with ExpertsHook(model, **dict.fromkeys(wanted, True)) as hook:
+        hook.probe()
+        assert torch.equal(run(model)[0], before)
+        assert np.array_equal(merged(hook.passes), plain)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in model.named_buffers())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+CANNOT = {("phimoe", "gate_probs")}
+"""What is refused: SparseMixer's weights are no function of one distribution over all experts."""
+
+
+@pytest.mark.parametrize("architecture", RECORDED)
+def test_weights_are_gate_probabilities_up_to_one_factor_a_token(architecture: str) -> None:
+    if (architecture, "gate_probs") in CANNOT:
+        pytest.skip("refused")
+    hook, passes = observed(tiny_model(architecture), wanted=("weights", "gate_probs"))
+    for seen in passes:
+        assert seen.weights is not None
+        assert seen.gate_probs is not None
+        assert seen.gate_probs.shape == (*seen.ids.shape[:2], hook.experts)
+        weights, probs = seen.weights.astype(float), seen.gate_probs.astype(float)
+        assert (np.diff(weights, axis=-1) <= 0).all()
+        routed = seen.ids >= 0
+        ratio = np.where(routed, weights / np.take_along_axis(probs, np.maximum(seen.ids, 0), -1).clip(1e-9), np.nan)
+        for of_token in ratio[routed.sum(-1) > 1]:
+            assert np.nanmax(of_token) < 1.02 * np.nanmin(of_token)
+
+
+@pytest.mark.parametrize("architecture", sorted(set(RECORDED) - set(ADAPTED) - {"dbrx", "longcat_flash", "step3p7"}))
+def test_every_implementation_of_the_experts_shows_the_same_routing(architecture: str) -> None:
+    model, seen = tiny_model(architecture), []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model.set_experts_implementation(implementation)
+        seen.append(np.sort(merged(observed(model)[1]), axis=-1))
+    assert np.array_equal(seen[0], seen[1])
+    assert np.array_equal(seen[0], seen[2])
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v3", "gpt_oss", "jetmoe", "llama4", "qwen3_next"])
+def test_a_batch_padded_on_the_left_is_observed_row_by_row(architecture: str) -> None:
+    model = tiny_model(architecture)
+    both = check(model, PADDED, attention_mask=MASK).reshape(2, 10, -1)
+    alone = merged(observed(model, PADDED[1:, 4:])[1]).reshape(6, -1)
+    assert np.array_equal(both[1, 4:], alone)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["mixtral", "deepseek_v3", "switch_transformers", "nllb_moe", "doge", "gemma4"]
+)
+def test_weights_on_disk_are_observed_like_those_in_memory(architecture: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    wanted = ("weights", "gate_probs", "lookahead")
+    _, at_hand = observed(tiny_model(architecture), wanted=wanted)
+    model = tiny_model(architecture)
+    accelerate.disk_offload(model, tmp_path, execution_device=torch.device("cpu"))
+    hook, from_disk = observed(model, wanted=wanted)
+    assert all(weight.is_meta for site in hook.sites for weight in site.weights)
+    for one, other in zip(at_hand, from_disk, strict=True):
+        for column in ("ids", *wanted):
+            assert np.array_equal(getattr(one, column), getattr(other, column))
+
+
+def test_adapters_are_used_where_the_list_says_so() -> None:
+    adapted = {name for name in RECORDED if not all(type(s) is Interface for s in ExpertsHook(tiny_model(name)).sites)}
+    assert adapted == set(ADAPTED)
+
+
+@pytest.mark.parametrize("architecture", sorted(REFUSED))
+def test_what_cannot_be_recorded_is_refused_with_the_layers_name(architecture: str) -> None:
+    with pytest.raises(InputError, match=r"model\.\S*layers\.0\.experts \(\w+\) cannot be recorded: "):
+        ExpertsHook(tiny_model(architecture))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("switch_transformers", {"expert_capacity": 1}), ("nllb_moe", {"moe_eval_capacity_token_fraction": 0.1})],
+)
+def test_dropped_tokens_are_not_routed(architecture: str, changes: dict[str, Any]) -> None:
+    seen = check(tiny_model(architecture, **changes))
+    assert (seen == -1).all(-1).any(), "no token is dropped: this shows nothing"
+
+
+@pytest.mark.parametrize("architecture", ["switch_transformers", "nllb_moe"])
+def test_encoder_and_decoder_share_one_space_of_layers(architecture: str) -> None:
+    model = tiny_model(architecture)
+    hook, passes = observed(model, wanted=("weights", "gate_probs", "lookahead"))
+    assert hook.stacks == 2
+    assert [seen.stack for seen in passes] == [0, 1]
+    in_encoder = ["encoder." in name for name in hook.names]
+    assert in_encoder == sorted(in_encoder, reverse=True)
+    for seen, own in zip(passes, (np.array(in_encoder), ~np.array(in_encoder)), strict=True):
+        assert (seen.ids[:, own] >= 0).any()
+        assert (seen.ids[:, ~own] == -1).all()
+        for column, empty in ((seen.weights, 0), (seen.gate_probs, 0), (seen.lookahead, -1)):
+            assert column is not None
+            assert (column[:, ~own] == empty).all()
+        assert seen.lookahead is not None
+        first = int(np.flatnonzero(own)[0])
+        assert (seen.lookahead[:, first] == -1).all()
+        assert (seen.lookahead[:, own][:, 1:] >= 0).any()
+
+
+@pytest.mark.parametrize("architecture", ["switch_transformers", "nllb_moe"])
+def test_generation_runs_the_encoder_once_and_then_the_decoder_alone(architecture: str) -> None:
+    model = tiny_model(architecture)
+    with ExpertsHook(model) as hook:
+        hook.probe()
+        model.generate(
+            input_ids=IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False, decoder_start_token_id=0, num_beams=1
+        )
+        assert [(seen.stack, len(seen.ids)) for seen in hook.passes] == [(0, 10), (1, 1), (1, 1), (1, 1), (1, 1)]
+
+
+def test_attention_experts_of_jetmoe_are_layers_of_their_own() -> None:
+    hook, _ = observed(tiny_model("jetmoe"))
+    assert hook.names == [f"model.layers.{i}.{part}" for i in range(3) for part in ("self_attention.experts", "mlp")]
+
+
+def test_vision_experts_that_text_never_reaches_are_left_out_with_a_note() -> None:
+    hook, _ = observed(tiny_model("ernie4_5_vl_moe"))
+    assert all("text_moe" in name for name in hook.names)
+    assert len(hook.notes) == 1
+    assert "layers.*.mlp.vision_moe.experts" in hook.notes[0]
+
+
+def test_skipped_and_identity_experts_are_not_routed() -> None:
+    for architecture in ("zaya", "longcat_flash"):
+        ids = merged(observed(tiny_model(architecture), torch.arange(100, 164)[None])[1])
+        assert (ids == -1).any(), f"no token of {architecture} skips: this shows nothing"
+        assert ids.max() < 8
+
+
+class TestNllb:
+    def test_transformers_still_breaks_it(self) -> None:
+        model = tiny_model("nllb_moe")
+        called: set[int] = set()
+        experts = model.model.encoder.layers[0].ffn.experts
+        for number in range(8):
+            experts[f"expert_{number}"].register_forward_pre_hook(lambda *_, number=number: called.add(number))
+        run(model)
+        assert called <= {0, 1}, (
+            "transformers runs all experts of NLLB-MoE again: remove tracer/nllb.py, its use in tracer/hook.py, "
+            "`mended` in tests/tracer/oracle.py, and this test"
+        )
+
+    def test_while_recorded_each_token_is_the_weighted_sum_of_its_experts(self) -> None:
+        model = tiny_model("nllb_moe")
+        block = model.model.encoder.layers[0].ffn
+        states = torch.randn(1, 7, 32)
+        with ExpertsHook(model) as hook, torch.no_grad():
+            assert hook.notes == [NOTE]
+            mended = block(states)[0]
+            combine = block.router(states[0], None)[1]
+            each = torch.stack([block.experts[f"expert_{number}"](states[0]) for number in range(8)], 1)
+            hook.clear()
+        wanted = torch.einsum("te,teh->th", combine, each) * (1 - model.config.moe_token_dropout)
+        assert torch.allclose(mended, wanted, atol=1e-6)
+        with torch.no_grad():
+            assert not torch.allclose(block(states)[0], wanted, atol=1e-3)
+        assert "forward" not in vars(block.experts)
+
+
+class MixtralStyle(nn.Module):
+    """How the first Mixtral, Arctic and Qwen-MoE called their experts: with the rows of their tokens."""
+
+    def __init__(self, k: int):
+        super().__init__()
+        self.top_k = self.k = k
+        self.gate = nn.Linear(16, 6, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.view(-1, 16)
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.k)
+        output = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            slots, tokens = torch.where(nn.functional.one_hot(chosen, 6).permute(2, 1, 0)[number])
+            states = flat[None, tokens].reshape(-1, 16)
+            output.index_add_(0, tokens, expert(states) * weights[tokens, slots, None])
+        return output.view(hidden_states.shape)
+
+
+class DeepseekStyle(MixtralStyle):
+    """How deepseek-moe-16b does it: tokens sorted by expert, and experts without tokens never called."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        flat = hidden_states.view(-1, 16)
+        weights, chosen = self.gate(flat).softmax(-1).topk(self.k, sorted=False)
+        order = chosen.flatten().argsort()
+        ends = chosen.flatten().bincount(minlength=6).cumsum(0).tolist()
+        output = torch.zeros_like(flat)
+        for number, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            if start < end:
+                slots = order[start:end]
+                tokens = slots // self.k
+                output.index_add_(0, tokens, self.experts[number](flat[tokens]) * weights.flatten()[slots, None])
+        return output.view(hidden_states.shape)
+
+
+class Remote(nn.Module):
+    """A model of remote code."""
+
+    def __init__(self, block: type[MixtralStyle], k: int = 2):
+        super().__init__()
+        torch.manual_seed(1)
+        self.config = PretrainedConfig()
+        self.embed = nn.Embedding(257, 16)
+        self.layers = nn.ModuleList(block(k) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
+        hidden = self.embed(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+class TestRemoteCode:
+    @pytest.mark.parametrize("block", [MixtralStyle, DeepseekStyle])
+    def test_calls_of_child_experts_are_attributed_to_tokens(self, block: type[MixtralStyle]) -> None:
+        seen = check(Remote(block), torch.cat([IDS, IDS.flip(-1)]))
+        assert (seen >= 0).all()
+
+    def test_weights_are_refused(self) -> None:
+        self.refuse("weights", r"weights of layers\.0\.experts cannot be recorded")
+
+    def test_gate_probabilities_are_refused(self) -> None:
+        self.refuse("gate_probs", r"gate probabilities of layers\.0\.experts cannot be recorded")
+
+    def test_lookahead_is_refused(self) -> None:
+        self.refuse("lookahead", r"lookahead of layers\.0\.experts cannot be recorded")
+
+    def refuse(self, wanted: str, reason: str) -> None:
+        with pytest.raises(InputError, match=reason), ExpertsHook(Remote(MixtralStyle), **{wanted: True}) as hook:
+            hook.probe()
+
+    def test_states_that_are_no_tokens_are_refused(self) -> None:
+        model = Remote(MixtralStyle)
+        for layer in model.layers:
+            layer.experts = nn.ModuleList(nn.Sequential(expert) for expert in layer.experts)
+        model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        check(model)  # what the block itself does is seen
+        model.layers[1].experts[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        with pytest.raises(InputError, match=r"layers\.1\.experts are given states that are no token's"):
+            observed(model)
+
+    def test_more_experts_than_the_block_names_are_refused(self) -> None:
+        model = Remote(MixtralStyle)
+        model.layers[2].k = 3
+        with pytest.raises(InputError, match=r"layers\.2\.experts gave a token to 3 experts but is top-2"):
+            observed(model)
+
+    def test_more_experts_than_in_the_probe_are_refused(self) -> None:
+        model = Remote(MixtralStyle)
+        for layer in model.layers:
+            layer.top_k = None
+        with ExpertsHook(model) as hook:
+            hook.probe()
+            assert hook.top_k == 2
+            model.layers[2].k = 3
+            with pytest.raises(InputError, match=r"layers\.2\.experts routes 10 tokens to 3 experts each"):
+                run(model)
+
+    def test_half_precision_is_attributed_too(self) -> None:
+        for dtype in (torch.bfloat16, torch.float16):
+            assert (merged(observed(Remote(DeepseekStyle).to(dtype))[1]) >= 0).all()
+
+
+class TestCommand:
+    def ask(self, *options: str) -> str:
+        app = typer.Typer()
+        app.command()(command)
+        return CliRunner().invoke(app, list(options)).stdout
+
+    def test_each_architecture_has_a_line(self) -> None:
+        lines = [line.split(maxsplit=1) for line in self.ask().splitlines()]
+        assert [name for name, _ in lines] == [*KNOWN.split(), "arctic", "deepseek-moe-16b"]
+        told = dict(lines)
+        assert told["olmoe"] == "experts interface"
+        assert "mended while recording" in told["nllb_moe"]
+        assert told["diffusion_gemma"].startswith("refused: ")
+        assert "--trust-remote-code" in told["arctic"]
+
+    def test_json_has_the_same(self) -> None:
+        told = json.loads(self.ask("--json"))
+        assert [one["name"] for one in told] == [one.name for one in architectures()]
+        assert [one["name"] for one in told if not one["recorded"]] == ["diffusion_gemma"]

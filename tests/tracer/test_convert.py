@@ -1,0 +1,150 @@
+"""`moe-trace import` and `export` as they are typed."""
+
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+
+from tests.traces.dumps import known, passes, same, vllm_answer, write_lines
+from tests.traces.test_importer_recorder import MAPPING, TRACE, stat
+from tracer.commands import convert
+from tracer.torch_dumps import load
+from traces import console
+from traces.errors import InputError
+from traces.trace import Trace
+from traces.writer import write_trace
+
+app = typer.Typer()
+app.command(name="import")(convert.import_)
+app.command()(convert.export)
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["moe-trace", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            console.main(app, "moe-trace")
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, *capsys.readouterr())
+
+    return command
+
+
+def tensors(value: Any) -> Any:
+    """The same content with tensors for arrays, as torch saves it."""
+    if isinstance(value, dict):
+        return {key: tensors(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [tensors(one) for one in value]
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
+
+
+def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, run: Run) -> None:
+    file = write_lines(tmp_path / "a.jsonl", [vllm_answer(known(), i) for i in range(3)])
+    ended = run("import", file, "--out", tmp_path / "t")
+    assert ended.status == 0, ended.stderr
+    assert "warning: the number of experts is taken from the largest id: 8" in ended.stderr
+    assert f"next: moe-trace info {tmp_path / 't'}" in ended.stdout
+    same(Trace.read(tmp_path / "t"), known(), steps=True)
+
+
+def test_a_refused_dump_leaves_nothing(tmp_path: Path, run: Run) -> None:
+    answers = [vllm_answer(known(), i) for i in range(3)]
+    answers[2]["choices"][0]["routed_experts"] = "@"
+    ended = run("import", write_lines(tmp_path / "a.jsonl", answers), "--out", tmp_path / "t")
+    assert ended.status == 2
+    assert ended.stderr.startswith(f"moe-trace: error: {tmp_path / 'a.jsonl'} line 3: routed_experts is no base64")
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_recording_of_sglang_is_loaded_with_torch(tmp_path: Path, run: Run) -> None:
+    torch.save(tensors(passes(TRACE, MAPPING, together=1)), tmp_path / "d.pt")
+    (tmp_path / "d.json").write_text('{"concurrency": 1}')
+    ended = run("import", tmp_path / "d.pt", "--layer-map", "1:", "--out", tmp_path / "t")
+    assert ended.status == 0, ended.stderr
+    assert f"no --meta given: taking {tmp_path / 'd.json'}" in ended.stderr
+    same(Trace.read(tmp_path / "t"), TRACE, steps=True)
+    torch.save(tensors(stat(TRACE)), tmp_path / "s.pt")
+    counted = ("--layer-map", "1:", "--top-k", 2, "--phase", "decode", "--out", tmp_path / "s")
+    assert run("import", tmp_path / "s.pt", *counted).status == 0
+    assert Trace.read(tmp_path / "s").aggregate is not None
+
+
+class Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path("harm"),)
+
+
+def test_a_torch_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for content in (b"", b"PK\x03\x04", pickle.dumps(Harmful()), b"\x80\x02."):
+        (tmp_path / "d.pt").write_bytes(content)
+        with pytest.raises(InputError, match=r"d\.pt is no \.pt of plain tensors"):
+            load(tmp_path / "d.pt")
+    torch.save({"records": Harmful()}, tmp_path / "d.pt")
+    with pytest.raises(InputError, match=r"d\.pt is no \.pt of plain tensors"):
+        load(tmp_path / "d.pt")
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize(("to", "what"), [("oracleGeneral", "accesses"), ("csv", "rows"), ("npz", "tokens")])
+def test_an_export_says_what_it_wrote_and_replaces_nothing_unasked(
+    tmp_path: Path, run: Run, to: str, what: str
+) -> None:
+    write_trace(known(), tmp_path / "t")
+    out = tmp_path / "x.npz"
+    arguments = ("export", tmp_path / "t", "--to", to, "--phase", "decode", "--out", out)
+    ended = run(*arguments)
+    assert ended.status == 0, ended.stderr
+    assert ended.stdout.startswith(f"{out}: ")
+    assert ended.stdout.endswith(f"{what}\n")
+    again = run(*arguments)
+    assert (again.status, "--overwrite" in again.stderr) == (2, True)
+    assert run(*arguments, "--overwrite", "--quiet").stdout == ""
+
+
+def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, run: Run) -> None:
+    write_trace(known(), tmp_path / "t")
+    assert run("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").status == 0
+    assert run("import", tmp_path / "x.npz", "--out", tmp_path / "back").status == 0
+    same(Trace.read(tmp_path / "back"), known(), steps=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--to", "oracle"), "unknown format 'oracle'; did you mean oracleGeneral?"),
+        (("--phase", "encode"), "unknown phase 'encode'; did you mean decode?"),
+        (("--to", "csv", "--expert-bytes", 5), "leave it out"),
+        (("--expert-bytes", 0), "--expert-bytes 0"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(
+    tmp_path: Path, run: Run, arguments: tuple[object, ...], reason: str
+) -> None:
+    write_trace(known(), tmp_path / "t")
+    ended = run("export", tmp_path / "t", "--out", tmp_path / "x", *arguments)
+    assert ended.status == 2
+    assert reason in ended.stderr
+    assert not (tmp_path / "x").exists()

@@ -1,0 +1,191 @@
+"""What is exported is what untimed mode plays, and what import takes back."""
+
+import csv
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from sim.untimed import count
+from tests import strategies
+from tests.traces.dumps import known, same
+from traces import demo_trace, export
+from traces.errors import InputError
+from traces.importers import import_dump
+from traces.schema import AGGREGATE
+from traces.steps import DECODE, PREFILL
+from traces.trace import Phases, Trace
+
+WHY = "libcachesim, the independent oracle, is not installed"
+
+
+def accesses(trace: Trace) -> np.ndarray:
+    """Ids in the order of untimed mode, in plain Python."""
+    found: list[int] = []
+    for r in range(len(trace.requests)):
+        at = np.arange(trace.offsets[r], trace.offsets[r + 1])
+        prompt = at[trace.phase[at] == PREFILL]
+        for step in ([prompt] if len(prompt) else []) + [np.array([i]) for i in at[trace.phase[at] == DECODE]]:
+            for layer in range(trace.layers):
+                chosen = set(trace.experts[step, layer].ravel().tolist()) - {trace.sentinel}
+                found += [layer * trace.num_experts + e for e in sorted(chosen)]
+    return np.array(found, np.int64)
+
+
+def records(trace: Trace, **options: Any) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "x.oracleGeneral"
+        written = export.export_oracle_general(trace, out, **options)
+        made = np.fromfile(out, export.ORACLE_GENERAL)
+        assert written == len(made)
+        assert [file.name for file in Path(folder).iterdir()] == [out.name]
+    return made
+
+
+@given(strategies.traces())
+def test_oracle_general_is_the_accesses_of_untimed_mode(trace: Trace) -> None:
+    assume(len(trace.experts))
+    made = records(trace)
+    assert np.array_equal(made["obj_id"], accesses(trace))
+    assert (made["size"] == 1).all()
+    assert (np.diff(made["time"].astype(np.int64)) >= 0).all()
+
+
+@pytest.mark.parametrize("block", [1, 7, 1_000_000])
+def test_each_record_tells_the_next_access_of_its_object(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "BLOCK", block)
+    made = records(known())
+    for at in range(len(made)):
+        later = np.flatnonzero(made["obj_id"][at + 1 :] == made["obj_id"][at])
+        assert made["next_access_vtime"][at] == (at + 1 + later[0] + 1 if len(later) else -1)
+
+
+def test_libcachesim_writes_the_same_bytes_from_the_same_accesses(tmp_path: Path) -> None:
+    oracle = pytest.importorskip("libcachesim", reason=WHY)
+    mine = records(known())
+    with (tmp_path / "x.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("time", "id", "size"), *((r["time"], r["obj_id"], 1) for r in mine)])
+    told = oracle.ReaderInitParam(delimiter=",", has_header=True, obj_id_is_num=True)
+    told.has_header_set = told.obj_id_is_num_set = True
+    told.time_field, told.obj_id_field, told.obj_size_field = 1, 2, 3
+    reader = oracle.TraceReader(str(tmp_path / "x.csv"), oracle.TraceType.CSV_TRACE, told)
+    oracle.Util.convert_to_oracleGeneral(reader._reader, str(tmp_path / "theirs"))
+    assert np.array_equal(np.fromfile(tmp_path / "theirs", export.ORACLE_GENERAL), mine)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+def test_libcachesim_counts_the_misses_of_untimed_mode(phase: Phases, tmp_path: Path) -> None:
+    oracle = pytest.importorskip("libcachesim", reason=WHY)
+    trace = export.of_phase(Trace.read(demo_trace()).head(4), phase)
+    out = tmp_path / "x.oracleGeneral"
+    total = export.export_oracle_general(trace, out)
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    for slots in (9, 64, 200):
+        for ours, theirs in (("lru", "LRU"), ("fifo", "FIFO"), ("belady", "Belady")):
+            log = count(requests, trace.layers, trace.num_experts, slots, parse(ours))
+            reader = oracle.TraceReader(str(out), oracle.TraceType.ORACLE_GENERAL_TRACE)
+            ratio, _ = getattr(oracle, theirs)(slots).process_trace(reader)
+            assert round(ratio * total) == log.misses.sum(), (ours, slots)
+            assert total == log.misses.sum() + log.hits.sum()
+
+
+def test_objects_may_have_the_size_of_an_expert() -> None:
+    assert (records(known(), expert_bytes=12_288)["size"] == 12_288).all()
+    for size in (0, -1, 2**32):
+        with pytest.raises(InputError, match="--expert-bytes"):
+            records(known(), expert_bytes=size)
+
+
+@given(strategies.traces(), st.sampled_from(["prefill", "decode", "both"]))
+def test_an_npz_comes_back_as_the_same_trace(trace: Trace, phase: Phases) -> None:
+    try:
+        trace = export.of_phase(trace, phase)
+    except InputError:
+        assume(False)
+    routed = np.where(trace.experts == trace.sentinel, -1, trace.experts.astype(np.int64))
+    assume(trace.num_experts == 1 or routed.any())
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "x.npz"
+        assert export.export_npz(trace, out) == len(trace.experts)
+        made, notes = import_dump(out, out.with_suffix(".json"))
+    assert not notes
+    for name in ("experts", "offsets", "phase", "position", "step", "weights", "token_id"):
+        assert np.array_equal(getattr(made, name), getattr(trace, name)) or getattr(trace, name) is None
+    assert made.meta == replace(trace.meta, mode="import", tools=made.meta.tools)
+    frames = [one.requests.drop(columns="mode").astype(object) for one in (made, trace)]
+    pd.testing.assert_frame_equal(*(frame.where(frame.notna(), None).reset_index(drop=True) for frame in frames))
+
+
+@given(strategies.traces())
+def test_a_csv_tells_each_choice_of_an_expert(trace: Trace) -> None:
+    assume(len(trace.experts))
+    with tempfile.TemporaryDirectory() as folder:
+        written = export.export_csv(trace, Path(folder) / "x.csv")
+        frame = pd.read_csv(Path(folder) / "x.csv", dtype={"request": str}, keep_default_na=False)
+    assert len(frame) == written == int((trace.experts != trace.sentinel).sum())
+    held = np.full_like(trace.experts, trace.sentinel)
+    number = {name: i for i, name in enumerate(trace.requests["id"])}
+    request = np.repeat(np.arange(len(trace.requests)), np.diff(trace.offsets))
+    row = {(int(r), int(p)): i for i, (r, p) in enumerate(zip(request, trace.position, strict=True))}
+    at = np.array([row[number[r], p] for r, p in zip(frame["request"], frame["position"], strict=True)], np.int64)
+    held[at, frame["layer"], frame["rank"]] = frame["expert"]
+    assert np.array_equal(held, trace.experts)
+    assert frame["phase"].tolist() == [["prefill", "decode"][p] for p in trace.phase[at]]
+    if trace.weights is not None and written:
+        weights = trace.weights[at, frame["layer"], frame["rank"]]
+        assert np.array_equal(frame["weight"].to_numpy(np.float16), weights)
+
+
+def test_one_phase_is_the_rows_of_that_phase() -> None:
+    trace = known()
+    prefill, decode = export.of_phase(trace, "prefill"), export.of_phase(trace, "decode")
+    assert (prefill.phases, decode.phases) == ("prefill", "decode")
+    assert len(prefill.experts) + len(decode.experts) == len(trace.experts)
+    assert np.array_equal(decode.eams(DECODE), trace.eams(DECODE))
+    assert export.of_phase(trace, "both") is trace
+    with pytest.raises(InputError, match="holds no prefill"):
+        export.of_phase(decode, "prefill")
+
+
+def test_a_trace_without_sequences_cannot_be_exported() -> None:
+    trace = known()
+    meta = replace(trace.meta, mode=AGGREGATE)
+    counted = replace(trace, meta=meta, aggregate=np.ones((2, 3, 24), np.uint32))
+    with pytest.raises(InputError, match="EAMs only"):
+        export.of_phase(counted, "both")
+
+
+def test_a_file_gets_its_name_when_it_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "_link", fail)
+    with pytest.raises(InputError, match="No space left"):
+        export.export_oracle_general(known(), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
+
+
+def test_existing_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "x.json").touch()
+    with pytest.raises(InputError, match=r"x\.json exists"):
+        export.check_target(tmp_path / "x.npz", "npz", overwrite=False)
+    export.check_target(tmp_path / "x.npz", "npz", overwrite=True)
+    export.check_target(tmp_path / "x.npz", "csv", overwrite=False)
+    with pytest.raises(InputError, match=r"must end in \.npz"):
+        export.check_target(tmp_path / "x", "npz", overwrite=False)
+    with pytest.raises(InputError, match="is a folder"):
+        export.check_target(tmp_path, "csv", overwrite=True)
+
+
+def test_both_phases_survive_the_way_through_npz(tmp_path: Path) -> None:
+    export.export_npz(known(), tmp_path / "x.npz")
+    same(import_dump(tmp_path / "x.npz", tmp_path / "x.json")[0], known(), steps=True)
+    assert json.loads((tmp_path / "x.json").read_text())["moe_layers"] == 3

@@ -1,0 +1,306 @@
+"""SGLang's recorder and other counters: requests are rebuilt from forward passes, or the dump is refused."""
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.traces.dumps import known, passes, same
+from traces.errors import InputError
+from traces.importers import Options, import_dump
+from traces.schema import AGGREGATE
+from traces.steps import DECODE, PREFILL
+from traces.trace import Trace
+from traces.writer import write_trace
+
+TRACE = known(requests=3, prompt=4)
+MAPPING = np.stack([np.random.default_rng(layer).permutation(8) for layer in range(4)])  # a dense layer first
+MOE = Options(layer_map="1:")
+
+
+def load(folder: Path, content: dict[str, Any], options: Options = MOE, meta: Any = None) -> tuple[Trace, list[str]]:
+    (folder / "d.pt").touch()
+    if meta:
+        (folder / "d.json").write_text(json.dumps(meta))
+    return import_dump(folder / "d.pt", folder / "d.json" if meta else None, options, load_pt=lambda _: content)
+
+
+def refused(folder: Path, content: dict[str, Any], *parts: str, options: Options = MOE) -> None:
+    with pytest.raises(InputError) as error:
+        load(folder, content, options)
+    for part in (*parts, "d.pt"):
+        assert part in str(error.value)
+
+
+def test_what_may_be_of_several_requests_is_refused(tmp_path: Path) -> None:
+    """Of two in lockstep one ends first: positions alone do not tell which."""
+    refused(tmp_path, passes(TRACE, MAPPING, together=2), "may be of 2 requests", "concurrency")
+
+
+def test_requests_are_rebuilt_from_the_passes(tmp_path: Path) -> None:
+    made, notes = load(tmp_path, passes(TRACE, MAPPING, together=1), meta={"concurrency": 1})
+    assert not notes
+    same(made, TRACE, steps=True)
+    assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
+    write_trace(made, tmp_path / "t")
+    same(Trace.read(tmp_path / "t"), TRACE)
+
+
+def ragged(cut: int = 3) -> dict[str, Any]:
+    """Requests of one prefill pass with prompts of different lengths."""
+    content = passes(TRACE, MAPPING, together=3)
+    prefill = content["records"][0]
+    keep = [at for at in range(12) if not 4 <= at < 4 + cut and at != 8]
+    prefill["topk_ids_of_layer"] = prefill["topk_ids_of_layer"][:, keep]
+    prefill["positions"], prefill["extend_seq_lens"] = [0, 1, 2, 3, 0, 0, 1, 2], [4, 4 - cut, 3]
+    prefill["input_ids"] = [0] * 8
+    for record in content["records"][1:]:
+        record["positions"] = [p - n for p, n in zip(record["positions"], (0, cut, 1), strict=False)]
+    return content
+
+
+def test_requests_in_one_batch_are_told_apart_by_their_positions(tmp_path: Path) -> None:
+    made, notes = load(tmp_path, ragged())
+    assert not notes
+    assert made.requests["prompt_tokens"].tolist() == [4, 1, 3]
+    assert made.requests["output_tokens"].tolist() == TRACE.requests["output_tokens"].tolist()
+    for i in range(3):
+        mine, theirs = (trace.experts[trace.offsets[i] : trace.offsets[i + 1]] for trace in (made, TRACE))
+        decoded = int(TRACE.requests["output_tokens"][i]) - 1
+        assert np.array_equal(mine[-decoded:], theirs[-decoded:])
+
+
+def test_names_of_requests_are_used_where_they_are_there(tmp_path: Path) -> None:
+    content = passes(TRACE, MAPPING, together=3)
+    for record in content["records"]:
+        record["rids"] = ["a", "b", "c"][: len(record["extend_seq_lens"] or record["positions"])]
+    made, _ = load(tmp_path, content)
+    same(made, TRACE)
+    assert made.step[:5].tolist() == [0] * 4 + [1]
+    assert made.requests["id"].tolist() == ["a", "b", "c"]
+
+
+def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
+    content = passes(TRACE.head(1), MAPPING, together=1)
+    first = content["records"][0]
+    ids = first["topk_ids_of_layer"]
+    parts = [(ids[:, :3], [0, 1, 2], 5), (ids[:, 3:], [3], 6)]
+    content["records"][:1] = [
+        first | {"topk_ids_of_layer": part, "positions": at, "extend_seq_lens": [len(at)], "forward_pass_id": number}
+        for part, at, number in parts
+    ]
+    made, notes = load(tmp_path, content)
+    same(made, TRACE.head(1))
+    assert len(notes) == 1
+    assert "chunks of one prompt" in notes[0]
+    assert made.step.tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
+    del content["records"][0]
+    made, notes = load(tmp_path, content)
+    assert "prefix cache" in notes[0]
+    assert (made.experts[:3] == made.sentinel).all()
+    assert np.array_equal(made.experts[3:], TRACE.experts[3:8])
+
+
+def test_ranks_that_repeat_each_other_are_one(tmp_path: Path) -> None:
+    content = {name: passes(TRACE, MAPPING, together=1) for name in ("a.pt", "b.pt")}
+    folder, meta = tmp_path / "ranks", tmp_path / "m.json"
+    folder.mkdir()
+    for name in content:
+        (folder / name).touch()
+    meta.write_text(json.dumps({"concurrency": 1}))
+    made, notes = import_dump(folder, meta, MOE, load_pt=lambda path: content[path.name])
+    same(made, TRACE, steps=True)
+    assert "1 of 2 files repeat" in notes[0]
+    content["b.pt"] = passes(known(requests=2, prompt=6), MAPPING, together=1)
+    made, notes = import_dump(folder, meta, MOE, load_pt=lambda path: content[path.name])
+    assert made.requests["id"].tolist() == ["a-0", "a-1", "a-2", "b-0", "b-1"]
+    assert "data-parallel" in notes[0]
+
+
+def change(index: int, **fields: Any) -> dict[str, Any]:
+    content = passes(TRACE.head(1), MAPPING, together=1)
+    content["records"][index].update(fields)
+    return content
+
+
+def ids(index: int, layer: int, token: int, values: list[int]) -> dict[str, Any]:
+    content = passes(TRACE.head(1), MAPPING, together=1)
+    content["records"][index]["topk_ids_of_layer"][layer, token, : len(values)] = values
+    return content
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (ids(0, 2, 1, [9, 1]), ["forward pass 7 token 1, layer 2", "9 is no physical expert of 8"]),
+        (ids(1, 1, 0, [3, 3]), ["forward pass 8 token 0, layer 1", "repeated"]),
+        (ids(0, 1, 0, [-2]), ["-2 is no physical expert"]),
+        (change(0, topk_ids_of_layer=np.zeros((4, 4, 8), np.float32)), ["float32"]),
+        (change(0, positions=[[0], [1, 2]]), ["no list of places"]),
+        ({"records": [], "last_physical_to_logical_map": MAPPING - 1}, ["impossible ones"]),
+        (change(0, positions=[0, 1, 2]), ["3 positions"]),
+        (change(0, positions=[0, 1, 3, 4]), ["not consecutive"]),
+        (change(0, extend_seq_lens=[3]), ["extend_seq_lens [3] do not add up"]),
+        (change(0, extend_seq_lens=None), ["extend_seq_lens None"]),
+        (change(0, forward_mode=3), ["forward_mode 3", "mixed chunks"]),
+        (change(0, forward_mode="x"), ["forward_mode is 'x'"]),
+        (change(1, positions=[9]), ["began in the middle"]),
+        (change(0, positions=[10**12 + at for at in range(4)]), ["no list of places"]),
+        (change(0, positions=[-1, 0, 1, 2]), ["positions [-1, 0, 1, 2] are no list"]),
+        (change(1, rids=["a", "b"]), ["rids are not one for each"]),
+        (change(1, rids=["a"]), ["'a' goes on at position 4, out of turn"]),
+        (change(0, forward_pass_id=None), ["record 0 has no forward_pass_id"]),
+        ({"records": [{"forward_pass_id": 1}], "last_physical_to_logical_map": MAPPING}, ["mode per_token"]),
+        ({"records": [], "last_physical_to_logical_map": MAPPING}, ["no forward pass"]),
+        ({"records": 3, "last_physical_to_logical_map": MAPPING}, ["no list of forward passes"]),
+        ({"records": []}, ["last_physical_to_logical_map has the type NoneType"]),
+        ({}, ["neither `records` nor `logical_count`"]),
+    ],
+)
+def test_a_damaged_recording_is_named_by_pass_and_reason(
+    tmp_path: Path, content: dict[str, Any], parts: list[str]
+) -> None:
+    refused(tmp_path, content, *parts)
+
+
+def test_the_dense_layer_of_a_recording_needs_a_layer_map(tmp_path: Path) -> None:
+    content = passes(TRACE.head(1), MAPPING, together=1)
+    refused(tmp_path, content, "layer 0 routes nothing", "--layer-map", options=Options())
+
+
+def test_torch_files_need_a_loader(tmp_path: Path) -> None:
+    (tmp_path / "d.pt").touch()
+    with pytest.raises(InputError, match="moe-trace import"):
+        import_dump(tmp_path / "d.pt")
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 4)), min_size=1, max_size=6), st.data())
+def test_requests_sent_one_at_a_time_come_back_whole(shapes: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Whatever their lengths; the oracle is the trace that the passes were made from."""
+    prompt, output = (np.array(column) for column in zip(*shapes, strict=True))
+    lengths = prompt + output
+    whole = known(1, int(lengths.sum()) + 2, 2)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    position = np.concatenate([np.arange(n) for n in lengths])
+    phase = np.concatenate([np.where(np.arange(n) < p, PREFILL, DECODE) for n, p in zip(lengths, prompt, strict=True)])
+    mapping = data.draw(st.permutations(range(8)).map(lambda order: np.stack([order] * 4)))
+    trace = replace(
+        whole,
+        requests=whole.requests.iloc[[0] * len(lengths)].assign(id=[str(i) for i in range(len(lengths))]),
+        offsets=offsets,
+        experts=whole.experts[: offsets[-1]],
+        position=position,
+        phase=phase.astype(np.uint8),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        made, _ = load(
+            Path(folder), passes(trace, mapping, together=1), meta={"concurrency": 1, "layer_names": ["a", "b", "c"]}
+        )
+    assert np.array_equal(made.offsets, offsets)
+    assert np.array_equal(made.experts[..., : made.top_k], trace.experts[..., : made.top_k])
+    assert np.array_equal(made.position, position)
+    assert np.array_equal(made.phase, phase)
+
+
+# ---- counts
+
+
+def stat(trace: Trace, dense: int = 1) -> dict[str, Any]:
+    """SGLang's recorder in mode stat: a pass for each request."""
+    counts = (trace.eams(PREFILL) + trace.eams(DECODE)).astype(np.int32)
+    return {"rank": 0, "logical_count": np.pad(counts, ((0, 0), (dense, 0), (0, 0)))}
+
+
+def csv(path: Path, trace: Trace, counted: bool, header: bool, first: int = 1) -> Path:
+    """llama.cpp's examples/moe-trace: a line for each choice of an expert."""
+    lines = [f"{layer + first},{e}" for token in trace.experts for layer, ids in enumerate(token) for e in ids]
+    if counted:
+        lines = [f"{line},{lines.count(line)}" for line in sorted(set(lines))]
+    if header:
+        lines = ["layer,expert,count" if counted else "layer,expert", *lines]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def holds_counts(made: Trace, trace: Trace, phase: int) -> None:
+    assert made.meta.mode == AGGREGATE
+    assert len(made.experts) == 0
+    assert np.array_equal(made.eams(phase).sum(axis=0), (trace.eams(PREFILL) + trace.eams(DECODE)).sum(axis=0))
+    assert not made.eams(1 - phase).any()
+    assert made.requests["output_tokens"].tolist() == [0] * len(made.requests)
+    assert made.requests["prompt_tokens"].isna().all()
+
+
+def test_sglangs_counts_become_eams(tmp_path: Path) -> None:
+    made, notes = load(tmp_path, stat(TRACE), Options(layer_map="1:", top_k=2))
+    holds_counts(made, TRACE, DECODE)
+    assert "no phase is stated" in notes[0]
+    write_trace(made, tmp_path / "t")
+    holds_counts(Trace.read(tmp_path / "t"), TRACE, DECODE)
+    holds_counts(load(tmp_path, stat(TRACE), Options("prefill", layer_map="1:", top_k=2))[0], TRACE, PREFILL)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("header", [False, True])
+def test_a_csv_of_choices_becomes_eams(tmp_path: Path, counted: bool, header: bool) -> None:
+    made, notes = import_dump(csv(tmp_path / "a.csv", TRACE, counted, header), options=Options("decode", top_k=2))
+    holds_counts(made, TRACE, DECODE)
+    assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
+    assert "largest id: 8" in notes[0]
+
+
+def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
+    folder = tmp_path / "many"
+    folder.mkdir()
+    for i in range(3):
+        csv(folder / f"r{i}.csv", TRACE.select(np.array([i])), counted=False, header=False)
+    made, _ = import_dump(folder, options=Options("decode", experts=8, top_k=2))
+    assert made.requests["id"].tolist() == ["r0", "r1", "r2"]
+    assert np.array_equal(made.eams(DECODE), TRACE.eams(PREFILL) + TRACE.eams(DECODE))
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ({"logical_count": np.zeros((2, 3, 8), np.int32)}, ["0 everywhere"]),
+        ({"logical_count": np.ones((3, 8), np.float32)}, ["float32"]),
+        ({"logical_count": np.full((1, 3, 8), -1)}, ["negative"]),
+        ({"logical_count": np.ones(8, np.int32)}, ["shape (8,)"]),
+        (stat(TRACE), ["layer 0 counts no token", "--layer-map"]),
+        (stat(TRACE, dense=0), ["give --top-k"]),
+    ],
+)
+def test_damaged_counts_are_refused(tmp_path: Path, content: dict[str, Any], parts: list[str]) -> None:
+    refused(tmp_path, content, *parts, options=Options())
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("", ["a.csv"]),
+        ("layer,expert\n", ["holds no line"]),
+        ("1,2\n1,x\n", ["line 2", "'1,x'"]),
+        ("1,2\n\n1,3\n", ["line 2"]),
+        ("1,-2\n", ["line 1", "'1,-2'"]),
+        ("1,2\n1,8\n", ["line 2", "8 is no id of 8 experts"]),
+        ("1,2,3,4\n", ["line 1"]),
+        ("1\n", ["line 1"]),
+        ("token,expert\n1,2\n", ["line 1", "'token,expert'"]),
+        ("1,2\n1,2,3\n", ["no CSV of layer,expert"]),
+        ("1,1.5\n", ["line 1"]),
+        ("999999999,1\n", ["no model has so many"]),
+        ("1,2\n\xff\n", ["a.csv"]),
+    ],
+)
+def test_a_damaged_csv_is_named_by_line_and_reason(tmp_path: Path, text: str, parts: list[str]) -> None:
+    (tmp_path / "a.csv").write_bytes(text.encode("latin-1"))
+    with pytest.raises(InputError) as error:
+        import_dump(tmp_path / "a.csv", options=Options(experts=8, top_k=1))
+    for part in (*parts, "a.csv"):
+        assert part in str(error.value)

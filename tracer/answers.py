@@ -1,0 +1,170 @@
+"""Let a model answer, or take answers that are given, and attribute every token that it routes to its request.
+
+The first forward pass of a stack is its prefill; pass f after it feeds each row the f-th token that it generated.
+A request with n new tokens therefore has prompt + n - 1 routed tokens: the last one is never fed back, and what a
+finished row is fed while others go on is not its own. Forced answers run as one prefill of prompt and answer, which
+routes each token as decoding it would. An encoder's tokens come first; its decoder's prompt is the start token.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from tracer.hook import ExpertsHook, Pass
+from tracer.models import LoadedModel, blaming
+from traces.errors import InputError
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How new tokens are chosen: greedily at temperature 0, else drawn."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request that was answered: its tokens, and where the routing of each lies."""
+
+    prompt: Tokens  # with an encoder: the encoder's tokens, then the decoder's first
+    output: Tokens  # the last one was not fed back
+    routed: list[tuple[Pass, slice]]  # prompt + output - 1 rows, in order
+
+
+class Runner:
+    """Runs batches of token ids through a model that is observed by `hook`."""
+
+    def __init__(self, loaded: LoadedModel, hook: ExpertsHook, on_step: Callable[[int], None]):
+        self.loaded = loaded
+        self.hook = hook
+        self._on_step = on_step
+
+    def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
+        """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""
+        ids, mask = self._padded(prompts, left=True)
+        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        config = _config(
+            max_new_tokens=limit,
+            num_beams=1,
+            use_cache=True,
+            disable_compile=True,
+            eos_token_id=self.loaded.stop_ids or None,
+            pad_token_id=self.loaded.pad_id,
+            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+            **self.loaded.starts,
+        )
+        model = self.loaded.model
+        with self._running(ids), _without_own_config(model):
+            everything = model.generate(
+                input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._stepped]
+            )
+        start = 1 if self.hook.stacks == 2 else ids.shape[1]
+        firsts, news = everything[:, :start].tolist(), everything[:, start:].tolist()
+        answers = []
+        for row, (prompt, first, new) in enumerate(zip(prompts, firsts, news, strict=True)):
+            n = self._ended(new, limit)
+            if n is None:
+                raise InputError(
+                    f"{self.loaded.name} stopped early: neither at an end of sequence nor after {limit} tokens"
+                )
+            own = slice((row + 1) * ids.shape[1] - len(prompt), (row + 1) * ids.shape[1])
+            routed = [(part, slice(row, row + 1)) for part in self._passes(ids.shape, n)]
+            if self.hook.stacks == 2:
+                encoded = [(part, own) for part in self.hook.passes if part.stack == 0]
+                answers.append(Answer(prompt + first, new[:n], encoded + routed))
+            else:
+                answers.append(Answer(prompt, new[:n], [(routed[0][0], own), *routed[1:]]))
+        return answers
+
+    def force(self, prompts: Sequence[Tokens], responses: Sequence[Tokens]) -> list[Answer]:
+        """Feed prompt and response in one forward pass. Padding is on the right, where causal models do not look."""
+        model, encoded = self.loaded.model, self.hook.stacks == 2
+        heads = [[self.loaded.decoder_start]] * len(prompts) if encoded else prompts
+        decoded = [[*head, *response[:-1]] for head, response in zip(heads, responses, strict=True)]
+        fed = [prompts, decoded] if encoded else [decoded]
+        padded = [self._padded(rows, left=False) for rows in fed]
+        ids, mask = padded[0]
+        given: dict[str, Any] = {"decoder_input_ids": padded[1][0]} if encoded else {}
+        if "logits_to_keep" in signature(model.forward).parameters:
+            given["logits_to_keep"] = 1
+        with self._running(ids):
+            model(input_ids=ids, attention_mask=mask, use_cache=False, **given)
+        self._on_step(sum(map(len, responses)))
+        if [part.stack for part in self.hook.passes] != list(range(self.hook.stacks)):
+            raise InputError(f"{self.loaded.name} runs its layers several times for one forward pass")
+        answers = []
+        for row, (prompt, head, response) in enumerate(zip(prompts, heads, responses, strict=True)):
+            routed = []
+            for part, rows, (tokens, _) in zip(self.hook.passes, fed, padded, strict=True):
+                first = row * tokens.shape[1]
+                routed.append((part, slice(first, first + len(rows[row]))))
+            answers.append(Answer([*prompt, *head] if encoded else prompt, response, routed))
+        return answers
+
+    def _padded(self, rows: Sequence[Tokens], left: bool) -> tuple[Tensor, Tensor]:
+        """Ids and mask, [rows, longest] each."""
+        width = max(map(len, rows))
+        ids = np.full((len(rows), width), self.loaded.pad_id)
+        mask = np.zeros((len(rows), width), np.int64)
+        for row, tokens in enumerate(rows):
+            own = slice(width - len(tokens), None) if left else slice(None, len(tokens))
+            ids[row, own] = tokens
+            mask[row, own] = 1
+        return torch.from_numpy(ids).to(self.loaded.device), torch.from_numpy(mask).to(self.loaded.device)
+
+    @contextmanager
+    def _running(self, ids: Tensor) -> Iterator[None]:
+        self.hook.clear()
+        what = f"{self.loaded.name} cannot be run on {len(ids)} prompts of {ids.shape[1]} tokens"
+        with torch.inference_mode(), blaming(what):
+            yield
+
+    def _stepped(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        """A stopping criterion that stops nothing: it tells of the step."""
+        self._on_step(len(input_ids))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    def _ended(self, new: Tokens, limit: int) -> int | None:
+        """How many tokens a row generated, its end included; None if it has not finished."""
+        for n, token in enumerate(new, start=1):
+            if token in self.loaded.stop_ids:
+                return n
+        return limit if len(new) >= limit else None
+
+    def _passes(self, shape: torch.Size, n: int) -> list[Pass]:
+        """The first n passes of the stack that decodes; InputError if they are no prefill and then one token a row."""
+        rows, width = shape
+        last = self.hook.stacks - 1
+        passes = [part for part in self.hook.passes if part.stack == last]
+        first = rows if last else rows * width
+        if [len(part.ids) for part in passes] != [first, *[rows] * (len(passes) - 1)] or len(passes) < n:
+            raise InputError(
+                f"{self.loaded.name} does not run a prefill and then one token at a time, "
+                "so its tokens cannot be attributed"
+            )
+        return passes[:n]
+
+
+def _config(**settings: Any) -> Any:
+    untyped: Any = GenerationConfig
+    return untyped(**settings)
+
+
+@contextmanager
+def _without_own_config(model: Any) -> Iterator[None]:
+    """Hide the checkpoint's generation config: generate() would mix its limits, penalties and stop strings in."""
+    own, model.generation_config = model.generation_config, _config()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,61 @@
+"""The MoE architectures of the installed transformers, and how the routing of each is observed.
+
+Found in its sources, without importing them: an architecture has routed experts if its modeling file defines a
+class *Experts. What differs from the experts interface is told in ADAPTED and REFUSED, in step with `sites`.
+"""
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from traces.errors import InputError
+
+ADAPTED = {
+    "doge": "product keys: the look-up of its experts' embeddings",
+    "jetmoe": "the gate's sort, inverted; attention experts are layers of their own",
+    "llama4": "the router's scores, which are zero but for the experts chosen",
+    "nllb_moe": "combine weights of the experts' call; its forward is mended while recording",
+    "switch_transformers": "one-hot mask of the experts' call; no expert where a token is dropped",
+}
+REFUSED = {"diffusion_gemma": "no pass has tokens of its own, since blocks of them are denoised together"}
+REMOTE = {
+    "arctic": "calls of each expert, with --trust-remote-code; no weights",
+    "deepseek-moe-16b": "calls of each expert, with --trust-remote-code; no weights",
+}
+INTERFACE = "experts interface"
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture: its module's name in transformers, or a checkpoint's for remote code."""
+
+    name: str
+    how: str
+    recorded: bool = True
+    remote: bool = False
+
+    def line(self, width: int = 0) -> str:
+        """The name, filled up to `width`, and how it is observed."""
+        return f"{self.name:<{width}}  {'' if self.recorded else 'refused: '}{self.how}"
+
+
+def architectures() -> list[Architecture]:
+    """All of them, those of transformers by name, then remote code. Raises InputError without transformers."""
+    return [_told(name) for name in sorted({*_with_experts(), *ADAPTED})] + [
+        Architecture(name, how, remote=True) for name, how in REMOTE.items()
+    ]
+
+
+def _told(name: str) -> Architecture:
+    if name in REFUSED:
+        return Architecture(name, REFUSED[name], recorded=False)
+    return Architecture(name, ADAPTED.get(name, INTERFACE))
+
+
+def _with_experts() -> list[str]:
+    found = find_spec("transformers")
+    if found is None or found.origin is None:
+        raise InputError("transformers is not installed: pip install transformers")
+    files = Path(found.origin).parent.glob("models/*/modeling_*.py")
+    return [file.parent.name for file in files if re.search(rb"^class \w+Experts\(", file.read_bytes(), re.M)]

@@ -1,0 +1,25 @@
+"""`moe-trace architectures`: what can be recorded."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from traces import console
+
+
+def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """List the MoE architectures of the installed transformers, and how the routing of each is observed.
+
+    Example: moe-trace architectures
+    """
+    from tracer.architectures import architectures as known
+
+    found = known()
+    if as_json:
+        print(json.dumps([asdict(one) for one in found], indent=2))
+        return
+    width = max(len(one.name) for one in found)
+    for one in found:
+        console.out.print(one.line(width), soft_wrap=True, markup=False, highlight=False)

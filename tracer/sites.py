@@ -1,0 +1,355 @@
+"""Where a model routes: its MoE layers, and for each how the experts that were chosen are read.
+
+The rule: read what the model itself hands to its experts, never a repetition of its choice from logits. Nearly all
+of transformers calls experts(hidden[T, H], index[T, k], weights[T, k]), which `Interface` reads; whoever differs
+has an adapter of a few lines, found in ADAPTERS by the class of the module.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from traces.errors import InputError
+
+Report = Callable[[Tensor, Tensor], None]
+"""Hears of a choice: index, integer [T, k], -1 where nothing is routed, and weights, float [T, k]."""
+
+
+class Site:
+    """One MoE layer: `module` holds the experts, `owner` is the block around them, `router` scores them.
+
+    Attributes: `name` as in `model.named_modules()`, `experts` is E, `weighted` says whether weights are known, and
+    `alone` whether other rows of a batch, or its padding, change what a token is routed to.
+    """
+
+    weighted = True
+    alone = False
+
+    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+        self.name = name
+        self.module = module
+        self.owner = owner
+        self.router: nn.Module | None = getattr(owner, "gate", None) or getattr(owner, "router", None)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The parameters of all experts; each has E as its first axis or is a part of one expert's."""
+        return list(self.module.parameters())
+
+    @property
+    def experts(self) -> int:
+        """E; raises InputError if the module does not show it."""
+        count = getattr(self.module, "num_experts", None)
+        if not isinstance(count, int):
+            raise InputError(f"{self.name} ({type(self.module).__name__}) does not show how many experts it has")
+        return count
+
+    @property
+    def block(self) -> nn.Module | None:
+        """The module that does nothing but route and compute experts, so that its forward may be tried out."""
+        pure = not any("Attention" in type(module).__name__ for module in self.owner.modules())
+        return self.owner if pure and self.router is not None else None
+
+    def attach(self, report: Report) -> Iterable[Any]:
+        """Hook the layer so that each of its calls is reported; yields the handles of the hooks."""
+        raise NotImplementedError
+
+    def routed_by(self, output: Any) -> tuple[Tensor, Tensor] | None:
+        """Index and weights, [T, k] each, as the router alone returned them; None if it does not."""
+        index = [part for part in tensors(output) if part.dim() == 2 and not part.is_floating_point()]
+        weight = [part for part in tensors(output) if index and part.shape == index[0].shape and part is not index[0]]
+        return (index[0], weight[0]) if weight else None
+
+    def gate_logits(self, output: Any, tokens: int) -> list[Tensor]:
+        """What in the router's output may be scores of all experts: float [T, at least E] each."""
+        found = [part for part in tensors(output) if part.is_floating_point() and part.dim() > 1]
+        found = [part.reshape(-1, part.shape[-1]) for part in found if part.shape[-1] >= self.experts]
+        return [part for part in found if len(part) == tokens]
+
+
+class Interface(Site):
+    """transformers' experts interface: a module called as experts(hidden, index, weights)."""
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The parameters of all experts, [E, ...] or flat; a vector is no expert's, but scales what all return."""
+        return [weight for weight in self.module.parameters() if weight.dim() > 1]
+
+    @property
+    def experts(self) -> int:
+        """E: the routed experts that a module names, else the least length of its weights, else what it says.
+
+        Some weights may be longer than E, for experts that compute nothing.
+        """
+        lengths = [len(weight) for weight in self.weights if weight.dim() == 3]
+        count = getattr(self.module, "num_routed_experts", min(lengths) if lengths else None)
+        return count if isinstance(count, int) else super().experts
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the call of the experts; the first raises InputError if its arguments are no routing."""
+        names = list(inspect.signature(self.module.forward).parameters)[:3]
+        known = False
+
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal known
+            given = args if len(args) > 2 else (*args, *(kwargs[key] for key in names[len(args) :] if key in kwargs))
+            if not known and not is_routing(given):
+                raise InputError(
+                    f"{self.name} ({type(self.module).__name__}) is not called as experts(hidden, index, weights), "
+                    "so its routing cannot be observed"
+                )
+            known = True
+            report(given[1], given[2])
+
+        yield self.module.register_forward_pre_hook(before, with_kwargs=True)
+
+
+class OneHot(Site):
+    """Switch Transformers: argument 1 is a mask [T, 1, E] with at most one one; a token without one was dropped."""
+
+    alone = True
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the call of the experts."""
+
+        def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+            chosen, index = args[1].flatten(0, 1).max(-1)
+            report(torch.where(chosen > 0, index, -1)[:, None], args[2] * chosen[:, None])
+
+        yield self.module.register_forward_pre_hook(before)
+
+
+class CombineWeights(Site):
+    """NLLB-MoE: argument 2 is [T, E], the weight of each expert for each token; at most two are not zero."""
+
+    alone = True
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the call of the experts."""
+
+        def before(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> None:
+            weights, index = args[2].topk(2, dim=-1)
+            report(torch.where(weights > 0, index, -1), weights)
+
+        yield self.module.register_forward_pre_hook(before)
+
+
+class RouterScores(Site):
+    """Llama 4: the router's scores [T, E] are zero but for the k chosen, and all experts are called with them."""
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the router."""
+        router: Any = self.router
+
+        def after(_: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+            weights, index = output[0].topk(router.top_k, dim=-1)
+            report(torch.where(weights > 0, index, -1), weights)
+
+        yield router.register_forward_hook(after)
+
+
+class SortedGate(Site):
+    """JetMoE: the gate returns token slots in the order of their experts, for MLPs and for attention alike."""
+
+    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+        super().__init__(name, module, module)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The two projections of each expert."""
+        module: Any = self.module
+        return [module.input_linear.weight, module.output_linear.weight]
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        return len(self.weights[0])
+
+    @property
+    def block(self) -> nn.Module | None:
+        """None: attention experts run in two halves with attention between, and both kinds have the same gate."""
+        return None
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the gate."""
+        router: Any = self.router
+        yield router.register_forward_hook(lambda _, args, output: report(*self.routed_by(output)))
+
+    def routed_by(self, output: Any) -> tuple[Tensor, Tensor]:
+        """Invert the sort: slot s of token t was s = t * k + j."""
+        slots, _, gates, sizes, _ = output
+        router: Any = self.router
+        experts = torch.arange(len(sizes), device=slots.device)
+        index = experts.repeat_interleave(torch.tensor(sizes, device=slots.device))
+        shape = (-1, router.top_k)
+        return torch.empty_like(slots).scatter_(0, slots, index).view(shape), torch.empty_like(gates).scatter_(
+            0, slots, gates
+        ).view(shape)
+
+
+class ProductKeys(Site):
+    """Doge: experts are rows of two embeddings, looked up by index [T, k]; the weights are a softmax of key sums."""
+
+    alone = True
+
+    def __init__(self, name: str, module: nn.Module, owner: nn.Module):
+        super().__init__(name, module, module)
+        self.router = getattr(module, "router_gate", None)
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The two vectors of each expert."""
+        module: Any = self.module
+        return [module.down_embed.weight, module.up_embed.weight]
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the keys and the look-up."""
+        module: Any = self.module
+        scores: list[Tensor] = []
+
+        def keyed(_: nn.Module, args: Any, output: Tensor) -> None:
+            scores[:] = self.gate_logits(output, 0)
+
+        def before(_: nn.Module, args: tuple[Tensor]) -> None:
+            report(args[0], scores.pop().gather(-1, args[0]).softmax(-1))
+
+        yield module.router_gate.register_forward_hook(keyed)
+        yield module.down_embed.register_forward_pre_hook(before)
+
+    def gate_logits(self, output: Any, tokens: int) -> list[Tensor]:
+        """The sums of both keys, [T, E], split among tokens as the module does it."""
+        keys: Any = output.reshape(2, -1, output.shape[-1] // 2)
+        return [(keys[0].unsqueeze(-1) + keys[1].unsqueeze(-2)).flatten(-2)]
+
+
+class Children(Site):
+    """Remote code (Arctic, DeepSeek-MoE, the first Mixtral): a list of MLPs, each called with its tokens' states.
+
+    Rows are attributed to tokens by their values, which is sound because tokens with equal states are routed
+    alike. Weights stay unknown.
+    """
+
+    weighted = False
+
+    @property
+    def experts(self) -> int:
+        """E."""
+        module: Any = self.module
+        return len(module)
+
+    @property
+    def block(self) -> nn.Module | None:
+        """None: children are called one after the other, so no single call shows the choice."""
+        return None
+
+    @property
+    def top_k(self) -> int | None:
+        """The k that the block or its gate names; None if they do not."""
+        places = [place for place in (self.owner, self.router, getattr(self.owner, "config", None)) if place]
+        named = (getattr(place, name, None) for place in places for name in TOP_K)
+        return next((k for k in named if isinstance(k, int)), None)
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the block and each child."""
+        tokens: list[Tensor] = []
+        rows: list[tuple[int, Tensor]] = []
+
+        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = next(part for part in tensors((*args, *kwargs.values())) if part.is_floating_point())
+            tokens[:] = [hidden.detach().reshape(-1, hidden.shape[-1]).clone()]
+            rows.clear()
+
+        def called(expert: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+                rows.append((expert, args[0].detach().reshape(-1, args[0].shape[-1])))
+
+            return before
+
+        def leave(*_: Any) -> None:
+            index = self._attribute(tokens.pop(), rows)
+            report(index, (index >= 0).float())
+
+        yield self.owner.register_forward_pre_hook(enter, with_kwargs=True)
+        children: Any = self.module
+        for expert, child in enumerate(children):
+            yield child.register_forward_pre_hook(called(expert))
+        yield self.owner.register_forward_hook(leave)
+
+    def _attribute(self, tokens: Tensor, rows: list[tuple[int, Tensor]]) -> Tensor:
+        """The experts of each token, [T, k] in the order of their numbers, from rows [n, H] given to each expert."""
+        parts = [tokens, *(part for _, part in rows)]
+        unique: Any = torch.unique  # untyped
+        same = unique(torch.cat(parts), dim=0, return_inverse=True)[1].split([len(part) for part in parts])
+        chosen = torch.zeros(int(max(part.max() for part in same if len(part))) + 1, self.experts, dtype=torch.bool)
+        for (expert, _), part in zip(rows, same[1:], strict=True):
+            chosen[part.cpu(), expert] = True
+        known = torch.zeros(len(chosen), dtype=torch.bool)
+        known[same[0].cpu()] = True
+        if chosen[~known].any():
+            raise InputError(f"the experts of {self.name} are given states that are no token's: it cannot be observed")
+        mask = chosen[same[0].cpu()]
+        most = int(mask.sum(-1).max())
+        k = self.top_k or most
+        if most > k:
+            raise InputError(f"{self.name} gave a token to {most} experts but is top-{k}: it cannot be observed")
+        index = mask.int().argsort(dim=-1, descending=True, stable=True)[:, :k]
+        return torch.where(mask.gather(-1, index), index, -1).to(tokens.device)
+
+
+ADAPTERS: dict[str, type[Site] | None] = {
+    "SwitchTransformersExperts": OneHot,
+    "NllbMoeExperts": CombineWeights,
+    "Llama4TextExperts": RouterScores,
+    "JetMoeMoE": SortedGate,
+    "JetMoeMoA": SortedGate,
+    "JetMoeParallelExperts": None,  # a part of the two above
+    "DogeCDMoE": ProductKeys,
+}
+"""How to read what is not called as transformers' experts are, by the class of the module."""
+
+REFUSED = {
+    "DiffusionGemmaTextExperts": "it denoises blocks of tokens again and again, so no pass has tokens of its own"
+}
+"""What is not recorded although its experts can be hooked, by the class of the experts, and why."""
+
+TOP_K = ("top_k", "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """The MoE layers of a model in the order of its modules. Raises InputError for a model that is refused."""
+    sites: list[Site] = []
+    for name, module in model.named_modules():
+        kind, (parent, _, leaf) = type(module).__name__, name.rpartition(".")
+        if kind in REFUSED:
+            raise InputError(f"{name} ({kind}) cannot be recorded: {REFUSED[kind]}")
+        adapter = ADAPTERS.get(kind)
+        if kind not in ADAPTERS and kind.endswith("Experts") and leaf != "shared_experts":
+            adapter = Interface
+        elif leaf == "experts" and isinstance(module, nn.ModuleList) and len(module):
+            adapter = Children
+        if adapter is not None:
+            sites.append(adapter(name, module, model.get_submodule(parent)))
+    return sites
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """The tensors among arguments or results of a module."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    return [part for part in parts if isinstance(part, Tensor)]
+
+
+def is_routing(given: tuple[Any, ...]) -> bool:
+    """Whether arguments are hidden[T, H] or [rows, columns, H], an integer index[T, k] and weights[T, k]."""
+    if len(given) < 3 or not all(isinstance(argument, Tensor) for argument in given[:3]):
+        return False
+    hidden, index, weight = given[:3]
+    return (
+        hidden.dim() >= index.dim() == 2
+        and index.dtype in (torch.int64, torch.int32)
+        and weight.is_floating_point()
+        and index.shape == weight.shape
+        and len(index) * hidden.shape[-1] == hidden.numel()
+    )

@@ -1,0 +1,137 @@
+"""Join traces, and take requests out of them, piece by piece: memory does not grow with the traces."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from traces.errors import InputError
+from traces.reader import EXTRA, Folder, open_folder
+from traces.schema import AGGREGATE, TraceMeta
+from traces.stream import pieces
+from traces.writer import TraceWriter, check_target
+
+MIXED = "mixed"
+"""The mode of a joined trace whose parts were made differently; each request tells its own."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A trace folder and the requests to take from it."""
+
+    folder: Folder
+    labels: pd.DataFrame  # id, dataset and task of each request
+    keep: NDArray[np.bool_]  # [requests]
+
+    @staticmethod
+    def open(path: Path) -> "Source":
+        """All requests of a trace; raises InputError."""
+        folder = open_folder(path)
+        labels = folder.labels()
+        return Source(folder, labels, np.ones(len(labels), bool))
+
+    def only(self, keep: NDArray[np.bool_]) -> "Source":
+        """Those of its requests where `keep` [requests] holds."""
+        return replace(self, keep=self.keep & keep)
+
+    def sampled(self, n: int, seed: int, by: str | None = None) -> "Source":
+        """`n` of its requests at random, in their order; of each value of the label `by`, if given.
+
+        Raises InputError if there are fewer.
+        """
+        rng, keep = np.random.default_rng(seed), np.zeros(len(self.keep), bool)
+        labels = self.labels[by] if by else pd.Series("", index=self.labels.index)
+        for label, rows in labels[self.keep].groupby(labels[self.keep], sort=True).indices.items():
+            here = np.flatnonzero(self.keep)[rows]
+            if len(here) < n:
+                of = f" of {by} {label!r}" if by else ""
+                raise InputError(f"{self.folder.path} holds {len(here)} requests{of}; {n} cannot be drawn from them")
+            keep[rng.choice(here, n, replace=False)] = True
+        return replace(self, keep=keep)
+
+
+def join(
+    sources: Sequence[Source],
+    out: Path,
+    overwrite: bool = False,
+    prefix: bool = False,
+    on_done: Callable[[int], None] = lambda requests: None,
+) -> None:
+    """Write the kept requests of traces of one model, one trace after the other, as one trace.
+
+    Columns that not all have are left out. `prefix` puts the name of its trace before each request's id. Raises
+    InputError if the traces do not fit together, or two requests would have one id.
+    """
+    check_target(out, overwrite)
+    for source in sources:
+        if out.exists() and out.samefile(source.folder.path):
+            raise InputError(f"{out} is read and cannot be written at the same time; choose another folder with --out")
+    if not any(source.keep.any() for source in sources):
+        raise InputError("no request is left: nothing was written")
+    meta = _common([source.folder for source in sources])
+    names = [_ids(source, prefix) for source in sources]
+    _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
+    columns = _columns([source.folder for source in sources])
+    with TraceWriter(out, meta, overwrite) as writer:
+        next_step = 0
+        for source, ids in zip(sources, names, strict=True):
+            first, base = 0, next_step
+            for piece in pieces(source.folder.path, columns):
+                here = slice(first, first + len(piece.requests))
+                piece = replace(piece, requests=piece.requests.assign(id=ids[here]))
+                piece = piece.select(np.flatnonzero(source.keep[here]))
+                first = here.stop
+                if len(piece.requests):
+                    step = piece.step + np.uint32(base)
+                    writer.add(replace(piece, meta=meta, step=step))
+                    next_step = max(next_step, int(step.max(initial=0)) + 1)
+                    on_done(len(piece.requests))
+
+
+def _common(folders: Sequence[Folder]) -> TraceMeta:
+    """What holds for all traces. Raises InputError if they are not of one model."""
+    first = folders[0]
+    common: dict[str, Any] = vars(first.meta).copy()
+    for folder in folders[1:]:
+        for fact in fields(TraceMeta):
+            held, value = common[fact.name], getattr(folder.meta, fact.name)
+            if held == value:
+                continue
+            if isinstance(held, dict):
+                common[fact.name] = {key: held[key] for key in held if key in value and held[key] == value[key]}
+            elif fact.name == "mode" and AGGREGATE not in (held, value):
+                common["mode"] = MIXED
+            elif held is None or value is None:
+                common[fact.name] = None
+            else:
+                raise InputError(
+                    f"{folder.path} and {first.path} cannot be joined: {fact.name} is {value!r}, there {held!r}"
+                )
+    return TraceMeta(**common)
+
+
+def _ids(source: Source, prefix: bool) -> NDArray[Any]:
+    ids = source.labels["id"].to_numpy(object)
+    name = source.folder.path.resolve().name
+    return np.array([f"{name}/{one}" for one in ids], object) if prefix else ids
+
+
+def _require_unique(ids: NDArray[Any]) -> None:
+    repeated = pd.Series(ids)[pd.Series(ids).duplicated()]
+    if len(repeated):
+        raise InputError(
+            f"the request id {repeated.iloc[0]!r} would occur twice; --prefix-ids puts the trace's name before ids"
+        )
+
+
+def _columns(folders: Sequence[Folder]) -> list[str]:
+    """The optional columns that all traces have."""
+    return [name for name in EXTRA if all(_has(folder, name) for folder in folders)]
+
+
+def _has(folder: Folder, name: str) -> bool:
+    return name == "token_id" or name in folder.optional or (name == "embedding" and folder.embedding is not None)

@@ -1,0 +1,216 @@
+"""Traces for other programs: libCacheSim's oracleGeneral, CSV for data frames, .npz that `moe-trace import` takes back.
+
+A file gets its name when it is whole. Of a trace with both phases one may be asked for.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numba import njit
+from numpy.typing import NDArray
+
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL
+from traces.trace import Phases, Trace
+
+ORACLE_GENERAL = np.dtype([("time", "<u4"), ("obj_id", "<u8"), ("size", "<u4"), ("next_access_vtime", "<i8")])
+"""A record of libCacheSim's oracleGeneral, 24 bytes, packed (its traceReader/customizedReader/oracle)."""
+
+BLOCK = 1_000_000
+"""Records that are linked at once."""
+
+PHASES = ("prefill", "decode")
+"""Names of traces.steps.PREFILL and DECODE."""
+
+
+def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int:
+    """Write the accesses of `trace` as oracleGeneral; returns their number. Raises InputError.
+
+    Requests follow each other; of a step (a prefill, or a decoded token) each layer's distinct experts are
+    accessed one at a time in ascending id, as in untimed mode. time: the step, from 0; obj_id: layer * E + expert;
+    size: `expert_bytes` (1: cache sizes count experts); next_access_vtime: the number of the object's next access,
+    from 1 as libCacheSim counts them, -1 if there is none.
+    """
+    if not 1 <= expert_bytes < 2**32:
+        raise InputError(f"--expert-bytes {expert_bytes} is no size that oracleGeneral holds (1 to 2^32 - 1)")
+    with _replacing(out) as temporary:
+        total = steps = 0
+        with temporary.open("wb") as file:
+            for i in range(len(trace.requests)):
+                played = trace.steps(i)
+                records = np.zeros(len(played.experts), ORACLE_GENERAL)
+                per_step = np.diff(played.offsets[:: trace.layers])
+                records["time"] = np.repeat(np.arange(steps, steps + len(per_step)), per_step)
+                records["obj_id"] = played.experts
+                records["size"] = expert_bytes
+                records.tofile(file)
+                total, steps = total + len(records), steps + len(per_step)
+        if total:
+            _link(np.memmap(temporary, ORACLE_GENERAL, "r+"), trace.layers * trace.num_experts)
+    return total
+
+
+def export_csv(trace: Trace, out: Path) -> int:
+    """Write `trace` as a table with a row for each choice of an expert; returns the number of rows.
+
+    Columns: request (its id), task, phase, step, position, layer (number of the MoE layer, from 0), rank (place
+    among the k of the token, as recorded), expert, and weight where it was recorded. Lines end as in RFC 4180.
+    """
+    written = 0
+    ids, tasks = trace.requests["id"].tolist(), trace.requests["task"].tolist()
+    with _replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        for i, (first, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
+            experts = trace.experts[first:end]
+            row, layer, rank = np.nonzero(experts != trace.sentinel)
+            at = row + first
+            columns: dict[str, Any] = {
+                "request": ids[i],
+                "task": tasks[i],
+                "phase": np.array(PHASES)[trace.phase[at]],
+                "step": trace.step[at],
+                "position": trace.position[at],
+                "layer": layer,
+                "rank": rank,
+                "expert": experts[row, layer, rank],
+            }
+            if trace.weights is not None:
+                columns["weight"] = trace.weights[at, layer, rank].astype(np.float32)
+            pd.DataFrame(columns).to_csv(file, index=False, header=i == 0, lineterminator="\r\n")
+            written += len(row)
+    return written
+
+
+def export_npz(trace: Trace, out: Path) -> int:
+    """Write `trace` as plain arrays, and what is known of them as a JSON beside; returns the number of tokens.
+
+    The arrays are those that traces.importers.plain reads: importing them gives the same trace, but for the mode.
+    """
+    kind = np.int16 if trace.num_experts < 2**15 else np.int32
+    experts = trace.experts.astype(kind)
+    experts[trace.experts == trace.sentinel] = -1
+    optional = {name: array for name in ("weights", "token_id") if (array := getattr(trace, name)) is not None}
+    with _replacing(out) as temporary, _replacing(json_beside(out)) as facts:
+        with temporary.open("wb") as file:
+            np.savez_compressed(
+                file,
+                experts=experts,
+                offsets=trace.offsets,
+                phase=trace.phase,
+                position=trace.position,
+                step=trace.step,
+                **optional,
+            )
+        facts.write_text(json.dumps(_facts(trace), ensure_ascii=False), encoding="utf-8")
+    return len(experts)
+
+
+FORMATS: dict[str, Callable[[Trace, Path], int]] = {
+    "oracleGeneral": export_oracle_general,
+    "csv": export_csv,
+    "npz": export_npz,
+}
+"""What a trace can be written as."""
+
+
+def json_beside(out: Path) -> Path:
+    """Where the facts of an exported .npz lie, and where `moe-trace import` looks for them."""
+    return out.with_suffix(".json")
+
+
+def check_target(out: Path, to: str, overwrite: bool) -> None:
+    """InputError if `out` cannot be written; changes nothing."""
+    if to == "npz" and out.suffix != ".npz":
+        raise InputError(f"{out} must end in .npz, so that it can be imported")
+    for path in [out, json_beside(out)] if to == "npz" else [out]:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; choose a file with --out")
+        if path.exists() and not overwrite:
+            raise InputError(f"{path} exists; replace it with --overwrite, or choose another --out")
+
+
+def of_phase(trace: Trace, phase: Phases) -> Trace:
+    """The rows of one phase, or all. Raises InputError if there are none."""
+    if trace.aggregate is not None:
+        raise InputError(f"{trace.name} holds EAMs only, no sequence of accesses that could be exported")
+    if phase != "both" and trace.phases not in (phase, "both"):
+        raise InputError(f"{trace.name} holds no {phase}: leave --phase out")
+    if not len(trace.experts):
+        raise InputError(f"{trace.name} holds no tokens")
+    if phase in ("both", trace.phases):
+        return trace
+    keep = trace.phase == (PREFILL if phase == "prefill" else DECODE)
+    held = {
+        name: array[keep]
+        for name in ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
+        if (array := getattr(trace, name)) is not None
+    }
+    offsets = np.concatenate([[0], np.cumsum(keep)])[trace.offsets].astype(np.int64)
+    requests = trace.requests.assign(output_tokens=0) if phase == "prefill" else trace.requests
+    return replace(trace, requests=requests, offsets=offsets, **held)
+
+
+def _facts(trace: Trace) -> dict[str, Any]:
+    """What the JSON beside an exported .npz tells."""
+    meta = trace.meta
+    requests = [
+        {key: value for key, value in row.items() if value not in (None, "")} | {"routed_tokens": rows}
+        for row, rows in zip(
+            trace.requests.drop(columns="mode").astype(object).replace({pd.NA: None}).to_dict("records"),
+            np.diff(trace.offsets).tolist(),
+            strict=True,
+        )
+    ]
+    told = {
+        "model": meta.model,
+        "moe_layers": meta.layers,
+        "experts": meta.experts,
+        "top_k": meta.top_k,
+        "layer_names": list(meta.layer_names),
+        "expert_bytes": meta.expert_bytes,
+        "dtype": meta.dtype,
+        "revision": meta.revision,
+        "hidden_size": meta.hidden_size,
+        "expert_intermediate_size": meta.expert_intermediate_size,
+    }
+    return {key: value for key, value in told.items() if value is not None} | {"requests": requests}
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path`, which takes its name when the block ends well. Raises InputError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link(records: NDArray[Any], objects: int) -> None:
+    """Fill in next_access_vtime, from the last record to the first."""
+    upcoming = np.full(objects, -1, np.int64)
+    for end in range(len(records), 0, -BLOCK):
+        first = max(0, end - BLOCK)
+        block = records[first:end]
+        following = np.empty(len(block), np.int64)
+        _follow(block["obj_id"].astype(np.int64), first + 1, upcoming, following)
+        block["next_access_vtime"] = following
+
+
+def _follow_back(objects: Any, first: int, upcoming: Any, following: Any) -> None:
+    for i in range(len(objects) - 1, -1, -1):
+        following[i] = upcoming[objects[i]]
+        upcoming[objects[i]] = first + i
+
+
+_follow = njit(cache=True, nogil=True)(_follow_back)

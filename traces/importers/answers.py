@@ -1,0 +1,99 @@
+"""Files of answers of a server's HTTP interface: a JSON object or list (.json), or a line for each (.jsonl).
+
+Lines of OpenAI's batch format, {"custom_id", "response": {"body"}}, are unwrapped. Experts stand in an answer as
+base64 text, or as nested lists.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from traces.errors import InputError, located
+from traces.facts import parse_json
+from traces.importers.source import label, read_json, tokens
+
+NEEDED = "to import"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, and where it stands."""
+
+    place: str
+    body: dict[str, Any]
+    id: str
+
+
+def answers(path: Path) -> Iterator[Answer]:
+    """The answers in a file, one at a time. Raises InputError."""
+    serial = count()
+    for place, value in _values(path):
+        listed = value if isinstance(value, list) else [value]
+        for i, body in enumerate(listed):
+            yield _answer(f"{place} answer {i}" if len(listed) > 1 else place, body, f"{path.stem}-{next(serial)}")
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is of answers, by its name."""
+    return path.suffix in (".json", ".jsonl")
+
+
+def _values(path: Path) -> Iterator[tuple[str, Any]]:
+    if path.suffix == ".json":
+        yield str(path), read_json(path, NEEDED)
+        return
+    try:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path} line {number}", parse_json(line, f"{path} line {number}")
+    except FileNotFoundError:
+        raise InputError(f"no file {path} {NEEDED}") from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _answer(place: str, body: Any, fallback: str) -> Answer:
+    name = None
+    if isinstance(body, dict) and isinstance(body.get("response"), dict):
+        name, body = body.get("custom_id"), body["response"].get("body")
+    if not isinstance(body, dict):
+        raise InputError(f"{place} is no answer of a server: no JSON object")
+    if "error" in body and body["error"] is not None:
+        raise InputError(f"{place} is an error of the server, not an answer: {str(body['error'])[:200]}")
+    meta = body.get("meta_info")
+    names = (name, body.get("id"), body.get("request_id"), meta.get("id") if isinstance(meta, dict) else None)
+    name = next((one for one in names if one is not None), fallback)
+    with located(place):
+        return Answer(place, body, label("id", name))
+
+
+def token_count(place: str, counts: Any, key: str) -> int | None:
+    """`counts[key]` if it is a number of tokens; None if it is not there."""
+    value = counts.get(key) if isinstance(counts, dict) else None
+    with located(place):
+        return None if value is None else tokens(key, value)
+
+
+def length(place: str, holder: dict[str, Any], key: str) -> int | None:
+    """The length of the list of token ids under `key`; None if there is none."""
+    ids = holder.get(key)
+    if ids is None:
+        return None
+    if not isinstance(ids, list):
+        raise InputError(f"{place}: {key} is no list of token ids")
+    return len(ids)
+
+
+def unbase64(place: str, value: Any) -> bytes:
+    """The bytes of a base64 text. Raises InputError."""
+    if not isinstance(value, str):
+        raise InputError(f"{place}: routed_experts is {type(value).__name__}, not a base64 text")
+    try:
+        return base64.b64decode(value, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"{place}: routed_experts is no base64: {error}") from error
