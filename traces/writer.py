@@ -50,7 +50,8 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
                 raise InputError(f"{folder} is not empty and not a trace: it is left alone; choose another with --out")
             if left and not overwrite and not resume:
                 raise InputError(
-                    f"{folder} already holds a trace; replace it with --overwrite, or choose another --out"
+                    f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
+                    "if its recording was interrupted, --resume goes on with it"
                 )
     base = folder
     while not base.exists():

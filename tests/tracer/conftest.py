@@ -1,5 +1,8 @@
 """Tiny random models of some architectures with a tokenizer, ready to generate."""
 
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 
 from tests.tracer.architectures import tiny_model
 from tests.tracer.tokenizer import byte_tokenizer
+from tracer.cli import main
 from tracer.models import LoadedModel
 
 COMMON: dict[str, Any] = {
@@ -50,3 +54,32 @@ def loaded(request: pytest.FixtureRequest) -> LoadedModel:
 def tiny(architecture: str, **changes: Any) -> LoadedModel:
     """A random model of an architecture, its tokens bytes."""
     return LoadedModel(architecture, tiny_model(architecture, **changes), byte_tokenizer())
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    status: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+
+
+@pytest.fixture
+def moe_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: object) -> Ended:
+        monkeypatch.setattr(sys, "argv", ["moe-trace", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        status = ended.value.code
+        assert isinstance(status, int)
+        return Ended(status, *capsys.readouterr())
+
+    return run

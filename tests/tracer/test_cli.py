@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tracer.conftest import COMMON, tiny
+from tests.tracer.conftest import COMMON, Ended, Run, tiny
+from tests.traces.test_round_trip import assert_same
 from tracer import demo
-from tracer.cli import main
 from tracer.commands.record import Meter
 from traces import demo_trace
+from traces.reader import EXTRA
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from tracer.cli import main; main()"]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    status: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def moe_trace(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run the command in this process."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["moe-trace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        status = ended.value.code
-        assert isinstance(status, int)
-        return Ended(status, *capsys.readouterr())
-
-    return run
 
 
 @pytest.fixture
@@ -296,3 +267,67 @@ def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(
     refuses("record", "--out", tmp_path / "t", "--dtype", "bfloat", reason="did you mean bfloat16")
     refuses("record", "--out", tmp_path / "t", "--device", "gpu", reason="device 'gpu'")
     assert moe_trace("record", "--max-new-tokens", 0).status == 2
+
+
+def test_an_interrupted_recording_is_resumed_by_the_same_command(
+    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("record", "--limit", 6, "--max-new-tokens", 3, "--batch-size", 2, "--temperature", 1)
+    assert moe_trace(*command, "--out", tmp_path / "whole").status == 0
+    finished = Meter.finished
+
+    def interrupt_after_two(meter: Meter, requests: int) -> None:
+        finished(meter, requests)
+        if meter.done == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(Meter, "finished", interrupt_after_two)
+        assert moe_trace(*command, "--out", tmp_path / "t").status == 130
+    refuses(*command, "--out", tmp_path / "t", reason="--resume goes on with it")
+    refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")
+    refuses(*command, "--resume", "--overwrite", "--out", tmp_path / "t", reason="give one of them")
+    result = moe_trace(*command, "--resume", "--out", tmp_path / "t")
+    assert result.status == 0, result.stderr
+    assert_same(Trace.read(tmp_path / "whole", EXTRA), Trace.read(tmp_path / "t", EXTRA), EXTRA)
+
+
+def test_shards_are_named_and_joined(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
+    for part in ("1/2", "2/2"):
+        moe_trace("record", "--limit", 3, "--shard", part, "--out", tmp_path / part.replace("/", "of"))
+    joined = moe_trace("cat", tmp_path / "1of2", tmp_path / "2of2", "--out", tmp_path / "t")
+    assert joined.status == 0, joined.stderr
+    assert joined.stdout.startswith(f"{tmp_path / 't'}: 3 requests")
+    refuses("record", "--shard", "3/2", reason="--shard '3/2': give I/N, such as 2/8")
+
+
+def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:
+    moe_trace("slice", demo_trace(), "--task", "law", "--task", "code", "--requests", "1:-1", "--out", tmp_path / "a")
+    tasks = Trace.read(tmp_path / "a").requests
+    assert tasks["id"].tolist() == [f"code-{n}" for n in range(2, 9)] + [f"law-{n}" for n in range(1, 8)]
+    moe_trace("sample", demo_trace(), "--requests", 1, "--per-task", "--out", tmp_path / "b")
+    assert Trace.read(tmp_path / "b").requests["task"].is_unique
+    refuses("slice", demo_trace(), "--task", "lav", "--out", tmp_path / "c", reason="did you mean law")
+    refuses("slice", demo_trace(), "--requests", "a:b", "--out", tmp_path / "c", reason="give FROM:TO")
+    refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="no request is left")
+    refuses("sample", demo_trace(), "--requests", 65, "--out", tmp_path / "c", reason="holds 64 requests")
+    assert not (tmp_path / "c").exists()
+
+
+def test_architectures_are_listed_with_how_they_are_observed(moe_trace: Run) -> None:
+    lines = moe_trace("architectures").stdout.splitlines()
+    assert len(lines) > 70
+    assert any(line.split() == ["olmoe", "experts", "interface"] for line in lines)
+    assert "refused" in next(line for line in lines if line.startswith("diffusion_gemma"))
+    named = {row["name"]: row for row in json.loads(moe_trace("architectures", "--json").stdout)}
+    assert not named["diffusion_gemma"]["recorded"]
+
+
+def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: Run) -> None:
+    rows = [f"{layer},{expert},{expert + 1}" for layer in range(2) for expert in range(4)]
+    (tmp_path / "counts.csv").write_text("\n".join(rows) + "\n")
+    made = moe_trace("import", tmp_path / "counts.csv", "--top-k", 2, "--out", tmp_path / "t")
+    assert made.status == 0, made.stderr
+    assert "EAMs of 1 requests" in made.stdout
+    assert "EAMs only" in moe_trace("info", tmp_path / "t").stdout
+    assert moe_trace("validate", tmp_path / "t").status == 0

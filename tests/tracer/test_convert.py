@@ -1,54 +1,20 @@
 """`moe-trace import` and `export` as they are typed."""
 
 import pickle
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import typer
 
+from tests.tracer.conftest import Run
 from tests.traces.dumps import known, passes, same, vllm_answer, write_lines
 from tests.traces.test_importer_recorder import MAPPING, TRACE, stat
-from tracer.commands import convert
 from tracer.torch_dumps import load
-from traces import console
 from traces.errors import InputError
 from traces.trace import Trace
 from traces.writer import write_trace
-
-app = typer.Typer()
-app.command(name="import")(convert.import_)
-app.command()(convert.export)
-
-
-@dataclass(frozen=True)
-class Ended:
-    status: int
-    stdout: str
-    stderr: str
-
-
-Run = Callable[..., Ended]
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process."""
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*arguments: object) -> Ended:
-        monkeypatch.setattr(sys, "argv", ["moe-trace", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            console.main(app, "moe-trace")
-        assert isinstance(ended.value.code, int)
-        return Ended(ended.value.code, *capsys.readouterr())
-
-    return command
 
 
 def tensors(value: Any) -> Any:
@@ -60,34 +26,34 @@ def tensors(value: Any) -> Any:
     return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, run: Run) -> None:
+def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, moe_trace: Run) -> None:
     file = write_lines(tmp_path / "a.jsonl", [vllm_answer(known(), i) for i in range(3)])
-    ended = run("import", file, "--out", tmp_path / "t")
+    ended = moe_trace("import", file, "--out", tmp_path / "t")
     assert ended.status == 0, ended.stderr
     assert "warning: the number of experts is taken from the largest id: 8" in ended.stderr
     assert f"next: moe-trace info {tmp_path / 't'}" in ended.stdout
     same(Trace.read(tmp_path / "t"), known(), steps=True)
 
 
-def test_a_refused_dump_leaves_nothing(tmp_path: Path, run: Run) -> None:
+def test_a_refused_dump_leaves_nothing(tmp_path: Path, moe_trace: Run) -> None:
     answers = [vllm_answer(known(), i) for i in range(3)]
     answers[2]["choices"][0]["routed_experts"] = "@"
-    ended = run("import", write_lines(tmp_path / "a.jsonl", answers), "--out", tmp_path / "t")
+    ended = moe_trace("import", write_lines(tmp_path / "a.jsonl", answers), "--out", tmp_path / "t")
     assert ended.status == 2
     assert ended.stderr.startswith(f"moe-trace: error: {tmp_path / 'a.jsonl'} line 3: routed_experts is no base64")
     assert not (tmp_path / "t").exists()
 
 
-def test_a_recording_of_sglang_is_loaded_with_torch(tmp_path: Path, run: Run) -> None:
+def test_a_recording_of_sglang_is_loaded_with_torch(tmp_path: Path, moe_trace: Run) -> None:
     torch.save(tensors(passes(TRACE, MAPPING, together=1)), tmp_path / "d.pt")
     (tmp_path / "d.json").write_text('{"concurrency": 1}')
-    ended = run("import", tmp_path / "d.pt", "--layer-map", "1:", "--out", tmp_path / "t")
+    ended = moe_trace("import", tmp_path / "d.pt", "--layer-map", "1:", "--out", tmp_path / "t")
     assert ended.status == 0, ended.stderr
     assert f"no --meta given: taking {tmp_path / 'd.json'}" in ended.stderr
     same(Trace.read(tmp_path / "t"), TRACE, steps=True)
     torch.save(tensors(stat(TRACE)), tmp_path / "s.pt")
     counted = ("--layer-map", "1:", "--top-k", 2, "--phase", "decode", "--out", tmp_path / "s")
-    assert run("import", tmp_path / "s.pt", *counted).status == 0
+    assert moe_trace("import", tmp_path / "s.pt", *counted).status == 0
     assert Trace.read(tmp_path / "s").aggregate is not None
 
 
@@ -110,24 +76,24 @@ def test_a_torch_file_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("to", "what"), [("oracleGeneral", "accesses"), ("csv", "rows"), ("npz", "tokens")])
 def test_an_export_says_what_it_wrote_and_replaces_nothing_unasked(
-    tmp_path: Path, run: Run, to: str, what: str
+    tmp_path: Path, moe_trace: Run, to: str, what: str
 ) -> None:
     write_trace(known(), tmp_path / "t")
     out = tmp_path / "x.npz"
     arguments = ("export", tmp_path / "t", "--to", to, "--phase", "decode", "--out", out)
-    ended = run(*arguments)
+    ended = moe_trace(*arguments)
     assert ended.status == 0, ended.stderr
     assert ended.stdout.startswith(f"{out}: ")
     assert ended.stdout.endswith(f"{what}\n")
-    again = run(*arguments)
+    again = moe_trace(*arguments)
     assert (again.status, "--overwrite" in again.stderr) == (2, True)
-    assert run(*arguments, "--overwrite", "--quiet").stdout == ""
+    assert moe_trace(*arguments, "--overwrite", "--quiet").stdout == ""
 
 
-def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, run: Run) -> None:
+def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, moe_trace: Run) -> None:
     write_trace(known(), tmp_path / "t")
-    assert run("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").status == 0
-    assert run("import", tmp_path / "x.npz", "--out", tmp_path / "back").status == 0
+    assert moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").status == 0
+    assert moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "back").status == 0
     same(Trace.read(tmp_path / "back"), known(), steps=True)
 
 
@@ -141,10 +107,10 @@ def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, run
     ],
 )
 def test_options_that_do_not_fit_are_refused(
-    tmp_path: Path, run: Run, arguments: tuple[object, ...], reason: str
+    tmp_path: Path, moe_trace: Run, arguments: tuple[object, ...], reason: str
 ) -> None:
     write_trace(known(), tmp_path / "t")
-    ended = run("export", tmp_path / "t", "--out", tmp_path / "x", *arguments)
+    ended = moe_trace("export", tmp_path / "t", "--out", tmp_path / "x", *arguments)
     assert ended.status == 2
     assert reason in ended.stderr
     assert not (tmp_path / "x").exists()
