@@ -16,9 +16,13 @@ ADAPTED = {
     "jetmoe": "the gate's sort, inverted; attention experts are layers of their own",
     "llama4": "the router's scores, which are zero but for the experts chosen",
     "nllb_moe": "combine weights of the experts' call; its forward is mended while recording",
+    "zaya": "experts interface; no expert where a token skips",
     "switch_transformers": "one-hot mask of the experts' call; no expert where a token is dropped",
 }
-REFUSED = {"diffusion_gemma": "no pass has tokens of its own, since blocks of them are denoised together"}
+REFUSED = {
+    "diffusion_gemma": "no pass has tokens of its own, since blocks of them are denoised together",
+    "openai_privacy_filter": "it labels tokens and does not answer",
+}
 REMOTE = {
     "arctic": "calls of each expert, with --trust-remote-code; no weights",
     "deepseek-moe-16b": "calls of each expert, with --trust-remote-code; no weights",

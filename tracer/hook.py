@@ -249,9 +249,10 @@ class ExpertsHook:
         """Ids and weights [T, layers, k] of several layers, best expert first; nothing routed: -1 and 0."""
         index = _stacked([index for index, _ in choices], self.top_k, -1)
         weights = _stacked([weights for _, weights in choices], self.top_k, 0).float()
-        routed = (index >= 0) & (index < self.experts) & (weights != 0)
-        weights, order = (weights * routed).sort(dim=-1, descending=True, stable=True)
-        return torch.where(routed, index, -1).gather(-1, order).to(torch.int32), weights
+        routed = (index >= 0) & (index < self.experts)
+        weights, order = weights.masked_fill(~routed, -torch.inf).sort(dim=-1, descending=True, stable=True)
+        ids = torch.where(routed, index, -1).gather(-1, order).to(torch.int32)
+        return ids, weights.masked_fill(ids < 0, 0)
 
     def _placed(self, stack: int, layers: Tensor, empty: int, skip: int = 0) -> NDArray[Any]:
         """Copy [T, layers of the stack, ...] to the host, among the layers of all stacks."""

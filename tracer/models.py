@@ -1,9 +1,11 @@
 """Load a causal language model and its tokenizer from a hub id or a folder; a failure is told in one line."""
 
 import atexit
+import hashlib
+import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -119,6 +121,14 @@ class LoadedModel:
         """What tokens say, without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
+    def fingerprint(self, modules: Iterable[torch.nn.Module | None]) -> str:
+        """A hash of the weights of modules, of those that are in memory."""
+        digest = hashlib.sha256()
+        for weight in (weight for module in modules if module is not None for weight in module.parameters()):
+            if weight.device.type != "meta":
+                digest.update(weight.detach().float().cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
         """The mean of the input embeddings of tokens, float16 [H]."""
         with torch.inference_mode():
@@ -165,6 +175,8 @@ def load_model(source: str, how: Loading) -> LoadedModel:
         raise unknown("dtype", how.dtype, DTYPES)
     if how.offload not in (None, *OFFLOADS):
         raise unknown("place to offload to", how.offload, OFFLOADS)
+    if how.offload is None and (how.max_memory or how.offload_folder):
+        raise InputError("--max-memory and --offload-folder belong to --offload: say where the rest goes, cpu or disk")
     _be_quiet()
     place = _device(how.device)
     folder = Path(source)
@@ -177,7 +189,8 @@ def load_model(source: str, how: Loading) -> LoadedModel:
         if not folder.is_dir():
             _require_hub(source)
         own_code = {"trust_remote_code": how.trust_remote_code}
-        config = AutoConfig.from_pretrained(source, **own_code)
+        with _naming_the_flag(source):
+            config = AutoConfig.from_pretrained(source, **own_code)
         tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
         loaded: Any = _class_for(source, config).from_pretrained(
             source,
@@ -193,6 +206,17 @@ def load_model(source: str, how: Loading) -> LoadedModel:
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     return LoadedModel(folder.resolve().name if folder.is_dir() else source, model, tokenizer)
+
+
+@contextmanager
+def _naming_the_flag(source: str) -> Iterator[None]:
+    """Tell which option runs code that comes with a model, where transformers asks for it."""
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise InputError(f"{source} comes with code of its own, which runs only with --trust-remote-code") from error
 
 
 def _class_for(source: str, config: Any) -> Any:
@@ -236,6 +260,7 @@ def _be_quiet() -> None:
     messages.disable_progress_bar()
     hub_messages: Any = huggingface_hub.logging
     hub_messages.set_verbosity_error()
+    logging.getLogger("accelerate").setLevel(logging.ERROR)
 
 
 def _require_hub(source: str) -> None:
@@ -298,6 +323,8 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type == "meta":
+            raise RuntimeError("it computes nothing")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error

@@ -80,8 +80,10 @@ def record(
             on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
         for note in hook.notes:
             on_note(note)
-        meta = replace(describe(loaded, hook), mode=options.mode, settings=_settings(loaded, prompts, options))
+        meta = replace(describe(loaded, hook), mode=options.mode, settings=_settings(loaded, hook, prompts, options))
         batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
+        if not batches:
+            raise InputError("--shard {}/{} is empty: there are fewer batches of prompts".format(*options.shard))
         with TraceWriter(out, meta, overwrite, resume) as writer:
             done, step = writer.written, writer.next_step
             on_done(done)
@@ -137,6 +139,9 @@ class _Recorder:
         asked = [self._tokens(prompt, texts) for prompt, texts in zip(prompts, said, strict=True)]
         if self._options.mode == FORCED:
             given = [loaded.response_tokens(prompt.responses[turn])[:limit] for prompt in prompts]
+            for prompt, tokens in zip(prompts, given, strict=True):
+                if not tokens:
+                    raise InputError(f"the response of {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
             return self._runner.force(asked, given)
         return self._runner.generate(asked, limit or NEW_TOKENS, self._options.sampling)
 
@@ -234,12 +239,16 @@ def _shard(batches: list[tuple[int, Sequence[Prompt]]], shard: tuple[int, int]) 
     return batches[len(batches) * (number - 1) // of : len(batches) * number // of]
 
 
-def _settings(loaded: LoadedModel, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
-    """What decides over a recording besides its model, as plain values; of the prompts, a fingerprint."""
+def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
+    """What decides over a recording besides its model, as plain values; of prompts and routers, fingerprints."""
     plain = {**asdict(options), **asdict(options.sampling), "shard": "{}/{}".format(*options.shard)}
     told = {name: value for name, value in plain.items() if name not in ("sampling", "mode")}
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
-    compute = {"compute_dtype": str(loaded.model.dtype).removeprefix("torch."), "device": loaded.device.type}
+    compute = {
+        "routers_sha256": loaded.fingerprint(site.router for site in hook.sites),
+        "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
+    }
     return {**told, **compute, "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}

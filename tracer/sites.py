@@ -107,6 +107,14 @@ class Interface(Site):
         yield self.module.register_forward_pre_hook(before, with_kwargs=True)
 
 
+class SkipExpert(Interface):
+    """Zaya: a token that takes the expert that computes nothing is told as expert 0 with weight 0."""
+
+    def attach(self, report: Report) -> Iterator[Any]:
+        """Hook the call of the experts."""
+        return super().attach(lambda index, weights: report(torch.where(weights != 0, index, -1), weights))
+
+
 class OneHot(Site):
     """Switch Transformers: argument 1 is a mask [T, 1, E] with at most one one; a token without one was dropped."""
 
@@ -307,6 +315,7 @@ ADAPTERS: dict[str, type[Site] | None] = {
     "JetMoeMoA": SortedGate,
     "JetMoeParallelExperts": None,  # a part of the two above
     "DogeCDMoE": ProductKeys,
+    "ZayaExperts": SkipExpert,
 }
 """How to read what is not called as transformers' experts are, by the class of the module."""
 

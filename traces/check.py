@@ -1,8 +1,11 @@
 """What must hold between the rows of a trace, checked at the speed of reading it.
 
-One compiled pass over the ids checks their range, finds repeats within a (token, layer) and compares EAMs.
+One compiled pass over the ids, in threads, checks their range, finds repeats within a (token, layer) and compares EAMs.
 """
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -70,7 +73,7 @@ def check_ids(
     where: str,
 ) -> None:
     """Check ids and EAMs. experts: [tokens, L, k]; eams: [2, requests, L * E] as listed with the requests."""
-    code, request, row, layer = _scan(experts, offsets, phase, eams, meta.experts, meta.sentinel)
+    code, request, row, layer = _scan_in_threads(experts, offsets, phase, eams, meta)
     if code == _OK:
         return
     if code == _EAM:
@@ -81,6 +84,30 @@ def check_ids(
     if code == _RANGE:
         raise InputError(f"{place} go beyond the {meta.experts} experts of the model")
     raise InputError(f"{place} repeat an expert")
+
+
+def _scan_in_threads(
+    experts: NDArray[np.unsignedinteger],
+    offsets: NDArray[np.int64],
+    phase: NDArray[np.uint8],
+    eams: NDArray[np.uint32],
+    meta: TraceMeta,
+) -> tuple[int, int, int, int]:
+    """What `_scan` finds, over ranges of requests of about as many rows each."""
+    threads = min(os.cpu_count() or 1, 1 + len(experts) // 65_536)
+    cuts = np.searchsorted(offsets, np.linspace(0, len(experts), threads + 1)[1:-1]).tolist()
+    ranges = list(pairwise([0, *cuts, len(offsets) - 1]))
+
+    def scan(first: int, last: int) -> tuple[int, int, int, int]:
+        own = slice(first, last)
+        code, request, row, layer = _scan(
+            experts, offsets[first : last + 1], phase, eams[:, own], meta.experts, meta.sentinel
+        )
+        return code, first + request, row, layer
+
+    with ThreadPoolExecutor(threads) as pool:
+        found = list(pool.map(scan, *zip(*ranges, strict=True)))
+    return next((fault for fault in found if fault[0] != _OK), found[0])
 
 
 def count_eams(

@@ -56,6 +56,8 @@ class TraceMeta:
             raise InputError(f"{self.experts} experts in a layer are more than a trace can hold (65534)")
         if len(self.layer_names) != self.layers:
             raise InputError(f"{len(self.layer_names)} layer names for {self.layers} MoE layers")
+        if len(set(self.layer_names)) != self.layers:
+            raise InputError("two MoE layers have the same name")
 
     @property
     def id_type(self) -> np.dtype[np.unsignedinteger]:

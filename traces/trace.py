@@ -4,6 +4,7 @@ Tokens are rows, grouped by request; within a request they are in the order of e
 """
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -56,7 +57,10 @@ class Trace:
         """
         wanted = require_known(columns)
         folder = open_folder(Path(path))
-        return Trace.assemble(folder, folder.requests(), folder.rows(wanted), wanted)
+        with ThreadPoolExecutor(1) as beside:
+            requests = beside.submit(folder.requests)
+            rows = folder.rows(wanted)
+        return Trace.assemble(folder, requests.result(), rows, wanted)
 
     @staticmethod
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":

@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -30,13 +30,19 @@ from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
 ROW_GROUP = 65_536
-"""Rows of a routing file."""
+"""Rows of a routing file, at most."""
+
+ROUTING_BYTES = 2**26
+"""Of the rows in a routing file, about: wide rows make fewer."""
 
 REQUEST_BYTES = 2**24
 """Of the EAMs in a file of requests while the trace grows."""
 
 FLUSH_SECONDS = 5.0
 """Requests that finish sooner after the last flush wait for the next one, or for close()."""
+
+FLUSH_SHARE = 0.1
+"""Of the time, at most, is spent on flushing: after a slow flush the next one waits longer."""
 
 
 def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
@@ -139,7 +145,7 @@ class TraceWriter:
         self.next_step = 0  # after the steps of the requests that were resumed
         self._rows = _Files(folder / ROUTING, ROW_GROUP)
         self._requests = _Files(folder / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
-        self._flushed = time.monotonic()
+        self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._optional: set[str] | None = None
         if resume and folder.is_dir() and any(folder.iterdir()):
             self._resume()
@@ -150,17 +156,19 @@ class TraceWriter:
         if trace.meta != self.meta or self._optional not in (None, optional):
             raise ValueError("all pieces of a trace share its meta and have the same columns")
         self._optional = optional
+        self._rows.limit = _rows_of_a_file(self.meta, optional)
         self._rows.add(_routing_table(trace, first=self.added))
         self._requests.add(_requests_table(trace))
         self.added += len(trace.requests)
         full = self._rows.rows >= self._rows.limit or self._requests.rows >= self._requests.limit
-        if full or time.monotonic() - self._flushed >= FLUSH_SECONDS:
+        if full or time.monotonic() >= self._next_flush:
             self.flush()
 
     def flush(self) -> None:
         """Make all requests added so far readable in the folder."""
         if self.added == self.written:
             return
+        began = time.monotonic()
         with self._telling():
             if not self.written:
                 self._make_folder()
@@ -170,7 +178,8 @@ class TraceWriter:
         self.written = self.added
         self._rows.flushed()
         self._requests.flushed()
-        self._flushed = time.monotonic()
+        ended = time.monotonic()
+        self._next_flush = ended + max(FLUSH_SECONDS, (ended - began) / FLUSH_SHARE)
 
     def close(self) -> None:
         """Flush, and join the requests' files into requests.parquet."""
@@ -227,9 +236,18 @@ class TraceWriter:
                 for file in (self.folder / GROWING).iterdir():
                     file.unlink()
                 os.replace(whole, self._requests.path)
+            self._rows.limit = _rows_of_a_file(self.meta, held.optional)
             self._requests.reopen()
             self._rows.reopen(keep=self.written)
         self.next_step = _last_step(held.parts, self.written) + 1
+
+
+def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
+    """How many rows a routing file holds, by their size."""
+    bits = 0
+    for kind in routing_schema(meta, optional).types:
+        bits += kind.list_size * kind.value_type.bit_width if pa.types.is_fixed_size_list(kind) else kind.bit_width
+    return min(ROW_GROUP, max(1, ROUTING_BYTES * 8 // bits))
 
 
 def _differ(held: TraceMeta, wanted: TraceMeta) -> str:

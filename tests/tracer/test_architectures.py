@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from tests.tracer.architectures import names, tiny_model
 from tests.tracer.oracle import IDS, check, merged, observed, run
-from tracer.architectures import ADAPTED, REFUSED, architectures
+from tracer.architectures import ADAPTED, architectures
 from tracer.commands.architectures import architectures as command
 from tracer.hook import ExpertsHook
 from tracer.nllb import NOTE
 from tracer.sites import Interface
 from traces.errors import InputError
 
-RECORDED = sorted(set(names()) - set(REFUSED))
+RECORDED = sorted(set(names()) - {"diffusion_gemma"})  # by the hook; what does not answer has no recording
 
 KNOWN = """
 afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32
@@ -128,10 +128,9 @@ def test_adapters_are_used_where_the_list_says_so() -> None:
     assert adapted == set(ADAPTED)
 
 
-@pytest.mark.parametrize("architecture", sorted(REFUSED))
-def test_what_cannot_be_recorded_is_refused_with_the_layers_name(architecture: str) -> None:
+def test_what_cannot_be_recorded_is_refused_with_the_layers_name() -> None:
     with pytest.raises(InputError, match=r"model\.\S*layers\.0\.experts \(\w+\) cannot be recorded: "):
-        ExpertsHook(tiny_model(architecture))
+        ExpertsHook(tiny_model("diffusion_gemma"))
 
 
 @pytest.mark.parametrize(
@@ -346,4 +345,4 @@ class TestCommand:
     def test_json_has_the_same(self) -> None:
         told = json.loads(self.ask("--json"))
         assert [one["name"] for one in told] == [one.name for one in architectures()]
-        assert [one["name"] for one in told if not one["recorded"]] == ["diffusion_gemma"]
+        assert [one["name"] for one in told if not one["recorded"]] == ["diffusion_gemma", "openai_privacy_filter"]

@@ -114,3 +114,12 @@ def test_options_that_do_not_fit_are_refused(
     assert ended.status == 2
     assert reason in ended.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_the_folder_one_is_in_can_be_imported(tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "dumps").mkdir()
+    np.save(tmp_path / "dumps/a.npy", np.arange(12, dtype=np.int16).reshape(3, 2, 2) % 7)
+    monkeypatch.chdir(tmp_path / "dumps")
+    result = moe_trace("import", ".", "--phase", "decode", "--experts", 8, "--out", tmp_path / "t")
+    assert result.status == 0, result.stderr
+    assert moe_trace("import", "/", "--out", tmp_path / "u").status == 2

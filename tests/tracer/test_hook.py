@@ -80,12 +80,12 @@ class TestPasses:
             hook.clear()
             assert not hook.passes
 
-    def test_ids_beyond_the_experts_and_without_weight_are_not_routed(self) -> None:
+    def test_ids_beyond_the_experts_are_not_routed_and_an_expert_without_weight_is(self) -> None:
         model = Odd([1])
         model.index, model.weights = [[7, 1, -1, 4, 2, 0]], [0.4, 0.3, 0.1, 0.1, 0.1, 0.0]
         with probed(model, weights=True) as hook:
             model(IDS)
-            assert hook.passes[0].ids[0].tolist() == [[1, 2, -1, -1, -1, -1]]
+            assert hook.passes[0].ids[0].tolist() == [[1, 2, 0, -1, -1, -1]]
             assert hook.passes[0].weights is not None
             assert hook.passes[0].weights[0, 0].astype(float).round(2).tolist() == [0.3, 0.1, 0, 0, 0, 0]
 

@@ -205,6 +205,10 @@ def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None
     ("arrays", "parts"),
     [
         ({"phase": np.array([0, 1, 2])}, ["row 2: phase is 2"]),
+        ({"step": np.array([1, 0, 2])}, ["row 1 (request 0): step falls from 1 to 0"]),
+        ({"weights": np.full(EXPERTS.shape, np.nan)}, ["row 0 of weights holds no number"]),
+        ({"weights": np.full(EXPERTS.shape, 1e9)}, ["row 0 of weights holds no number, or one that float16 cannot"]),
+        ({"experts": np.full(EXPERTS.shape, 2**64 - 1, np.uint64)}, ["row 0 of experts holds 18446744073709551615"]),
         ({"phase": np.array([1, 0, 1])}, ["request 0 are out of order"]),
         ({"phase": np.array([0, 1])}, ["phase has 2 values for 3 tokens"]),
         ({"position": np.array([3, 3, 0])}, ["request 0 are out of order"]),
@@ -285,3 +289,14 @@ def test_a_real_dump_comes_in_without_json() -> None:
     trace, assumed = import_dump(SHARED / "mixtral-8x7b.npz")
     assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (4, 32, 8, 2)
     assert len(assumed) == 2
+
+
+def test_a_layer_of_the_map_that_routes_nothing_is_refused(tmp_path: Path) -> None:
+    experts = EXPERTS.copy()
+    experts[:, 1] = -1
+    with pytest.raises(InputError, match=r"layer 1 routes nothing in any row; leave it out of --layer-map"):
+        import_dump(*dump(tmp_path, experts=experts), Options(layer_map="0-1"))
+
+
+def test_two_layers_of_one_name_are_refused(tmp_path: Path) -> None:
+    refuses(tmp_path, "two MoE layers have the same name", meta={"layer_names": ["a", "a"]})

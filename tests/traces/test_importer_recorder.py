@@ -271,6 +271,11 @@ def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
         ({"logical_count": np.zeros((2, 3, 8), np.int32)}, ["0 everywhere"]),
         ({"logical_count": np.ones((3, 8), np.float32)}, ["float32"]),
         ({"logical_count": np.full((1, 3, 8), -1)}, ["negative"]),
+        (
+            {"logical_count": np.full((4, 3, 8), 2**62)},
+            ["a count of 4611686018427387904 is more"],
+        ),
+        ({"logical_count": np.full((1, 3, 8), 2**63 + 5, np.uint64)}, ["more than a signed number can be"]),
         ({"logical_count": np.ones(8, np.int32)}, ["shape (8,)"]),
         (stat(TRACE), ["layer 0 counts no token", "--layer-map"]),
         (stat(TRACE, dense=0), ["give --top-k"]),

@@ -84,7 +84,7 @@ def test_an_unknown_column_is_refused_with_near_names() -> None:
 def test_the_shipped_trace_is_valid_small_and_of_eight_tasks() -> None:
     trace = Trace.read(demo_trace())
     assert trace.phases == "both"
-    assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (64, 8, 32, 4)
+    assert (len(trace.requests), trace.layers, trace.num_experts, trace.top_k) == (64, 10, 32, 4)
     assert trace.requests["task"].nunique() == 8
     assert sum(file.stat().st_size for file in demo_trace().rglob("*.parquet")) < 2 * 2**20
 

@@ -56,6 +56,9 @@ def import_(
     from traces.importers import Options, import_dump
     from traces.writer import check_target, write_trace
 
+    file = file.resolve() if file.name in ("", "..") else file
+    if not file.name:
+        raise InputError(f"{file} is no dump")
     beside = file.with_suffix(".json")
     found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem

@@ -53,7 +53,7 @@ def slice_(
         labels = source.labels[column]
         for label in wanted or ():
             if label not in set(labels):
-                raise unknown(column, label, sorted(set(labels)))
+                raise unknown(column, label, sorted(set(labels) - {""}) or ["none, the trace has no labels"])
         if wanted:
             source = source.only(labels.isin(wanted).to_numpy())
     if requests is not None:

@@ -36,6 +36,9 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         raise InputError(f"{source.path}: all expert ids are 0: the array was never filled")
     if layers is None and "layer_names" not in source.facts and (dense := first_dense(experts)):
         raise InputError(f"{source.path}: layer {dense[0]} {dense[1]}; {HINT.format(last=experts.shape[1] - 1)}")
+    if layers is not None and (idle := np.flatnonzero(~(experts >= 0).any(axis=(0, 2)))).size:
+        idler = layers[int(idle[0])]
+        raise InputError(f"{source.path}: layer {idler} routes nothing in any row; leave it out of --layer-map")
     phase = dump.phase if dump.phase is not None else np.full(len(experts), _phase(source), np.uint8)
     if dump.phase is not None and source.options.phase is not None:
         raise InputError(f"{source.path} says itself which tokens are prompt: leave --phase out")
@@ -49,6 +52,8 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     _check_ids(replace(dump, experts=experts), meta, layers)
     position = dump.position if dump.position is not None else _positions(dump.offsets, phase, requests)
     check_order(dump.offsets, phase, position, str(source.path))
+    if dump.step is not None:
+        _check_steps(dump, dump.step)
     ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts
     return Trace(
         name=source.path.stem,
@@ -189,6 +194,17 @@ def _check_ids(dump: Dump, meta: TraceMeta, layers: tuple[int, ...] | None) -> N
         request = int(np.searchsorted(dump.offsets, row, side="right")) - 1
         dumped = f" (layer {layers[layer]} of the dump)" if layers else ""
         raise InputError(f"{dump.locate(row, request)}, MoE layer {layer}{dumped}: {reason}")
+
+
+def _check_steps(dump: Dump, step: NDArray[np.uint32]) -> None:
+    """Refuse steps that fall within a request."""
+    falls = step[1:] < step[:-1]
+    ends = dump.offsets[1:-1]
+    falls[ends[(ends > 0) & (ends < len(step))] - 1] = False
+    if falls.any():
+        row = int(np.argmax(falls)) + 1
+        request = int(np.searchsorted(dump.offsets, row, side="right")) - 1
+        raise InputError(f"{dump.locate(row, request)}: step falls from {step[row - 1]} to {step[row]}")
 
 
 def _positions(offsets: NDArray[np.int64], phase: NDArray[np.uint8], requests: pd.DataFrame) -> NDArray[np.uint32]:

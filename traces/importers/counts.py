@@ -31,6 +31,8 @@ def read_stat(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Count
         counts = integers(counts, str(path), "logical_count")
         if (counts < 0).any():
             raise InputError(f"{path}: row {np.argwhere(counts < 0)[0].tolist()} of logical_count is negative")
+        if int(counts.max()) >= 2**32:
+            raise InputError(f"{path}: a count of {int(counts.max())} is more than a trace can hold (2^32 - 1)")
         if not counts.any():
             raise InputError(f"{path}: logical_count is 0 everywhere: nothing was recorded")
         held.append(counts.astype(np.int64).sum(axis=0))

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
+from traces.facts import LARGEST
 from traces.importers.source import Request, Source, requests_of
 from traces.steps import DECODE, PREFILL
 
@@ -59,7 +60,11 @@ def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> ND
     if array.ndim != ndim:
         axes = {1: "[tokens]", 2: "[layers, experts]", 3: "[tokens, layers, k]"}[ndim]
         raise InputError(f"{place}: {what} has the shape {array.shape}; {axes} is needed")
-    return array.astype(array.dtype.newbyteorder("="), copy=False)
+    native: NDArray[np.integer] = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if native.dtype == np.uint64 and native.size and int(native.max()) > LARGEST:
+        row = int(np.argwhere(native > LARGEST)[0][0])
+        raise InputError(f"{place}: row {row} of {what} holds {int(native.max())}, more than a signed number can be")
+    return native
 
 
 def join(source: Source, sequences: list[Sequence]) -> Dump:

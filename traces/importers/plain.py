@@ -101,7 +101,7 @@ def _dump(
         offsets,
         requests,
         locate=lambda row, request: f"{path}: row {row} (request {request})",
-        weights=None if weights is None else weights.astype(np.float16),
+        weights=None if weights is None else _half(path, weights),
         **columns,
     )
 
@@ -134,3 +134,13 @@ def _column(path: Path, name: str, values: NDArray[Any], tokens: int) -> NDArray
         row = int(np.argmax((values < low) | (values > high)))
         raise InputError(f"{path}: row {row}: {name} is {values[row]}, outside of {low} to {high}")
     return values.astype(kind)
+
+
+def _half(path: Path, weights: NDArray[Any]) -> NDArray[np.float16]:
+    """Weights as a trace holds them. Raises InputError for what it cannot."""
+    with np.errstate(over="ignore"):
+        half: NDArray[np.float16] = weights.astype(np.float16)
+    if not (finite := np.isfinite(half)).all():
+        row = int(np.argwhere(~finite)[0][0])
+        raise InputError(f"{path}: row {row} of weights holds no number, or one that float16 cannot hold")
+    return half

@@ -21,13 +21,12 @@ from traces.check import first_fault
 from traces.errors import InputError
 from traces.facts import whole
 from traces.importers.dump import Dump, integers
-from traces.importers.source import Source, requests_of
+from traces.importers.source import LONGEST_CONTEXT, Source, requests_of
 from traces.steps import DECODE, PREFILL
 
 EXTEND, DECODING, IDLE = 1, 2, 4
 
 MOST_EXPERTS = 65_534
-LONGEST_CONTEXT = 2**24
 """Tokens; a position beyond it is damage."""
 
 ADVICE = (
@@ -208,6 +207,10 @@ def _batches(path: Path, records: Any, mapping: NDArray[np.integer], E: int) -> 
     for i, record in enumerate(records):
         if not isinstance(record.get("forward_pass_id"), int):
             raise InputError(f"{path} record {i} has no forward_pass_id")
+    passes = [record["forward_pass_id"] for record in records]
+    if len(set(passes)) < len(passes):
+        twice = next(number for number in passes if passes.count(number) > 1)
+        raise InputError(f"{path} holds forward pass {twice} twice")
     for record in sorted(records, key=lambda one: int(one["forward_pass_id"])):
         place = f"{path} forward pass {record['forward_pass_id']}"
         if "topk_ids_of_layer" not in record:

@@ -14,6 +14,9 @@ from traces.check import check_unique
 from traces.errors import InputError, located
 from traces.facts import parse_json, text, whole
 
+LONGEST_CONTEXT = 2**24
+"""Tokens of a request for which rows are made, although the dump has none."""
+
 LONGEST_PROMPT = 2**31 - 1
 """Tokens; positions after it must fit into 32 bits."""
 
@@ -51,7 +54,9 @@ class Source:
     @property
     def start(self) -> int:
         """Leading tokens that the server left out of each request that says nothing else."""
-        return self.options.start if self.options.start is not None else self.fact("start", tokens, 0)
+        if self.options.start is not None:
+            return leading("--start", self.options.start)
+        return self.fact("start", leading, 0)
 
     def agreed(self, key: str, option: str, have: int | None) -> int | None:
         """The number that the JSON's `key`, the option and the dump (`have`) tell; None if none does."""
@@ -158,6 +163,11 @@ def tokens(what: str, value: Any) -> int:
     return whole(what, value, low=0, high=LONGEST_PROMPT)
 
 
+def leading(what: str, value: Any) -> int:
+    """`value` if it is a number of tokens that a server may have left out: rows are made for them."""
+    return whole(what, value, low=0, high=LONGEST_CONTEXT)
+
+
 def label(what: str, value: Any) -> str:
     """A text, or a whole number as one: ids and tasks are often numbered."""
     return str(count(what, value)) if isinstance(value, int) else text(what, value)
@@ -165,7 +175,8 @@ def label(what: str, value: Any) -> str:
 
 _FACTS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("id", "dataset", "task", "category"), label),
-    **dict.fromkeys(("prompt_tokens", "output_tokens", "start"), tokens),
+    **dict.fromkeys(("prompt_tokens", "output_tokens"), tokens),
+    "start": leading,
     **dict.fromkeys(("arrival_ns", "routed_tokens"), count),
 }
 """What the JSON may tell of a request."""
