@@ -56,10 +56,7 @@ def held() -> list[float]:
     return made[1:]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--plot", type=Path)
-    plot = parser.parse_args().plot
+def main(plot: Path | None = None) -> None:
     torch.set_num_threads(1)
     megabytes = held()
     half = len(megabytes) // 2
@@ -79,4 +76,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plot", type=Path)
+    main(parser.parse_args().plot)
