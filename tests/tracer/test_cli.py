@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tracer import remote_code
 from tests.tracer.conftest import COMMON, Ended, Run
+from tests.tracer.tokenizer import byte_tokenizer
 from tests.traces.test_round_trip import assert_same
 from tracer import demo
 from tracer.commands.record import Meter
@@ -332,3 +335,33 @@ def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: R
     assert "EAMs of 1 requests" in made.stdout
     assert "EAMs only" in moe_trace("info", tmp_path / "t").stdout
     assert moe_trace("validate", tmp_path / "t").status == 0
+
+
+def test_code_that_comes_with_a_model_runs_only_if_trusted(
+    tmp_path: Path, moe_trace: Run, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    torch.manual_seed(0)
+    model = remote_code.ListedForCausalLM(remote_code.ListedConfig())
+    for weight in model.parameters():
+        weight.data.normal_()
+    model.save_pretrained(tmp_path / "m")
+    byte_tokenizer().save_pretrained(tmp_path / "m")
+    shutil.copy(remote_code.__file__, tmp_path / "m/modeling_listed.py")
+    names = {"AutoConfig": "ListedConfig", "AutoModelForCausalLM": "ListedForCausalLM"}
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    config["auto_map"] = {auto: f"modeling_listed.{name}" for auto, name in names.items()}
+    (tmp_path / "m/config.json").write_text(json.dumps(config))
+    command = ("record", "--model", tmp_path / "m", "--out", tmp_path / "t", "--limit", 5, "--batch-size", 2)
+    refuses(*command, reason="comes with code of its own, which runs only with --trust-remote-code")
+    refuses(*command, "--trust-remote-code", "--weights", reason="weights of layers.0.experts cannot be recorded")
+    assert not (tmp_path / "t").exists()
+    result = moe_trace(*command, "--trust-remote-code")
+    assert result.status == 0, result.stderr
+    trace = Trace.read(tmp_path / "t", ["token_id"])
+    assert trace.token_id is not None
+    hidden = model.embed(torch.from_numpy(trace.token_id).long())[None]
+    for number, layer in enumerate(model.layers):
+        chosen = layer.gate(hidden[0]).topk(2).indices.sort().values
+        assert np.array_equal(np.sort(trace.experts[:, number]), chosen.numpy())
+        hidden = hidden + layer(hidden)
