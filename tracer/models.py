@@ -237,7 +237,7 @@ def _placing(how: Loading, place: torch.device) -> dict[str, Any]:
     if how.offload is None:
         return {}
     if not find_spec("accelerate"):
-        raise InputError("--offload needs accelerate: pip install 'moe-expert-cache[offload]'")
+        raise InputError("--offload needs accelerate: pip install accelerate")
     from accelerate.utils import get_max_memory
 
     main = "cpu" if place.type == "cpu" else (place.index or 0)

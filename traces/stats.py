@@ -51,6 +51,7 @@ class PhaseStats:
     phase; None if none did.
     """
 
+    requests: int  # that routed in this phase
     tokens: int | None  # None: the trace holds EAMs only
     activated: float | None  # share of the experts that a request uses at all
     repeated: float | None  # share of the experts that a request uses for two tokens or more
@@ -87,6 +88,7 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
     eams = trace.eams(phase)
     eams, tasks = eams[used := eams.any(axis=(1, 2))], _tasks(trace)[used]
     return PhaseStats(
+        requests=len(eams),
         tokens=int(np.count_nonzero(trace.phase == phase)) if trace.aggregate is None else None,
         activated=_mean(eams > 0),
         repeated=_mean(eams > 1),

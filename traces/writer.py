@@ -57,7 +57,7 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
             if left and not overwrite and not resume:
                 raise InputError(
                     f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
-                    "if its recording was interrupted, --resume goes on with it"
+                    "`record --resume` goes on with a recording that was interrupted"
                 )
     base = folder
     while not base.exists():

@@ -90,7 +90,8 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
     result = moe_trace("record", "--max-new-tokens", 3, "--out", tmp_path / "t")
     assert result.status == 130
     assert result.stderr.splitlines()[-1] == (
-        f"moe-trace: error: interrupted after 2 of 64 requests: the 2 that finished are readable in {tmp_path / 't'}"
+        f"moe-trace: error: interrupted after 2 of 64 requests: the 2 that finished are readable in "
+        f"{tmp_path / 't'}, and --resume goes on with them"
     )
     assert len(Trace.read(tmp_path / "t").requests) == 2
 
@@ -288,7 +289,7 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Meter, "finished", interrupt_after_two)
         assert moe_trace(*command, "--out", tmp_path / "t").status == 130
-    refuses(*command, "--out", tmp_path / "t", reason="--resume goes on with it")
+    refuses(*command, "--out", tmp_path / "t", reason="`record --resume` goes on")
     refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")
     refuses(*command, "--resume", "--overwrite", "--out", tmp_path / "t", reason="give one of them")
     result = moe_trace(*command, "--resume", "--out", tmp_path / "t")

@@ -68,7 +68,7 @@ def sample(
     out: Into,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to draw.")],
     per_task: Annotated[bool, typer.Option("--per-task", help="Draw so many of each task.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the draw.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draw.")] = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:

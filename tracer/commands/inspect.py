@@ -72,6 +72,7 @@ def _print_info(facts: dict[str, Any]) -> None:
 
 
 ROWS = (
+    ("requests", ("requests",), ",d"),
     ("tokens", ("tokens",), ",d"),
     ("experts that a request activates", ("activated",), ".1%"),
     ("experts that a request activates repeatedly", ("repeated",), ".1%"),

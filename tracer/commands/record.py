@@ -94,13 +94,15 @@ def record(
         str | None, typer.Option(help="Task of all prompts, instead of their own.", rich_help_panel=PROMPTS)
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first prompts.", rich_help_panel=PROMPTS)
+        int | None,
+        typer.Option(min=1, help="Only the first prompts; of a folder, of its first files.", rich_help_panel=PROMPTS),
     ] = None,
     shard: Annotated[
         str | None, typer.Option(help="I/N: only the I-th of N parts; join them with `cat`.", rich_help_panel=PROMPTS)
     ] = None,
     no_chat_template: Annotated[
-        bool, typer.Option("--no-chat-template", help="Do not apply the tokenizer's.", rich_help_panel=PROMPTS)
+        bool,
+        typer.Option("--no-chat-template", help="Do not apply the tokenizer's chat template.", rich_help_panel=PROMPTS),
     ] = False,
     mode: Annotated[
         str,
@@ -119,7 +121,7 @@ def record(
     top_p: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of so much.", rich_help_panel=RUN)
     ] = 1.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of all random numbers.", rich_help_panel=RUN)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.", rich_help_panel=RUN)] = 0,
     dtype: Annotated[
         str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.", rich_help_panel=RUN)
     ] = "auto",
@@ -229,7 +231,8 @@ def record(
                 on_note=console.warn,
             )
     except KeyboardInterrupt:
-        kept = f"the {meter.done} that finished are readable in {folder}" if meter.done else "nothing was written"
+        kept = f"the {meter.done} that finished are readable in {folder}, and --resume goes on with them"
+        kept = kept if meter.done else "nothing was written"
         console.fail("moe-trace", f"interrupted after {meter.done} of {requests} requests: {kept}", 130)
     tell(folder, quiet)
 

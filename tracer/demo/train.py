@@ -1,4 +1,4 @@
-"""Train the shipped model: `python -m tracer.demo.train TEXT --out FOLDER` (an hour on two cores).
+"""Train the shipped model: `python -m tracer.demo.train TEXT --out FOLDER` (an hour and a half on two cores).
 
 TEXT is a folder with the files of DOMAINS, each a domain of its own. Every batch holds as much of one domain as
 of another, and the load-balancing loss (Fedus et al., arXiv 2101.03961, equation 4) is taken over the whole
