@@ -2,7 +2,9 @@
 
 All integers of the machine live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
-are `keep`, float64[3, L*E]. `policies/residency.py` gives these functions a class and tells the theory.
+are `keep`, float64[3 or more, L*E]. `policies/residency.py` gives these functions a class and tells the theory.
+
+Numba keeps what it compiled under this file's date alone: touch it when `scores`, which it calls, changes.
 """
 
 import numpy as np

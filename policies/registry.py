@@ -1,8 +1,9 @@
 """Names of policies: how a policy gets one, and how what a user types becomes retention plus prefetch.
 
 `lru` is retention alone, `lru+eamc` a pair, `eamc` (a name that stands for both) the pair of its two halves;
-options follow colons: `lru+popular:n=8`. Packages add policies under the entry point group
-`moe_expert_cache.policies`, each naming a module whose import registers them.
+options follow colons: `lru+popular:n=8`. A class in a user's own file goes by `my_file.py:MyPolicy` wherever a name
+may stand; the first + divides the halves, so a file's path has none. Packages add policies under the entry point
+group `moe_expert_cache.policies`, each naming a module whose import registers them.
 """
 
 import dataclasses
@@ -13,10 +14,35 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
+from policies import user_file
 from policies.contract import Listener, Prefetcher, RetentionPolicy, Shape
 from traces.errors import InputError, unknown
 
-BUILT_IN = ("lru", "lfu", "fifo", "eamc", "belady", "oracle1", "popular")
+BUILT_IN = (
+    "lru",
+    "lfu",
+    "fifo",
+    "eamc",
+    "belady",
+    "oracle1",
+    "oracle",
+    "popular",
+    "lfu_perfect",
+    "lfu_aged",
+    "lrfu",
+    "clock",
+    "sieve",
+    "s3fifo",
+    "arc",
+    "random_victim",
+    "static",
+    "least_stale",
+    "eamc_blend",
+    "all",
+    "previous",
+    "markov",
+    "expert_map",
+)
 """Modules of this package that register policies."""
 
 NO_PREFETCH = "none"
@@ -111,15 +137,14 @@ class PolicySpec:
     @property
     def oracle(self) -> bool:
         """Whether either half sees the future."""
-        _load()
-        return _retention[self.evict].oracle or _prefetch[self.prefetch].oracle
+        return _keeper(self.evict).oracle or _fetcher(self.prefetch).oracle
 
     def options(self) -> dict[str, Any]:
         """Both halves with every option resolved, defaults included."""
-        _load()
+        keeper, fetcher = _keeper(self.evict), _fetcher(self.prefetch)
         return {
-            "evict": {"name": self.evict, **_options(_retention[self.evict], self.evict_options)},
-            "prefetch": {"name": self.prefetch, **_options(_prefetch[self.prefetch], self.prefetch_options)},
+            "evict": {"name": keeper.name, **_options(keeper, self.evict_options)},
+            "prefetch": {"name": fetcher.name, **_options(fetcher, self.prefetch_options)},
         }
 
     def without_prefetch(self) -> "PolicySpec":
@@ -132,35 +157,47 @@ class PolicySpec:
 
     def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
         """Fresh instances; halves of one name and the same options share what they have learned."""
-        _load()
-        keeper = _make(_retention[self.evict], shape, self.evict_options)
+        keeper, fetcher = _make(_keeper(self.evict), shape, self.evict_options), _fetcher(self.prefetch)
         if (self.evict, self.evict_options) == (self.prefetch, self.prefetch_options):
-            return keeper, _prefetch[self.prefetch].beside(keeper)
-        return keeper, _make(_prefetch[self.prefetch], shape, self.prefetch_options)
+            return keeper, fetcher.beside(keeper)
+        return keeper, _make(fetcher, shape, self.prefetch_options)
 
 
 def parse(text: str) -> PolicySpec:
     """Resolve a policy as typed. InputError for an unknown name (near ones are offered) or option."""
-    _load()
-    evict, plus, prefetch = text.strip().partition("+")
-    evict, _, evict_options = evict.strip().partition(":")
-    if evict not in _retention:
-        if evict in _prefetch:
-            raise InputError(f"{evict!r} is a prefetcher: name what to keep as well, as in lru+{evict}")
-        raise unknown("policy", evict, _retention)
-    _options(_retention[evict], evict_options)
+    kept, plus, fetched = text.strip().partition("+")
+    evict, evict_options = user_file.divide(kept)
+    _options(_keeper(evict), evict_options)
     if not plus:
         both = evict in _prefetch
         return PolicySpec(
             text.strip(), evict, evict if both else NO_PREFETCH, evict_options, evict_options if both else ""
         )
-    prefetch, _, prefetch_options = prefetch.strip().partition(":")
-    if prefetch not in _prefetch:
-        if prefetch in _retention:
-            raise InputError(f"{prefetch!r} decides what to keep, not what to fetch: it cannot stand after a +")
-        raise unknown("prefetcher", prefetch, _prefetch)
-    _options(_prefetch[prefetch], prefetch_options)
+    prefetch, prefetch_options = user_file.divide(fetched)
+    _options(_fetcher(prefetch), prefetch_options)
     return PolicySpec(text.strip(), evict, prefetch, evict_options, prefetch_options)
+
+
+def _keeper(name: str) -> type[RetentionPolicy]:
+    """The retention policy of that name, or in that file."""
+    _load()
+    cls = user_file.load(name) if user_file.is_in_a_file(name) else _retention.get(name) or _prefetch.get(name)
+    if cls is None:
+        raise unknown("policy", name, _retention)
+    if not issubclass(cls, RetentionPolicy):
+        raise InputError(f"{name!r} is a prefetcher: name what to keep as well, as in lru+{name}")
+    return cls
+
+
+def _fetcher(name: str) -> type[Prefetcher]:
+    """The prefetcher of that name, or in that file."""
+    _load()
+    cls = user_file.load(name) if user_file.is_in_a_file(name) else _prefetch.get(name) or _retention.get(name)
+    if cls is None:
+        raise unknown("prefetcher", name, _prefetch)
+    if not issubclass(cls, Prefetcher):
+        raise InputError(f"{name!r} decides what to keep, not what to fetch: it cannot stand after a +")
+    return cls
 
 
 def _make(cls: type[Any], shape: Shape, text: str) -> Any:
@@ -173,6 +210,9 @@ def _options(cls: type[Listener], text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(declared):
         fields = {field.name: field.default for field in dataclasses.fields(declared)}
+        for name in fields:
+            if fields[name] is dataclasses.MISSING:
+                raise InputError(f"option {name} of {cls.name} needs a default")
     values = dict(fields)
     for part in filter(None, text.split(":")):
         key, equals, value = part.partition("=")
@@ -181,7 +221,7 @@ def _options(cls: type[Listener], text: str) -> dict[str, Any]:
                 unknown(f"option of {cls.name}", key, fields) if fields else InputError(f"{cls.name} has no options")
             )
         try:
-            values[key] = fields[key].__class__(value)
+            values[key] = _like(fields[key], value)
         except ValueError:
             equals = ""
         if not equals:
@@ -190,3 +230,12 @@ def _options(cls: type[Listener], text: str) -> dict[str, Any]:
     if values:
         declared(**values)
     return values
+
+
+def _like(default: Any, text: str) -> Any:
+    """The value that `text` writes, of the default's type. ValueError if it writes none."""
+    if not isinstance(default, bool):
+        return type(default)(text)
+    if text.lower() not in ("true", "false"):
+        raise ValueError(text)
+    return text.lower() == "true"

@@ -2,13 +2,16 @@
 
 Numba cannot keep on disk a kernel that takes functions as arguments, hence this one dispatch table. `keep` is
 float64[3, L*E]: row 0 the primary score, row 1 the secondary; serial numbers stay exact in a float64 up to 2**53.
+A rule with an option has more rows: its first numbers are the OPTION and, where it needs one, the rule's CLOCK.
 """
 
+import numpy as np
 from numba import njit
 
 from policies.contract import Float
 
-NONE, LRU, FIFO, LFU = range(4)
+NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU = range(7)
+OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
 
 
 @njit(cache=True, nogil=True)
@@ -16,8 +19,18 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
     """An event looks `expert` up, whatever its state."""
     if rule == LRU:
         keep[0, expert] = serial
-    elif rule == LFU:
+    elif rule in (LFU, LFU_PERFECT):
         keep[0, expert] += 1
+        keep[1, expert] = serial
+    elif rule == LFU_AGED:
+        age = serial // keep[OPTION, 0]
+        if age > keep[CLOCK, 0]:
+            keep[0] *= 0.5 ** (age - keep[CLOCK, 0])
+            keep[CLOCK, 0] = age
+        keep[0, expert] += 1
+        keep[1, expert] = serial
+    elif rule == LRFU:
+        keep[0, expert] = np.logaddexp2(keep[0, expert], keep[OPTION, 0] * serial)
         keep[1, expert] = serial
 
 

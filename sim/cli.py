@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from sim.commands_analysis import analyze, compare
 from traces import console, demo_trace
 from traces.errors import InputError
 
@@ -93,7 +94,7 @@ def sweep(
         raise InputError(f"--workers {workers}: at least one process has to work")
     names = _names(policies, evict, prefetch)
     loaded = setup.load()
-    grid = _grid(loaded, POLICIES if names is None else names, CACHE_SIZES if cache_sizes is None else cache_sizes)
+    grid = grid_of(loaded, POLICIES if names is None else names, CACHE_SIZES if cache_sizes is None else cache_sizes)
     defaults = {
         f"the shipped trace {setup.trace}": not trace,
         f"policies {POLICIES}": names is None,
@@ -121,7 +122,7 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def _grid(loaded: "Loaded", policies: str, cache_sizes: str) -> "Grid":
+def grid_of(loaded: "Loaded", policies: str, cache_sizes: str) -> "Grid":
     """The cells, each policy and each number of slots once."""
     from policies.registry import parse
     from sim.quantities import parse_cache_size
@@ -268,6 +269,10 @@ def conformance(
             run_file(cases, lines)
     except OSError as error:
         raise InputError(f"cannot write to {out}: {error.strerror or error}") from error
+
+
+app.command()(analyze)
+app.command()(compare)
 
 
 def main() -> None:

@@ -1,0 +1,74 @@
+"""The previous token's experts: after layer l of a token, what the token before it used in the next `depth` layers.
+
+Past the last layer the coming token begins, whose previous token is this one: its first layers follow as far as
+`depth` reaches. So what is proposed is, for each of the next `depth` layers around the cycle, the latest decoded
+token's choice there. A prefill is many tokens and no token's choice: it is not remembered, nor is another request.
+Priority is minus the distance in layers; ties fall to the lower id.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from policies.contract import Event, Float, Int, Prefetcher, Shape
+from policies.registry import prefetcher
+from traces.errors import InputError
+from traces.steps import DECODE
+
+
+@dataclass(frozen=True)
+class PreviousOptions:
+    """depth: layers ahead whose last experts are proposed, at most all but the current one."""
+
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise InputError(f"previous needs a depth of at least 1 layer, not {self.depth}")
+
+
+@njit(cache=True, nogil=True)
+def _remember(latest: Int, sizes: Int, layer: int, experts: Int, first: int, last: int) -> None:
+    sizes[layer] = last - first
+    latest[layer, : last - first] = experts[first:last]
+
+
+@njit(cache=True, nogil=True)
+def _collect(latest: Int, sizes: Int, layer: int, depth: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the latest experts of the next layers around the cycle; how many."""
+    n = 0
+    for distance in range(1, depth + 1):
+        ahead = (layer + distance) % len(sizes)
+        for i in range(sizes[ahead]):
+            ids[n], priorities[n] = latest[ahead, i], -distance
+            n += 1
+    return n
+
+
+@prefetcher("previous")
+class Previous(Prefetcher):
+    """What the previous token used in the next layers."""
+
+    Options = PreviousOptions
+
+    def __init__(self, shape: Shape, options: PreviousOptions) -> None:
+        super().__init__(shape, options)
+        self._depth = min(options.depth, shape.layers - 1)
+        self._latest = np.empty((shape.layers, shape.experts), np.int64)  # [L, E] ids
+        self._sizes = np.zeros(shape.layers, np.int64)  # [L] how many of them
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+
+    def begin_request(self, request: int) -> None:
+        """No token has been decoded."""
+        self._sizes[:] = 0
+
+    def observe(self, event: Event) -> None:
+        """Remember the token's choice."""
+        if event.phase == DECODE:
+            _remember(self._latest, self._sizes, event.layer, event.request_experts, event.first, event.last)
+
+    def propose(self, event: Event) -> tuple[Int, Float]:
+        """The latest choices of the next layers, around the cycle."""
+        n = _collect(self._latest, self._sizes, event.layer, self._depth, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

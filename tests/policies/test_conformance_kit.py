@@ -1,0 +1,190 @@
+"""Every built-in passes the kit, and for each rule there is a policy that breaks it and is caught."""
+
+import itertools
+
+import pytest
+
+from policies.conformance import check
+from policies.registry import available
+from policies.scripts import scripts
+from traces.errors import InputError
+
+NEEDS_A_TRACE = {"static"}  # a profile of one model's shape: its own tests hold it
+
+BUILT_IN = [
+    f"lru+{info.name}" if info.kind == "prefetch" else info.name
+    for info in available()
+    if info.name not in NEEDS_A_TRACE
+]
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+def test_every_policy_conforms(policy):
+    report = check(policy)
+    report.require()
+    assert report.passed
+    assert report.events > 1000
+    assert report.us_per_event > 0
+    assert "conforms" in str(report)
+
+
+HEAD = """
+import itertools
+import random
+import numpy as np
+from policies.contract import NOTHING, NO_INTS, Prefetcher, RetentionPolicy, ScorePolicy
+"""
+
+BAD_KEEPERS = {
+    "do not decide alike": """
+class Bad(RetentionPolicy):
+    def victim(self, evictable):
+        return int(random.choice(evictable))
+""",
+    "two runs over the same events do not decide alike: at event": """
+class Bad(ScorePolicy):
+    serial = itertools.count()
+    def observe(self, event):
+        self.keep[0, event.experts] = next(self.serial) % 7
+""",
+    "changes a decision before it": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        self.keep[0, event.request_experts[event.last:]] = event.serial
+""",
+    "other routing later on changes": """
+class Bad(ScorePolicy):
+    def foresee(self, requests, per_access):
+        for request in requests:
+            np.add.at(self.keep[0], request.experts, 1)
+""",
+    "named victim 10000, which was not offered": """
+class Bad(RetentionPolicy):
+    def victim(self, evictable):
+        return 10000
+""",
+    "its keep scores are not all finite": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        self.keep[1, event.experts] = np.inf if event.step == 3 else 0
+""",
+    "it replaces its array `keep`": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        self.keep = self.keep * 0.5
+""",
+    "it writes into the third row of `keep`": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        self.keep[:] = event.serial
+""",
+    "it remembers an Event or": """
+class Bad(ScorePolicy):
+    before = None
+    def observe(self, event):
+        if self.before is not None:
+            self.keep[0, self.before.experts] += 1
+        self.before = event
+""",
+    "it remembers an Event or its arrays": """
+class Bad(ScorePolicy):
+    before = NO_INTS
+    def observe(self, event):
+        self.keep[0, self.before] += 1
+        self.before = event.experts
+""",
+    "it writes into the arrays of an event": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        event.counts[:] += 1
+""",
+    "its on_insert is never called": """
+class Bad(ScorePolicy):
+    def on_insert(self, expert, serial, start):
+        self.keep[0, expert] = start
+""",
+    "it raises ZeroDivisionError: integer division or modulo by zero, at bad.py:": """
+class Bad(ScorePolicy):
+    def observe(self, event):
+        self.keep[0, event.experts] = 1 // len(event.experts)
+""",
+    "it raises KeyError": """
+class Bad(RetentionPolicy):
+    def begin_request(self, request):
+        self.inserted = {}
+    def on_insert(self, expert, serial, start):
+        self.inserted[expert] = start
+    def victim(self, evictable):
+        return min(evictable.tolist(), key=self.inserted.__getitem__)
+""",
+}
+
+BAD_PREFETCHERS = {
+    "it proposes ids that no expert has": "(np.array([self.shape.total]), np.ones(1))",
+    "it proposes an expert twice": "(np.array([0, 0]), np.ones(2))",
+    "its priorities are not all finite": "(np.array([0]), np.array([np.nan]))",
+    "different shapes: (1,), (2,)": "(np.array([0]), np.ones(2))",
+    "something else than two arrays": "([0], [1.0])",
+    "int64 ids and float64 priorities: int64, int64": "(np.array([0]), np.array([1]))",
+    "other routing later on changes": "(event.request_experts[event.last:][:1], np.ones(1))"
+    " if event.last < len(event.request_experts) else NOTHING",
+    "two runs over the same events": "(np.array([random.randrange(self.shape.total)]), np.ones(1))",
+}
+
+BAD = {says: (code, "{}") for says, code in BAD_KEEPERS.items()} | {
+    says + " (prefetch)": (f"class Bad(Prefetcher):\n    def propose(self, event):\n        return {code}\n", "lru+{}")
+    for says, code in BAD_PREFETCHERS.items()
+}
+
+
+@pytest.mark.parametrize("says", BAD)
+def test_a_policy_that_breaks_a_rule_is_caught(tmp_path, says):
+    code, typed = BAD[says]
+    (tmp_path / "bad.py").write_text(HEAD + code)
+    report = check(typed.format(f"{tmp_path / 'bad.py'}:Bad"))
+    assert not report.passed
+    assert any(says.removesuffix(" (prefetch)") in failure for failure in report.failures), report
+    assert all("\n" not in failure for failure in report.failures)
+    with pytest.raises(AssertionError, match="does not conform"):
+        report.require()
+
+
+def test_a_policy_as_bad_as_allowed_conforms(tmp_path):
+    (tmp_path / "odd.py").write_text(
+        HEAD
+        + """
+class Odd(RetentionPolicy):
+    def __init__(self, shape, options):
+        super().__init__(shape, options)
+        self.random = random.Random(3)
+    def victim(self, evictable):
+        return self.random.choice(evictable)
+class Everything(Prefetcher):
+    def propose(self, event):
+        return np.arange(self.shape.total), np.zeros(self.shape.total)
+"""
+    )
+    check(f"{tmp_path / 'odd.py'}:Odd+{tmp_path / 'odd.py'}:Everything").require()
+
+
+def test_a_name_that_cannot_be_checked_is_told_as_ever():
+    with pytest.raises(InputError, match="did you mean lru"):
+        check("lrru")
+
+
+def test_seeds_draw_other_routing():
+    drawn = [[script.play for script in scripts(seed)] for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_the_scripts_hold_what_is_rare():
+    drawn = list(scripts(0))
+    requests = [request for script in drawn for request in script.requests()]
+    assert {1, 2, 3} <= {script.slots for script in drawn}
+    assert any(len(request.phase) == 0 for request in requests), "a request without any step"
+    assert any(request.phase.tolist() == [0] for request in requests), "a request without decode"
+    assert any((request.counts > 1).any() for request in requests)
+    assert any((request.offsets[1:] == request.offsets[:-1]).any() for request in requests), "an empty event"
+    pairs = itertools.product((True, False), repeat=2)
+    assert {(script.cold, script.untimed) for script in drawn} == set(pairs) - {(True, True)}

@@ -1,0 +1,235 @@
+"""What each prefetcher proposes after which event, on routings small enough to do by hand."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.contract import Event, Shape
+from policies.ranking import best
+from policies.registry import parse
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL, RequestSteps
+
+# A routing is a list of requests of steps of layers of experts (ids within the layer); a prefill step is a dict
+# per layer, tokens by expert.
+
+
+def requests_of(routing, E):
+    made = []
+    for ordinal, steps in enumerate(routing):
+        events = [
+            (layer, dict.fromkeys(e, 1) if not isinstance(e, dict) else e) for s in steps for layer, e in enumerate(s)
+        ]
+        prefill = [isinstance(step[0], dict) for step in steps]
+        made.append(
+            RequestSteps(
+                request=ordinal,
+                phase=np.where(prefill, PREFILL, DECODE).astype(np.uint8),
+                tokens=np.ones(len(steps), np.int64),
+                context=np.ones(len(steps), np.int64),
+                offsets=np.cumsum([0] + [len(chosen) for _, chosen in events]),
+                experts=np.array([layer * E + e for layer, chosen in events for e in sorted(chosen)], np.int64),
+                counts=np.array([chosen[e] for _, chosen in events for e in sorted(chosen)], np.int64),
+            )
+        )
+    return made
+
+
+def proposals(name, shape, routing):
+    """After each event: the proposal as {(layer, expert): priority}, by request, step and layer."""
+    _, prefetcher = parse(f"lru+{name}").build(shape)
+    requests = requests_of(routing, shape.experts)
+    prefetcher.foresee(requests, False)
+    found = {}
+    event = Event()
+    for ordinal, request in enumerate(requests):
+        event.request, event.request_experts, event.request_counts = ordinal, request.experts, request.counts
+        prefetcher.begin_request(ordinal)
+        for step, phase in enumerate(request.phase.tolist()):
+            event.step, event.phase = step, phase
+            for layer in range(shape.layers):
+                event.layer = layer
+                at = step * shape.layers + layer
+                event.first, event.last = request.offsets[at : at + 2].tolist()
+                prefetcher.observe(event)
+                ids, priorities = prefetcher.propose(event)
+                assert len(set(ids.tolist())) == len(ids)
+                named = [divmod(i, shape.experts) for i in ids.tolist()]
+                found[ordinal, step, layer] = dict(zip(named, priorities.tolist(), strict=True))
+        prefetcher.end_request()
+    return found
+
+
+TWO_TOKENS = [[[[0], [1], [2]], [[1], [2], [0]]]]  # one request, two tokens, three layers
+
+
+def test_all_proposes_the_next_layers_in_order_and_nothing_after_the_last():
+    found = proposals("all:depth=2", Shape(3, 2), [[[[0], [0], [0]]]])
+    assert found[0, 0, 0] == {(1, 0): -1, (1, 1): -1, (2, 0): -2, (2, 1): -2}
+    assert found[0, 0, 1] == {(2, 0): -1, (2, 1): -1}
+    assert found[0, 0, 2] == {}
+    assert proposals("all", Shape(3, 2), [[[[0], [0], [0]]]])[0, 0, 0] == {(1, 0): -1, (1, 1): -1}
+
+
+def test_previous_proposes_what_the_token_before_used_and_goes_on_to_the_coming_token():
+    found = proposals("previous", Shape(3, 3), TWO_TOKENS)
+    assert found[0, 0, 0] == found[0, 0, 1] == {}, "no token before the first"
+    assert found[0, 0, 2] == {(0, 0): -1}, "the coming token's first layer"
+    assert found[0, 1, 0] == {(1, 1): -1}
+    assert found[0, 1, 1] == {(2, 2): -1}
+    assert found[0, 1, 2] == {(0, 1): -1}
+    deep = proposals("previous:depth=9", Shape(3, 3), TWO_TOKENS)
+    assert deep[0, 1, 0] == {(1, 1): -1, (2, 2): -2}, "at most all layers but the current one"
+    assert deep[0, 1, 1] == {(2, 2): -1, (0, 1): -2}
+
+
+def test_previous_forgets_at_the_end_of_a_request_and_does_not_remember_prefill():
+    prefill = [{0: 3, 1: 2}, {0: 5}]
+    found = proposals("previous", Shape(2, 2), [[prefill, [[1], [0]]], [[[0], [1]]]])
+    assert [len(found[0, 0, layer]) for layer in (0, 1)] == [0, 0]
+    assert found[0, 1, 0] == {}
+    assert found[0, 1, 1] == {(0, 1): -1}
+    assert found[1, 0, 0] == {}
+
+
+def test_markov_proposes_by_the_mean_share_of_what_followed():
+    tokens = [[[0], [1]], [[0], [2]], [[0], [1]], [[1], [2]], [[0, 1], [0]]]
+    found = proposals("markov:n=3", Shape(2, 3), [tokens])
+    assert found[0, 0, 0] == {}, "nothing has followed yet"
+    assert found[0, 1, 0] == {(1, 1): 1.0}
+    assert found[0, 2, 0] == {(1, 1): 0.5, (1, 2): 0.5}
+    assert found[0, 4, 0] == pytest.approx({(1, 2): (1 / 3 + 1) / 2, (1, 1): (2 / 3) / 2})
+    assert list(found[0, 2, 0]) == [(1, 1), (1, 2)], "ties to the lower id"
+    assert all(found[0, step, 1] == {} for step in range(5)), "steps do not chain"
+
+
+def test_markov_has_a_budget_and_a_threshold():
+    tokens = [[[0], [1]], [[0], [2]], [[0], [1]], [[0], [1]]]
+    assert proposals("markov:n=1", Shape(2, 3), [tokens])[0, 3, 0] == pytest.approx({(1, 1): 2 / 3})
+    assert proposals("markov:threshold=0.5", Shape(2, 3), [tokens])[0, 2, 0] == {(1, 1): 0.5, (1, 2): 0.5}
+    assert proposals("markov:threshold=0.6", Shape(2, 3), [tokens])[0, 2, 0] == {}
+    assert proposals("markov:n=0", Shape(2, 3), [tokens])[0, 3, 0] == {}
+
+
+def test_the_oracle_sees_as_many_events_as_its_horizon_and_no_further_than_the_request():
+    routing = [*TWO_TOKENS, [[[2], [2], [2]]]]
+    found = proposals("oracle", Shape(3, 3), routing)
+    assert found[0, 0, 0] == {(1, 1): -1}
+    assert found[0, 0, 2] == {(0, 1): -1}, "the next token"
+    assert found[0, 1, 2] == {}, "not the next request"
+    far = proposals("oracle:horizon=100", Shape(3, 3), routing)
+    assert far[0, 0, 0] == {(1, 1): -1, (2, 2): -2, (0, 1): -3, (1, 2): -4, (2, 0): -5}
+    assert far[1, 0, 0] == {(1, 2): -1, (2, 2): -2}
+
+
+def test_the_oracle_proposes_an_expert_once_for_its_first_use():
+    found = proposals("oracle:horizon=4", Shape(1, 2), [[[[0]], [[1]], [[0, 1]], [[0]]]])
+    assert found[0, 0, 0] == {(0, 1): -1, (0, 0): -2}
+
+
+def test_within_a_token_the_oracle_is_oracle1():
+    shape = Shape(3, 3)
+    one, other = (proposals(name, shape, TWO_TOKENS) for name in ("oracle1", "oracle"))
+    for at in one:
+        assert set(one[at]) == (set(other[at]) if at[2] < 2 else set())
+
+
+def test_the_expert_map_follows_the_most_similar_trajectory():
+    tokens = [[[0], [0], [0], [0]], [[1], [1], [1], [1]], [[1], [2], [2], [2]], [[1], [2], [0], [0]]]
+    found = proposals("expert-map:distance=2", Shape(4, 3), [tokens])
+    assert all(found[0, 0, layer] == {} for layer in range(4)), "nothing is stored"
+    assert found[0, 1, 0] == {}, "a map that shares nothing is no match"
+    assert found[0, 2, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "layers 1 and 2, as token 1 had them"
+    assert found[0, 3, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "tokens 1 and 2 tie: the one stored first"
+    assert found[0, 3, 1] == {(2, 2): 1.0, (3, 2): 0.5}, "token 2 shares both layers so far"
+    assert found[0, 3, 3] == {}
+
+
+def test_an_expert_map_of_many_tokens_is_proposed_up_to_the_mass_that_similarity_leaves_open():
+    prefill = [{0: 6, 1: 8}, {0: 1, 1: 6, 2: 3}]
+    found = proposals("expert-map", Shape(2, 3), [[prefill, [[1], [0]], [[0], [0]], [[2], [0]]]])
+    assert found[0, 1, 0] == {(1, 1): 0.6}, "cosine 0.8: mass 0.2 is open, one expert as the token has one"
+    assert found[0, 2, 0] == {(1, 1): 0.6}, "cosine 0.6: mass 0.4 is open"
+    assert found[0, 3, 0] == {}
+    flat = [{0: 1, 1: 7}, {0: 3, 1: 4, 2: 3}]  # cosine 1 / sqrt(50): mass 0.86 is open
+    assert proposals("expert-map", Shape(2, 3), [[flat, [[0], [0]]]])[0, 1, 0] == {
+        (1, 1): 0.4,
+        (1, 0): 0.3,
+        (1, 2): 0.3,
+    }
+
+
+def test_a_full_store_of_expert_maps_replaces_the_most_similar_one():
+    tokens = [[[0], [0]], [[1], [1]], [[1], [2]], [[1], [0]], [[1], [0]]]
+    found = proposals("expert-map:capacity=2", Shape(2, 3), [tokens])
+    assert found[0, 3, 0] == {(1, 2): 1.0}, "token 2 has replaced token 1, which it resembles"
+    assert found[0, 4, 0] == {(1, 0): 1.0}, "token 3 resembles both and has replaced the one in the lower place"
+
+
+def test_expert_maps_outlive_their_request():
+    found = proposals("expert-map", Shape(2, 2), [[[[0], [1]]], [[[0], [1]]]])
+    assert found[1, 0, 0] == {(1, 1): 1.0}
+
+
+@st.composite
+def routings(draw):
+    """Requests of decoded tokens of two experts a layer."""
+    shape = Shape(draw(st.integers(2, 4)), draw(st.integers(2, 5)))
+    layer = st.sets(st.integers(0, shape.experts - 1), min_size=2, max_size=2).map(sorted)
+    token = st.lists(layer, min_size=shape.layers, max_size=shape.layers)
+    return shape, draw(st.lists(st.lists(token, min_size=1, max_size=5), min_size=1, max_size=3))
+
+
+@given(routings(), st.integers(1, 4), st.integers(1, 3))
+def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, distance):
+    shape, routing = run
+    found = proposals(f"expert-map:capacity={capacity}:distance={distance}", shape, routing)
+    stored: list[list[set[int]]] = []
+
+    def shared(one, other, layers):
+        return sum(len(set(a) & set(b)) for a, b in zip(one[:layers], other[:layers], strict=True))
+
+    def nearest(token, layers):
+        return max(range(len(stored)), key=lambda c: (shared(token, stored[c], layers), -c))
+
+    for request, tokens in enumerate(routing):
+        for step, token in enumerate(tokens):
+            for layer in range(shape.layers):
+                expected = {}
+                if stored and shared(token, stored[nearest(token, layer + 1)], layer + 1):
+                    match = stored[nearest(token, layer + 1)]
+                    for i in range(layer + 1, min(layer + 1 + distance, shape.layers)):
+                        expected |= {(i, e): float(Fraction(1, 2 * (i - layer))) for e in match[i]}
+                assert found[request, step, layer] == expected
+            if len(stored) < capacity:
+                stored.append(token)
+            else:
+                stored[nearest(token, shape.layers)] = token
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 5), st.sampled_from([0.0, 0.5]))
+def test_the_best_few_are_sorted_by_score_then_id(scores, most, least):
+    ids, priorities = np.empty(most, np.int64), np.empty(most)
+    n = best(np.array(scores), 100, 0.0, least, ids, priorities)
+    expected = sorted((-s, 100 + i) for i, s in enumerate(scores) if s > 0 and s >= least)[:most]
+    assert [(-p, i) for p, i in zip(priorities[:n].tolist(), ids[:n].tolist(), strict=True)] == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("all:depth=0", "all needs a depth of at least 1"),
+        ("previous:depth=0", "previous needs a depth of at least 1"),
+        ("markov:n=-1", "markov needs n >= 0"),
+        ("markov:threshold=nan", "threshold of 0 to 1"),
+        ("oracle:horizon=0", "horizon of at least 1"),
+        ("expert-map:capacity=0", "capacity of 1 to 100,000"),
+        ("expert-map:distance=0", "distance of at least 1"),
+    ],
+)
+def test_an_impossible_option_is_one_line(typed, says):
+    with pytest.raises(InputError, match=says):
+        parse(f"lru+{typed}")

@@ -1,0 +1,198 @@
+"""The walk-through of policies/README.md, run as it stands, and what a file that is no policy gets to hear."""
+
+import json
+import os
+import pickle
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from policies.contract import Shape
+from policies.registry import parse
+from sim.cells import Requests
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+WALK_THROUGH = (Path(__file__).parents[2] / "policies" / "README.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL))
+COMMANDS = [shlex.split(line) for line in re.findall(r"```\n((?:moe-sim|python) .*?)\n```", WALK_THROUGH)]
+
+TRACE = synthetic(3, tokens=6, layers=3, experts=16, top_k=2, seed=3)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the files of the walk-through and a trace at the place that it names."""
+    home = tmp_path_factory.mktemp("home")
+    for name, code in FILES.items():
+        (home / name).write_text(code, encoding="utf-8")
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(TRACE, meta=replace(TRACE.meta, model="tiny", **sizes)), home / "demo" / "trace")
+    return home
+
+
+def run(command, home):
+    python = {"moe-sim": ["-c", "from sim.cli import main; main()"], "python": []}[command[0]]
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        [sys.executable, *python, *command[1:]],
+        cwd=home,
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def rows(home, *arguments):
+    done = run(["moe-sim", "sweep", "demo/trace", *arguments, "--json"], home)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def misses_of_fading(slots, alpha):
+    """The walk-through's policy, untimed, in a few lines of its own: every access is an event."""
+    misses, cache, uses = 0, set(), [0.0] * (TRACE.layers * TRACE.num_experts)
+    for request in Requests(TRACE):
+        for step in range(len(request.tokens)):
+            uses = [score * alpha for score in uses]
+            first, last = request.offsets[[step * TRACE.layers, (step + 1) * TRACE.layers]]
+            for expert in request.experts[first:last].tolist():
+                uses[expert] += 1
+                if expert not in cache:
+                    misses += 1
+                    if len(cache) == slots:
+                        cache.remove(min(cache, key=lambda e: (uses[e], e)))
+                    cache.add(expert)
+    return misses
+
+
+def test_the_walk_through_holds_what_its_sentences_say():
+    assert set(FILES) == {"fading.py", "again.py"}
+    assert all(len(code.splitlines()) <= 30 for code in FILES.values()), "a policy is 30 lines"
+    assert [command[0] for command in COMMANDS] == ["moe-sim", "moe-sim", "python"]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
+def test_every_command_of_the_walk_through_runs(home, command):
+    extra = ["--workers", "1", "--out", "out", "--json"] if command[0] == "moe-sim" else []
+    done = run([*command, *extra], home)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if extra:
+        asked = command[command.index("--policies") + 1].split(",")
+        sizes = command[command.index("--cache-sizes") + 1].split(",")
+        assert [row["policy"] for row in json.loads(done.stdout)] == asked * len(sizes)
+    else:
+        assert done.stdout.count("conforms") == 2
+
+
+def test_a_users_policy_is_counted_exactly(home):
+    policies = "fading.py:Fading,fading.py:Fading:alpha=0.9"
+    found = rows(home, "--policies", policies, "--cache-sizes", "8,20", "--untimed", "--workers", "1", "--out", "exact")
+    assert [row["misses"] for row in found] == [misses_of_fading(n, a) for n in (8, 20) for a in (0.5, 0.9)]
+    assert [row["misses"] for row in found] != [found[0]["misses"]] * 4, "size and option matter"
+
+
+def test_workers_find_the_file_as_well(home):
+    asked = ("--policies", "lru,fading.py:Fading:alpha=0.9+again.py:Again", "--cache-sizes", "25%,50%")
+    alone, together = (rows(home, *asked, "--workers", n, "--out", f"by{n}") for n in ("1", "2"))
+    assert [row["tpot_mean_ms"] for row in alone] == [row["tpot_mean_ms"] for row in together]
+    assert alone[1]["bytes_prefetch"] > 0
+
+
+def test_a_class_in_a_file_is_a_policy_like_any_other(home, monkeypatch):
+    monkeypatch.chdir(home)
+    spec = parse("fading.py:Fading:alpha=0.9+again.py:Again")
+    assert spec.options() == {"evict": {"name": "Fading", "alpha": 0.9}, "prefetch": {"name": "Again"}}
+    keeper, prefetcher = pickle.loads(pickle.dumps(spec)).build(Shape(2, 4))
+    assert (keeper.name, keeper.alpha, prefetcher.name) == ("Fading", 0.9, "Again")
+    assert spec.without_prefetch() == parse("fading.py:Fading:alpha=0.9")
+    assert not spec.oracle
+    assert type(parse(f"{home / 'fading.py'}:Fading").build(Shape(1, 1))[0]) is type(keeper), "imported once"
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    file = tmp_path / "mine.py"
+    for n, base in enumerate(("ScorePolicy", "Prefetcher")):
+        file.write_text(f"from policies.contract import {base}\nclass Mine({base}):\n    pass\n")
+        os.utime(file, (n, n))
+        assert (
+            parse(f"lru+{file}:Mine" if n else f"{file}:Mine").options()["prefetch" if n else "evict"]["name"] == "Mine"
+        )
+
+
+def test_a_switch_among_options_is_read_as_it_is_written(tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    found = [parse(f"{tmp_path / 'mine.py'}:Switch:on={on}").options()["evict"]["on"] for on in ("True", "false")]
+    assert found == [True, False]
+
+
+BROKEN = """
+from dataclasses import dataclass
+from policies.contract import Prefetcher, RetentionPolicy, ScorePolicy
+class Keeps(ScorePolicy):
+    pass
+class Fetches(Prefetcher):
+    pass
+class Forgot(RetentionPolicy):
+    pass
+class Neither:
+    pass
+class Switch(ScorePolicy):
+    @dataclass(frozen=True)
+    class Options:
+        on: bool = False
+class Bare(ScorePolicy):
+    @dataclass(frozen=True)
+    class Options:
+        depth: int
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("absent.py:Keeps", "absent.py: no such file"),
+        ("lru+absent.py:Fetches", "absent.py: no such file"),
+        ("mine.py", "needs the class named as well, as in mine.py:Keeps"),
+        ("mine.py:Kepes", "unknown class 'Kepes'; did you mean Keeps"),
+        ("mine.py:Neither", "neither a RetentionPolicy nor a Prefetcher"),
+        ("mine.py:Forgot", "does not define victim"),
+        ("mine.py:Fetches", "name what to keep as well, as in lru+mine.py:Fetches"),
+        ("lru+mine.py:Keeps", "cannot stand after a +"),
+        ("mine.py:Keeps:alpha=1", "Keeps has no options"),
+        ("mine.py:", "needs the class named as well"),
+        ("mine.py:Switch:on=maybe", "option on of Switch needs a value of type bool, as in on=False"),
+        ("mine.py:Bare", "option depth of Bare needs a default"),
+        ("syntax.py:Keeps", "syntax.py:2: cannot be imported: SyntaxError"),
+        ("raises.py:Keeps", "raises.py:3: cannot be imported: KeyError: 'nothing here'"),
+        ("exits.py:Keeps", "exits.py:1: cannot be imported: SystemExit: 3"),
+        ("needs.py:Keeps", "needs.py:1: cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("empty.py:Keeps", "empty.py has no class Keeps"),
+    ],
+)
+def test_a_file_that_is_no_policy_is_one_line_that_helps(tmp_path, monkeypatch, typed, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(BROKEN)
+    (tmp_path / "syntax.py").write_text("a = 1\nclass Keeps(\n")
+    (tmp_path / "raises.py").write_text("def find():\n    pass\nfound = {}['nothing here']\n")
+    (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
+    (tmp_path / "needs.py").write_text("import no_such_module\n")
+    (tmp_path / "empty.py").write_text("")
+    with pytest.raises(InputError, match=re.escape(says)) as caught:
+        parse(typed)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
+    from policies.user_file import divide
+
+    assert divide(r"C:\policies\mine.py:Keeps:alpha=1:n=2") == (r"C:\policies\mine.py:Keeps", "alpha=1:n=2")
+    assert divide("eamc:capacity=3:eps=0.1") == ("eamc", "capacity=3:eps=0.1")
+    assert divide("static:profile=a.py:b") == ("static", "profile=a.py:b")

@@ -1,0 +1,167 @@
+import json
+import re
+from contextlib import chdir
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from policies.registry import parse
+from sim.analysis import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, save, sentence, to_play
+from sim.cells import Setup
+from sim.cli import app
+from sim.sweep import Grid
+from tests.sim.test_cli import moe_sim
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    trace = synthetic(4, tokens=20, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=6)
+    write_trace(replace(trace, meta=replace(trace.meta, model="unheard-of")), home / "both")
+    return home
+
+
+@pytest.fixture(scope="module")
+def loaded(home):
+    return Setup(trace=home / "both", as_decode=True, untimed=True).load()
+
+
+GRID = Grid(tuple(map(parse, ("lru", "lfu", "belady", "lru+popular"))), {"10%": 5, "25%": 12, "100%": 48})
+
+
+def split(policy="lru", compulsory=0, capacity=0, own=0, slots=12, oracle=False) -> Split:
+    return Split(policy, oracle, slots, slots / 48, 1_000, compulsory, capacity, own)
+
+
+def test_misses_split_into_parts_that_sum_to_the_untimed_count(loaded):
+    found = analyse(loaded, GRID)
+    cells = [(policy, slots) for slots in GRID.sizes.values() for policy in GRID.policies]
+    assert [(one.policy, one.cache_experts) for one in found.splits] == [
+        (policy.text, slots) for policy, slots in cells
+    ]
+    for one, (policy, slots) in zip(found.splits, cells, strict=True):
+        log, belady = loaded.play(policy, slots), loaded.play(parse("belady"), slots)
+        assert one.misses == log.misses.sum()
+        assert one.lookups == (log.misses + log.hits).sum()
+        assert one.compulsory == len(np.unique(np.concatenate([r.experts for r in map(loaded.trace.steps, range(4))])))
+        assert one.compulsory + one.capacity == belady.misses.sum()
+        assert min(one.compulsory, one.capacity, one.policy_misses) >= 0
+
+
+def test_with_room_for_all_only_first_uses_miss(loaded):
+    for one in analyse(loaded, GRID).splits:
+        if one.cache_experts == 48:
+            assert (one.capacity, one.policy_misses) == (0, 0)
+
+
+def test_only_what_no_curve_gives_is_played(loaded):
+    played = []
+    analyse(loaded, GRID, played.append)
+    assert sum(played) == to_play(GRID) * 4 == 2 * 3 * 4
+
+
+@pytest.mark.parametrize(
+    ("parts", "verdict"),
+    [
+        ({"own": 60, "capacity": 40}, "it is the policy: 60% of lru's misses are not Belady's"),
+        ({"own": 30, "capacity": 70}, "it is the working set: 70% of lru's misses are Belady's too, for want of room"),
+        ({"own": 10, "capacity": 10, "compulsory": 80}, "it is neither: 80% of lru's misses are first uses"),
+        ({}, "it is neither: lru misses nothing"),
+    ],
+)
+def test_the_sentence_names_the_largest_part(parts, verdict):
+    assert sentence([split(**parts)]) == f"At 12 slots (25%) {verdict}."
+
+
+def test_the_sentence_judges_the_best_policy_that_is_no_oracle_at_each_size():
+    text = sentence(
+        [
+            split("lru", own=9),
+            split("lfu", own=3, capacity=1),
+            split("belady", capacity=1, oracle=True),
+            split("lru", capacity=2, slots=24),
+            split("lfu", own=8, slots=24),
+        ]
+    )
+    assert text == (
+        "At 12 slots (25%) it is the policy: 75% of lfu's misses are not Belady's; at 24 slots (50%) it is the "
+        "working set: 100% of lru's misses are Belady's too, for want of room."
+    )
+
+
+@given(st.integers(0, 99), st.integers(0, 99), st.integers(0, 99))
+def test_every_split_has_a_verdict_of_one_line(own, capacity, compulsory):
+    text = sentence([split(own=own, capacity=capacity, compulsory=compulsory)])
+    assert text.endswith(".")
+    assert "\n" not in text
+
+
+def test_tables_and_plot_are_written(loaded, tmp_path):
+    found = analyse(loaded, GRID)
+    files = save(found, loaded, tmp_path / "out")
+    assert {file.name for file in files} == {file.name for file in (tmp_path / "out").iterdir()}
+    tables = {file.stem: pd.read_parquet(file) for file in files if file.suffix == ".parquet"}
+    for name, schema in {"misses": SPLITS, "curves": CURVES, "reuse": REUSE, "locality": LOCALITY}.items():
+        assert tables[name].columns.tolist() == schema.names
+    assert tables["curves"]["cache_experts"].tolist() == list(range(1, 49))
+    lru = tables["misses"][tables["misses"]["policy"] == "lru"].set_index("cache_experts")
+    curve = tables["curves"].set_index("cache_experts")
+    assert curve.loc[lru.index, "lru_misses"].tolist() == lru["misses"].tolist()
+    assert curve.loc[lru.index, "lru_hit_rate"].tolist() == pytest.approx(lru["hit_rate"].tolist())
+    reuses = tables["reuse"][["by_accesses", "by_tokens"]].sum().tolist()
+    assert reuses == [found.lookups - found.belady[-1]] * 2
+    assert (tmp_path / "out" / "curves.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loaded):
+    from sim.plot_curves import figure
+
+    found = analyse(loaded, GRID)
+    lines = {line.get_label(): line for line in figure(found, loaded).axes[0].lines}
+    assert list(lines) == ["lru", "belady (bound)", "lfu", "lru+popular", "one token's experts"]
+    assert lines["lru"].get_ydata()[12] == pytest.approx(1 - found.lru[12] / found.lookups)
+    assert lines["lfu"].get_xdata() == pytest.approx([100 * 5 / 48, 25, 100])
+    assert lines["one token's experts"].get_xdata()[0] == 100 * 6 / 48
+
+
+def test_analyze_answers_first_and_writes_beside_the_results_of_sweeps(home):
+    done = moe_sim("analyze", "both", "--policies", "lru,lfu", "--cache-size", "25%", "--requests", "2", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("At 12 slots (25%) it is ")
+    for heading in ("compulsory", "used again after", "SRP", "SCH"):
+        assert heading in done.stdout
+    assert (home / "results" / "both" / "analysis" / "curves.png").exists()
+
+
+def test_json_holds_the_answer_and_quiet_says_nothing(home):
+    arguments = ("analyze", "both", "--policies", "lru", "--cache-sizes", "5,24", "--as-decode", "--out", "analysed")
+    answer = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
+    assert answer["answer"].startswith("At 5 slots")
+    assert [row["cache_experts"] for row in answer["misses"]] == [5, 24]
+    assert [row["segment"] for row in answer["locality"]] == [4, 16, 64]
+    assert answer["locality"][2]["srp"] is None  # no request has 64 tokens
+    done = moe_sim(*arguments, "--quiet", cwd=home)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--cache-size", "200%"), "a cache of 200% is impossible"),
+        (("--cache-size", ""), "names none"),
+        (("--policies", "lruu"), "did you mean lru"),
+        (("--requests", "9"), "holds 4 requests"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_anything_is_written(home, arguments, error):
+    with chdir(home), pytest.raises(InputError, match=re.escape(error)):
+        CliRunner().invoke(app, ("analyze", "both", "--out", "never", *arguments), catch_exceptions=False)
+    assert not (home / "never").exists()

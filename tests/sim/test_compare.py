@@ -1,0 +1,213 @@
+import json
+from contextlib import chdir
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from sim.cli import app
+from sim.compare import MEASURES, Difference, Played, choose, differences, interval, pairs_across, read, split_name
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+HIT_RATE, TPOT, TTFT = MEASURES
+
+
+def moe_sim(*arguments: str, cwd: Path) -> str:
+    """What the command prints; raises what it raises."""
+    with chdir(cwd):
+        return CliRunner().invoke(app, arguments, catch_exceptions=False).stdout
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    trace = synthetic(6, tokens=15, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=6)
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), home / "tiny")
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), home / "other")
+
+    def sweep(out, *arguments, trace="tiny", policies="lru,lfu,eamc"):
+        sizes = ("--cache-sizes", "25%,50%") if "--cache-sizes" not in arguments else ()
+        options = ("--policies", policies, *sizes, *arguments, "--out", out, "--quiet", "--workers", "1")
+        assert moe_sim("sweep", trace, *options, cwd=home) == ""
+
+    sweep("x")
+    sweep("fast", "--hardware", "h200")
+    sweep("one", "--cache-sizes", "24", policies="lfu")
+    sweep("untimed", "--untimed", "--cache-sizes", "24", policies="lfu")
+    sweep("fewer", "--requests", "4")
+    sweep("decode", "--as-decode")
+    sweep("warm", "--warmup-requests", "2")
+    sweep("elsewhere", trace="other")
+    return home
+
+
+def played(**columns) -> Played:
+    n = len(next(iter(columns.values())))
+    table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
+    requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
+    return Played(Path("x"), "lru", 4, 16, None, "t", "decode", 0, requests)
+
+
+def mean_interval_of_normal(values):
+    """What theory gives for a mean: the normal interval at 95%."""
+    half = 1.959964 * values.std() / np.sqrt(len(values))
+    return values.mean() - half, values.mean() + half
+
+
+def test_the_interval_of_many_values_is_that_of_the_central_limit_theorem():
+    values = np.random.default_rng(1).gamma(4.0, 2.0, 3_000)
+    assert interval(values, seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
+
+
+def test_the_interval_of_two_values_is_known_exactly():
+    """Means are 0, 1/2 and 1 with chances 1/4, 1/2, 1/4, so that the middle 95% are all of them."""
+    assert interval(np.array([0.0, 1.0])) == (0.0, 1.0)
+
+
+def test_intervals_hold_the_true_mean_about_as_often_as_they_claim():
+    """400 samples of 40 from a skewed law of mean 3: the share held, whose own deviation is one point, is near 95%."""
+    rng = np.random.default_rng(7)
+    held = sum(low <= 3 <= high for low, high in (interval(rng.exponential(3, 40), i, 1_000) for i in range(400)))
+    assert 0.88 <= held / 400 <= 0.98
+
+
+def test_the_same_seed_gives_the_same_interval_however_many_are_drawn_at_once(monkeypatch):
+    values = np.random.default_rng(3).normal(size=50)
+    whole = interval(values, 5, 500)
+    assert interval(values, 5, 500) == whole
+    assert interval(values, 6, 500) != whole
+    monkeypatch.setattr("sim.compare.DRAWN_AT_ONCE", 120)
+    assert interval(values, 5, 500) == whole
+
+
+def test_differences_are_paired_by_request_so_what_requests_have_of_their_own_cancels():
+    own = np.random.default_rng(4).normal(100, 30, 50)
+    slower = own + 2 + np.tile([-0.1, 0.1], 25)
+    found = differences(played(tpot_mean_ms=own), played(tpot_mean_ms=slower))
+    assert [difference.measure for difference in found] == [TPOT]
+    assert found[0].mean == pytest.approx(2)
+    assert (found[0].low, found[0].high) == pytest.approx((2 - 0.0277, 2 + 0.0277), abs=0.004)  # 1.96 * 0.1 / 50**0.5
+
+
+def test_a_request_that_lacks_a_measure_is_left_out_of_it():
+    less = played(tpot_mean_ms=[1.0, np.nan, 3.0, 5.0], hit_rate=[0.5] * 4)
+    more = played(tpot_mean_ms=[2.0, 9.0, 4.0, 6.0], hit_rate=[0.75] * 4)
+    by_measure = {difference.measure: difference for difference in differences(less, more)}
+    assert (by_measure[TPOT].mean, by_measure[TPOT].requests) == (1.0, 3)
+    assert (by_measure[HIT_RATE].mean, by_measure[HIT_RATE].requests) == (25.0, 4)
+
+
+@pytest.mark.parametrize(
+    ("measure", "mean", "low", "high", "sentence"),
+    [
+        (TPOT, 3.2, 2.1, 4.4, "eamc is 3.2 ms (95%: 2.1 to 4.4) slower per token than lru over 40 requests"),
+        (TPOT, -3.2, -4.4, -2.1, "eamc is 3.2 ms (95%: 2.1 to 4.4) faster per token than lru over 40 requests"),
+        (
+            TTFT,
+            30.0,
+            1.0,
+            99.0,
+            "eamc is 30.0 ms (95%: 1.0 to 99.0) slower to the first token than lru over 40 requests",
+        ),
+        (HIT_RATE, 7.0, 5.0, 9.0, "eamc is 7.0 points (95%: 5.0 to 9.0) higher in hit rate than lru over 40 requests"),
+        (
+            *(TPOT, -0.012, -0.034, 0.010),
+            "eamc is 0.012 ms (95%: -0.010 to 0.034) faster per token than lru over 40 requests, which may be chance",
+        ),
+        (TPOT, 0.0, 0.0, 0.0, "eamc and lru do not differ in time per token over 40 requests"),
+    ],
+)
+def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sentence):
+    assert Difference(measure, "eamc", "lru", mean, low, high, 40).sentence() == sentence
+
+
+def test_a_cell_is_named_by_folder_policy_and_size(home, monkeypatch):
+    monkeypatch.chdir(home)
+    assert split_name("x") == (Path("x"), None, None)
+    assert split_name("x:lru@25%") == (Path("x"), "lru", "25%")
+    assert split_name("x:lru+popular:n=8") == (Path("x"), "lru+popular:n=8", None)
+    assert split_name("x:@12") == (Path("x"), None, "12")
+    assert [cell.cache_experts for cell in choose(read(Path("x")), "lru", None)] == [12, 24]
+    assert [cell.policy for cell in choose(read(Path("x")), None, "900kB")] == ["lru", "lfu", "eamc"]
+
+
+def test_folders_are_compared_cell_by_cell(home):
+    cells = [read(home / name) for name in ("x", "fast")]
+    pairs = pairs_across(*cells)
+    assert [(one.policy, one.cache_experts) for one, _ in pairs] == [(c.policy, c.cache_experts) for c in cells[0]]
+    for one, other in pairs:
+        found = {difference.measure: difference for difference in differences(one, other)}
+        assert found[TPOT].mean < 0  # a machine that is faster in everything
+
+
+def test_compare_within_a_sweep_takes_the_first_policy_as_the_baseline(home):
+    rows = json.loads(moe_sim("compare", "x", "--policies", "lru,lfu", "--cache-size", "50%", "--json", cwd=home))
+    assert [row["measure"] for row in rows] == ["hit_rate", "tpot_mean_ms", "ttft_ms"]
+    table = pd.read_parquet(home / "x" / "requests.parquet").query("cache_experts == 24").set_index("request")
+    lru, lfu = (table[table["policy"] == policy] for policy in ("lru", "lfu"))
+    for row, column in zip(rows[1:], ("tpot_mean_ms", "ttft_ms"), strict=True):
+        assert row["mean"] == pytest.approx((lfu[column] - lru[column]).mean())
+    assert rows[0]["mean"] == pytest.approx(100 * (lfu["hits"] / lfu["lookups"] - lru["hits"] / lru["lookups"]).mean())
+    assert {row["baseline_policy"] for row in rows} == {"lru"}
+
+
+def test_compare_says_a_sentence_for_each_measure_and_pair(home):
+    lines = moe_sim("compare", "x", "--policies", "lru,lfu,eamc", cwd=home).splitlines()
+    assert len(lines) == 2 * 2 * 3
+    assert lines[0].startswith("12 slots: lfu ")
+    assert lines[-1].startswith("24 slots: eamc ")
+    lines = moe_sim("compare", "x:lru@25%", "x:lru@50%", cwd=home).splitlines()
+    assert lines[0].startswith("lru@24 is ")
+    assert "higher in hit rate than lru@12 over 6 requests" in lines[0]
+
+
+def test_untimed_cells_are_compared_in_what_they_have(home):
+    rows = json.loads(moe_sim("compare", "one", "untimed", "--json", cwd=home))
+    assert [row["measure"] for row in rows] == ["hit_rate"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("x", "elsewhere"), "cannot pair different traces: x has tiny, elsewhere has other"),
+        (("x", "fewer"), "cannot pair different requests: x and fewer, 6 against 4 of them"),
+        (("x", "decode"), "cannot pair different traces: x has tiny, decode has tiny (prefill as decode)"),
+        (("x", "warm"), "cannot pair different numbers of warm-up requests: x has 0, warm has 2"),
+        (("x",), "compare x with what?"),
+        (("x", "fast", "--policies", "lru,lfu"), "--policies compares within one folder"),
+        (("x", "--policies", "lru"), "--policies needs two or more"),
+        (("x", "--policies", "lru,lfuu"), "did you mean lfu"),
+        (("x", "--policies", "lru,lfu", "--cache-size", "30"), "x has no cache of 30 (30 experts); it has 12, 24"),
+        (("x:lfuu@25%", "x:lru@25%"), "did you mean lfu"),
+        (("x:lru@12", "one:lfu@12"), "one has no cache of 12"),
+        (("x:lru", "one"), "have no policy and size in common"),
+        (("nowhere", "x"), "no results folder nowhere"),
+        (("tiny", "x"), "tiny holds no results.parquet"),
+    ],
+)
+def test_what_cannot_be_paired_is_refused_in_one_line(home, arguments, error):
+    with pytest.raises(InputError) as refused:
+        moe_sim("compare", *arguments, cwd=home)
+    assert error in str(refused.value)
+
+
+def test_phases_and_lookups_must_agree():
+    one = played(hit_rate=[0.1, 0.2])
+    with pytest.raises(InputError, match="different phases: x has decode, x has both"):
+        differences(one, replace(one, phase="both"))
+    with pytest.raises(InputError, match="request 1 looks up another number of experts"):
+        differences(one, replace(one, requests=one.requests.assign(lookups=[8, 9])))
+    with pytest.raises(InputError, match="fewer than two requests"):
+        differences(played(hit_rate=[0.1]), played(hit_rate=[0.2]))
+
+
+def test_a_file_that_no_sweep_wrote_is_refused(tmp_path):
+    pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "results.parquet")
+    with pytest.raises(InputError, match=r"results\.parquet is no table that moe-sim sweep wrote"):
+        read(tmp_path)

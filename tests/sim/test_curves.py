@@ -1,0 +1,177 @@
+"""Curves over all cache sizes against single runs, simulators that we did not write, brute force and closed forms."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from sim.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
+from sim.untimed import count
+from tests.strategies import traces
+from traces.importers import import_dump
+from traces.steps import decode_steps
+from traces.synthetic import synthetic
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+CURVES = {"lru": lru_misses, "belady": belady_misses}
+
+sequences = st.lists(st.integers(0, 6), min_size=1, max_size=80)
+
+
+def ids(values) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def lru_by_hand(sequence, slots: int) -> int:
+    held: list[int] = []
+    misses = 0
+    for expert in sequence:
+        misses += expert not in held
+        held = [expert, *(other for other in held if other != expert)][:slots]
+    return misses
+
+
+def fewest_misses(sequence, slots: int) -> int:
+    """Over every choice of victims, where each miss must be admitted."""
+    held = {(): 0}
+    for expert in sequence:
+        following: dict[tuple, int] = {}
+        for cache, misses in held.items():
+            if expert in cache:
+                choices, cost = [cache], misses
+            else:
+                kept = [cache] if len(cache) < slots else [cache[:i] + cache[i + 1 :] for i in range(slots)]
+                choices, cost = [tuple(sorted((*rest, expert))) for rest in kept], misses + 1
+            for choice in choices:
+                following[choice] = min(cost, following.get(choice, cost))
+        held = following
+    return min(held.values())
+
+
+@given(sequences)
+def test_the_lru_curve_is_lru_by_hand_at_every_size(sequence):
+    curve = lru_misses(ids(sequence), 7)
+    assert curve.tolist() == [len(sequence), *(lru_by_hand(sequence, slots) for slots in range(1, 8))]
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=16))
+def test_no_choice_of_victims_beats_the_belady_curve_and_one_reaches_it(sequence):
+    curve = belady_misses(ids(sequence), 6)
+    assert curve.tolist() == [len(sequence), *(fewest_misses(sequence, slots) for slots in range(1, 7))]
+
+
+@given(traces(), st.integers(0, 10**6))
+def test_curves_equal_untimed_counts_of_any_trace(trace, pick):
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    total = trace.layers * trace.num_experts
+    run = Accesses.of(requests, trace.layers, trace.num_experts)
+    slots = 1 + pick % total
+    for policy, curve in CURVES.items():
+        log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
+        assert curve(run.experts, total)[slots] == log.misses.sum(), policy
+
+
+@pytest.mark.parametrize("policy", CURVES)
+def test_curves_equal_untimed_counts_at_every_size(policy):
+    trace = synthetic(requests=3, tokens=12, layers=3, experts=8, top_k=2, seed=4, prompt_tokens=5)
+    requests = [trace.steps(i) for i in range(3)]
+    run = Accesses.of(requests, 3, 8)
+    curve = CURVES[policy](run.experts, run.total)
+    counted = [count(requests, 3, 8, slots, parse(policy)).misses.sum() for slots in range(1, 25)]
+    assert curve[1:].tolist() == counted
+    assert len(set(counted)) > 5
+
+
+@pytest.mark.parametrize(("policy", "theirs"), [("lru", "LRU"), ("belady", "Belady")])
+@pytest.mark.parametrize("kind", ["zipf", "mixed", "cyclic"])
+def test_curves_equal_libcachesim_at_single_sizes(policy, theirs, kind):
+    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
+    rng = np.random.default_rng(8)
+    zipf, cyclic = rng.zipf(1.3, 8_000) % 60, np.arange(8_000) % 37
+    sequence = ids({"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(8_000) < 0.5, zipf, cyclic)}[kind])
+    following = next_uses(sequence, 60)
+    following[following == len(sequence)] = np.iinfo(np.int64).max
+    curve = CURVES[policy](sequence, 60)
+    for slots in (1, 7, 20, 36, 37, 45):
+        cache, request, misses = getattr(libcachesim, theirs)(slots), libcachesim.Request(), 0
+        request.obj_size = 1
+        for expert, after in zip(sequence.tolist(), following.tolist(), strict=True):
+            request.obj_id, request.next_access_vtime = expert, after
+            misses += not cache.get(request)
+        assert curve[slots] == misses, slots
+
+
+@pytest.mark.parametrize("length", [2, 5, 64])
+def test_lru_hits_nothing_of_a_cycle_below_its_length_and_all_but_first_uses_from_there(length):
+    curve = lru_misses(ids(np.arange(10 * length) % length), length + 3)
+    assert curve.tolist() == [10 * length] * length + [length] * 4
+
+
+@pytest.mark.parametrize("length", [3, 5, 64])
+def test_belady_keeps_one_less_than_it_has_slots_of_a_cycle(length):
+    """Forced admission takes a slot: of the length - 1 others s - 1 stay, so in the long run (s-1)/(length-1) hit."""
+    rounds = 40 * (length - 1)
+    curve = belady_misses(ids(np.arange(rounds * length) % length), length)
+    for slots in range(1, length):
+        hits = rounds * length - curve[slots]
+        assert hits == pytest.approx(rounds * length * (slots - 1) / (length - 1), abs=2 * length)
+
+
+def test_the_window_of_time_may_close_up_any_number_of_times():
+    rng = np.random.default_rng(2)
+    sequence = rng.integers(0, 3, 5_000)
+    assert lru_misses(ids(sequence), 3).tolist() == [5_000, *(lru_by_hand(sequence, slots) for slots in (1, 2, 3))]
+
+
+@given(sequences)
+def test_curves_fall_and_belady_is_never_above_lru(sequence):
+    lru, belady = lru_misses(ids(sequence), 7), belady_misses(ids(sequence), 7)
+    assert (np.diff(lru) <= 0).all()
+    assert (np.diff(belady) <= 0).all()
+    assert (belady <= lru).all()
+    assert lru[-1] == belady[-1] == len(set(sequence))
+
+
+def test_reuse_distances_are_counted_in_accesses_and_in_tokens():
+    """Two experts a token: 0 1 | 0 2 | 2 3 | 1 4; uses again: 0 after 2 accesses and 1 token, 2 after 1 and 1, 1 after
+    5 and 3."""
+    chosen = np.array([[0, 1], [0, 2], [2, 3], [1, 4]], np.uint16)[:, None, :]
+    run = Accesses.of([decode_steps(0, chosen, 5, 65535, np.arange(1, 5))], 1, 5)
+    found = reuse(run)
+    assert found.accesses.tolist() == [1, 1, 1]
+    assert found.tokens.tolist() == [2, 1, 0]
+
+
+def test_the_token_after_a_prefill_is_one_token_away_and_requests_follow_each_other():
+    trace = synthetic(requests=2, tokens=1, layers=1, experts=2, top_k=2, seed=0, prompt_tokens=6)
+    run = Accesses.of([trace.steps(0), trace.steps(1)], 1, 2)
+    assert run.experts.tolist() == [0, 1] * 4
+    assert run.tokens.tolist() == [6, 6, 7, 7, 13, 13, 14, 14]
+    assert reuse(run).tokens.tolist() == [4, 0, 2]  # 1, 1 and 6 tokens, for two experts each
+
+
+EXPECTED = (
+    [json.loads(line) for line in (SHARED / "expected-misses.jsonl").read_text().splitlines()]
+    if (SHARED / "expected-misses.jsonl").exists()
+    else []
+)
+
+
+@pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
+@pytest.mark.parametrize("name", sorted({case["trace"] for case in EXPECTED}))
+def test_curves_of_real_traces_go_through_what_two_independent_simulators_counted(name):
+    trace, _ = import_dump(SHARED / name, SHARED / name.replace(".npz", ".json"))
+    cases = [case for case in EXPECTED if case["trace"] == name]
+    played = trace.head(cases[0]["requests"])
+    played = played if played.phases == "decode" else played.as_decode()
+    requests = (played.steps(i) for i in range(len(played.requests)))
+    run = Accesses.of(requests, trace.layers, trace.num_experts)
+    assert {case["accesses"] for case in cases} == {len(run.experts)}
+    assert {case["requests"] for case in cases} == {len(played.requests)}
+    for policy, curve in CURVES.items():
+        misses = curve(run.experts, run.total)
+        assert [misses[case["capacity"]] for case in cases] == [case[policy] for case in cases], policy

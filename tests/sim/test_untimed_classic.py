@@ -1,0 +1,136 @@
+"""Classic retention played whole: untimed against libcachesim to the unit, and in the timed engine."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
+from sim.untimed import count
+from tests.sim.test_untimed import SHARED, accesses, oracle_misses
+from traces.importers import import_dump
+from traces.steps import RequestSteps
+from traces.synthetic import synthetic
+
+CLASSIC = ["lfu-perfect", "lfu-aged:half_life=20", "lrfu:decay=0.1", "clock", "clock:bits=2", "sieve", "s3fifo", "arc"]
+CLASSIC += ["random", "least-stale", "lru", "lfu", "fifo"]
+THEIRS = {"fifo": "FIFO", "clock": "Clock", "sieve": "Sieve", "s3fifo": "S3FIFO", "arc": "ARC"}
+EXPERTS = 60
+
+
+def sequence(kind: str, n: int = 8_000) -> np.ndarray:
+    rng = np.random.default_rng(7)
+    zipf, cyclic = rng.zipf(1.3, n) % EXPERTS, np.arange(n) % 37
+    return {
+        "random": rng.integers(0, EXPERTS, n),
+        "zipf": zipf,
+        "cyclic": cyclic,
+        "mixed": np.where(rng.random(n) < 0.5, zipf, cyclic),
+        "shifting": (rng.zipf(1.5, n) + np.arange(n) // 500 * 7) % EXPERTS,
+    }[kind]
+
+
+def misses(policy: str, ids: np.ndarray, slots: int, total: int = EXPERTS) -> int:
+    return int(count(accesses(ids, total), 1, total, slots, parse(policy)).misses.sum())
+
+
+@pytest.mark.parametrize("kind", ["random", "zipf", "cyclic", "mixed", "shifting"])
+@pytest.mark.parametrize("policy", ["clock", "sieve", "arc", "s3fifo"])
+def test_misses_equal_libcachesims_to_the_unit(policy, kind):
+    """S3-FIFO from 20 slots on: with fewer libCacheSim's small queue has no room, and it caches nothing or aborts."""
+    ids = sequence(kind)
+    for slots in (20, 29, 37, 45, 59) if policy == "s3fifo" else (1, 2, 7, 20, 36, 45, 59):
+        assert misses(policy, ids, slots) == oracle_misses(THEIRS[policy], ids, slots), slots
+
+
+def test_lfu_and_sieve_are_told_apart_by_more_than_cycles():
+    assert misses("sieve", sequence("cyclic"), 20) == misses("lfu", sequence("cyclic"), 20)
+    assert misses("sieve", sequence("mixed"), 20) != misses("lfu", sequence("mixed"), 20)
+
+
+def test_s3fifo_caches_in_less_than_20_slots_where_libcachesim_does_not():
+    ids = sequence("zipf")
+    assert oracle_misses("S3FIFO", ids, 19) == len(ids)
+    assert misses("s3fifo", ids, 19) < misses("fifo", ids, 19)
+
+
+@pytest.mark.parametrize("dump", ["gpt-oss-20b-decode", "deepseek-v2-lite-prefill"])
+def test_misses_of_real_traces_equal_libcachesims(dump):
+    if not (SHARED / f"{dump}.npz").exists():
+        pytest.skip("needs the real traces in ../shared/traces")
+    trace, _ = import_dump(SHARED / f"{dump}.npz", SHARED / f"{dump}.json")
+    played = trace.head(3) if trace.phases == "decode" else trace.head(3).as_decode()
+    requests = [played.steps(i) for i in range(3)]
+    ids, total = np.concatenate([request.experts for request in requests]), trace.layers * trace.num_experts
+    for slots in (total // 10, total // 4, total // 2):
+        for policy in ("fifo", "clock", "sieve", "s3fifo", "arc"):  # the others: tests.sim.test_untimed
+            log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
+            assert log.misses.sum() == oracle_misses(THEIRS[policy], ids, slots), (policy, slots)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 8), st.sampled_from(CLASSIC))
+def test_belady_is_never_beaten_untimed(ids, slots, policy):
+    assert misses("belady", np.array(ids), slots, 8) <= misses(policy, np.array(ids), slots, 8)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 7))
+def test_lrfus_ends_are_perfect_lfu_and_lru(ids, slots):
+    for decay, policy in ((0, "lfu-perfect"), (1, "lru")):
+        ours, ends = (
+            count(accesses(np.array(ids), 8), 1, 8, slots, parse(p)).evictions for p in (f"lrfu:decay={decay}", policy)
+        )
+        assert ours.tolist() == ends.tolist()
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=80), st.integers(1, 7))
+def test_perfect_lfu_counts_over_the_whole_run(ids, slots):
+    counts, last, resident, evictions = [0] * 8, [0] * 8, set[int](), []
+    for serial, expert in enumerate(ids, start=1):
+        counts[expert], last[expert] = counts[expert] + 1, serial
+        if expert not in resident and len(resident) == slots:
+            evictions.append(min(resident, key=lambda e: (counts[e], last[e])))
+            resident.remove(evictions[-1])
+        resident.add(expert)
+    for policy in ("lfu-perfect", "lfu-aged:half_life=1000"):
+        assert count(accesses(np.array(ids), 8), 1, 8, slots, parse(policy)).evictions.tolist() == evictions
+
+
+def test_an_aged_lfu_follows_a_shift_on_which_a_perfect_one_freezes():
+    early, late = np.arange(4_000) % 5, 5 + np.arange(1_000) % 5
+    ids = np.concatenate([early, late])
+    assert misses("lfu-perfect", ids, 5) > 1_000
+    assert misses("lfu-aged:half_life=100", ids, 5) < 200
+    assert misses("lrfu:decay=0.02", ids, 5) < 200
+
+
+def test_random_draws_differ_by_seed_alone():
+    ids = sequence("random", 1_000)
+    runs = [
+        count(accesses(ids, EXPERTS), 1, EXPERTS, 20, parse(f"random:seed={seed}")).evictions.tolist()
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+TRACE = synthetic(3, 25, 3, 8, 2, seed=4, prompt_tokens=6)
+REQUESTS: list[RequestSteps] = [TRACE.steps(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("prefetch", ["none", "popular:n=3", "oracle1"])
+@pytest.mark.parametrize("policy", CLASSIC)
+def test_each_plays_the_timed_engine_twice_alike(policy, prefetch, cold):
+    """Chunks, pins, prefetches that are late, protected or in the way, and cold ends, in a cache of every tightness."""
+    timing = FixedTiming(dense=1_000, expert=300, expert_per_token=20, combine=50, head=700)
+    link = Link(latency_ns=100, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=8_000, chunk_bytes=1_000)
+    for slots in (1, 2, 5, 12, 23):
+        first, second = (
+            simulate(REQUESTS, 3, 8, slots, parse(f"{policy}+{prefetch}"), timing, link, cold) for _ in range(2)
+        )
+        lookups = sum(len(request.experts) for request in REQUESTS)
+        assert first.hits.sum() + first.late.sum() + first.misses.sum() == lookups
+        assert first.evictions.tolist() == second.evictions.tolist()
+        assert first.step_ns.tolist() == second.step_ns.tolist()
+        assert first.hits.tolist() == second.hits.tolist()
