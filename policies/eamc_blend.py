@@ -31,10 +31,11 @@ PRIOR_TOKENS = 4.0
 EPS = 0.05
 """Added to lifts before the logarithm."""
 
-FEATURES = 5
-"""Log lifts: three rates, request, followers."""
+REQUEST, FOLLOWERS = len(RATES), len(RATES) + 1
+FEATURES = len(RATES) + 2
+"""Log lifts: of each rate, in the request, of followers."""
 
-WEIGHTS = np.array([0.164, 0.256, -0.271, 0.226, 0.362])
+WEIGHTS = np.array([0.165, 0.237, -0.236, 0.229, 0.364])
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def _features(recent: Float, follow: Float, used: Int, counts: Float, layer: int
         seen = 0.0
         for i in range(n):
             seen += follow[layer, used[1, layer, i], e]
-        out[e, 4] = seen
+        out[e, FOLLOWERS] = seen
         followed += seen
     totals = np.zeros(len(RATES))
     for r in range(len(RATES)):
@@ -111,8 +112,8 @@ def _features(recent: Float, follow: Float, used: Int, counts: Float, layer: int
             lift = recent[r, first + e] * E / totals[r] if totals[r] > 0 else 1.0
             out[e, r] = np.log(lift + EPS)
         popular = (counts[1, first + e] + 0.01) / (run + 0.01 * E)
-        out[e, 3] = np.log((counts[0, first + e] + prior * popular) * E / (requested + prior) + EPS)
-        out[e, 4] = np.log((out[e, 4] * E / followed if followed > 0 else 1.0) + EPS)
+        out[e, REQUEST] = np.log((counts[0, first + e] + prior * popular) * E / (requested + prior) + EPS)
+        out[e, FOLLOWERS] = np.log((out[e, FOLLOWERS] * E / followed if followed > 0 else 1.0) + EPS)
 
 
 @njit(cache=True, nogil=True)
@@ -125,33 +126,49 @@ def _score(keep: Float, features: Float, layer: int, E: int, upto: int, possible
         keep[0, layer * E + e] = value
 
 
-class Evidence:
-    """What is known of the experts of each layer; also what `policies.blend_fit` fits the weights on."""
+@njit(cache=True, nogil=True)
+def observe(
+    evidence: tuple[Float, Float, Int, Float],
+    features: Float,
+    keep: Float,
+    layer: int,
+    event: tuple[Int, Int, int, int],
+    decode: bool,
+    opens: bool,
+    top_k: int,
+    upto: int,
+    possible: float,
+) -> None:
+    """Learn from an event of `layer`, and score its experts up to number `upto`.
 
-    def __init__(self, shape: Shape) -> None:
-        L, E = shape.layers, shape.experts
-        self.shape = shape
-        self.recent = np.zeros((len(RATES), shape.total))
-        self.follow = np.zeros((L, E, E))
-        self.used = np.zeros((2, L, E + 1), np.int64)
-        self.counts = np.zeros((2, shape.total))  # of the request, of the run
-        self.top_k = 1  # the most experts of a decoded token so far
+    evidence: recent, follow, used and counts; features: [E, FEATURES], filled; event: all experts and counts of the
+    request, and where the event's begin and end; opens: a pass begins with it.
+    """
+    recent, follow, used, seen = evidence
+    experts, counts, first, last = event
+    E = len(features)
+    total = 0
+    for i in range(first, last):
+        total += counts[i]
+    passes = 1.0 if decode else max(1.0, total / top_k)
+    if opens:
+        _open(recent, follow, used, layer, E, passes, decode)
+    for i in range(first, last):
+        share = 1.0 if decode else min(1.0, counts[i] / passes)
+        _use(recent, follow, used, seen, layer, E, experts[i] - layer * E, share, passes)
+    _features(recent, follow, used, seen, layer, E, features)
+    _score(keep, features, layer, E, upto, possible)
 
-    def begin_request(self) -> None:
-        """Forget the request's own counts."""
-        self.counts[0] = 0
 
-    def open(self, layer: int, passes: float, learns: bool) -> None:
-        """A pass of `layer` over `passes` tokens begins; if it `learns`, its experts follow those of the last."""
-        _open(self.recent, self.follow, self.used, layer, self.shape.experts, passes, learns)
-
-    def use(self, layer: int, e: int, share: float, passes: float) -> None:
-        """Expert `e` of `layer` is used by the share `share` of the tokens of the pass."""
-        _use(self.recent, self.follow, self.used, self.counts, layer, self.shape.experts, e, share, passes)
-
-    def features(self, layer: int, out: Float) -> None:
-        """Fill out [E, FEATURES]."""
-        _features(self.recent, self.follow, self.used, self.counts, layer, self.shape.experts, out)
+def new_evidence(shape: Shape) -> tuple[Float, Float, Int, Float]:
+    """Nothing known: recent [3, L*E], follow [L, E, E], used [2, L, E + 1], and counts [2, L*E] of request and run."""
+    L, E = shape.layers, shape.experts
+    return (
+        np.zeros((len(RATES), shape.total)),
+        np.zeros((L, E, E)),
+        np.zeros((2, L, E + 1), np.int64),
+        np.zeros((2, shape.total)),
+    )
 
 
 @retention("eamc-blend")
@@ -163,12 +180,13 @@ class EamcBlend(ScorePolicy):
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
         self._distance = options.distance
-        self._evidence = Evidence(shape)
+        self._evidence = new_evidence(shape)
         self._features = np.empty((shape.experts, FEATURES))
+        self._top_k = 1  # the most experts of a decoded token so far
         self._per_access = False
         self._step = -1, -1  # request, step
         self._steps = 0
-        self._layer = -1  # the layer whose pass is open
+        self._layer = -1  # whose pass is open
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
@@ -176,37 +194,35 @@ class EamcBlend(ScorePolicy):
 
     def begin_request(self, request: int) -> None:
         """The request's own counts start anew."""
-        self._evidence.begin_request()
+        self._evidence[3][0] = 0
 
     def observe(self, event: Event) -> None:
         """Learn from the event, and score its layer's experts anew."""
-        E, evidence = self.shape.experts, self._evidence
-        if self._step != (event.request, event.step) or self._layer != event.layer or not self._per_access:
-            self._begin(event)
-        experts, counts = event.experts, event.counts
-        decode = event.phase == DECODE
-        if decode:
-            evidence.top_k = max(evidence.top_k, len(experts))
-        total = float(counts.sum())
-        passes = 1.0 if decode else max(1.0, total / evidence.top_k)
-        for expert, count in zip(experts.tolist(), counts.tolist(), strict=True):
-            evidence.use(event.layer, expert - event.layer * E, 1.0 if decode else min(1.0, count / passes), passes)
-        # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
-        upto = int(experts[-1]) - event.layer * E if self._per_access and len(experts) else E - 1
-        self._rescore(event.layer, upto, self._steps + 1)
-
-    def _begin(self, event: Event) -> None:
-        if self._per_access and self._layer >= 0:
-            self._rescore(self._layer, self.shape.experts - 1, self._steps + 1)
-        if self._step != (event.request, event.step):
-            self._step = event.request, event.step
+        step, E = (event.request, event.step), self.shape.experts
+        opens = not self._per_access or self._step != step or self._layer != event.layer
+        if opens and self._per_access and self._layer >= 0:
+            self._learn(event, self._layer, event.first, event.first, False, E - 1)  # the layer's pass is over
+        if self._step != step:
+            self._step = step
             self._steps += 1
         self._layer = event.layer
         decode = event.phase == DECODE
-        passes = 1.0 if decode else max(1.0, float(event.counts.sum()) / self._evidence.top_k)
-        self._evidence.open(event.layer, passes, decode)
+        if decode:
+            self._top_k = max(self._top_k, event.last - event.first)
+        # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
+        upto = int(event.request_experts[event.last - 1]) - event.layer * E if self._per_access else E - 1
+        self._learn(event, event.layer, event.first, event.last, opens, upto)
 
-    def _rescore(self, layer: int, upto: int, step: int) -> None:
-        self._evidence.features(layer, self._features)
-        possible = self._distance * (step + layer / self.shape.layers)
-        _score(self.keep, self._features, layer, self.shape.experts, upto, possible)
+    def _learn(self, event: Event, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
+        observe(
+            self._evidence,
+            self._features,
+            self.keep,
+            layer,
+            (event.request_experts, event.request_counts, first, last),
+            event.phase == DECODE,
+            opens,
+            self._top_k,
+            upto,
+            self._distance * (self._steps + 1 + layer / self.shape.layers),
+        )

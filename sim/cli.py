@@ -37,7 +37,7 @@ def sweep(
     trace: Annotated[Path | None, typer.Argument(help="Folder of a trace; the shipped one if left out.")] = None,
     policies: Annotated[
         str | None,
-        typer.Option(help=f"Names, lru+eamc being a pair of retention and prefetch; else {POLICIES}."),
+        typer.Option(help=f"Names or FILE.py:CLASS; lru+eamc pairs retention and prefetch; else {POLICIES}."),
     ] = None,
     evict: Annotated[str | None, typer.Option(help="Retention policies, each with every --prefetch.")] = None,
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
