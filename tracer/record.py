@@ -78,12 +78,14 @@ def record(
             options = replace(options, batch_size=1)
         if hook.alone and options.mode == FORCED:
             on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
-        for note in hook.notes:
-            on_note(note)
-        meta = replace(describe(loaded, hook), mode=options.mode, settings=_settings(loaded, hook, prompts, options))
         batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
         if not batches:
             raise InputError("--shard {}/{} is empty: there are fewer batches of prompts".format(*options.shard))
+        settings = _settings(loaded, hook, prompts, options)
+        settings["requests"] = sum(len(prompt.turns) for _, batch in batches for prompt in batch)
+        meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
+        for note in hook.notes:
+            on_note(note)
         with TraceWriter(out, meta, overwrite, resume) as writer:
             done, step = writer.written, writer.next_step
             on_done(done)

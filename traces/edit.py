@@ -111,6 +111,7 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
                 raise InputError(
                     f"{folder.path} and {first.path} cannot be joined: {fact.name} is {value!r}, there {held!r}"
                 )
+    common["settings"] = {key: value for key, value in common["settings"].items() if key != "requests"}
     return TraceMeta(**common)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from tracer.commands.shared import TraceArgument, size, suggest
+from tracer.commands.shared import TraceArgument, size, suggest, warn_if_unfinished
 from traces import console
 
 
@@ -18,9 +18,11 @@ def info(
 
     Example: moe-trace info traces/recorded/demo
     """
+    from traces.reader import open_folder
     from traces.stats import summary
     from traces.trace import Trace
 
+    warn_if_unfinished(open_folder(trace))
     held = Trace.read(trace)
     facts = summary(held)
     if as_json:
@@ -41,7 +43,9 @@ def validate(trace: TraceArgument) -> None:
 
     for _ in pieces(trace, EXTRA):
         pass
-    console.out.print(f"{trace} is a valid trace: {size(open_folder(trace))}", soft_wrap=True)
+    folder = open_folder(trace)
+    warn_if_unfinished(folder)
+    console.out.print(f"{trace} is a valid trace: {size(folder)}", soft_wrap=True)
     suggest(f"moe-trace info {trace}")
 
 

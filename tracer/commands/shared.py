@@ -25,6 +25,13 @@ def size(folder: "Folder") -> str:
     return f"{held} of {meta.model}, {meta.layers} MoE layers x {meta.experts} experts, top-{meta.top_k}"
 
 
+def warn_if_unfinished(folder: "Folder") -> None:
+    """Say that a recording was interrupted, where its settings tell of more requests than it holds."""
+    held, wanted = folder.size[0], folder.meta.settings.get("requests")
+    if isinstance(wanted, int) and held < wanted:
+        console.warn(f"{folder.path} holds {held} of {wanted} requests: `moe-trace record --resume` goes on with it")
+
+
 def tell(path: Path, quiet: bool) -> None:
     """Say where the result lies and what to do with it."""
     from traces.reader import open_folder
