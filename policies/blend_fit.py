@@ -4,11 +4,12 @@ Least squares of the logarithm of the passes until an expert's next use (at most
 decide) on the evidence at the end of each pass, over the first half of the requests of each trace, each trace with a
 level of its own. What decides is judged on the other half, by `moe-sim sweep --untimed`.
 
-What was tried on gpt-oss-20b and DeepSeek-V2-Lite and left out: the nearest EAM of past requests and the mean of the
-five nearest (no gain beside what follows what), the time since the last use, the run's popularity, rates of 0.7, 0.35
-and 0.06 a pass (each under one point of the gap from LRU to Belady), the next layers' experts by what the layers before
-chose (under half a point: what comes at once is kept anyway), a linear model of the chance of use at the next pass
-(nine points less), and boosted trees on all of these (one point more).
+What was tried on requests of gpt-oss-20b and DeepSeek-V2-Lite and left out, in points of the gap from LRU to Belady,
+untimed at 25% (experiments of November 2026, whose code is not kept): the nearest EAM of past requests and the mean of
+the five nearest (no gain beside what follows what), the time since the last use, the run's popularity and rates of 0.7,
+0.35 and 0.06 a pass (together under half a point), the next layers' experts by what the layers before chose (under one
+point: what comes at once is kept anyway), fitting the chance of use at the next pass instead of the time until it (two
+to four points less), and boosted trees on all of these (about one point more).
 """
 
 import argparse

@@ -6,6 +6,7 @@ has an adapter of a few lines, found in ADAPTERS by the class of the module.
 """
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ Report = Callable[[Tensor, Tensor], None]
 """Hears of a choice: index, integer [T, k], -1 where nothing is routed, and weights, float [T, k]."""
 
 
-class Site:
+class Site(ABC):
     """One MoE layer: `module` holds the experts, `owner` is the block around them, `router` scores them.
 
     Attributes: `name` as in `model.named_modules()`, `experts` is E, `weighted` says whether weights are known, and
@@ -53,9 +54,9 @@ class Site:
         pure = not any("Attention" in type(module).__name__ for module in self.owner.modules())
         return self.owner if pure and self.router is not None else None
 
+    @abstractmethod
     def attach(self, report: Report) -> Iterable[Any]:
         """Hook the layer so that each of its calls is reported; yields the handles of the hooks."""
-        raise NotImplementedError
 
     def routed_by(self, output: Any) -> tuple[Tensor, Tensor] | None:
         """Index and weights, [T, k] each, as the router alone returned them; None if it does not."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
-from traces.trace import Phases, Trace
+from traces.trace import Trace
 
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("obj_id", "<u8"), ("size", "<u4"), ("next_access_vtime", "<i8")])
 """A record of libCacheSim's oracleGeneral, 24 bytes, packed (its traceReader/customizedReader/oracle)."""
@@ -135,8 +135,8 @@ def check_target(out: Path, to: str, overwrite: bool) -> None:
             raise InputError(f"{path} exists; replace it with --overwrite, or choose another --out")
 
 
-def of_phase(trace: Trace, phase: Phases) -> Trace:
-    """The rows of one phase, or all. Raises InputError if there are none."""
+def of_phase(trace: Trace, phase: str) -> Trace:
+    """The rows of one phase, prefill or decode, or of both. Raises InputError if there are none."""
     if trace.aggregate is not None:
         raise InputError(f"{trace.name} holds EAMs only, no sequence of accesses that could be exported")
     if phase != "both" and trace.phases not in (phase, "both"):

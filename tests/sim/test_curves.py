@@ -1,8 +1,5 @@
 """Curves over all cache sizes against single runs, simulators that we did not write, brute force and closed forms."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,12 +8,12 @@ from hypothesis import strategies as st
 from policies.registry import parse
 from sim.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
 from sim.untimed import count
+from tests.sim.test_untimed import EXPECTED, SHARED
 from tests.strategies import traces
 from traces.importers import import_dump
 from traces.steps import decode_steps
 from traces.synthetic import synthetic
 
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 CURVES = {"lru": lru_misses, "belady": belady_misses}
 
 sequences = st.lists(st.integers(0, 6), min_size=1, max_size=80)
@@ -152,13 +149,6 @@ def test_the_token_after_a_prefill_is_one_token_away_and_requests_follow_each_ot
     assert run.experts.tolist() == [0, 1] * 4
     assert run.tokens.tolist() == [6, 6, 7, 7, 13, 13, 14, 14]
     assert reuse(run).tokens.tolist() == [4, 0, 2]  # 1, 1 and 6 tokens, for two experts each
-
-
-EXPECTED = (
-    [json.loads(line) for line in (SHARED / "expected-misses.jsonl").read_text().splitlines()]
-    if (SHARED / "expected-misses.jsonl").exists()
-    else []
-)
 
 
 @pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")

@@ -69,6 +69,7 @@ class TestPasses:
         with probed(Odd([1, 1])) as hook:
             hook.model(IDS)
         hook.model(IDS)  # not observed
+        assert [seen.ids.tolist() for seen in hook.passes] == [[[[3, 1]] * 2] * 10]
 
     def test_each_forward_pass_is_one_record(self) -> None:
         with probed(Odd([1, 1])) as hook:

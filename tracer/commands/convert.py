@@ -100,7 +100,7 @@ def export(
         raise InputError(f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out")
     check_target(out, to, overwrite)
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
-    held = of_phase(Trace.read(trace, columns), phase)  # type: ignore[arg-type]
+    held = of_phase(Trace.read(trace, columns), phase)
     written = FORMATS[to](held, out) if expert_bytes is None else export_oracle_general(held, out, expert_bytes)
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
