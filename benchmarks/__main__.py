@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-ALL = ("engine", "curves", "read_trace", "record", "memory")
+ALL = ("engine", "curves", "eamc", "read_trace", "record", "memory")
 
 for name in sys.argv[1:] or ALL:
     importlib.import_module(f"benchmarks.{name}").main()

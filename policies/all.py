@@ -10,19 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.limits import Limits
 from policies.registry import prefetcher
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class AllOptions:
-    """depth: layers ahead whose experts are proposed."""
+class AllOptions(Limits):
+    """One layer ahead, unless told otherwise."""
+
+    keeps_to_depth = True
 
     depth: int = 1
-
-    def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise InputError(f"all needs a depth of at least 1 layer, not {self.depth}")
 
 
 @prefetcher("all")
@@ -36,7 +34,7 @@ class All(Prefetcher):
         super().__init__(shape, options)
         self._ids: Int = np.arange(shape.total, dtype=np.int64)
         self._priorities: Float = -np.repeat(np.arange(1.0, shape.layers + 1), shape.experts)
-        self._most = min(options.depth, shape.layers) * shape.experts
+        self._most = (options.depth or shape.layers) * shape.experts
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The next `depth` layers, as far as there are any."""

@@ -28,7 +28,7 @@ from policies.pair import Pair
 from policies.registry import PolicySpec, parse
 from policies.scripts import Script, scripts
 from traces.errors import InputError
-from traces.steps import DECODE, RequestSteps
+from traces.steps import DECODE, Lookahead, RequestSteps
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
 """Methods of a retention policy that a `ScorePolicy` inherits and the compiled machine does not call."""
@@ -102,8 +102,16 @@ class FreshEvents(Pair):
         """As ever, for an event of its own."""
         for array in self._lent:
             array[:] = 0
+        ahead = self._request.lookahead
         self._lent = [self._request.experts.copy(), self._request.counts.copy()]
-        self._event = replace(self._event, request_experts=self._lent[0], request_counts=self._lent[1])
+        if ahead:
+            self._lent += [ahead.experts.copy(), ahead.counts.copy()]
+        self._event = replace(
+            self._event,
+            request_experts=self._lent[0],
+            request_counts=self._lent[1],
+            lookahead=replace(ahead, experts=self._lent[2], counts=self._lent[3]) if ahead else None,
+        )
         super().observe(layer, first, last)
 
 
@@ -121,14 +129,19 @@ class Drive:
 
     def _begin(self, spec: PolicySpec, pair: type[Pair]) -> tuple[Pair, Any]:
         self._requests = self._script.requests()
-        made = pair(spec, self._script.shape, self._requests, self._script.untimed)
-        return made, made.residency(self._script.slots)
+        shape = self._script.shape
+        made = pair(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
+        partitions = len(spec.divide(shape, shape.total))
+        return made, made.residency(max(self._script.slots, partitions))
 
     def _play(self) -> None:
         script, pair, machine = self._script, self._pair, self._machine
         L = script.shape.layers
         for ordinal, request in enumerate(self._requests):
-            kept = request.experts.copy(), request.counts.copy()
+            arrays = [request.experts, request.counts]
+            if request.lookahead:
+                arrays += [request.lookahead.experts, request.lookahead.counts]
+            kept = [array.copy() for array in arrays]
             pair.begin_request(ordinal, request)
             for step, phase in enumerate(request.phase.tolist()):
                 pair.begin_step(step, phase)
@@ -145,7 +158,7 @@ class Drive:
             if cold:
                 self._active = NO_EXPERT
             machine.end_request(cold)
-            if not all(map(np.array_equal, kept, (request.experts, request.counts))):
+            if not all(map(np.array_equal, kept, arrays)):
                 raise RuleError("it writes into the arrays of an event, which are the trace's")
 
     def _access(self, request: RequestSteps, layer: int, i: int) -> None:
@@ -309,7 +322,8 @@ def _us_per_event(spec: PolicySpec, seed: int) -> float:
         experts=(chosen + np.arange(L)[:, None] * E).ravel(),
         counts=np.ones(tokens * L * k, np.int64),
     )
-    pair = Pair(spec, Shape(L, E), [request, request])
+    request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
+    pair = Pair(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up
         began = perf_counter_ns()
         pair.begin_request(ordinal, request)

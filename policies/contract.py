@@ -13,10 +13,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.steps import RequestSteps
+from traces.steps import Lookahead, RequestSteps
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
+Single = NDArray[np.float32]
 Requests = Sequence[RequestSteps]
 
 NO_INTS: Int = np.empty(0, np.int64)
@@ -55,6 +56,7 @@ class Event:
     request_counts: Int = field(default_factory=lambda: NO_INTS)  # [A] tokens of the step that chose each
     first: int = 0  # the event's accesses are first to last - 1
     last: int = 0
+    lookahead: Lookahead | None = None  # of the request, where the trace has it; policies read `ahead`
 
     @property
     def experts(self) -> Int:
@@ -65,6 +67,14 @@ class Event:
     def counts(self) -> Int:
         """Tokens [n] that chose each."""
         return self.request_counts[self.first : self.last]
+
+    @property
+    def ahead(self) -> tuple[Int, Int]:
+        """Ids [n] that the next layer's router picks for what entered this layer, and tokens [n] of each.
+
+        Nothing after the last layer, nor of a trace that has no such column.
+        """
+        return self.lookahead.after(self.step, self.layer) if self.lookahead else (NO_INTS, NO_INTS)
 
 
 class Options:
@@ -140,12 +150,16 @@ class Prefetcher(Listener):
     """What to fetch early."""
 
     proposes: ClassVar[bool] = True  # False: `propose` is never called, and nothing is ever fetched early
+    needs_lookahead: ClassVar[bool] = False  # True: engines refuse a trace without that column
     one_scale_with: ClassVar[str] = ""  # a retention policy whose keep scores compare with the priorities (rule 6)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "Prefetcher":
         """The prefetcher of the same name and options as `keeper`; one that shares its knowledge overrides this."""
         return cls(keeper.shape, keeper.options)
+
+    def window(self, experts_per_layer: float) -> None:
+        """Before the run, from an engine that knows: experts the link carries while one layer of a token computes."""
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first."""

@@ -4,8 +4,13 @@ All integers of the machine live in one array, so that a call from Python unboxe
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
 are `keep`, float64[3 or more, L*E]. `policies/residency.py` gives these functions a class and tells the theory.
 
+The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
+or one for each layer): a free slot, and a victim, are of the expert's partition.
+
 Numba keeps what it compiled under this file's date alone: touch it when `scores`, which it calls, changes.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from numba import njit
@@ -14,17 +19,19 @@ from policies.contract import Float, Int
 from policies.scores import on_evict, on_insert, on_lookup
 
 # Rows of m. By expert:
-STATE, SLOT, WANTED, UNUSED, PROPOSED = range(5)
+STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION = range(6)
+# by partition (its slots are FIRST to END - 1; SHUT: the attempt that found no slot in it);
+FIRST, END, FREE, SHUT = range(6, 10)
 # by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, QUEUE, HITS, ONE = range(5, 10)
-ROWS = 10
+HELD, DEMANDS, QUEUE, HITS, ONE = range(10, 15)
+ROWS = 15
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet, so a pin is
 # READY and WANTED; UNUSED one that was prefetched and not looked up since; PROPOSED the last proposal that named it.
 ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
 
 # Single numbers, m[ONE, ...]
-SLOTS, FREE, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(10)
+SLOTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(10)
 # and the counters of the run:
 N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(10, 17)
 COUNTERS = slice(N_HITS, N_WASTED + 1)
@@ -36,11 +43,19 @@ NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
 
 
-def new(total: int, slots: int) -> Int:
-    """The machine of a model of `total` experts and a cache of `slots`, everything absent."""
+def new(total: int, partitions: Sequence[int]) -> Int:
+    """The machine of a model of `total` experts, everything absent.
+
+    partitions: slots of each; the experts are divided among them evenly, in ascending ids.
+    """
+    slots, n = sum(partitions), len(partitions)
     m = np.zeros((ROWS, max(total, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
-    m[ONE, SLOTS] = m[ONE, FREE] = slots
+    m[ONE, SLOTS] = slots
+    m[PARTITION, :total] = np.arange(total) * n // total
+    m[FREE, :n] = partitions
+    m[END, :n] = np.cumsum(partitions)
+    m[FIRST, 1:n] = m[END, : n - 1]
     m[ONE, ACTIVE] = m[ONE, PAUSED] = NO_EXPERT
     return m
 
@@ -115,9 +130,11 @@ def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
 def best_queued(m: Int, keep: Float) -> int:
     """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
 
+    Those of a partition that this attempt has found without a slot are passed over.
     A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
     """
     queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
+    partition, shut, attempt = m[PARTITION], m[SHUT], m[ONE, ATTEMPT]
     best, n = NO_EXPERT, 0
     for i in range(m[ONE, QUEUE_LENGTH]):
         expert = queue[i]
@@ -129,7 +146,7 @@ def best_queued(m: Int, keep: Float) -> int:
             best == NO_EXPERT
             or priority[expert] > priority[best]
             or (priority[expert] == priority[best] and expert < best)
-        ):
+        ) and shut[partition[expert]] != attempt:
             best = expert
     m[ONE, QUEUE_LENGTH] = n
     return best
@@ -143,11 +160,14 @@ def protected(m: Int, expert: int) -> bool:
 
 
 @njit(cache=True, nogil=True)
-def evictable(m: Int, shielded: bool) -> Int:
-    """Ascending ids of the READY experts that nothing pins: the protected ones (`shielded`), or the others."""
-    found = np.empty(m[ONE, SLOTS], np.int64)
+def evictable(m: Int, partition: int, shielded: bool) -> Int:
+    """Ascending ids of a partition's READY experts that nothing pins: the protected ones (`shielded`), or the others.
+
+    int64[n].
+    """
+    found = np.empty(m[END, partition] - m[FIRST, partition], np.int64)
     n = 0
-    for slot in range(m[ONE, SLOTS]):
+    for slot in range(m[FIRST, partition], m[END, partition]):
         expert = m[HELD, slot]
         if (
             expert != NO_EXPERT
@@ -161,10 +181,10 @@ def evictable(m: Int, shielded: bool) -> Int:
 
 
 @njit(cache=True, nogil=True)
-def least(m: Int, keep: Float, shielded: bool) -> int:
-    """Of `evictable(m, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT."""
+def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
+    """Of `evictable(m, partition, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT."""
     best = NO_EXPERT
-    for slot in range(m[ONE, SLOTS]):
+    for slot in range(m[FIRST, partition], m[END, partition]):
         expert = m[HELD, slot]
         if expert == NO_EXPERT or m[STATE, expert] != READY or m[WANTED, expert]:
             continue
@@ -183,12 +203,12 @@ def least(m: Int, keep: Float, shielded: bool) -> int:
 @njit(cache=True, nogil=True)
 def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
-    one = m[ONE]
+    one, partition = m[ONE], m[PARTITION, expert]
     if victim != NO_EXPERT:
         slot = m[SLOT, victim]
         leave(m, keep, rule, victim)
     else:
-        slot = 0
+        slot = m[FIRST, partition]
         while m[HELD, slot] != NO_EXPERT:
             slot += 1
     if m[STATE, expert] == DEMANDED:
@@ -200,7 +220,7 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     m[STATE, expert] = LOADING
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
-    one[FREE] -= 1
+    m[FREE, partition] -= 1
     one[STARTS] += 1
     one[ACTIVE] = expert
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
@@ -214,7 +234,7 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     m[STATE, expert] = ABSENT
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
-    m[ONE, FREE] += 1
+    m[FREE, m[PARTITION, expert]] += 1
     on_evict(rule, keep, expert)
 
 
@@ -224,31 +244,40 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     one = m[ONE]
     if one[NEXT_DEMAND] == one[LAST_DEMAND]:
         return NO_EXPERT, NO_EXPERT
-    victim = NO_EXPERT
-    if one[FREE] == 0:
-        victim = least(m, keep, False)
+    expert = m[DEMANDS, one[NEXT_DEMAND]]
+    partition, victim = m[PARTITION, expert], NO_EXPERT
+    if m[FREE, partition] == 0:
+        victim = least(m, keep, partition, False)
         if victim == NO_EXPERT:
-            victim = least(m, keep, True)
+            victim = least(m, keep, partition, True)
         if victim == NO_EXPERT:
             return BLOCKED, NO_EXPERT
-    expert = m[DEMANDS, one[NEXT_DEMAND]]
     start(m, keep, rule, expert, victim)
     return expert, victim
 
 
 @njit(cache=True, nogil=True)
 def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
-    """Start the best queued prefetch: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
-    expert = best_queued(m, keep)
-    if expert == NO_EXPERT:
-        return NO_EXPERT, NO_EXPERT
-    victim = NO_EXPERT
-    if m[ONE, FREE] == 0:
-        victim = least(m, keep, False)
-        if victim == NO_EXPERT or (one_scale and keep[0, victim] >= keep[PRIORITY, expert]):
-            return BLOCKED, NO_EXPERT
-    start(m, keep, rule, expert, victim)
-    return expert, victim
+    """Start the best queued prefetch that can have a slot: (expert, victim).
+
+    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one partition it is the
+    best queued or none: all would have the same slot, and on one scale none may evict more than the best.
+    """
+    m[ONE, ATTEMPT] += 1
+    answer = NO_EXPERT
+    while True:
+        expert = best_queued(m, keep)
+        if expert == NO_EXPERT:
+            return answer, NO_EXPERT
+        partition, victim = m[PARTITION, expert], NO_EXPERT
+        if m[FREE, partition] == 0:
+            victim = least(m, keep, partition, False)
+            if victim == NO_EXPERT or (one_scale and keep[0, victim] >= keep[PRIORITY, expert]):
+                m[SHUT, partition] = m[ONE, ATTEMPT]
+                answer = BLOCKED
+                continue
+        start(m, keep, rule, expert, victim)
+        return expert, victim
 
 
 @njit(cache=True, nogil=True)

@@ -2,8 +2,8 @@
 
 P(b | a) = (events in which b of layer l + 1 followed a of layer l) / (events of layer l + 1 that followed a), over
 the whole run. The score of b is the mean of P(b | a) over the experts a of the current event, which orders as the
-sum does and is itself a share. The `n` best of at least `threshold` and above 0 are proposed, at their score as
-priority, ties to the lower id. Steps do not chain: nothing is proposed at the last layer.
+sum does and is itself a share. The `n` best above 0 are proposed, at their score as priority, ties to the lower id.
+Steps do not chain: nothing is proposed at the last layer.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.limits import Limits
 from policies.ranking import best
 from policies.registry import prefetcher
 from traces.errors import InputError
@@ -21,15 +22,15 @@ Counts = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class MarkovOptions:
-    """n: experts proposed for the next layer; threshold: the least score that is worth a transfer, 0 to 1."""
+class MarkovOptions(Limits):
+    """n: experts proposed for the next layer. A threshold is a share, 0 to 1."""
 
     n: int = 4
-    threshold: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.n < 0 or not 0 <= self.threshold <= 1:
-            raise InputError(f"markov needs n >= 0 and a threshold of 0 to 1, not {self.n} and {self.threshold}")
+        super().__post_init__()
+        if self.n < 0:
+            raise InputError(f"markov needs n >= 0, not {self.n}")
 
 
 @njit(cache=True, nogil=True)
@@ -61,7 +62,6 @@ class Markov(Prefetcher):
 
     def __init__(self, shape: Shape, options: MarkovOptions) -> None:
         super().__init__(shape, options)
-        self._threshold = options.threshold
         self._followed: Counts = np.zeros((shape.total, shape.experts), np.int32)  # [L*E, E]
         self._times: Counts = np.zeros(shape.total, np.int32)  # [L*E]
         self._before: Int = np.empty(0, np.int64)  # of the layer below in this step
@@ -82,5 +82,5 @@ class Markov(Prefetcher):
             return NOTHING
         _score(self._followed, self._times, event.request_experts, event.first, event.last, self._scores)
         base = (event.layer + 1) * self.shape.experts
-        n = best(self._scores, base, 0.0, self._threshold, self._best, self._priorities)
+        n = best(self._scores, base, 0.0, self._best, self._priorities)
         return self._best[:n], self._priorities[:n]

@@ -11,18 +11,20 @@ import numpy as np
 from numba import njit
 
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, Shape
+from policies.limits import Limits
 from policies.registry import prefetcher
 from traces.errors import InputError
 from traces.steps import RequestSteps
 
 
 @dataclass(frozen=True)
-class OracleOptions:
+class OracleOptions(Limits):
     """horizon: events ahead that are known."""
 
     horizon: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.horizon < 1:
             raise InputError(f"oracle needs a horizon of at least 1 event, not {self.horizon}")
 

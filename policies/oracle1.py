@@ -5,7 +5,8 @@ A bound for what any next-layer predictor can do; at the last layer it proposes 
 
 import numpy as np
 
-from policies.contract import NOTHING, Event, Float, Int, Options, Prefetcher, Requests, Shape
+from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, Shape
+from policies.limits import Limits
 from policies.registry import prefetcher
 from traces.steps import RequestSteps
 
@@ -14,7 +15,9 @@ from traces.steps import RequestSteps
 class NextLayerOracle(Prefetcher):
     """The next layer's experts, known one layer ahead (oracle)."""
 
-    def __init__(self, shape: Shape, options: Options) -> None:
+    Options = Limits
+
+    def __init__(self, shape: Shape, options: Limits) -> None:
         super().__init__(shape, options)
         self._requests: Requests = []
         self._request: RequestSteps | None = None

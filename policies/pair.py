@@ -4,6 +4,8 @@ Every engine tells a pair what happens, in the order in which it happens; whatev
 """
 
 from policies.contract import Event, Float, Int, Requests, Shape
+from policies.core import STATE
+from policies.limits import limiter
 from policies.registry import PolicySpec
 from policies.residency import Residency
 from traces.steps import RequestSteps
@@ -13,26 +15,46 @@ class Pair:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
+    experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
+    budget (`policies.limits`) is a share of; an engine that cannot tell plays no policy with a budget.
     """
 
-    def __init__(self, spec: PolicySpec, shape: Shape, requests: Requests, per_access: bool = False) -> None:
+    def __init__(
+        self,
+        spec: PolicySpec,
+        shape: Shape,
+        requests: Requests,
+        per_access: bool = False,
+        experts_per_layer: float | None = None,
+    ) -> None:
         self.shape = shape
+        self._divide = spec.divide
         self.retention, self.prefetcher = spec.build(shape)
         for half in (self.retention, self.prefetcher):
             half.foresee(requests, per_access)
+        if experts_per_layer is not None:
+            self.prefetcher.window(experts_per_layer)
         self._event = Event()
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
+        self._needs_lookahead = self.prefetcher.needs_lookahead and not per_access
+        self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
 
     def residency(self, slots: int) -> Residency:
-        """The machine over a cache of `slots` experts under this retention."""
+        """The machine over a cache of `slots` experts under this retention, divided as its scope says."""
         one_scale = self.prefetcher.one_scale_with == self.retention.name
-        return Residency(self.shape, slots, self.retention, one_scale)
+        machine = Residency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
+        if self._limiter:
+            self._limiter.state = machine.m[STATE]
+        return machine
 
     def begin_request(self, ordinal: int, request: RequestSteps) -> None:
         """The request is about to be played, the `ordinal`-th of the run."""
         event = self._event
         event.request, event.request_experts, event.request_counts = ordinal, request.experts, request.counts
+        event.lookahead = request.lookahead
+        if self._needs_lookahead and request.lookahead is None:
+            raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the request has none")
         self.retention.begin_request(ordinal)
         self.prefetcher.begin_request(ordinal)
 
@@ -49,8 +71,11 @@ class Pair:
             observe(event)
 
     def propose(self) -> tuple[Int, Float] | None:
-        """Rule 4, for the same event; None from a prefetcher that never proposes."""
-        return self.prefetcher.propose(self._event) if self.prefetcher.proposes else None
+        """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
+        if not self.prefetcher.proposes:
+            return None
+        proposal = self.prefetcher.propose(self._event)
+        return proposal if self._limiter is None else self._limiter(self._event.layer, *proposal)
 
     def end_request(self) -> None:
         """The last step of the request has ended."""

@@ -10,17 +10,19 @@ import numpy as np
 from numba import njit
 
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.limits import Limits
 from policies.registry import prefetcher
 from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class PopularOptions:
+class PopularOptions(Limits):
     """n: experts proposed for the next layer."""
 
     n: int = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.n < 0:
             raise InputError(f"popular needs n >= 0, not {self.n}")
 

@@ -12,20 +12,18 @@ import numpy as np
 from numba import njit
 
 from policies.contract import Event, Float, Int, Prefetcher, Shape
+from policies.limits import Limits
 from policies.registry import prefetcher
-from traces.errors import InputError
 from traces.steps import DECODE
 
 
 @dataclass(frozen=True)
-class PreviousOptions:
-    """depth: layers ahead whose last experts are proposed, at most all but the current one."""
+class PreviousOptions(Limits):
+    """One layer ahead, unless told otherwise; at most all but the current one."""
+
+    keeps_to_depth = True
 
     depth: int = 1
-
-    def __post_init__(self) -> None:
-        if self.depth < 1:
-            raise InputError(f"previous needs a depth of at least 1 layer, not {self.depth}")
 
 
 @njit(cache=True, nogil=True)
@@ -54,7 +52,7 @@ class Previous(Prefetcher):
 
     def __init__(self, shape: Shape, options: PreviousOptions) -> None:
         super().__init__(shape, options)
-        self._depth = min(options.depth, shape.layers - 1)
+        self._depth = min(options.depth or shape.layers, shape.layers - 1)
         self._latest = np.empty((shape.layers, shape.experts), np.int64)  # [L, E] ids
         self._sizes = np.zeros(shape.layers, np.int64)  # [L] how many of them
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)

@@ -2,19 +2,19 @@
 
 from numba import njit
 
-from policies.contract import Float, Int
+from policies.contract import Float, Int, Single
 
 
 @njit(cache=True, nogil=True)
-def best(scores: Float, base: int, above: float, least: float, ids: Int, priorities: Float) -> int:
+def best(scores: Float | Single, base: int, above: float, ids: Int, priorities: Float) -> int:
     """Fill `ids` with base + the places of the greatest scores, the greatest first; how many there are.
 
-    scores: [n]. Only scores greater than `above` and at least `least` count; ids and priorities: [at most].
+    scores: [n]. Only scores greater than `above` count; ids and priorities: [at most].
     """
     n = 0
     for i in range(len(scores)):
         score = scores[i]
-        if score <= above or score < least or (n == len(ids) and score <= priorities[n - 1]):
+        if score <= above or (n == len(ids) and score <= priorities[n - 1]):
             continue
         place = min(n, len(ids) - 1)
         while place > 0 and priorities[place - 1] < score:

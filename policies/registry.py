@@ -2,20 +2,26 @@
 
 `lru` is retention alone, `lru+eamc` a pair, `eamc` (a name that stands for both) the pair of its two halves;
 options follow colons: `lru+popular:n=8`. A class in a user's own file goes by `my_file.py:MyPolicy` wherever a name
-may stand; the first + divides the halves, so a file's path has none. Packages add policies under the entry point
-group `moe_expert_cache.policies`, each naming a module whose import registers them.
+may stand. What shares the cache's slots (`policies.scope`) follows an @: `lru+popular@layer`. The first @ begins the
+scope and the first + before it divides the halves, so no path on the left of either has one. A preset
+(`policies.presets`) stands for all of it. Packages add policies under the entry point group
+`moe_expert_cache.policies`, each naming a module whose import registers them.
 """
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from policies import user_file
-from policies.contract import Listener, Prefetcher, RetentionPolicy, Shape
+from policies.contract import Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.per_layer import PerLayer
+from policies.presets import PRESETS, Preset
+from policies.scope import SCOPES, Scope
 from traces.errors import InputError, unknown
 
 BUILT_IN = (
@@ -42,10 +48,15 @@ BUILT_IN = (
     "previous",
     "markov",
     "expert_map",
+    "gate",
+    "stride",
+    "multi_criteria",
 )
 """Modules of this package that register policies."""
 
 NO_PREFETCH = "none"
+SHARED = "global"
+"""The scope of a policy that names none."""
 
 _retention: dict[str, type[RetentionPolicy]] = {}
 _prefetch: dict[str, type[Prefetcher]] = {}
@@ -95,17 +106,19 @@ def _load() -> None:
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """One line of `moe-sim policies`."""
+    """One policy of `moe-sim policies`."""
 
     name: str
-    kind: str  # "retention", "prefetch", or "pair" for a name that stands for both
+    kind: str  # "preset", "retention", "prefetch", or "pair" for a name that stands for both
     summary: str
     oracle: bool
-    options: dict[str, Any]  # defaults
+    options: dict[str, Any]  # defaults; of a preset as `PolicySpec.options` has them
+    theory: str  # of a policy its module's docstring, of a preset what the real system does otherwise
+    stands_for: str = ""  # of a preset: a policy as typed
 
 
 def available() -> list[PolicyInfo]:
-    """Every registered policy: pairs first, then retention, then prefetch, by name."""
+    """Every registered policy: pairs first, then retention, then prefetch, then presets, by name."""
     _load()
     both = _retention.keys() & _prefetch.keys()
     kinds: list[tuple[str, Mapping[str, type[Listener]], set[str]]] = [
@@ -113,69 +126,158 @@ def available() -> list[PolicyInfo]:
         ("retention", _retention, _retention.keys() - both),
         ("prefetch", _prefetch, _prefetch.keys() - both),
     ]
-    return [
-        PolicyInfo(name, kind, _summary(table[name]), table[name].oracle, _options(table[name], ""))
-        for kind, table, names in kinds
-        for name in sorted(names)
-    ]
+    policies = [_described(table[name], kind) for kind, table, names in kinds for name in sorted(names)]
+    return policies + [_described_preset(preset) for preset in sorted(PRESETS, key=lambda preset: preset.name)]
 
 
-def _summary(cls: type[Listener]) -> str:
-    return (cls.__doc__ or "").strip().split("\n")[0]
+def _described(cls: type[Listener], kind: str) -> PolicyInfo:
+    summary = (cls.__doc__ or "").strip().split("\n")[0]
+    theory = (sys.modules[cls.__module__].__doc__ or "").strip()
+    return PolicyInfo(cls.name, kind, summary, cls.oracle, _options(cls, ""), theory)
+
+
+def _described_preset(preset: Preset) -> PolicyInfo:
+    spec = parse(preset.name)
+    return PolicyInfo(
+        preset.name, "preset", preset.summary, spec.oracle, spec.resolved(), preset.differs, preset.policy
+    )
 
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """A policy as typed, resolved: which retention, which prefetcher, with which options. Cheap to send about."""
+    """A policy as typed, resolved: retention, prefetcher and scope, with which options. Cheap to send about."""
 
     text: str
     evict: str
     prefetch: str
     evict_options: str = ""
     prefetch_options: str = ""
+    scope: str = SHARED
+    scope_options: str = ""
+    preset: str = ""  # by whose name it was typed
 
     @property
     def oracle(self) -> bool:
         """Whether either half sees the future."""
         return _keeper(self.evict).oracle or _fetcher(self.prefetch).oracle
 
-    def options(self) -> dict[str, Any]:
-        """Both halves with every option resolved, defaults included."""
-        keeper, fetcher = _keeper(self.evict), _fetcher(self.prefetch)
+    @property
+    def needs_lookahead(self) -> bool:
+        """Whether it plays only traces that hold the column `lookahead`."""
+        return _fetcher(self.prefetch).needs_lookahead
+
+    def resolved(self) -> dict[str, Any]:
+        """Both halves and the scope with every option resolved, defaults included: equal for what plays alike."""
         return {
-            "evict": {"name": keeper.name, **_options(keeper, self.evict_options)},
-            "prefetch": {"name": fetcher.name, **_options(fetcher, self.prefetch_options)},
+            part: {"name": cls.name, **_options(cls, text)}
+            for part, cls, text in (
+                ("evict", _keeper(self.evict), self.evict_options),
+                ("prefetch", _fetcher(self.prefetch), self.prefetch_options),
+                ("scope", _scope(self.scope), self.scope_options),
+            )
         }
 
+    def options(self) -> dict[str, Any]:
+        """What is resolved, and the preset's name if it was typed by one."""
+        return {**({"preset": self.preset} if self.preset else {}), **self.resolved()}
+
     def without_prefetch(self) -> "PolicySpec":
-        """The same retention with nothing fetched early: what coverage is measured against."""
-        suffix = f":{self.evict_options}" if self.evict_options else ""
-        text = f"{self.evict}{suffix}"
+        """The same retention in the same scope with nothing fetched early: what coverage is measured against."""
+        text = _joined(self.evict, self.evict_options)
         if self.evict in _prefetch:
             text += f"+{NO_PREFETCH}"
-        return PolicySpec(text, self.evict, NO_PREFETCH, self.evict_options)
+        if self.scope != SHARED:
+            text += f"@{_joined(self.scope, self.scope_options)}"
+        return replace(self, text=text, prefetch=NO_PREFETCH, prefetch_options="", preset="")
+
+    def within(self, scope: str) -> "PolicySpec":
+        """The same policy in `scope`, as typed behind an @, unless it, or its preset, names one. InputError."""
+        name, _, options = scope.partition(":")
+        _options(_scope(name), options)
+        own = any(preset.name == self.preset and "@" in preset.policy for preset in PRESETS)
+        return self if own or "@" in self.text or scope == SHARED else parse(f"{self.text}@{scope}")
+
+    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+        """Slots of each partition of a cache of `slots` experts. InputError where the scope cannot have it so."""
+        cls = _scope(self.scope)
+        return cls(cls.Options(**_options(cls, self.scope_options))).divide(shape, slots)
 
     def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
-        """Fresh instances; halves of one name and the same options share what they have learned."""
+        """Fresh instances; halves of one name and the same options share what they have learned.
+
+        In a scope of layers a retention policy that is no score is one instance for each, so it shares nothing.
+        """
         keeper, fetcher = _make(_keeper(self.evict), shape, self.evict_options), _fetcher(self.prefetch)
+        if _scope(self.scope).per_layer and not isinstance(keeper, ScorePolicy):
+            return PerLayer(keeper), _make(fetcher, shape, self.prefetch_options)
         if (self.evict, self.evict_options) == (self.prefetch, self.prefetch_options):
             return keeper, fetcher.beside(keeper)
         return keeper, _make(fetcher, shape, self.prefetch_options)
 
 
 def parse(text: str) -> PolicySpec:
-    """Resolve a policy as typed. InputError for an unknown name (near ones are offered) or option."""
-    kept, plus, fetched = text.strip().partition("+")
+    """Resolve a policy as typed: EVICT[:opts][+PREFETCH[:opts]][@SCOPE], or PRESET[:opts][@SCOPE].
+
+    InputError for an unknown name (near ones are offered) or option.
+    """
+    text = text.strip()
+    policy, at, scope = text.partition("@")
+    name, options = user_file.divide(policy.partition("+")[0])
+    preset = next((preset for preset in PRESETS if preset.name == name), None)
+    if preset is None:
+        return _checked(_divided(text, policy, scope if at else SHARED))
+    if "+" in policy:
+        raise InputError(f"{name} is a preset and stands for {preset.policy}: write that to change a half of it")
+    policy, own_at, own_scope = preset.policy.partition("@")
+    spec = _divided(text, policy, scope if at else own_scope if own_at else SHARED)
+    return _checked(_with_options(replace(spec, preset=name), options))
+
+
+def _divided(text: str, policy: str, scope: str) -> PolicySpec:
+    """What stands before and behind the @, in its parts."""
+    name, _, scope_options = scope.strip().partition(":")
+    _scope(name)
+    kept, plus, fetched = policy.partition("+")
     evict, evict_options = user_file.divide(kept)
-    _options(_keeper(evict), evict_options)
-    if not plus:
-        both = evict in _prefetch
-        return PolicySpec(
-            text.strip(), evict, evict if both else NO_PREFETCH, evict_options, evict_options if both else ""
-        )
-    prefetch, prefetch_options = user_file.divide(fetched)
-    _options(_fetcher(prefetch), prefetch_options)
-    return PolicySpec(text.strip(), evict, prefetch, evict_options, prefetch_options)
+    _keeper(evict)
+    if plus:
+        prefetch, prefetch_options = user_file.divide(fetched)
+    else:
+        prefetch, prefetch_options = (evict, evict_options) if evict in _prefetch else (NO_PREFETCH, "")
+    return PolicySpec(text, evict, prefetch, evict_options, prefetch_options, name, scope_options)
+
+
+def _checked(spec: PolicySpec) -> PolicySpec:
+    """InputError for a name or an option that there is not."""
+    spec.resolved()
+    return spec
+
+
+def _with_options(spec: PolicySpec, options: str) -> PolicySpec:
+    """A preset with options of its own, each given to every part that declares it. InputError if none does."""
+    parts = {
+        "evict_options": _options(_keeper(spec.evict), ""),
+        "prefetch_options": _options(_fetcher(spec.prefetch), ""),
+        "scope_options": _options(_scope(spec.scope), ""),
+    }
+    for option in filter(None, options.split(":")):
+        key = option.partition("=")[0]
+        taking = [part for part, declared in parts.items() if key in declared]
+        if not taking:
+            known = set().union(*parts.values())
+            raise unknown(f"option of {spec.preset}", key, known) if known else _no_options(spec.preset)
+        spec = replace(spec, **{part: _joined(getattr(spec, part), option) for part in taking})
+    return spec
+
+
+def _joined(*parts: str) -> str:
+    return ":".join(filter(None, parts))
+
+
+def _scope(name: str) -> type[Scope]:
+    if name not in SCOPES:
+        raise InputError(f"{unknown('scope', name, SCOPES)} (what follows an @ is a scope: a path before it has no @)")
+    return SCOPES[name]
 
 
 def _keeper(name: str) -> type[RetentionPolicy]:
@@ -183,7 +285,7 @@ def _keeper(name: str) -> type[RetentionPolicy]:
     _load()
     cls = user_file.load(name) if user_file.is_in_a_file(name) else _retention.get(name) or _prefetch.get(name)
     if cls is None:
-        raise unknown("policy", name, _retention)
+        raise unknown("policy", name, [*_retention, *(preset.name for preset in PRESETS)])
     if not issubclass(cls, RetentionPolicy):
         raise InputError(f"{name!r} is a prefetcher: name what to keep as well, as in lru+{name}")
     return cls
@@ -204,8 +306,12 @@ def _make(cls: type[Any], shape: Shape, text: str) -> Any:
     return cls(shape, cls.Options(**_options(cls, text)))
 
 
-def _options(cls: type[Listener], text: str) -> dict[str, Any]:
-    """The options of a policy, `key=value` pairs between colons over the defaults, each of its default's type."""
+def _no_options(name: str) -> InputError:
+    return InputError(f"{name} has no options")
+
+
+def _options(cls: type[Listener] | type[Scope], text: str) -> dict[str, Any]:
+    """The options of a policy or a scope, `key=value` pairs between colons over the defaults, of their types."""
     declared = cls.Options
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(declared):
@@ -217,9 +323,7 @@ def _options(cls: type[Listener], text: str) -> dict[str, Any]:
     for part in filter(None, text.split(":")):
         key, equals, value = part.partition("=")
         if key not in fields:
-            raise (
-                unknown(f"option of {cls.name}", key, fields) if fields else InputError(f"{cls.name} has no options")
-            )
+            raise unknown(f"option of {cls.name}", key, fields) if fields else _no_options(cls.name)
         try:
             values[key] = _like(fields[key], value)
         except ValueError:

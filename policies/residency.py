@@ -20,9 +20,13 @@ One transfer is on the link at a time. An engine calls
     end_request  after the last head of a request            (rule 10)
 
 A score policy is served wholly by the compiled core; any other names its victims in Python, at the same moments.
+
+The slots may be divided into partitions, one for each layer (`policies.scope`). Then "a slot" in rule 5 is one of the
+expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any
+case. With one partition that is the best queued prefetch or none, as the rule says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -33,8 +37,9 @@ from policies.core import BLOCKED, NO_EXPERT
 
 
 class Residency:
-    """The machine over one cache of `slots` experts under one retention policy.
+    """The machine over one cache under one retention policy.
 
+    partitions: slots of each, in the order of the experts that share them: one for all layers or one for each.
     one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);
     it has no meaning for a policy without scores.
 
@@ -44,11 +49,13 @@ class Residency:
     see `policies.core`.
     """
 
-    def __init__(self, shape: Shape, slots: int, policy: RetentionPolicy, one_scale: bool = False) -> None:
-        if slots < 1:
-            raise ValueError(f"a cache needs at least one slot, not {slots}")
+    def __init__(
+        self, shape: Shape, partitions: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
+    ) -> None:
+        if len(partitions) not in (1, shape.layers) or min(partitions) < 1:
+            raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
-        self.m = m = core.new(shape.total, slots)
+        self.m = m = core.new(shape.total, partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
@@ -133,10 +140,14 @@ class Residency:
                 return *started, False
         if one[core.PAUSED] != NO_EXPERT:
             return int(core.resume(self.m)), NO_EXPERT, True
-        expert = int(core.best_queued(self.m, self.keep))
-        if expert == NO_EXPERT:
-            return NO_EXPERT, NO_EXPERT, True
-        return *self._start(expert, may_break_protection=False), True
+        one[core.ATTEMPT] += 1
+        answer = NO_EXPERT
+        while (expert := int(core.best_queued(self.m, self.keep))) != NO_EXPERT:
+            answer, victim = self._start(expert, may_break_protection=False)
+            if answer != BLOCKED:
+                return answer, victim, True
+            self.m[core.SHUT, self.m[core.PARTITION, expert]] = one[core.ATTEMPT]
+        return answer, NO_EXPERT, True
 
     def _interrupt_in_python(self) -> tuple[int, int]:
         one = self.m[core.ONE]
@@ -153,11 +164,11 @@ class Residency:
         return self._start(expert, may_break_protection=True)
 
     def _start(self, expert: int, may_break_protection: bool) -> tuple[int, int]:
-        victim = NO_EXPERT
-        if self.m[core.ONE, core.FREE] == 0:
-            offered = core.evictable(self.m, False)
+        victim, partition = NO_EXPERT, int(self.m[core.PARTITION, expert])
+        if self.m[core.FREE, partition] == 0:
+            offered = core.evictable(self.m, partition, False)
             if len(offered) == 0 and may_break_protection:
-                offered = core.evictable(self.m, True)
+                offered = core.evictable(self.m, partition, True)
             if len(offered) == 0:
                 return BLOCKED, NO_EXPERT
             victim = self.policy.victim(offered)

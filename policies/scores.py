@@ -10,7 +10,7 @@ from numba import njit
 
 from policies.contract import Float
 
-NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU = range(7)
+NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
 OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
 
 
@@ -32,6 +32,8 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
     elif rule == LRFU:
         keep[0, expert] = np.logaddexp2(keep[0, expert], keep[OPTION, 0] * serial)
         keep[1, expert] = serial
+    elif rule == VISITS:
+        keep[1, expert] += keep[OPTION, 0]
 
 
 @njit(cache=True, nogil=True)
@@ -48,3 +50,5 @@ def on_evict(rule: int, keep: Float, expert: int) -> None:
     """`expert` leaves the cache."""
     if rule == LFU:
         keep[0, expert] = 0
+    elif rule == VISITS:
+        keep[1, expert] = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from policies.contract import Shape
-from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
 
 Layers = list[dict[int, int]]  # of each layer: tokens by expert, ids within the layer
 Step = tuple[int, Layers]  # phase, layers
@@ -104,4 +104,20 @@ def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
         offsets=np.cumsum(np.array([0, *(len(chosen) for _, chosen in events)], np.int64)),
         experts=np.array([layer * shape.experts + e for layer, chosen in events for e in chosen], np.int64),
         counts=np.array([n for _, chosen in events for n in chosen.values()], np.int64),
+        lookahead=_lookahead(events, shape),
+    )
+
+
+def _lookahead(events: list[tuple[int, dict[int, int]]], shape: Shape) -> Lookahead:
+    """Picks for each event that follow from the event before it alone, when they are known: its experts' neighbours."""
+    L, E = shape.layers, shape.experts
+    picks: list[dict[int, int]] = []
+    for i, (layer, _) in enumerate(events):
+        before = events[i - 1][1] if layer else {}
+        picks.append(dict(sorted((layer * E + (e + 1) % E, n) for e, n in before.items())))
+    return Lookahead(
+        layers=L,
+        offsets=np.cumsum(np.array([0, *map(len, picks)], np.int64)),
+        experts=np.array([expert for picked in picks for expert in picked], np.int64),
+        counts=np.array([n for picked in picks for n in picked.values()], np.int64),
     )

@@ -16,7 +16,7 @@ from traces.trace import Trace
 
 @dataclass(frozen=True)
 class StaticOptions:
-    """profile: a trace folder of the same model; its path holds no colon and no plus sign."""
+    """profile: a trace folder of the same model; its path holds no colon, plus sign or @."""
 
     profile: str = ""
 

@@ -174,6 +174,7 @@ def _choose(wish: Wish, device: str, host_dedup: int | None, verify: bool) -> "C
     chosen = choose_device(device)
     loaded = wish.setup.load()
     slots = parse_cache_size(wish.cache_size, loaded.all_experts, loaded.expert_bytes)
+    loaded.require(policy, slots)
     if wish.cache_experts not in (None, slots):
         raise InputError(
             f"a cache of {wish.cache_size} was {wish.cache_experts} experts in the sweep and is {slots} with this "

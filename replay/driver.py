@@ -45,6 +45,7 @@ class Plan:
     expert_bytes: int
     chunk_bytes: int | None = None  # None: the whole expert
     cold: bool = False
+    experts_per_layer: float | None = None  # of `sim.timing`, on this device; a prefetch budget needs it
 
 
 def play(plan: Plan, device: Device, on_step: Callable[[Row], None] | None = None) -> RunLog:
@@ -58,7 +59,7 @@ class Driver:
     def __init__(self, plan: Plan, device: Device) -> None:
         self.plan = plan
         self.device = device
-        self.policy = Pair(plan.policy, plan.shape, plan.requests)
+        self.policy = Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer)
         self.machine = self.policy.residency(plan.slots)
         self.pump = Pump(self.machine, device, plan.expert_bytes, plan.chunk_bytes)
         self._proposal: tuple[Int, Float] | None = None

@@ -97,7 +97,7 @@ def measure(device: Device, plan: Plan, most_tokens: int) -> tuple[MeasuredTimin
 
 def policy_ns(plan: Plan) -> int:
     """Median time for which an event occupies a fresh policy, over the first events: it has learned little by then."""
-    policy = Pair(plan.policy, plan.shape, plan.requests)
+    policy = Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer)
     if policy.silent:
         return 0
     took = [0]

@@ -20,7 +20,7 @@ from sim.log import RunLog
 from sim.quantities import show_bytes
 from sim.results import Cell, summarise
 from sim.results import Row as ResultRow
-from sim.timing import Link, Timing
+from sim.timing import Link, Timing, experts_per_layer
 from traces.errors import InputError, unknown
 from traces.steps import PREFILL
 
@@ -56,7 +56,12 @@ class Choice:
             expert_bytes=self.loaded.expert_bytes,
             chunk_bytes=setup.chunk_bytes,
             cold=setup.cold,
+            experts_per_layer=self.window(self.loaded.timing, self.loaded.link),
         )
+
+    def window(self, timing: Timing, link: Link) -> float:
+        """What a prefetch budget is a share of, on that machine."""
+        return experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
 
     @property
     def most_tokens(self) -> int:
@@ -121,6 +126,7 @@ def run(choice: Choice, on_step: Callable[[Row], None] | None = None) -> Outcome
 
             cell = replace(cell, hardware=str(facts["device_name"]))
             measured = measure(device, plan, choice.most_tokens)
+            plan = replace(plan, experts_per_layer=choice.window(*measured))
         log = play(plan, device, on_step)
     row, by_request = summarise(log, cell, loaded.trace.requests)
     row |= {"device": choice.device, **facts, **_moved(log, plan, measured[1] if measured else None)}
@@ -210,7 +216,15 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
 
     def row(machine: str, timing: Timing, link: Link) -> ResultRow:
         log: RunLog = simulate(
-            plan.requests, plan.shape.layers, plan.shape.experts, plan.slots, plan.policy, timing, link, plan.cold
+            plan.requests,
+            plan.shape.layers,
+            plan.shape.experts,
+            plan.slots,
+            plan.policy,
+            timing,
+            link,
+            plan.cold,
+            experts_per_layer=choice.window(timing, link),
         )
         return summarise(log, replace(cell, hardware=machine), loaded.trace.requests)[0]
 

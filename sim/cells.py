@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
+from policies.contract import Shape
 from policies.registry import PolicySpec
 from sim import models
 from sim.hardware import Hardware, hardware
 from sim.log import RunLog
 from sim.models import ModelProfile
 from sim.results import Cell
-from sim.timing import Link, Roofline, host_link
+from sim.timing import Link, Roofline, experts_per_layer, host_link
 from traces.errors import InputError
 from traces.steps import RequestSteps
 from traces.trace import Trace
@@ -49,7 +50,7 @@ class Setup:
 
     def load(self) -> "Loaded":
         """Read everything. InputError for whatever cannot be used."""
-        trace = Trace.read(self.trace)
+        trace = Trace.read(self.trace, ["lookahead"])
         if trace.aggregate is not None:
             raise InputError(
                 f"{self.trace} holds EAMs only, no sequences that could be played: its source counted tokens"
@@ -114,6 +115,15 @@ class Loaded:
         assert self.profile
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
+    def require(self, policy: PolicySpec, slots: int) -> None:
+        """InputError for what the policy lacks: slots for its scope, or a column (untimed nothing is prefetched)."""
+        policy.divide(Shape(self.trace.layers, self.trace.num_experts), slots)
+        if self.hardware and policy.needs_lookahead and self.trace.lookahead is None:
+            raise InputError(
+                f"{policy.text}: the trace {self.setup.trace} has no lookahead column; "
+                "record it with `moe-trace record --lookahead`"
+            )
+
     def play(self, policy: PolicySpec, slots: int, progress: Callable[[int], None] | None = None) -> RunLog:
         """Run one cell; `progress` is called with the number of steps of each request that has ended."""
         requests, layers, experts = Requests(self.trace), self.trace.layers, self.trace.num_experts
@@ -125,7 +135,8 @@ class Loaded:
         from sim.model import simulate
 
         timing, link = self.timing, self.link
-        return simulate(requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress)
+        window = experts_per_layer(timing, link, layers, self.trace.top_k)
+        return simulate(requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress, window)
 
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         """What the rows of that cell say of it."""

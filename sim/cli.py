@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from sim.commands_analysis import analyze, compare
+from sim.commands_analysis import SCOPE_HELP, analyze, compare
+from sim.commands_eamc import eamc
+from sim.commands_train import train_stride
 from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
+    from policies.registry import PolicyInfo
     from sim.cells import Loaded
     from sim.sweep import Grid
 
@@ -39,6 +42,7 @@ def sweep(
         str | None,
         typer.Option(help=f"Names or FILE.py:CLASS; lru+eamc pairs retention and prefetch; else {POLICIES}."),
     ] = None,
+    scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
     evict: Annotated[str | None, typer.Option(help="Retention policies, each with every --prefetch.")] = None,
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
     cache_sizes: Annotated[
@@ -94,7 +98,9 @@ def sweep(
         raise InputError(f"--workers {workers}: at least one process has to work")
     names = _names(policies, evict, prefetch)
     loaded = setup.load()
-    grid = grid_of(loaded, POLICIES if names is None else names, CACHE_SIZES if cache_sizes is None else cache_sizes)
+    grid = grid_of(
+        loaded, POLICIES if names is None else names, CACHE_SIZES if cache_sizes is None else cache_sizes, scope
+    )
     defaults = {
         f"the shipped trace {setup.trace}": not trace,
         f"policies {POLICIES}": names is None,
@@ -122,9 +128,9 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def grid_of(loaded: "Loaded", policies: str, cache_sizes: str) -> "Grid":
-    """The cells, each policy and each number of slots once."""
-    from policies.registry import parse
+def grid_of(loaded: "Loaded", policies: str, cache_sizes: str, scope: str | None) -> "Grid":
+    """The cells, each policy and each number of slots once; `scope` is of the policies that name none."""
+    from policies.registry import SHARED, parse
     from sim.quantities import parse_cache_size
     from sim.sweep import Grid
 
@@ -135,10 +141,12 @@ def grid_of(loaded: "Loaded", policies: str, cache_sizes: str) -> "Grid":
             sizes[text] = slots
     if not sizes:
         raise InputError(f"--cache-sizes {cache_sizes!r} names none: write 10%,25% or 64 or 8GiB")
-    specs = [parse(name) for name in dict.fromkeys(_listed(policies))]
+    specs = [parse(name).within(SHARED if scope is None else scope) for name in _listed(policies)]
     if not specs:
         raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
-    return Grid(tuple(specs), sizes)
+    for spec in specs:
+        loaded.require(spec, min(sizes.values()))
+    return Grid(tuple({spec.text: spec for spec in specs}.values()), sizes)
 
 
 def _say_what_was_taken(defaults: list[str], loaded: "Loaded") -> None:
@@ -179,10 +187,23 @@ def _run(loaded: "Loaded", grid: "Grid", folder: Path, workers: int, as_json: bo
 
 
 @app.command()
-def policies() -> None:
-    """List the policies: pairs, what to keep (retention), what to fetch early (prefetch)."""
-    from policies.registry import available
+def policies(
+    name: Annotated[str | None, typer.Argument(help="Tell all of this one.")] = None,
+) -> None:
+    """List the policies: pairs, what to keep (retention), what to fetch early (prefetch), and presets of these.
 
+    [b]moe-sim policies pre-gated[/b]
+    """
+    from policies.registry import available
+    from traces.errors import unknown
+
+    listed = available()
+    if name is not None:
+        found = [policy for policy in listed if policy.name == name]
+        if not found:
+            raise unknown("policy", name, [policy.name for policy in listed])
+        console.out.print(_whole(found[0]), markup=False, soft_wrap=True)
+        return
     table = Table(
         Column("name", no_wrap=True),
         "kind",
@@ -191,10 +212,26 @@ def policies() -> None:
         box=None,
         header_style="bold",
     )
-    for policy in available():
-        options = " ".join(f"{name}={value}" for name, value in policy.options.items())
+    for policy in listed:
+        options = f"= {policy.stands_for}" if policy.stands_for else _written(policy.options)
         table.add_row(policy.name, policy.kind + (", oracle" if policy.oracle else ""), policy.summary, options)
     console.out.print(table)
+
+
+def _whole(policy: "PolicyInfo") -> str:
+    """Everything that is known of a policy."""
+    head = f"{policy.name} ({policy.kind}{', oracle' if policy.oracle else ''}): {policy.summary}"
+    if not policy.stands_for:
+        return "\n\n".join([head, policy.theory, f"Options: {_written(policy.options) or 'none'}"])
+    lines = [f"Stands for {policy.stands_for}"]
+    for part, resolved in policy.options.items():
+        options = {key: value for key, value in resolved.items() if key != "name"}
+        lines.append(f"{part}: {resolved['name']} {_written(options)}".rstrip())
+    return "\n\n".join([head, "\n  ".join(lines), f"What differs: {policy.theory}"])
+
+
+def _written(options: dict[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in options.items())
 
 
 @app.command()
@@ -272,7 +309,9 @@ def conformance(
 
 
 app.command()(analyze)
+app.command()(train_stride)
 app.command()(compare)
+app.add_typer(eamc, name="eamc")
 
 
 def main() -> None:

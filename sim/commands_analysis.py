@@ -16,10 +16,13 @@ if TYPE_CHECKING:
     from sim.analysis import Analysis
     from sim.compare import Difference, Played
 
+SCOPE_HELP = "What shares the slots: global, layer or layer:profile=TRACE; of policies without an @ of their own."
+
 
 def analyze(
     trace: Annotated[Path | None, typer.Argument(help="Folder of a trace; the shipped one if left out.")] = None,
     policies: Annotated[str, typer.Option(help="Whose misses to split.")] = "lru,lfu,eamc",
+    scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
     cache_sizes: Annotated[
         str, typer.Option("--cache-sizes", "--cache-size", help="Shares (25%), experts (64) or bytes (8GiB).")
     ] = "10%,25%,50%",
@@ -47,7 +50,7 @@ def analyze(
     path = trace or demo_trace()
     setup = Setup(trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
     loaded = setup.load()
-    grid = grid_of(loaded, policies, cache_sizes)
+    grid = grid_of(loaded, policies, cache_sizes, scope)
     folder = out or Path("results") / path.resolve().name / "analysis"
     writable(folder, ["misses.parquet"])
     with report.progress(to_play(grid) * len(loaded.trace.requests), quiet) as advance:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from policies.scope import SCOPES
 from sim.quantities import parse_cache_size
 from sim.results import REQUESTS, RESULTS
 from traces.errors import InputError, unknown
@@ -118,12 +119,18 @@ def read(folder: Path) -> list[Played]:
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:
-    """`results/x:policy@size` as folder, policy and size, as far as they are named. InputError for no folder."""
+    """`results/x:policy@size` as folder, policy and size, as far as they are named. InputError for no folder.
+
+    The policy may name its scope: `results/x:lru@layer@25%`.
+    """
     if Path(text).is_dir():
         return Path(text), None, None
     for i, letter in enumerate(text):
         if letter == ":" and Path(text[:i]).is_dir():
-            policy, _, size = text[i + 1 :].partition("@")
+            cell = text[i + 1 :]
+            policy, _, size = cell.rpartition("@") if "@" in cell else (cell, "", "")
+            if size.partition(":")[0] in SCOPES:
+                policy, size = cell, ""
             return Path(text[:i]), policy or None, size or None
     raise InputError(f"no results folder {text}: write results/x, or results/x:policy@size for one of its cells")
 

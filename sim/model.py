@@ -68,13 +68,15 @@ def simulate(
     link: Link,
     cold: bool = False,
     progress: Callable[[int], None] | None = None,
+    experts_per_layer: float | None = None,
 ) -> RunLog:
     """Play `requests` one after another through a cache of `slots` experts.
 
     `requests` is a sequence of `RequestSteps` of a model of `layers` x `experts`; `progress` is called with the
     number of steps of each request that has ended. An oracle policy reads `requests` before the run, no other does.
+    A policy with a prefetch budget needs `experts_per_layer` (`sim.timing`).
     """
-    model = Model(requests, Shape(layers, experts), slots, policy, timing, link, cold)
+    model = Model(requests, Shape(layers, experts), slots, policy, timing, link, cold, experts_per_layer)
     return model.run(progress)
 
 
@@ -90,13 +92,14 @@ class Model:
         timing: Timing,
         link: Link,
         cold: bool,
+        experts_per_layer: float | None,
     ) -> None:
         self.env = Nanoseconds()
         self.requests = requests
         self.shape = shape
         self.timing = timing
         self.cold = cold
-        self.policy = Pair(policy, shape, requests)
+        self.policy = Pair(policy, shape, requests, experts_per_layer=experts_per_layer)
         self.machine = self.policy.residency(slots)
         self.hits = HitQueue(self.machine)
         self.link = HostLink(self.env, self.machine, link, self.hits)

@@ -7,6 +7,7 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from policies.registry import SHARED
 from sim.cells import Loaded
 from sim.quantities import show_bytes
 from sim.results import Row
@@ -18,7 +19,8 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     """Cache sizes that cannot work well: below one token's demand, or above the GPU's memory."""
     found = []
     demand = loaded.token_experts
-    for slots in grid.sizes.values() if loaded.trace.phases != "prefill" else ():
+    shared = any(policy.scope == SHARED for policy in grid.policies)  # a layer's own slots are used once a token
+    for slots in grid.sizes.values() if shared and loaded.trace.phases != "prefill" else ():
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k
             found.append(

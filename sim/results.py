@@ -7,6 +7,7 @@ a prefetch as exposed transfer time. Tokens per second: all tokens counted over 
 """
 
 import json
+import math
 import subprocess
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -145,11 +146,18 @@ def coverage(misses: int, without_prefetch: int) -> float | None:
 def _identity(cell: Cell) -> Row:
     return {
         "policy": cell.policy,
-        "options": json.dumps(cell.options, sort_keys=True),
+        "options": json.dumps(_finite(cell.options), sort_keys=True, allow_nan=False),
         "trace": cell.trace,
         "cache_experts": cell.cache_experts,
         "cache_fraction": cell.cache_experts / cell.all_experts,
     }
+
+
+def _finite(value: Any) -> Any:
+    """The same for JSON, which knows no infinity: it is written as text."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _times(log: RunLog, counted: Any) -> Row:

@@ -110,10 +110,10 @@ def _misses_without_prefetch(
     policy: PolicySpec, slots: int, grid: Grid, rows: dict[tuple[str, int], Found]
 ) -> int | None:
     """Of the cell that differs in nothing but prefetch; None if `policy` is one, or the grid has none."""
-    plain = policy.without_prefetch().options()
-    if policy.options() == plain:
+    plain = policy.without_prefetch().resolved()
+    if policy.resolved() == plain:
         return None
-    same = [other.text for other in grid.policies if other.options() == plain and (other.text, slots) in rows]
+    same = [other.text for other in grid.policies if other.resolved() == plain and (other.text, slots) in rows]
     return int(rows[same[0], slots][0]["misses"]) if same else None
 
 

@@ -102,6 +102,18 @@ def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None =
     )
 
 
+def experts_per_layer(timing: Timing, link: Link, layers: int, top_k: int) -> float:
+    """How many experts the link carries while one layer of a decoded token computes, all its experts at hand.
+
+    Dense part (mean of the layers), `top_k` experts and combine over one transfer. The context is empty, so that a
+    prefetch budget, which is a share of this (`policies.limits`), is never overrated.
+    """
+    dense_ns = sum(timing.dense_ns(layer, 1, 1) for layer in range(layers)) / layers
+    computing_ns = dense_ns + top_k * timing.expert_ns(1) + timing.combine_ns(1)
+    moving_ns = link.used_ns(link.expert_bytes)
+    return computing_ns / moving_ns if moving_ns else math.inf
+
+
 @dataclass(frozen=True)
 class _Stretch:
     """Layers' dense parts in a row."""

@@ -4,7 +4,8 @@ Plain Python, written from the contract's text alone, importing nothing of this 
 events ordered by (time, kind, id, serial), where every end of compute and every chunk is an event
 of its own. `run_case` answers a case of the conformance format with its result and the five parts
 of the stall. Beyond the format, for fuzzing: evict "belady", one_scale (rule 6's end, by the first
-part of a score), and prefetch "scripted" with `proposals`: for each event its [id, priority] pairs.
+part of a score), prefetch "scripted" with `proposals`: for each event its [id, priority] pairs, and
+`partitions`: the slots of each layer, where layers share none; else all layers share `slots`.
 """
 
 from __future__ import annotations
@@ -237,13 +238,17 @@ class Reference:
         if self.moving is not None:
             return
         late = self.paused is not None and self.paused.late
-        if self.demands and not late and self.take_slot(for_prefetch=False):
+        if self.demands and not late and self.take_slot(self.demands[0], None):
             self.start_transfer(Transfer(self.demands.pop(0), prefetched=False))
         elif self.paused is not None:
             self.moving, self.paused = self.paused, None
             self.move_chunk()
-        elif not self.demands and self.prefetches and self.take_slot(for_prefetch=True):
-            self.start_transfer(Transfer(self.prefetches.pop(0)[1], prefetched=True))
+        elif not self.demands:
+            for queued in self.prefetches:  # the best that can have a slot
+                if self.take_slot(queued[1], -queued[0]):
+                    self.prefetches.remove(queued)
+                    self.start_transfer(Transfer(queued[1], prefetched=True))
+                    break
 
     def start_transfer(self, transfer: Transfer) -> None:
         expert = transfer.expert
@@ -292,11 +297,17 @@ class Reference:
 
     # Slots and victims (rules 5 to 8)
 
-    def take_slot(self, for_prefetch: bool) -> bool:
-        """Whether a slot is free now, if need be by an eviction."""
-        if len(self.ready) + len(self.loading) < self.case["slots"]:
+    def share_slots(self, one: int, other: int) -> bool:
+        return self.case.get("partitions") is None or one // self.E == other // self.E
+
+    def take_slot(self, expert: int, priority: float | None) -> bool:
+        """Whether a slot is free now for `expert`, if need be by an eviction. A demand has no priority."""
+        for_prefetch = priority is not None
+        partitions = self.case.get("partitions")
+        slots = self.case["slots"] if partitions is None else partitions[expert // self.E]
+        if sum(self.share_slots(expert, other) for other in self.ready | self.loading) < slots:
             return True
-        evictable = self.ready - self.pinned
+        evictable = {other for other in self.ready - self.pinned if self.share_slots(expert, other)}
         protected = evictable & self.unused_prefetch & self.proposal
         candidates = evictable - protected
         if not for_prefetch and not candidates:
@@ -304,10 +315,8 @@ class Reference:
         if not candidates:
             return False
         victim = min(candidates, key=lambda expert: (self.keep_score(expert), expert))
-        if for_prefetch and self.case.get("one_scale", False):
-            priority = -self.prefetches[0][0]
-            if self.keep_score(victim)[0] >= priority:
-                return False
+        if for_prefetch and self.case.get("one_scale", False) and self.keep_score(victim)[0] >= priority:
+            return False
         self.result["evictions"].append(victim)
         self.leave_cache(victim)
         return True

@@ -86,6 +86,14 @@ def check_ids(
     raise InputError(f"{place} repeat an expert")
 
 
+def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str) -> None:
+    """Its ids are those of experts, none twice for a token and layer. lookahead: [tokens, L, k]."""
+    unrouted = np.where(lookahead == meta.sentinel, np.int32(-1), lookahead.astype(np.int32))
+    if fault := first_fault(unrouted, meta.experts):
+        row, layer, reason = fault
+        raise InputError(f"{where}: lookahead of token row {row}, MoE layer {layer}: {reason}")
+
+
 def _scan_in_threads(
     experts: NDArray[np.unsignedinteger],
     offsets: NDArray[np.int64],

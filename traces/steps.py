@@ -12,6 +12,27 @@ from numpy.typing import NDArray
 PREFILL, DECODE = 0, 1
 
 Int = NDArray[np.int64]
+Flat = tuple[Int, Int, Int]
+"""offsets [S * L + 1], expert ids [A], and the tokens [A] that chose each."""
+
+
+@dataclass(frozen=True)
+class Lookahead:
+    """What each event's router picks when given what entered the MoE layer before it, laid out as the choices are.
+
+    The pick for layer l is known once the router of layer l - 1 is, which had the same input: not before.
+    """
+
+    layers: int  # L
+    offsets: Int  # [S * L + 1]
+    experts: Int  # [A'] expert ids, ascending within an event
+    counts: Int  # [A'] tokens of the step for which the expert is picked
+
+    def after(self, step: int, layer: int) -> tuple[Int, Int]:
+        """Ids [n] and tokens [n] picked for the layer that follows `layer` in the step; none after the last layer."""
+        event = step * self.layers + layer + 1
+        picked = slice(self.offsets[event], self.offsets[event + (layer + 1 < self.layers)])
+        return self.experts[picked], self.counts[picked]
 
 
 @dataclass(frozen=True)
@@ -25,62 +46,100 @@ class RequestSteps:
     offsets: Int  # [S * L + 1] event (s, l) owns accesses offsets[s*L + l] to offsets[s*L + l + 1]
     experts: Int  # [A] expert ids, ascending within an event
     counts: Int  # [A] tokens of the step that chose the expert
+    lookahead: Lookahead | None = None  # None: not recorded
 
 
-def decode_steps(request: int, experts: NDArray[np.integer], E: int, sentinel: int, context: Int) -> RequestSteps:
+def decode_steps(
+    request: int,
+    experts: NDArray[np.integer],
+    E: int,
+    sentinel: int,
+    context: Int,
+    lookahead: NDArray[np.integer] | None = None,
+) -> RequestSteps:
     """Play each token as a step of its own.
 
-    experts: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; context: [tokens].
+    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; context: [tokens].
     """
     tokens, L, _ = experts.shape
-    chosen = np.sort(experts.astype(np.int64), axis=-1)
-    here = chosen != sentinel
-    ids = chosen + (np.arange(L, dtype=np.int64) * E)[None, :, None]
-    offsets = np.zeros(tokens * L + 1, np.int64)
-    np.cumsum(here.sum(axis=-1).ravel(), out=offsets[1:])
-    flat = ids[here]
+    offsets, ids, counts = _token_by_token(experts, E, sentinel)
     return RequestSteps(
         request=request,
         phase=np.full(tokens, DECODE, np.uint8),
         tokens=np.ones(tokens, np.int64),
         context=context.astype(np.int64),
         offsets=offsets,
-        experts=flat,
-        counts=np.ones(len(flat), np.int64),
+        experts=ids,
+        counts=counts,
+        lookahead=None if lookahead is None else Lookahead(L, *_token_by_token(lookahead, E, sentinel)),
     )
 
 
-def prefill_step(request: int, experts: NDArray[np.integer], E: int, sentinel: int) -> RequestSteps:
-    """Play all tokens as one step. experts: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
+def prefill_step(
+    request: int,
+    experts: NDArray[np.integer],
+    E: int,
+    sentinel: int,
+    lookahead: NDArray[np.integer] | None = None,
+) -> RequestSteps:
+    """Play all tokens as one step. experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
     tokens, L, _ = experts.shape
-    chosen = experts.astype(np.int64)
-    ids = chosen + (np.arange(L, dtype=np.int64) * E)[None, :, None]
-    counts = np.bincount(ids[chosen != sentinel], minlength=L * E)
-    used = np.flatnonzero(counts)
-    offsets = np.zeros(L + 1, np.int64)
-    np.cumsum(np.bincount(used // E, minlength=L), out=offsets[1:])
+    offsets, ids, counts = _all_together(experts, E, sentinel)
     return RequestSteps(
         request=request,
         phase=np.array([PREFILL], np.uint8),
         tokens=np.array([tokens], np.int64),
         context=np.array([tokens], np.int64),
         offsets=offsets,
-        experts=used.astype(np.int64),
-        counts=counts[used].astype(np.int64),
+        experts=ids,
+        counts=counts,
+        lookahead=None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel)),
     )
+
+
+def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
+    """[tokens, L, k] laid out flat, an event for each (token, layer)."""
+    tokens, L, _ = chosen.shape
+    ascending = np.sort(chosen.astype(np.int64), axis=-1)
+    here = ascending != sentinel
+    ids = ascending + (np.arange(L, dtype=np.int64) * E)[None, :, None]
+    offsets = np.zeros(tokens * L + 1, np.int64)
+    np.cumsum(here.sum(axis=-1).ravel(), out=offsets[1:])
+    flat = ids[here]
+    return offsets, flat, np.ones(len(flat), np.int64)
+
+
+def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
+    """[tokens, L, k] laid out flat, an event for each layer."""
+    L = chosen.shape[1]
+    wide = chosen.astype(np.int64)
+    ids = wide + (np.arange(L, dtype=np.int64) * E)[None, :, None]
+    counts = np.bincount(ids[wide != sentinel], minlength=L * E)
+    used = np.flatnonzero(counts)
+    offsets = np.zeros(L + 1, np.int64)
+    np.cumsum(np.bincount(used // E, minlength=L), out=offsets[1:])
+    return offsets, used.astype(np.int64), counts[used].astype(np.int64)
 
 
 def join(parts: list[RequestSteps]) -> RequestSteps:
     """The steps of one request, one part after the other (its prefill, then its decode)."""
-    ends = np.cumsum([0] + [len(part.experts) for part in parts])
+    offsets, experts, counts = _end_to_end([(part.offsets, part.experts, part.counts) for part in parts])
+    ahead = [part.lookahead for part in parts if part.lookahead]
+    picks = [(each.offsets, each.experts, each.counts) for each in ahead]
     return RequestSteps(
         request=parts[0].request,
         phase=np.concatenate([part.phase for part in parts]),
         tokens=np.concatenate([part.tokens for part in parts]),
         context=np.concatenate([part.context for part in parts]),
-        offsets=np.concatenate(
-            [np.zeros(1, np.int64)] + [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
-        ),
-        experts=np.concatenate([part.experts for part in parts]),
-        counts=np.concatenate([part.counts for part in parts]),
+        offsets=offsets,
+        experts=experts,
+        counts=counts,
+        lookahead=Lookahead(ahead[0].layers, *_end_to_end(picks)) if ahead else None,
     )
+
+
+def _end_to_end(parts: list[Flat]) -> Flat:
+    ends = np.cumsum([0] + [len(ids) for _, ids, _ in parts])
+    shifted = [offsets[1:] + end for (offsets, _, _), end in zip(parts, ends, strict=False)]
+    offsets = np.concatenate([np.zeros(1, np.int64), *shifted])
+    return offsets, np.concatenate([ids for _, ids, _ in parts]), np.concatenate([counts for _, _, counts in parts])

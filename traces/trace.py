@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_ids, check_order, check_requests, count_eams
+from traces.check import check_ids, check_lookahead, check_order, check_requests, count_eams
 from traces.errors import InputError
 from traces.reader import Folder, Requests, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
@@ -84,6 +84,8 @@ class Trace:
             check_requests(listed.frame, offsets, arrays["phase"], where)
             check_order(offsets, arrays["phase"], arrays["position"], where)
             check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where)
+            if "lookahead" in arrays:
+                check_lookahead(meta, arrays["lookahead"], where)
         elif len(request):
             raise InputError(f"{where} says that it holds EAMs only, but has {len(request)} rows of routing")
         return Trace(
@@ -169,12 +171,14 @@ class Trace:
         """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one."""
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         experts, context = self.experts[rows], self.position[rows].astype(np.int64) + 1
+        ahead, ids = None if self.lookahead is None else self.lookahead[rows], (self.num_experts, self.sentinel)
         prompt = int(np.count_nonzero(self.phase[rows] == PREFILL))
         parts = []
         if prompt:
-            parts.append(prefill_step(i, experts[:prompt], self.num_experts, self.sentinel))
+            parts.append(prefill_step(i, experts[:prompt], *ids, None if ahead is None else ahead[:prompt]))
         if prompt < len(experts) or not parts:
-            parts.append(decode_steps(i, experts[prompt:], self.num_experts, self.sentinel, context[prompt:]))
+            rest = None if ahead is None else ahead[prompt:]
+            parts.append(decode_steps(i, experts[prompt:], *ids, context[prompt:], rest))
         return join(parts) if len(parts) > 1 else parts[0]
 
 

@@ -5,17 +5,14 @@ import itertools
 import pytest
 
 from policies.conformance import check
-from policies.registry import available
+from policies.registry import available, parse
 from policies.scripts import scripts
 from traces.errors import InputError
 
-NEEDS_A_TRACE = {"static"}  # a profile of one model's shape: its own tests hold it
+NEEDS_A_TRACE = {"static", "stride"}  # or what was trained on one, of one model's shape: their own tests hold them
 
-BUILT_IN = [
-    f"lru+{info.name}" if info.kind == "prefetch" else info.name
-    for info in available()
-    if info.name not in NEEDS_A_TRACE
-]
+TYPED = [f"lru+{info.name}" if info.kind == "prefetch" else info.name for info in available()]
+BUILT_IN = [typed for typed in TYPED if not NEEDS_A_TRACE & {part["name"] for part in parse(typed).resolved().values()}]
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)

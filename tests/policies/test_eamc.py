@@ -1,144 +1,329 @@
-"""`eamc` against its definition, written out with whole matrices and no shortcuts."""
+"""`eamc` with all its options against its definition, written out with whole matrices and no shortcuts."""
+
+import dataclasses
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.contract import Event, Shape
+from policies.eamc_options import EamcOptions
 from policies.registry import parse
-from traces.steps import DECODE, PREFILL
+from sim.untimed import count
+from tests.policies.slow_eamc import SlowEamc, compare, events, policy_of
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.synthetic import synthetic
+
+VALUES = {
+    "source": ["request", "both"],
+    "split": [False],
+    "layers": ["past"],
+    "cosine": ["rows"],
+    "matches": [3],
+    "replacement": ["least-used", "fifo", "k-means"],
+    "threshold": [-1.0, 0.2],
+    "depth": [1, 2],
+    "decay": ["none", "next"],
+    "keep": ["most-visited", "least-visited"],
+    "capacity": [2],
+    "eps": [0.5],
+}
+"""Other than the defaults, one at a time."""
+
+MATCHES = [
+    {"source": source, "layers": layers, "cosine": cosine}
+    for source in ("iteration", "request", "both")
+    for layers in ("all", "past", "future")
+    for cosine in ("flat", "rows")
+    if layers != "future" or source == "request"
+]
 
 
-def event_of(request: int, step: int, phase: int, layer: int, experts: np.ndarray, counts: np.ndarray) -> Event:
-    return Event(request, step, phase, layer, 0, experts, counts, 0, len(experts))
-
-
-class Definition:
-    """The method of MoE-Infinity with the defaults of this project, by the formulas (arXiv 2401.14361v3)."""
-
-    def __init__(self, shape: Shape, capacity: int, eps: float) -> None:
-        self.shape, self.capacity, self.eps = shape, capacity, eps
-        self.stored: dict[int, list[np.ndarray]] = {PREFILL: [], DECODE: []}  # the oldest first
-        self.request = {phase: np.zeros((shape.layers, shape.experts), np.int64) for phase in (PREFILL, DECODE)}
-        self.place: tuple[int, int] | None = None
-        self.matched = np.zeros((shape.layers, shape.experts))
-
-    @staticmethod
-    def cosine(a: np.ndarray, b: np.ndarray) -> float:
-        norms = np.linalg.norm(a) * np.linalg.norm(b)
-        return float((a * b).sum() / norms) if norms else 0.0
-
-    def nearest(self, phase: int, eam: np.ndarray) -> int:
-        cosines = [round(self.cosine(eam, other), 12) for other in self.stored[phase]]
-        return int(np.argmax(cosines))
-
-    def observe(self, event: Event) -> None:
-        if self.place != (event.request, event.step):
-            self.place, self.iteration = (event.request, event.step), np.zeros_like(self.matched, np.int64)
-        for expert, count in zip(event.experts, event.counts, strict=True):
-            self.iteration[divmod(expert, self.shape.experts)] += count
-            self.request[event.phase][divmod(expert, self.shape.experts)] += count
-        stored = self.stored[event.phase]
-        eam = stored[self.nearest(event.phase, self.iteration)] if stored else np.zeros_like(self.iteration)
-        sums = eam.sum(axis=1, keepdims=True)
-        self.matched = np.divide(eam, sums, out=np.zeros(eam.shape), where=sums > 0)
-
-    def keep(self) -> np.ndarray:
-        L = self.shape.layers
-        return (self.matched + self.eps) * (1 - np.arange(L) / L)[:, None]
-
-    def proposal(self, layer: int) -> dict[int, float]:
-        L, E = self.matched.shape
-        return {
-            i * E + e: (self.matched[i, e] + self.eps) * (1 - (i - layer) / L)
-            for i in range(layer + 1, L)
-            for e in range(E)
-            if self.matched[i, e] > 0
-        }
-
-    def end_request(self) -> None:
-        for phase, eam in self.request.items():
-            if eam.any():
-                if len(self.stored[phase]) == self.capacity:
-                    del self.stored[phase][self.nearest(phase, eam)]
-                self.stored[phase].append(eam.copy())
-            eam[:] = 0
+def requests_of(*shape_and_seed: int, prompt_tokens: int = 5) -> list[RequestSteps]:
+    trace = synthetic(*shape_and_seed, prompt_tokens=prompt_tokens)
+    return [trace.steps(i) for i in range(len(trace.requests))]
 
 
 @st.composite
 def histories(draw):
-    """A shape, a capacity, and requests of steps of events, with token counts."""
+    """A shape, and requests of steps of events, with token counts; events without experts among them."""
     shape = Shape(draw(st.integers(1, 4)), draw(st.integers(1, 5)))
     chosen = st.dictionaries(st.integers(0, shape.experts - 1), st.integers(1, 9), max_size=shape.experts)
     step = st.tuples(st.sampled_from([PREFILL, DECODE]), st.lists(chosen, min_size=shape.layers, max_size=shape.layers))
-    requests = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=6))
-    return shape, draw(st.integers(1, 3)), requests
+    requests = draw(st.lists(st.lists(step, min_size=1, max_size=3), min_size=1, max_size=8))
+    return shape, [_request(shape, i, steps) for i, steps in enumerate(requests)]
 
 
-@given(histories())
-def test_eamc_scores_and_proposals_are_those_of_the_definition(history):
-    shape, capacity, requests = history
-    keeper, prefetcher = parse(f"eamc:capacity={capacity}").build(shape)
-    definition = Definition(shape, capacity, 1e-8)
-    for request, steps in enumerate(requests):
-        for step, (phase, layers) in enumerate(steps):
-            for layer, chosen in enumerate(layers):
-                experts = np.array(sorted(chosen), np.int64)
-                counts = np.array([chosen[e] for e in experts], np.int64)
-                event = event_of(request, step, phase, layer, experts=experts + layer * shape.experts, counts=counts)
-                keeper.observe(event)
-                definition.observe(event)
-                np.testing.assert_allclose(keeper.keep[0], definition.keep().ravel(), rtol=1e-12)
-                ids, priorities = prefetcher.propose(event)
-                proposal = definition.proposal(layer)
-                assert ids.tolist() == sorted(proposal)
-                np.testing.assert_allclose(priorities, [proposal[i] for i in ids.tolist()], rtol=1e-12)
+def _request(shape: Shape, number: int, steps: list) -> RequestSteps:
+    chosen = [sorted(layer.items()) for _, layers in steps for layer in layers]
+    flat = [(e + i % shape.layers * shape.experts, n) for i, event in enumerate(chosen) for e, n in event]
+    return RequestSteps(
+        request=number,
+        phase=np.array([phase for phase, _ in steps], np.uint8),
+        tokens=np.full(len(steps), 9),
+        context=np.arange(1, len(steps) + 1),
+        offsets=np.cumsum([0, *map(len, chosen)]),
+        experts=np.array([expert for expert, _ in flat], np.int64),
+        counts=np.array([n for _, n in flat], np.int64),
+    )
+
+
+@st.composite
+def options(draw) -> EamcOptions:
+    source = draw(st.sampled_from(["iteration", "request", "both"]))
+    keep = draw(st.sampled_from(["ratio", "ratio", "most-visited", "least-visited"]))
+    capacity = draw(st.integers(1, 4))
+    return EamcOptions(
+        source=source,
+        layers=draw(st.sampled_from(["all", "past", "future"] if source == "request" else ["all", "past"])),
+        cosine=draw(st.sampled_from(["flat", "rows"])),
+        split=draw(st.booleans()),
+        capacity=capacity,
+        matches=draw(st.integers(1, capacity)),
+        replacement=draw(st.sampled_from(["nearest", "least-used", "fifo", "k-means"])),
+        threshold=draw(st.sampled_from([0.0, -1.0, 0.1, 0.25])),
+        depth=draw(st.integers(0, 3)),
+        keep=keep,
+        decay=draw(st.sampled_from(["first", "none", "next"])) if keep == "ratio" else "first",
+        eps=draw(st.sampled_from([1e-8, 0.0, 0.5])),
+    )
+
+
+@given(histories(), options(), st.booleans())
+def test_scores_and_proposals_are_those_of_the_definition_with_all_options(history, chosen, per_access):
+    shape, requests = history
+    compare(shape, chosen, requests, per_access)
+
+
+@pytest.mark.parametrize("chosen", MATCHES, ids=lambda chosen: "-".join(chosen.values()))
+@pytest.mark.parametrize("split", [True, False])
+def test_every_match_is_that_of_the_definition_on_a_trace_of_topics(chosen, split):
+    requests = requests_of(14, 4, 4, 8, 2, 5)
+    assert compare(Shape(4, 8), EamcOptions(capacity=5, matches=2, split=split, **chosen), requests) > 1000
+
+
+def decisions(chosen: EamcOptions, requests: list[RequestSteps], shape: Shape) -> list[object]:
+    keeper, prefetcher = parse(policy_of(chosen)).build(shape)
+    seen: list[object] = []
+    for _, heard in events(requests, shape.layers):
+        for event in heard:
+            keeper.observe(event)
+            ids, priorities = prefetcher.propose(event)
+            seen.append((keeper.keep[0].tolist(), ids.tolist(), priorities.tolist()))
         keeper.end_request()
-        prefetcher.end_request()
-        definition.end_request()
+    return seen
 
 
-@given(histories())
-def test_a_prefetcher_on_its_own_proposes_as_the_pair_does(history):
-    shape, capacity, requests = history
-    keeper, beside = parse(f"eamc:capacity={capacity}").build(shape)
-    _, alone = parse(f"lru+eamc:capacity={capacity}").build(shape)
+@pytest.mark.parametrize(
+    "changed",
+    [{name: value} for name, values in VALUES.items() for value in values]
+    + [{"source": "request", "layers": "future"}],
+    ids=str,
+)
+def test_every_option_changes_decisions_as_the_definition_does(changed):
+    requests = requests_of(14, 4, 4, 8, 2, 6)
+    chosen, shape = EamcOptions(**{"capacity": 6, **changed}), Shape(4, 8)
+    proposed = compare(shape, chosen, requests)
+    assert proposed > 100
+    assert decisions(chosen, requests, shape) != decisions(EamcOptions(capacity=6), requests, shape)
+
+
+def test_every_choice_that_there_is_was_tried():
+    tried = {name: {getattr(EamcOptions(), name), *values} for name, values in VALUES.items()}
+    assert tried.keys() | {"collection"} == {field.name for field in dataclasses.fields(EamcOptions)}
+
+
+@pytest.mark.parametrize("chosen", ["most-visited", "least-visited"])
+@pytest.mark.parametrize("slots", [3, 9])
+def test_visits_are_counted_from_the_transfer_on_and_candidates_are_skipped_first(chosen, slots):
+    """A cache played by hand, one access at a time; visits are all since the transfer, the missing lookup included."""
+    shape, requests = Shape(3, 6), requests_of(10, 12, 3, 6, 2, 7)
+    options = EamcOptions(keep=chosen, capacity=3, threshold=-1.0, depth=1)
+    slow, visits, evicted, spared = SlowEamc(shape, options), {}, [], 0
+    for _, heard in events(requests, 3, per_access=True):
+        for event in heard:
+            slow.observe(event)
+            expert = int(event.experts[0])
+            if expert not in visits and len(visits) == slots:
+                candidates = slow.proposal(event.layer) if chosen == "most-visited" else {}
+                sign = -1 if chosen == "most-visited" else 1
+                order = sorted(visits, key=lambda e: (e in candidates, sign * visits[e], e))
+                spared += order[0] != min(visits, key=lambda e: (sign * visits[e], e))
+                evicted.append(order[0])
+                del visits[order[0]]
+            visits[expert] = visits.get(expert, 0) + 1
+        slow.end_request()
+    log = count(requests, 3, 6, slots, parse(policy_of(options)))
+    assert log.evictions.tolist() == evicted
+    assert len(set(evicted)) > 6
+    assert (spared > 0) == (chosen == "most-visited")
+
+
+@given(histories(), options())
+def test_a_prefetcher_on_its_own_proposes_as_the_pair_does(history, chosen):
+    shape, requests = history
+    keeper, beside = parse(policy_of(chosen)).build(shape)
+    _, alone = parse(f"lru+{policy_of(chosen)}").build(shape)
     assert alone.observes
     assert not beside.observes, "the pair matches once, not twice"
-    for request, steps in enumerate(requests):
-        for step, (phase, layers) in enumerate(steps):
-            for layer, chosen in enumerate(layers):
-                experts = np.array(sorted(chosen), np.int64) + layer * shape.experts
-                counts = np.array([chosen[e] for e in sorted(chosen)], np.int64)
-                event = event_of(request, step, phase, layer, experts=experts, counts=counts)
-                keeper.observe(event)
-                alone.observe(event)
-                for ours, theirs in zip(alone.propose(event), beside.propose(event), strict=True):
-                    assert ours.tolist() == theirs.tolist()
+    for _, heard in events(requests, shape.layers):
+        for event in heard:
+            keeper.observe(event)
+            alone.observe(event)
+            for ours, theirs in zip(alone.propose(event), beside.propose(event), strict=True):
+                assert ours.tolist() == theirs.tolist()
         for listener in (keeper, alone, beside):
             listener.end_request()
 
 
+# Degenerate cases
+
+
+class Told:
+    """One eamc, told of events by hand: `at(layer, {expert: tokens})` within the layer; `end` ends the request."""
+
+    def __init__(self, policy: str, shape: Shape) -> None:
+        self.shape, self.request, self.step = shape, 0, 0
+        self.keeper, self.prefetcher = parse(policy).build(shape)
+
+    def at(self, layer: int, chosen: dict[int, int], phase: int = DECODE) -> list[int]:
+        """What is proposed after it."""
+        experts = np.array(sorted(chosen), np.int64)
+        counts = np.array([chosen[e] for e in sorted(chosen)], np.int64)
+        ids = experts + layer * self.shape.experts
+        event = Event(self.request, self.step, phase, layer, 0, ids, counts, 0, len(ids))
+        self.keeper.observe(event)
+        return self.prefetcher.propose(event)[0].tolist()
+
+    def end(self) -> None:
+        self.keeper.end_request()
+        self.prefetcher.end_request()
+        self.request += 1
+
+    def learn(self, *rows: dict[int, int], phase: int = DECODE) -> None:
+        for layer, chosen in enumerate(rows):
+            self.at(layer, chosen, phase)
+        self.end()
+
+    def sizes(self) -> list[int]:
+        return [collection.size for collection in self.keeper.predictor.collections]
+
+
+@pytest.mark.parametrize("policy", ["eamc", "eamc:threshold=-1", "eamc-code"])
+def test_an_empty_collection_proposes_nothing_and_holds_all_experts_alike(policy):
+    told = Told(policy, Shape(2, 2))
+    assert told.at(0, {1: 1}) == []
+    assert told.at(1, {0: 1}) == []
+    by_layer = told.keeper.keep[0].reshape(2, 2)
+    assert (by_layer[:, 0] == by_layer[:, 1]).all()
+
+
+def test_a_collection_is_matched_while_it_is_partly_filled_and_nothing_is_learned_before_a_request_ends():
+    told = Told("eamc:matches=3", Shape(2, 2))
+    told.at(0, {1: 1})
+    assert told.at(1, {0: 1}) == []
+    assert told.at(0, {1: 1}) == [], "the request still runs"
+    told.end()
+    assert told.at(0, {1: 1}) == [2]
+    assert told.sizes() == [0, 1]
+
+
+def test_after_the_last_layer_nothing_is_proposed_and_a_match_of_what_lies_ahead_falls_to_the_oldest():
+    told = Told("eamc:source=request:layers=future:threshold=-1", Shape(2, 2))
+    told.learn({0: 1}, {0: 1})
+    told.learn({1: 1}, {1: 1})
+    told.at(0, {1: 1})
+    assert told.at(1, {1: 1}) == []
+    assert told.keeper.predictor.ratios.tolist() == [1, 0, 1, 0], "nothing is compared"
+    told.step += 1
+    assert told.at(0, {1: 1}) == [2, 3]
+    assert told.keeper.predictor.ratios.tolist() == [0, 1, 0, 1], "layer 1 of the step before is ahead of layer 0"
+
+
+def test_a_row_of_zeros_has_the_cosine_zero_and_no_candidates():
+    told = Told("eamc:cosine=rows", Shape(3, 2))
+    told.learn({}, {0: 1}, {})
+    told.learn({0: 1}, {0: 1}, {1: 1})
+    assert told.at(0, {}) == [2], "equally far: the oldest, which has nothing in layer 2"
+    assert told.at(1, {0: 1}) == [], "its row of layer 1 is as near as the other's"
+    told.step += 1
+    assert told.at(0, {0: 1}) == [2, 5]
+
+
+def test_a_request_without_experts_teaches_nothing():
+    told = Told("eamc:capacity=1", Shape(2, 2))
+    told.learn({0: 1}, {0: 1})
+    told.learn({}, {})
+    assert told.sizes() == [0, 1]
+    assert told.at(0, {}) == [2]
+
+
+def test_prefills_meet_the_eams_of_prefills_unless_the_phases_are_not_split():
+    for policy, proposed in (("eamc", []), ("eamc:split=false", [2])):
+        told = Told(policy, Shape(2, 2))
+        told.learn({0: 7}, {0: 7}, phase=PREFILL)
+        assert told.at(0, {0: 1}, phase=PREFILL) == [2]
+        told.step += 1
+        assert told.at(0, {0: 1}, phase=DECODE) == proposed
+
+
+def test_counts_beyond_32_bits_are_exact():
+    told = Told("eamc:cosine=rows", Shape(2, 2))
+    many = 2**31 + 1
+    told.learn({0: many, 1: 1}, {0: many}, phase=PREFILL)
+    told.learn({0: 1, 1: many}, {1: many}, phase=PREFILL)
+    assert told.at(0, {1: many}, phase=PREFILL) == [3]
+
+
 def test_an_eam_and_its_multiple_are_equally_near_and_the_older_is_matched():
-    shape = Shape(1, 3)
-    keeper, _ = parse("eamc").build(shape)
-    for request, times in enumerate((3, 1)):
-        experts, counts = np.array([0, 1, 2]), np.array([1, 1, 2]) * times
-        keeper.observe(event_of(request, 0, DECODE, 0, experts=experts, counts=counts))
-        keeper.end_request()
-    keeper.observe(event_of(2, 0, DECODE, 0, experts=np.array([0, 2]), counts=np.array([1, 1])))
-    assert keeper.predictor.matched == (DECODE, 0)
+    told = Told("eamc", Shape(2, 3))
+    for times in (3, 1, 7):
+        told.learn({0: times, 1: times, 2: 2 * times}, {0: times})
+    told.at(0, {0: 1, 2: 1})
+    assert told.keeper.predictor.of_phase(DECODE).bucket.matched.tolist() == [0]
 
 
-def test_eamc_starts_empty_and_learns_only_when_a_request_has_ended():
-    shape = Shape(2, 2)
-    keeper, prefetcher = parse("eamc").build(shape)
-    event = event_of(0, 0, DECODE, 0, experts=np.array([1]), counts=np.array([1]))
-    later = event_of(0, 0, DECODE, 1, experts=np.array([2]), counts=np.array([1]))
-    for each in (event, later):
-        keeper.observe(each)
-        assert len(prefetcher.propose(each)[0]) == 0
-    keeper.end_request()
-    event.request = 1
-    keeper.observe(event)
-    assert prefetcher.propose(event)[0].tolist() == [2]
+def test_k_means_does_not_match_what_still_waits():
+    told = Told("eamc:capacity=2:replacement=k-means", Shape(2, 3))
+    for expert in (0, 1, 2):
+        told.learn({expert: 1}, {expert: 1})
+    assert told.sizes() == [0, 2]
+    assert told.at(0, {2: 1}) == [3], "as near to either stored one: the oldest"
+    told.end()
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("eamc:source=itration", "unknown source of eamc 'itration'; did you mean iteration"),
+        ("eamc:layers=future", "source=request only"),
+        ("eamc:layers=future:source=both", "source=request only"),
+        ("eamc:cosine=row", "did you mean rows"),
+        ("eamc:replacement=kmeans", "did you mean k-means"),
+        ("eamc:keep=visited", "visited"),
+        ("eamc:decay=nxt", "did you mean next"),
+        ("eamc:keep=most-visited:decay=next", "no use for decay=next"),
+        ("eamc:split=perhaps", "type bool"),
+        ("eamc:matches=0", "matches of 1 to its capacity, 120"),
+        ("eamc:matches=4:capacity=3", "matches of 1 to its capacity, 3"),
+        ("eamc:threshold=1", "below 1"),
+        ("eamc:threshold=nan", "threshold of at least -1"),
+        ("eamc:depth=-1", "depth of at least 0"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line_that_helps(typed, says):
+    with pytest.raises(InputError) as caught:
+        parse(typed)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_policy_reports_the_memory_of_its_collections_and_of_what_is_matched():
+    sizes = {}
+    for policy in ("eamc:capacity=10", "eamc:capacity=20", "eamc:capacity=20:split=false"):
+        sizes[policy] = parse(policy).build(Shape(26, 64))[0].predictor.memory_bytes
+    counted_twice = 2 * 8 * 26 * 64
+    assert sizes["eamc:capacity=20"] - sizes["eamc:capacity=10"] > 2 * 10 * counted_twice
+    assert sizes["eamc:capacity=20:split=false"] < 0.55 * sizes["eamc:capacity=20"]

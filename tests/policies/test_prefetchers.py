@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Event, Shape
+from policies.contract import Shape
+from policies.pair import Pair
 from policies.ranking import best
 from policies.registry import parse
 from traces.errors import InputError
@@ -40,26 +41,21 @@ def requests_of(routing, E):
 
 def proposals(name, shape, routing):
     """After each event: the proposal as {(layer, expert): priority}, by request, step and layer."""
-    _, prefetcher = parse(f"lru+{name}").build(shape)
     requests = requests_of(routing, shape.experts)
-    prefetcher.foresee(requests, False)
+    pair = Pair(parse(f"lru+{name}"), shape, requests)
     found = {}
-    event = Event()
     for ordinal, request in enumerate(requests):
-        event.request, event.request_experts, event.request_counts = ordinal, request.experts, request.counts
-        prefetcher.begin_request(ordinal)
+        pair.begin_request(ordinal, request)
         for step, phase in enumerate(request.phase.tolist()):
-            event.step, event.phase = step, phase
+            pair.begin_step(step, phase)
             for layer in range(shape.layers):
-                event.layer = layer
                 at = step * shape.layers + layer
-                event.first, event.last = request.offsets[at : at + 2].tolist()
-                prefetcher.observe(event)
-                ids, priorities = prefetcher.propose(event)
+                pair.observe(layer, *request.offsets[at : at + 2].tolist())
+                ids, priorities = pair.propose()
                 assert len(set(ids.tolist())) == len(ids)
                 named = [divmod(i, shape.experts) for i in ids.tolist()]
                 found[ordinal, step, layer] = dict(zip(named, priorities.tolist(), strict=True))
-        prefetcher.end_request()
+        pair.end_request()
     return found
 
 
@@ -72,6 +68,7 @@ def test_all_proposes_the_next_layers_in_order_and_nothing_after_the_last():
     assert found[0, 0, 1] == {(2, 0): -1, (2, 1): -1}
     assert found[0, 0, 2] == {}
     assert proposals("all", Shape(3, 2), [[[[0], [0], [0]]]])[0, 0, 0] == {(1, 0): -1, (1, 1): -1}
+    assert proposals("all:depth=0", Shape(3, 2), [[[[0], [0], [0]]]]) == found, "without limit"
 
 
 def test_previous_proposes_what_the_token_before_used_and_goes_on_to_the_coming_token():
@@ -84,6 +81,7 @@ def test_previous_proposes_what_the_token_before_used_and_goes_on_to_the_coming_
     deep = proposals("previous:depth=9", Shape(3, 3), TWO_TOKENS)
     assert deep[0, 1, 0] == {(1, 1): -1, (2, 2): -2}, "at most all layers but the current one"
     assert deep[0, 1, 1] == {(2, 2): -1, (0, 1): -2}
+    assert proposals("previous:depth=0", Shape(3, 3), TWO_TOKENS) == deep, "without limit"
 
 
 def test_previous_forgets_at_the_end_of_a_request_and_does_not_remember_prefill():
@@ -106,7 +104,7 @@ def test_markov_proposes_by_the_mean_share_of_what_followed():
     assert all(found[0, step, 1] == {} for step in range(5)), "steps do not chain"
 
 
-def test_markov_has_a_budget_and_a_threshold():
+def test_markov_proposes_n_of_at_least_the_threshold():
     tokens = [[[0], [1]], [[0], [2]], [[0], [1]], [[0], [1]]]
     assert proposals("markov:n=1", Shape(2, 3), [tokens])[0, 3, 0] == pytest.approx({(1, 1): 2 / 3})
     assert proposals("markov:threshold=0.5", Shape(2, 3), [tokens])[0, 2, 0] == {(1, 1): 0.5, (1, 2): 0.5}
@@ -139,13 +137,14 @@ def test_within_a_token_the_oracle_is_oracle1():
 
 def test_the_expert_map_follows_the_most_similar_trajectory():
     tokens = [[[0], [0], [0], [0]], [[1], [1], [1], [1]], [[1], [2], [2], [2]], [[1], [2], [0], [0]]]
-    found = proposals("expert-map:distance=2", Shape(4, 3), [tokens])
+    found = proposals("expert-map:depth=2", Shape(4, 3), [tokens])
     assert all(found[0, 0, layer] == {} for layer in range(4)), "nothing is stored"
     assert found[0, 1, 0] == {}, "a map that shares nothing is no match"
     assert found[0, 2, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "layers 1 and 2, as token 1 had them"
     assert found[0, 3, 0] == {(1, 1): 1.0, (2, 1): 0.5}, "tokens 1 and 2 tie: the one stored first"
     assert found[0, 3, 1] == {(2, 2): 1.0, (3, 2): 0.5}, "token 2 shares both layers so far"
     assert found[0, 3, 3] == {}
+    assert proposals("expert-map:depth=0", Shape(4, 3), [tokens])[0, 2, 0] == {(1, 1): 1, (2, 1): 1 / 2, (3, 1): 1 / 3}
 
 
 def test_an_expert_map_of_many_tokens_is_proposed_up_to_the_mass_that_similarity_leaves_open():
@@ -186,7 +185,7 @@ def routings(draw):
 @given(routings(), st.integers(1, 4), st.integers(1, 3))
 def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, distance):
     shape, routing = run
-    found = proposals(f"expert-map:capacity={capacity}:distance={distance}", shape, routing)
+    found = proposals(f"expert-map:capacity={capacity}:depth={distance}", shape, routing)
     stored: list[list[set[int]]] = []
 
     def shared(one, other, layers):
@@ -210,24 +209,65 @@ def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, dist
                 stored[nearest(token, shape.layers)] = token
 
 
-@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 5), st.sampled_from([0.0, 0.5]))
-def test_the_best_few_are_sorted_by_score_then_id(scores, most, least):
+@given(routings(), st.integers(1, 4), st.booleans())
+def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(run, capacity, untimed):
+    shape, routing = run
+    requests = requests_of(routing, shape.experts)
+    pair = Pair(parse(f"expert-map:capacity={capacity}"), shape, requests, per_access=untimed)
+    stored, lookups = [], np.zeros(shape.total)
+
+    def shared(one, other):
+        return len(set(one) & set(other))  # all maps of a step so far have the same norm: as many as it has experts
+
+    for ordinal, request in enumerate(requests):
+        pair.begin_request(ordinal, request)
+        for step in range(len(request.phase)):
+            pair.begin_step(step, DECODE)
+            own = []
+            for layer in range(shape.layers):
+                at = step * shape.layers + layer
+                first, last = request.offsets[at : at + 2].tolist()
+                for one in [(i, i + 1) for i in range(first, last)] if untimed else [(first, last)]:
+                    pair.observe(layer, *one)
+                    own += request.experts[slice(*one)].tolist()
+                    lookups[request.experts[slice(*one)]] += 1
+                    upto = (layer + 1) * shape.experts
+                    scores = [shared(own, [e for e in each if e < upto]) for each in stored]
+                    share = np.zeros(shape.total)
+                    if scores and max(scores):
+                        share[stored[scores.index(max(scores))]] = 1 / 2
+                    assert pair.retention.keep[:2].tolist() == [(share * lookups).tolist(), lookups.tolist()]
+            if len(stored) < capacity:
+                stored.append(own)
+            else:
+                scores = [shared(own, each) for each in stored]
+                stored[scores.index(max(scores))] = own
+        pair.end_request()
+
+
+@given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 5), st.sampled_from([0.0, 0.25]))
+def test_the_best_few_are_sorted_by_score_then_id(scores, most, above):
     ids, priorities = np.empty(most, np.int64), np.empty(most)
-    n = best(np.array(scores), 100, 0.0, least, ids, priorities)
-    expected = sorted((-s, 100 + i) for i, s in enumerate(scores) if s > 0 and s >= least)[:most]
+    n = best(np.array(scores), 100, above, ids, priorities)
+    expected = sorted((-s, 100 + i) for i, s in enumerate(scores) if s > above)[:most]
     assert [(-p, i) for p, i in zip(priorities[:n].tolist(), ids[:n].tolist(), strict=True)] == expected
 
 
 @pytest.mark.parametrize(
     ("typed", "says"),
     [
-        ("all:depth=0", "all needs a depth of at least 1"),
-        ("previous:depth=0", "previous needs a depth of at least 1"),
+        ("all:depth=-1", "at least 1 layer ahead"),
+        ("previous:depth=-1", "at least 1 layer ahead"),
         ("markov:n=-1", "markov needs n >= 0"),
-        ("markov:threshold=nan", "threshold of 0 to 1"),
+        ("markov:threshold=nan", "threshold=nan"),
+        ("popular:n=-1", "popular needs n >= 0"),
+        ("oracle:budget=-1", "budget=-1"),
+        ("oracle1:budget=nan", "budget=nan"),
+        ("gate:depth=-2", "at least 1 layer ahead"),
+        ("stride:n=-1", "stride needs n >= 0"),
         ("oracle:horizon=0", "horizon of at least 1"),
         ("expert-map:capacity=0", "capacity of 1 to 100,000"),
-        ("expert-map:distance=0", "distance of at least 1"),
+        ("expert-map:depth=-1", "at least 1 layer ahead"),
     ],
 )
 def test_an_impossible_option_is_one_line(typed, says):

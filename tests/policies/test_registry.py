@@ -8,9 +8,10 @@ from traces.errors import InputError
 def test_a_pair_name_stands_for_both_of_its_halves():
     spec = parse("eamc")
     assert (spec.evict, spec.prefetch) == ("eamc", "eamc")
-    assert spec.options()["evict"] == {"name": "eamc", "capacity": 120, "eps": 1e-8}
+    assert spec.options()["evict"] == spec.options()["prefetch"]
+    assert spec.options()["evict"].items() >= {"name": "eamc", "capacity": 120, "eps": 1e-8}.items()
     keeper, prefetcher = spec.build(Shape(2, 4))
-    assert prefetcher._predictor is keeper.predictor
+    assert prefetcher.predictor is keeper.predictor
 
 
 def test_retention_and_prefetch_compose():
@@ -53,7 +54,7 @@ def test_every_policy_is_listed_with_its_summary_and_oracles_are_marked():
     listed = {info.name: info for info in available()}
     assert {"lru", "lfu", "fifo", "eamc", "belady", "none", "popular", "oracle1"} <= listed.keys()
     assert all(info.summary.endswith(".") for info in listed.values()), "a sentence each"
-    assert {name for name, info in listed.items() if info.oracle} == {"belady", "oracle1", "oracle"}
+    assert {name for name, info in listed.items() if info.oracle} == {"belady", "oracle1", "oracle", "pre-gated"}
     assert listed["eamc"].kind == "pair"
     assert parse("belady").oracle
     assert parse("lru+oracle1").oracle

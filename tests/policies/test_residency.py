@@ -93,7 +93,7 @@ class Drive:
         slots = int(m[core.ONE, core.SLOTS])
         held = [e for e in m[core.HELD, :slots].tolist() if e != NO_EXPERT]
         assert len(held) == len(set(held)) <= slots
-        assert slots - len(held) == m[core.ONE, core.FREE]
+        assert slots - len(held) == m[core.FREE].sum()
         states = m[core.STATE, : machine.policy.shape.total]
         assert sorted(held) == np.flatnonzero(states >= core.LOADING).tolist()
         assert int((states == core.LOADING).sum()) <= 2, "one on the link and one paused, at most"
@@ -122,7 +122,7 @@ def runs(draw):
 
 def machine_of(shape: Shape, slots: int, policy: str, one_scale: bool) -> Residency:
     retention = Lifo(shape, Options()) if policy == "lifo" else parse(policy).build(shape)[0]
-    return Residency(shape, slots, retention, one_scale)
+    return Residency(shape, (slots,), retention, one_scale)
 
 
 @given(runs(), st.data())
@@ -229,9 +229,9 @@ def test_the_compiled_victim_is_the_one_that_the_definition_names(run):
 
 
 def _victim_by_definition(machine: Residency) -> int | None:
-    if machine.m[core.ONE, core.FREE]:
+    if machine.m[core.FREE, 0]:
         return NO_EXPERT
-    offered = core.evictable(machine.m, False)
+    offered = core.evictable(machine.m, 0, False)
     return machine.policy.victim(offered) if len(offered) else None
 
 
@@ -245,7 +245,7 @@ def test_a_victim_that_was_not_offered_is_an_error():
         def victim(self, evictable: Int) -> int:
             return 3
 
-    machine = Residency(Shape(1, 4), 1, Liar(Shape(1, 4), Options()))
+    machine = Residency(Shape(1, 4), (1,), Liar(Shape(1, 4), Options()))
     machine.route(np.array([0, 1], np.int64), 0, 2)
     machine.next_transfer()
     machine.arrived()

@@ -74,16 +74,18 @@ def draw(integer: Callable[[int, int], int]) -> Case:
     def request(ordinal: int) -> RequestSteps:
         return case_request(ordinal, [[event() for _ in range(L)] for _ in range(integer(1, 5))], E)
 
-    evict = choice("lru", "lfu", "fifo", "belady", "eamc")
+    evict = choice("lru", "lfu", "fifo", "belady", "eamc", "clock")
     prefetch = choice("none", "oracle1", "eamc", f"popular:n={integer(1, E + 1)}", "scripted", "scripted")
     seed = integer(0, 1_000)
-    policy = ScriptedSpec(f"{evict}+scripted", evict, "none", seed=seed)
+    slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
+    scope = choice("global", "layer") if slots >= L else "global"
+    policy = ScriptedSpec(f"{evict}+scripted", evict, "none", scope=scope, seed=seed)
     link = Link(choice(0, integer(0, 6)), choice(0, 1, 1, integer(0, 5)), integer(1, 4), expert_bytes)
     plan = Plan(
         requests=[request(ordinal) for ordinal in range(integer(1, 4))],
         shape=Shape(L, E),
-        slots=choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2))),
-        policy=policy if prefetch == "scripted" else parse(f"{evict}+{prefetch}"),
+        slots=slots,
+        policy=policy if prefetch == "scripted" else parse(f"{evict}+{prefetch}@{scope}"),
         expert_bytes=expert_bytes,
         chunk_bytes=choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3))),
         cold=choice(False, False, True),

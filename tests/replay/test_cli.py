@@ -138,11 +138,12 @@ def test_a_sweep_of_another_model_is_refused(command, swept: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "eamk"], "did you mean eamc?"),
+        (["--policy", "eamk"], "did you mean eamc"),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--cache-size", "0%"], "impossible"),
         (["--cache-size", "120%"], "impossible"),
         (["--cache-size", "much"], "cache size 'much'"),
+        (["--policy", "lru@layer", "--cache-size", "2"], "a cache of 2 slots cannot be divided"),
         (["--trace", "nowhere"], "nowhere"),
         (["--from", "nowhere"], "holds no winner.toml"),
         (["--model-profile", "mixtral-8x7b"], "MoE layers"),

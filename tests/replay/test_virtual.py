@@ -23,7 +23,7 @@ from sim.hardware import hardware
 from sim.log import RunLog
 from sim.model import simulate
 from sim.models import model
-from sim.timing import FixedTiming, Link, Roofline, Timing, host_link
+from sim.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link
 from tests.replay.cases import Case, draw
 from traces.synthetic import synthetic
 
@@ -34,7 +34,10 @@ def both(plan: Plan, timing: Timing, link: Link) -> tuple[RunLog, RunLog]:
     """The same run on the virtual device and in the simulator."""
     L, E = plan.shape.layers, plan.shape.experts
     ours = play(plan, VirtualDevice(timing, link))
-    return ours, simulate(plan.requests, L, E, plan.slots, plan.policy, timing, link, plan.cold)
+    return ours, simulate(
+        *(plan.requests, L, E, plan.slots, plan.policy, timing, link, plan.cold),
+        experts_per_layer=plan.experts_per_layer,
+    )
 
 
 def assert_equal(ours: RunLog, theirs: RunLog) -> None:
@@ -84,7 +87,14 @@ def test_virtual_replay_equals_the_simulator_on_runs_that_hypothesis_shrinks(dat
     assert_equal(*both(case.plan, case.timing, case.link))
 
 
-@pytest.mark.parametrize("policy", ["eamc", "lru+eamc", "lfu", "fifo", "belady+oracle1", "lru+popular:n=8"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("eamc", "lru+eamc", "lfu", "fifo", "belady+oracle1", "lru+popular:n=8"),
+        *("lru+popular:n=8@layer", "eamc@layer", "arc+oracle1@layer"),
+        *("lru+gate", "lru+markov:n=8:threshold=0.1:budget=2"),
+    ],
+)
 @pytest.mark.parametrize(("chunks", "cold", "predictor_us"), [(1, False, 0.0), (3, True, 0.0), (3, False, 30.0)])
 def test_virtual_replay_equals_the_simulator_on_profiles_prefills_and_real_policies(
     policy: str, chunks: int, cold: bool, predictor_us: float
@@ -92,9 +102,13 @@ def test_virtual_replay_equals_the_simulator_on_profiles_prefills_and_real_polic
     profile = dataclasses.replace(model("olmoe-1b-7b"), moe_layers=6, experts=16, top_k=4)
     machine = dataclasses.replace(hardware("rtx4090"), predictor_us=predictor_us)
     trace = synthetic(requests=6, tokens=12, layers=6, experts=16, top_k=4, seed=7, prompt_tokens=9)
-    link = host_link(machine, profile, -(-profile.expert_bytes // chunks))
-    plan = Plan(Requests(trace), Shape(6, 16), 30, parse(policy), link.expert_bytes, link.chunk_bytes, cold)
-    ours, theirs = both(plan, Roofline(machine, profile), link)
+    trace = dataclasses.replace(trace, lookahead=np.roll(trace.experts, 1, axis=0))
+    timing, link = Roofline(machine, profile), host_link(machine, profile, -(-profile.expert_bytes // chunks))
+    plan = Plan(
+        *(Requests(trace), Shape(6, 16), 30, parse(policy), link.expert_bytes, link.chunk_bytes, cold),
+        experts_per_layer=experts_per_layer(timing, link, layers=6, top_k=4),
+    )
+    ours, theirs = both(plan, timing, link)
     assert_equal(ours, theirs)
     assert ours.misses.sum() > 0
     assert (ours.step_ns == ours.compute_busy_ns + ours.stall_ns.sum(axis=1)).all()

@@ -7,7 +7,7 @@ Its numbers are small, so that transfers and computes tie, contend and take no t
 import gzip
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import pair, registry
-from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy
+from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
+from policies.registry import PolicySpec
 from policies.residency import Residency
 from sim import conformance
 from sim.log import RunLog
@@ -63,10 +64,13 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     prefetch = choice("none", "oracle1", "oracle1", "popular", "popular", "scripted", "scripted")
     scripted = prefetch == "scripted"
     proposals = [[[proposal() if scripted else [] for _ in step] for step in request] for request in requests]
+    partitions = choice(None, [choice(1, integer(1, E + 1)) for _ in range(L)])
+    slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
     return {
         "L": L,
         "E": E,
-        "slots": choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2))),
+        "partitions": partitions,
+        "slots": sum(partitions) if partitions else slots,
         "expert_bytes": expert_bytes,
         "link_latency_ns": choice(0, integer(0, 6)),
         "link_ns_per_byte_num": choice(0, 1, 1, integer(0, 5)),
@@ -94,8 +98,14 @@ def play(case: Case) -> Case:
     def result_with_stalls(log: RunLog) -> Case:
         return {**case_result(log), "stalls": log.stall_ns.sum(axis=0).tolist()}
 
-    def residency(*arguments: Any, **_: Any) -> Residency:
-        return Residency(*arguments[:3], one_scale=case.get("one_scale", False))
+    partitions = case.get("partitions")
+
+    def residency(shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool) -> Residency:
+        assert len(divided) == (len(partitions) if partitions else 1)
+        return Residency(shape, partitions or divided, policy, case.get("one_scale", False))
+
+    def parse(text: str) -> PolicySpec:
+        return registry.parse(f"{text}@layer" if partitions else text)
 
     class Scripted(Prefetcher):
         name, observes = "scripted", False
@@ -109,6 +119,7 @@ def play(case: Case) -> Case:
     with (
         patch.object(conformance, "case_result", result_with_stalls),
         patch.object(pair, "Residency", residency),
+        patch.object(conformance, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):
         return conformance.run_case(case)

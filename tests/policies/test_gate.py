@@ -1,0 +1,222 @@
+"""Lookahead in a trace reaches a prefetcher when it is known and no earlier: in recordings, and in arrays by hand."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from policies.conformance import check
+from policies.contract import Shape
+from policies.pair import Pair
+from policies.registry import parse
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
+from tests.strategies import traces
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL
+from traces.synthetic import synthetic
+from traces.trace import Trace
+from traces.writer import write_trace
+
+
+def proposals(requests, shape, policy="lru+gate"):
+    """After each event, by (request, step, layer): {id: priority}."""
+    pair = Pair(parse(policy), shape, requests)
+    found = {}
+    for ordinal, request in enumerate(requests):
+        pair.begin_request(ordinal, request)
+        for step, phase in enumerate(request.phase.tolist()):
+            pair.begin_step(step, phase)
+            for layer in range(shape.layers):
+                at = step * shape.layers + layer
+                pair.observe(layer, *request.offsets[at : at + 2].tolist())
+                ids, priorities = pair.propose()
+                found[ordinal, step, layer] = dict(zip(ids.tolist(), priorities.tolist(), strict=True))
+        pair.end_request()
+    return found
+
+
+def slowly(trace):
+    """The picks for the next layer, counted row by row from the columns of the trace."""
+    L, E = trace.layers, trace.num_experts
+    found = {}
+    for r in range(len(trace.requests)):
+        rows = range(int(trace.offsets[r]), int(trace.offsets[r + 1]))
+        prompt = [row for row in rows if trace.phase[row] == PREFILL]
+        steps = ([prompt] if prompt else []) + [[row] for row in rows if trace.phase[row] == DECODE]
+        for step, tokens in enumerate(steps):
+            for layer in range(L):
+                picks = Counter()
+                for row in tokens:
+                    if layer + 1 < L:
+                        for e in trace.lookahead[row, layer + 1].tolist():
+                            if e != trace.sentinel:
+                                picks[(layer + 1) * E + e] += 1
+                found[r, step, layer] = dict(picks)
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(traces().filter(lambda trace: trace.lookahead is not None))
+def test_the_gate_proposes_the_picks_for_the_next_layer_by_their_tokens(trace):
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    for request in requests:
+        offsets = request.lookahead.offsets
+        for first, last in pairwise(offsets):
+            assert (np.diff(request.lookahead.experts[first:last]) > 0).all(), "distinct ids, ascending"
+    assert proposals(requests, Shape(trace.layers, trace.num_experts)) == slowly(trace)
+
+
+def by_hand():
+    """One request, 3 layers of 4 experts: two prompt tokens, then two decoded ones."""
+    made = synthetic(requests=1, tokens=2, layers=3, experts=4, top_k=2, seed=0, prompt_tokens=2)
+    nothing = [made.sentinel] * 2
+    picks = [
+        [nothing, [0, 1], [2, 3]],
+        [nothing, [1, 2], [3, 2]],
+        [nothing, [3, 0], [1, 0]],
+        [nothing, [2, 0], nothing],
+    ]
+    return replace(made, lookahead=np.array(picks, made.experts.dtype))
+
+
+def test_picks_made_by_hand():
+    trace = by_hand()
+    found = proposals([trace.steps(0)], Shape(3, 4))
+    assert found[0, 0, 0] == {4: 1, 5: 2, 6: 1}, "two tokens of the prompt pick expert 1"
+    assert found[0, 0, 1] == {10: 2, 11: 2}
+    assert found[0, 1, 0] == {4: 1, 7: 1}
+    assert found[0, 1, 1] == {8: 1, 9: 1}
+    assert found[0, 2, 0] == {4: 1, 6: 1}
+    assert found[0, 2, 1] == {}, "nothing was picked"
+    assert found[0, 0, 2] == found[0, 1, 2] == found[0, 2, 2] == {}, "the last layer"
+
+
+def test_a_prefill_played_token_by_token_takes_its_picks_with_it():
+    trace = by_hand().as_decode()
+    found = proposals([trace.steps(0)], Shape(3, 4))
+    assert [found[0, step, 0] for step in (0, 1)] == [{4: 1, 5: 1}, {5: 1, 6: 1}]
+
+
+TIMING = FixedTiming(dense=400, expert=90, expert_per_token=10, combine=100, head=50)
+LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=1, expert_bytes=290)
+
+
+def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
+    trace = synthetic(requests=4, tokens=15, layers=4, experts=8, top_k=2, seed=5)
+    right = replace(trace, lookahead=trace.experts)
+
+    def run(policy, played):
+        requests = [played.steps(i) for i in range(4)]
+        return simulate(requests, 4, 8, 12, parse(policy), TIMING, LINK)
+
+    known, foreseen, blind = run("lru+gate", right), run("lru+oracle1", trace), run("lru", trace)
+    for field in dataclasses.fields(known):
+        np.testing.assert_array_equal(getattr(known, field.name), getattr(foreseen, field.name), field.name)
+    assert known.step_ns.sum() < blind.step_ns.sum()
+
+
+TOO_EARLY = """
+from policies.contract import NOTHING, Prefetcher
+class TooEarly(Prefetcher):
+    def propose(self, event):
+        if event.layer + 2 >= self.shape.layers:
+            return NOTHING
+        ids, counts = event.lookahead.after(event.step, event.layer + 1)
+        return ids, counts.astype(float)
+"""
+
+
+def test_the_kit_catches_a_prefetcher_that_reads_a_pick_before_it_is_made(tmp_path):
+    (tmp_path / "early.py").write_text(TOO_EARLY)
+    failures = check(f"lru+{tmp_path / 'early.py'}:TooEarly").failures
+    assert any("changes a decision before it" in failure for failure in failures), failures
+    assert check("lru+gate").passed
+
+
+def test_a_request_without_lookahead_is_not_played_as_if_nothing_were_picked():
+    requests = [synthetic(1, tokens=1, layers=2, experts=4, top_k=1, seed=0).steps(0)]
+    with pytest.raises(ValueError, match="gate needs the trace's lookahead"):
+        proposals(requests, Shape(2, 4))
+    assert proposals(requests, Shape(2, 4), "lru+popular")
+
+
+@pytest.mark.parametrize(("ids", "says"), [([9, 0], "9 is no id of 4 experts"), ([2, 2], "an expert is repeated")])
+def test_lookahead_that_names_no_experts_is_refused_when_it_is_read(tmp_path, ids, says):
+    trace = by_hand()
+    trace.lookahead[2, 1] = ids
+    write_trace(trace, tmp_path / "t")
+    with pytest.raises(InputError, match=f"lookahead of token row 2, MoE layer 1: .*{says}"):
+        Trace.read(tmp_path / "t", ["lookahead"])
+    assert Trace.read(tmp_path / "t").lookahead is None, "not asked for"
+
+
+def moe_sim(*arguments, cwd):
+    command = [sys.executable, "-c", "from sim.cli import main; main()", *arguments]
+    wide = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, env=wide, capture_output=True, text=True, timeout=120)
+
+
+def test_a_trace_without_the_column_is_refused_in_one_line_before_anything_runs(tmp_path):
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    trace = by_hand()
+    trace = replace(trace, meta=replace(trace.meta, **sizes))
+    write_trace(replace(trace, lookahead=None), tmp_path / "plain")
+    write_trace(trace, tmp_path / "ahead")
+    arguments = ("--policies", "lru,lru+gate", "--cache-sizes", "6", "--workers", "1", "--out", "out")
+    done = moe_sim("sweep", "plain", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    told = "lru+gate: the trace plain has no lookahead column; record it with `moe-trace record --lookahead`"
+    assert told in done.stderr
+    assert not (tmp_path / "out").exists()
+    done = moe_sim("sweep", "plain", *arguments, "--untimed", cwd=tmp_path)
+    assert done.returncode == 0, "untimed nothing is prefetched"
+    done = moe_sim("sweep", "ahead", *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_of_a_recorded_model_the_gate_proposes_what_its_next_router_gives_for_this_layers_input(tmp_path):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from tests.tracer.conftest import tiny
+    from tracer.prompts import Prompt
+    from tracer.record import Options, record
+
+    loaded = tiny("mixtral")
+    prompts = [Prompt(f"p{i}", "", "", (text,)) for i, text in enumerate(("What is a heron?", "Hi"))]
+    record(loaded, prompts, tmp_path / "t", Options(max_new_tokens=6, lookahead=True))
+    trace = Trace.read(tmp_path / "t", ["lookahead", "token_id"])
+    L, E, k = trace.layers, trace.num_experts, trace.top_k
+    found = proposals([trace.steps(r) for r in range(2)], Shape(L, E))
+    blocks = [layer.mlp for layer in loaded.model.model.layers]
+    compared = differs = 0
+    for r in range(2):
+        rows = slice(int(trace.offsets[r]), int(trace.offsets[r + 1]))
+        entered = []
+        hooks = [
+            block.register_forward_pre_hook(lambda _, args, entered=entered: entered.append(args[0][0]))
+            for block in blocks
+        ]
+        with torch.inference_mode():
+            loaded.model(input_ids=torch.tensor(trace.token_id[rows][None].astype(np.int64)))
+        for hook in hooks:
+            hook.remove()
+        prompt = int(np.count_nonzero(trace.phase[rows] == PREFILL))
+        for layer in range(L - 1):
+            picked = torch.topk(entered[layer] @ blocks[layer + 1].gate.weight.detach().T, k).indices.numpy()
+            picked = picked + (layer + 1) * E
+            assert found[r, 0, layer] == Counter(picked[:prompt].ravel().tolist())
+            for step, own in enumerate(picked[prompt:], start=1):
+                assert set(found[r, step, layer]) == set(own.tolist())
+                chosen = trace.experts[rows][prompt + step - 1, layer + 1].astype(int) + (layer + 1) * E
+                differs += set(own.tolist()) != set(chosen.tolist())
+                compared += 1
+    assert compared > 10
+    assert differs, "the picks are not simply what was chosen"

@@ -1,0 +1,41 @@
+"""K-means over EAMs against plain loops over its definition."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from policies.kmeans import representatives
+from tests.policies.slow_eamc import slow_representatives
+
+
+@st.composite
+def collections(draw):
+    """2k EAMs that are not all zero, rows of zeros among them, and k."""
+    k, shape = draw(st.integers(1, 5)), (draw(st.integers(1, 3)), draw(st.integers(1, 4)))
+    eam = arrays(np.int64, shape, elements=st.integers(0, 5)).filter(lambda eam: eam.any())
+    return np.array(draw(st.lists(eam, min_size=2 * k, max_size=2 * k))), k
+
+
+@given(collections())
+def test_representatives_are_those_of_the_definition(collection):
+    eams, k = collection
+    assert representatives(eams, k).tolist() == slow_representatives(list(eams), k)
+
+
+def test_random_eams_take_more_than_one_round_and_end_as_the_definition_says():
+    eams = np.random.default_rng(1).poisson(np.random.default_rng(2).gamma(0.3, 9, (40, 4, 8)))
+    found = representatives(eams, 20)
+    assert found.tolist() == slow_representatives(list(eams), 20)
+    assert 10 < len(found) <= 20
+    assert found.max() >= 20, "newcomers stand for some groups"
+
+
+def test_each_of_two_kinds_keeps_one_whatever_its_scale():
+    one, other = np.array([[4, 1, 0], [0, 9, 1]]), np.array([[0, 1, 4], [9, 0, 1]])
+    assert representatives(np.array([one, 3 * one, 5 * other, other]), 2).tolist() == [0, 2]
+
+
+def test_of_eams_alike_one_stays():
+    eam = np.array([[1, 2]])
+    assert representatives(np.array([eam] * 6), 3).tolist() == [0]

@@ -1,0 +1,145 @@
+"""Presets: names of documented systems that stand for policies as typed."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from policies import registry
+from policies.presets import PRESETS, Preset
+from policies.registry import available, parse
+from policies.stride_train import Tokens, Training, train
+from sim.cells import Requests
+from sim.cli import main
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
+from sim.untimed import count
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+L, E = 3, 8
+TRACE = synthetic(3, tokens=8, layers=L, experts=E, top_k=2, seed=5, prompt_tokens=4)
+TRACE = replace(TRACE, lookahead=TRACE.experts)
+TIMING = FixedTiming(dense=100, expert=20, expert_per_token=1, combine=2, head=300)
+LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=400)
+
+NEEDS = {"brainstorm": "profile={trace}", "fiddler": "profile={trace}", "promoe": "model={trace}/stride.npz"}
+"""Options without which a preset cannot play; {trace}: the folder of TRACE, with a predictor trained on it."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("home") / "trace"
+    write_trace(TRACE, folder)
+    train(Tokens.of(TRACE), Training(epochs=1)).save(folder / "stride.npz")
+    return folder
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_every_preset_plays_as_what_it_stands_for(preset, folder):
+    options = NEEDS.get(preset.name, "").format(trace=folder)
+    spec = parse(f"{preset.name}:{options}" if options else preset.name)
+    assert spec.text.startswith(preset.name)
+    assert spec.options()["preset"] == preset.name
+    if not options:
+        assert spec.resolved() == parse(preset.policy).options()
+    log = simulate(list(Requests(TRACE)), L, E, 9, spec, TIMING, LINK, experts_per_layer=1.5)
+    lookups = sum(len(request.experts) for request in Requests(TRACE))
+    assert log.hits.sum() + log.late.sum() + log.misses.sum() == lookups
+    assert log.misses.sum() > 0
+
+
+def test_every_preset_says_what_it_stands_for_and_what_differs_in_sentences():
+    policies = {info.name for info in available() if info.kind != "preset"}
+    names = [preset.name for preset in PRESETS]
+    assert len(set(names)) == len(names)
+    assert not policies & set(names), "a name is one thing"
+    for preset in PRESETS:
+        assert preset.summary.endswith(".")
+        assert preset.differs.endswith(".")
+        assert "\n" not in preset.summary + preset.differs
+        assert not parse(preset.policy).preset, "nor does it stand for another"
+
+
+def test_fiddler_misses_as_static_popularity_does(folder):
+    requests = list(Requests(TRACE))
+    typed, plain = (count(requests, L, E, 9, parse(f"{name}:profile={folder}")) for name in ("fiddler", "static"))
+    assert typed.evictions.tolist() == plain.evictions.tolist() != []
+
+
+def made_up(monkeypatch, policy: str) -> None:
+    monkeypatch.setattr(registry, "PRESETS", (*PRESETS, Preset("made-up", policy, "Made up.", "All of it.")))
+
+
+@pytest.mark.parametrize(
+    ("policy", "typed", "stands_for"),
+    [
+        ("lrfu+popular", "made-up:n=2", "lrfu+popular:n=2"),
+        ("lrfu+popular:n=3", "made-up:decay=0.5:n=2", "lrfu:decay=0.5+popular:n=2"),
+        ("lru+popular@layer", "made-up:profile=some/trace", "lru+popular@layer:profile=some/trace"),
+        ("static+popular@layer", "made-up:profile=t", "static:profile=t+popular@layer:profile=t"),
+        ("lru+popular@layer", "made-up@global", "lru+popular"),
+        ("lru+popular", "made-up:n=2@layer:profile=t", "lru+popular:n=2@layer:profile=t"),
+        ("eamc", "made-up:capacity=7", "eamc:capacity=7"),
+    ],
+)
+def test_an_option_goes_to_every_part_that_declares_it(monkeypatch, policy, typed, stands_for):
+    made_up(monkeypatch, policy)
+    found = parse(typed)
+    assert found.resolved() == parse(stands_for).resolved()
+    assert found.text == typed
+
+
+def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
+    made_up(monkeypatch, "lru@layer")
+    assert parse("made-up").within("global").text == "made-up"
+    assert parse("made-up").within("layer:profile=t").text == "made-up"
+    assert parse("pre-gated").within("layer").text == "pre-gated@layer"
+    assert parse("pre-gated").within("layer").options()["preset"] == "pre-gated"
+    assert parse("made-up").without_prefetch().text == "lru@layer"
+    assert parse("pre-gated").without_prefetch() == parse("fifo")
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("pre-gatd", "did you mean pre-gated"),
+        ("pre-gated:horizn=2", "unknown option of pre-gated 'horizn'; did you mean horizon"),
+        ("pre-gated:horizon=0", "horizon of at least 1"),
+        ("specmd:n=3", "specmd has no options"),
+        ("pre-gated+none", "pre-gated is a preset and stands for fifo+oracle:horizon=1: write that"),
+        ("lru+pre-gated", "unknown prefetcher 'pre-gated'"),
+        ("pre-gated@layr", "did you mean layer"),
+    ],
+)
+def test_a_preset_that_cannot_be_so_is_one_line_that_helps(typed, says):
+    with pytest.raises(InputError) as caught:
+        parse(typed)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def moe_sim(monkeypatch, capsys, *arguments: str) -> tuple[object, str]:
+    monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    return ended.value.code, told.out + told.err
+
+
+def test_the_list_shows_presets_and_one_of_them_whole(monkeypatch, capsys):
+    code, listed = moe_sim(monkeypatch, capsys, "policies")
+    assert code in (0, None)
+    assert all(name in listed for name in ("pre-gated", "preset", "lru", "clock"))
+    code, told = moe_sim(monkeypatch, capsys, "policies", "pre-gated")
+    assert code in (0, None)
+    preset = next(preset for preset in PRESETS if preset.name == "pre-gated")
+    for part in (preset.policy, preset.differs, preset.summary, "prefetch: oracle ", "horizon=1", "preset, oracle"):
+        assert part in told
+    _, told = moe_sim(monkeypatch, capsys, "policies", "lrfu")
+    assert "IEEE Transactions on Computers" in told
+    assert "Options: decay=0.0009765625" in told
+    code, told = moe_sim(monkeypatch, capsys, "policies", "pre-gaetd")
+    assert code == 2
+    assert "did you mean pre-gated" in told

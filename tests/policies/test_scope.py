@@ -1,0 +1,409 @@
+"""Partitioned retention: slots of each layer's own, against simulators of one layer and brute force."""
+
+import itertools
+import json
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.contract import Shape
+from policies.core import BLOCKED, NO_EXPERT
+from policies.per_layer import PerLayer
+from policies.registry import available, parse
+from policies.residency import Residency
+from policies.scope import even, lru_curves, optimal
+from sim import winner
+from sim.cells import Requests, Setup
+from sim.cli import grid_of, main
+from sim.curves import lru_misses
+from sim.log import RunLog
+from sim.model import simulate
+from sim.report import warnings
+from sim.timing import FixedTiming, Link
+from sim.untimed import count
+from tests.sim.test_untimed import SHARED, oracle_misses
+from traces.errors import InputError
+from traces.importers import import_dump
+from traces.steps import RequestSteps, decode_steps
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+THEIRS = {
+    "lru": "LRU",
+    "fifo": "FIFO",
+    "lfu": "LFU",
+    "clock": "Clock",
+    "sieve": "Sieve",
+    "arc": "ARC",
+    "belady": "Belady",
+}
+TIMING = FixedTiming(dense=100, expert=20, expert_per_token=1, combine=2, head=300)
+LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=400, chunk_bytes=100)
+
+
+def request_of(experts: np.ndarray, E: int) -> RequestSteps:
+    """experts: [tokens, L, k] ids within a layer."""
+    return decode_steps(0, experts.astype(np.uint16), E, 65535, np.arange(1, len(experts) + 1))
+
+
+def by_layer(requests: list[RequestSteps], L: int, E: int) -> list[np.ndarray]:
+    """The ids within each layer, in order."""
+    ids = np.concatenate([request.experts for request in requests])
+    return [ids[ids // E == layer] % E for layer in range(L)]
+
+
+def misses(requests, L, E, slots, policy):
+    return int(count(requests, L, E, slots, parse(policy)).misses.sum())
+
+
+def assert_sum_of_layers(requests, L, E, slots, policy):
+    parts = zip(by_layer(requests, L, E), even(L, slots), strict=True)
+    expected = sum(oracle_misses(THEIRS[policy], ids, own) for ids, own in parts)
+    assert misses(requests, L, E, slots, f"{policy}@layer") == expected, (policy, slots)
+
+
+def routing(kind: str, tokens: int, L: int, E: int) -> np.ndarray:
+    rng = np.random.default_rng(11)
+    uniform = rng.integers(0, E, (tokens, L, 1))
+    zipf = (rng.zipf(1.4, (tokens, L, 1)) + np.arange(L)[:, None] * 5) % E
+    cyclic = np.broadcast_to((np.arange(tokens) % 11)[:, None, None], (tokens, L, 1))
+    shuffled = np.where(rng.random((tokens, L, 1)) < 0.5, zipf, cyclic)
+    return {"random": uniform, "mixed": np.where(np.arange(L)[:, None] == 1, cyclic, shuffled)}[kind]
+
+
+# What a scope of layers counts
+
+
+@pytest.mark.parametrize("policy", THEIRS)
+@pytest.mark.parametrize("kind", ["random", "mixed"])
+def test_misses_per_layer_are_the_sum_of_independent_caches_of_libcachesim(policy, kind):
+    L, E = 3, 20
+    requests = [request_of(routing(kind, 2_000, L, E), E)]
+    for slots in (3, 5, 19, 30, 59):
+        assert_sum_of_layers(requests, L, E, slots, policy)
+
+
+@pytest.mark.parametrize("dump", ["gpt-oss-20b-decode", "deepseek-v2-lite-prefill"])
+def test_misses_per_layer_of_real_traces_are_the_sum_of_libcachesims(dump):
+    if not (SHARED / f"{dump}.npz").exists():
+        pytest.skip("needs the real traces in ../shared/traces")
+    trace, _ = import_dump(SHARED / f"{dump}.npz", SHARED / f"{dump}.json")
+    played = trace.head(2) if trace.phases == "decode" else trace.head(2).as_decode()
+    requests, L, E = [played.steps(i) for i in range(2)], trace.layers, trace.num_experts
+    for slots in (L * E // 10, L * E // 4 + 5, L * E // 2):
+        for policy in THEIRS:
+            assert_sum_of_layers(requests, L, E, slots, policy)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2), min_size=1, max_size=40), st.integers(2, 9))
+def test_belady_per_layer_is_never_beaten_by_what_keeps_per_layer(chosen, slots):
+    requests = [request_of(np.array(chosen)[:, :, None], 5)]
+    best = misses(requests, 2, 5, slots, "belady@layer")
+    others = ("lru", "lfu", "fifo", "clock", "sieve", "arc", "s3fifo", "random", "eamc", "least-stale", "eamc-blend")
+    assert all(best <= misses(requests, 2, 5, slots, f"{policy}@layer") for policy in others)
+    assert misses(requests, 2, 5, slots, "belady") <= best, "and shared slots are worth no less to it"
+
+
+def test_slots_of_its_own_save_lru_from_a_layer_that_cycles_through_more_than_fits():
+    quiet, noisy = np.arange(300) % 2, np.arange(300) % 12
+    requests = [request_of(np.stack([quiet, noisy], axis=1)[:, :, None], 12)]
+    hits = [int(count(requests, 2, 12, 3, parse(policy)).hits.sum()) for policy in ("lru", "lru@layer")]
+    assert hits == [0, 298], "its two experts stay after their first uses"
+
+
+ALIKE = ["lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "arc", "random", "eamc", "belady+oracle1", "lru+popular"]
+
+
+@pytest.mark.parametrize("policy", ALIKE)
+def test_one_layer_plays_alike_in_either_scope(policy):
+    trace = synthetic(3, tokens=12, layers=1, experts=16, top_k=3, seed=2, prompt_tokens=5)
+    requests = list(Requests(trace))
+    for slots in (1, 5, 11):
+        timed = [simulate(requests, 1, 16, slots, parse(policy + s), TIMING, LINK, True) for s in ("", "@layer")]
+        untimed = [count(requests, 1, 16, slots, parse(policy + s)) for s in ("", "@layer")]
+        for one, other in (timed, untimed):
+            for field in fields(RunLog):
+                np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
+            assert one.misses.sum() > 0
+
+
+def test_a_users_policy_with_state_of_its_own_is_one_for_each_layer(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from policies.contract import RetentionPolicy\n"
+        "class First(RetentionPolicy):\n"
+        "    def __init__(self, shape, options):\n"
+        "        super().__init__(shape, options)\n"
+        "        self.queue, self.layers = [], set()\n"
+        "    def observe(self, event):\n"
+        "        self.layers.add(event.layer)\n"
+        "    def on_insert(self, expert, serial, start):\n"
+        "        self.queue.append(expert)\n"
+        "        assert self.layers == {expert // self.shape.experts}\n"
+        "    def on_evict(self, expert):\n"
+        "        self.queue.remove(expert)\n"
+        "    def victim(self, evictable):\n"
+        "        return next(e for e in self.queue if e in evictable)\n"
+    )
+    spec = parse(f"{tmp_path / 'mine.py'}:First@layer")
+    requests = list(Requests(synthetic(3, tokens=12, layers=4, experts=16, top_k=3, seed=2)))
+    ours, fifo = (count(requests, 4, 16, 21, policy) for policy in (spec, parse("fifo@layer")))
+    assert ours.evictions.tolist() == fifo.evictions.tolist() != []
+    keeper, _ = spec.build(Shape(4, 16))
+    assert isinstance(keeper, PerLayer)
+    assert keeper.name == "First"
+
+
+# Slots, victims and the queue
+
+
+def machine(policy: str = "lru") -> Residency:
+    """Two layers of three experts (0 to 2, 3 to 5), one slot each."""
+    return Residency(Shape(2, 3), (1, 1), parse(f"{policy}@layer").build(Shape(2, 3))[0])
+
+
+def propose(machine: Residency, *pairs: tuple[int, float]) -> None:
+    machine.propose(np.array([expert for expert, _ in pairs]), np.array([priority for _, priority in pairs]))
+
+
+@pytest.mark.parametrize("policy", ["lru", "clock"])
+def test_of_the_queued_prefetches_the_best_that_can_have_a_slot_starts(policy):
+    ours = machine(policy)
+    ours.route(np.array([0]), 0, 1)
+    assert ours.next_transfer() == (0, NO_EXPERT, False)
+    ours.arrived()
+    propose(ours, (1, 9.0), (2, 8.0), (4, 2.0), (5, 3.0))
+    assert ours.next_transfer() == (5, NO_EXPERT, True), "0 is pinned in the slot that 1 and 2 are for"
+    assert ours.slot(5) == 1
+    ours.arrived()
+    assert ours.next_transfer() == (BLOCKED, NO_EXPERT, True), "5 is protected from 4"
+    ours.computed(0)
+    assert ours.next_transfer() == (1, 0, True)
+    assert ours.slot(1) == 0
+
+
+def test_a_demand_without_a_slot_holds_back_prefetches_of_every_layer():
+    ours = machine()
+    ours.route(np.array([0, 1]), 0, 2)
+    assert ours.next_transfer() == (0, NO_EXPERT, False)
+    ours.arrived()
+    propose(ours, (4, 1.0))
+    assert ours.next_transfer() == (BLOCKED, NO_EXPERT, False)
+    ours.computed(0)
+    assert ours.next_transfer() == (1, 0, False)
+
+
+@pytest.mark.parametrize("policy", ["lru@layer", "sieve@layer"])
+def test_an_event_larger_than_its_partition_runs_in_waves(policy):
+    L, k, tokens = 2, 4, 3
+    requests = [request_of(np.broadcast_to(np.arange(k), (tokens, L, k)), k)]
+    link = replace(LINK, chunk_bytes=None)
+    transfer, compute, rest = link.used_ns(400), 21, L * 102 + 300
+    log = simulate(requests, L, k, L, parse(policy), TIMING, link)
+    assert log.misses.tolist() == [L * k] + [L * (k - 1)] * (tokens - 1), "what came last stays"
+    assert log.step_ns.tolist() == [rest + L * (n * transfer + k * compute) for n in [k] + [k - 1] * (tokens - 1)], (
+        "with one slot nothing overlaps"
+    )
+
+
+# How many slots each layer gets
+
+
+def test_what_is_left_over_goes_to_the_first_layers_and_no_layer_has_more_than_it_can_use():
+    assert even(3, 11) == (4, 4, 3)
+    assert parse("lru@layer").divide(Shape(3, 8), 11) == (4, 4, 3)
+    assert parse("lru@layer").divide(Shape(3, 8), 100) == (8, 8, 8)
+    assert parse("lru").divide(Shape(3, 8), 2) == (2,)
+
+
+curves = st.integers(1, 4).flatmap(
+    lambda E: st.lists(
+        st.lists(st.integers(0, 6), min_size=E + 1, max_size=E + 1).map(lambda c: sorted(c, reverse=True)),
+        min_size=1,
+        max_size=4,
+    )
+)
+
+
+@given(curves, st.data())
+def test_dynamic_programming_finds_what_brute_force_finds_and_breaks_ties_for_earlier_layers(curves, data):
+    L, E = len(curves), len(curves[0]) - 1
+    slots = data.draw(st.integers(L, L * E))
+    divisions = [own for own in itertools.product(range(1, E + 1), repeat=L) if sum(own) == slots]
+    cost = {own: sum(curve[n] for curve, n in zip(curves, own, strict=True)) for own in divisions}
+    least = min(cost.values())
+    assert optimal(np.array(curves), slots) == max(own for own in divisions if cost[own] == least)
+
+
+def test_greedy_would_fail_on_a_curve_with_a_cliff():
+    cliff, slope = [99, 90, 90, 90, 0], [99, 60, 55, 50, 45]
+    assert optimal(np.array([cliff, slope]), 5) == (4, 1)
+
+
+def test_lru_curves_of_layers_equal_those_of_the_analysis_layer_by_layer():
+    trace = synthetic(4, tokens=20, layers=3, experts=16, top_k=3, seed=9)
+    requests = list(Requests(trace))
+    found = lru_curves(np.concatenate([request.experts for request in requests]), Shape(3, 16))
+    for curve, ids in zip(found, by_layer(requests, 3, 16), strict=True):
+        np.testing.assert_array_equal(curve, lru_misses(ids.astype(np.int32), 16))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A trace whose layers differ in how many experts they use."""
+    home = tmp_path_factory.mktemp("home")
+    rng = np.random.default_rng(0)
+    trace = synthetic(3, tokens=30, layers=3, experts=16, top_k=2, seed=4)
+    ids = np.sort(rng.permuted(np.broadcast_to(np.arange(16), (*trace.experts.shape[:2], 16)), axis=-1)[..., :2])
+    ids[:, 0] = [0, 1]
+    ids[:, 1] = np.sort(rng.permuted(np.broadcast_to(np.arange(5), (len(ids), 5)), axis=-1)[:, :2])
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    meta = replace(trace.meta, model="tiny", **sizes)
+    write_trace(replace(trace, meta=meta, experts=ids.astype(np.uint8)), home / "tiny")
+    return home
+
+
+def test_a_profile_never_costs_misses_on_itself(home):
+    from traces.trace import Trace
+
+    trace = Trace.read(home / "tiny")
+    requests = list(Requests(trace))
+    profiled = f"lru@layer:profile={home / 'tiny'}"
+    found = [(misses(requests, 3, 16, n, profiled), misses(requests, 3, 16, n, "lru@layer")) for n in range(3, 50)]
+    assert all(ours <= theirs for ours, theirs in found)
+    assert sum(ours < theirs for ours, theirs in found) > 10
+    assert parse(profiled).divide(Shape(3, 16), 12) == (2, 5, 5)
+    assert parse(profiled).divide(Shape(3, 16), 99) == (16, 16, 16)
+    curves = lru_curves(np.concatenate([request.experts for request in requests]), Shape(3, 16))
+    assert found[9][0] == sum(curve[own] for curve, own in zip(curves, (2, 5, 5), strict=True)), "of 12 slots"
+
+
+# As typed
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ("lru@layr", "unknown scope 'layr'; did you mean layer?"),
+        ("lru@", "unknown scope ''"),
+        ("lru+my@home/mine.py:First", "unknown scope 'home/mine.py'"),
+        ("my@home/mine.py:First", "a path before it has no @"),
+        ("static:profile=my@trace", "a path before it has no @"),
+        ("lru@layer@global", "unknown scope 'layer@global'"),
+        ("lru@layer:profil=x", "did you mean profile"),
+        ("lru@global:profile=x", "global has no options"),
+        ("lruu@layer", "did you mean lru"),
+    ],
+)
+def test_a_wrong_scope_is_one_line_that_helps(typed, says):
+    with pytest.raises(InputError) as caught:
+        parse(typed)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_scope_belongs_to_the_text_and_to_the_options_of_a_policy():
+    spec = parse("eamc:capacity=3+popular:n=2@layer:profile=some/trace")
+    assert (spec.evict_options, spec.prefetch_options) == ("capacity=3", "n=2")
+    assert spec.options()["scope"] == {"name": "layer", "profile": "some/trace"}
+    assert parse("lru").options() == parse("lru@global").options() != parse("lru@layer").options()
+    assert spec.without_prefetch().text == "eamc:capacity=3+none@layer:profile=some/trace"
+    assert parse(spec.without_prefetch().text) == spec.without_prefetch()
+    assert parse("lru").within("layer") == parse("lru@layer")
+    assert parse("lru@global").within("layer").text == "lru@global"
+    assert parse("lru").within("global").text == "lru"
+    with pytest.raises(InputError, match="unknown scope"):
+        parse("lru@layer").within("layr")
+
+
+def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):
+    with pytest.raises(InputError, match="is of 3 layers of 16 experts, not 2 of 16"):
+        parse(f"lru@layer:profile={home / 'tiny'}").divide(Shape(2, 16), 8)
+    with pytest.raises(InputError, match="5 slots cannot be divided among 6 layers"):
+        parse("lru@layer").divide(Shape(6, 4), 5)
+
+
+def moe_sim(home: Path, monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr()
+    assert ended.value.code in (0, None), told.err
+    return told.out
+
+
+def test_a_sweep_plays_what_names_no_scope_in_the_one_given_and_its_winner_is_rebuilt(home, monkeypatch, capsys):
+    policies = ("--policies", "lru,clock+popular,fifo@global", "--scope", "layer")
+    asked = ("sweep", "tiny", *policies, "--cache-sizes", "25%", "--workers", "1", "--out", "x", "--json")
+    rows = json.loads(moe_sim(home, monkeypatch, capsys, *asked))
+    assert [row["policy"] for row in rows] == ["lru@layer", "clock+popular@layer", "fifo@global"]
+    assert json.loads(rows[0]["options"])["scope"] == {"name": "layer", "profile": ""}
+    _, winners = winner.read(home / "x")
+    best = min(rows, key=lambda row: row["tpot_mean_ms"])
+    assert winners[0].policy == best["policy"]
+    assert parse(winners[0].policy).options() == json.loads(best["options"])
+    told = moe_sim(home, monkeypatch, capsys, "compare", "x:lru@layer@25%", "x:fifo@global")
+    assert told.startswith("fifo@global ")
+    assert "lru@layer" in told
+
+
+def test_an_analysis_takes_a_scope(home, monkeypatch, capsys):
+    asked = ("--policies", "lru,lru@global", "--scope", "layer", "--cache-sizes", "12", "--out", "y", "--json")
+    own, shared = json.loads(moe_sim(home, monkeypatch, capsys, "analyze", "tiny", *asked))["misses"]
+    assert (own["policy"], shared["policy"]) == ("lru@layer", "lru@global")
+    assert own["misses"] != shared["misses"]
+    assert own["capacity"] == shared["capacity"], "Belady's, in one pool, is the bound of both"
+
+
+def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home):
+    loaded = Setup(trace=home / "tiny", untimed=True).load()
+    for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
+        assert len(warnings(loaded, grid_of(loaded, policies, "4", None))) == warned
+
+
+def test_too_few_slots_are_refused_before_anything_is_written(home, monkeypatch, capsys):
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", ["moe-sim", "sweep", "tiny", "--cache-sizes", "12,2", "--scope", "layer"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.count("\n") == 1 + told.count("taking")
+    assert "a cache of 2 slots cannot be divided among 3 layers" in told
+    assert not (home / "results").exists()
+
+
+SCORED_AND_OTHER = ["lru", "eamc", "clock", "arc"]
+
+
+@pytest.mark.parametrize("policy", SCORED_AND_OTHER)
+def test_policies_conform_in_a_scope_of_layers(policy):
+    from policies.conformance import check
+
+    assert {info.name for info in available()} >= set(SCORED_AND_OTHER)
+    check(f"{policy}@layer").require()
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 5), st.integers(0, 1_000))
+def test_a_layer_never_holds_more_than_its_slots(L, seed):
+    rng = np.random.default_rng(seed)
+    partitions = tuple(int(n) for n in rng.integers(1, 4, L))
+    ours = Residency(Shape(L, 4), partitions, parse("lru@layer").build(Shape(L, 4))[0])
+    first = np.cumsum([0, *partitions])
+    for _ in range(20):
+        layer = int(rng.integers(L))
+        ids = layer * 4 + np.sort(rng.permutation(4)[:2])
+        for i in range(2):
+            if not ours.route(ids, i, i + 1):
+                ours.next_transfer()
+                ours.arrived()
+            ours.computed(int(ids[i]))
+            assert first[layer] <= ours.slot(int(ids[i])) < first[layer + 1]
+        held = np.bincount(ours.resident() // 4, minlength=L)
+        assert (held <= partitions).all()

@@ -1,0 +1,281 @@
+"""The stride predictor: what it proposes against the definition, what training learns, and files that are not one."""
+
+import math
+import random
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import conformance, stride_train
+from policies.contract import Shape
+from policies.pair import Pair
+from policies.registry import parse
+from policies.scripts import scripts
+from policies.stride import Predictor
+from policies.stride_train import Tokens, Training, probabilities, recall, recall_of_previous, train
+from sim import cli
+from traces.errors import InputError
+from traces.steps import DECODE
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+
+def made_up(L, E, stride, back, seed):
+    rng = np.random.default_rng(seed)
+    weights = rng.standard_normal((L, back + 1, E, E)).astype(np.float32)
+    return Predictor(stride, weights, rng.standard_normal((L, E)).astype(np.float32))
+
+
+def saved(predictor, folder):
+    path = folder / "stride.npz"
+    predictor.save(path)
+    return path
+
+
+def proposals(trace, path, n):
+    """After each event: [(id, priority)], by request, step and layer."""
+    shape = Shape(trace.layers, trace.num_experts)
+    requests = [trace.steps(i) for i in range(len(trace.requests))]
+    pair = Pair(parse(f"lru+stride:model={path}:n={n}"), shape, requests)
+    found = {}
+    for ordinal, request in enumerate(requests):
+        pair.begin_request(ordinal, request)
+        for step, phase in enumerate(request.phase.tolist()):
+            pair.begin_step(step, phase)
+            for layer in range(shape.layers):
+                at = step * shape.layers + layer
+                pair.observe(layer, *request.offsets[at : at + 2].tolist())
+                ids, priorities = pair.propose()
+                found[ordinal, step, layer] = list(zip(ids.tolist(), priorities.tolist(), strict=True))
+        pair.end_request()
+    return found
+
+
+def slowly(trace, predictor, n):
+    """The definition, over the request's decoded events in one list."""
+    L, E, stride = trace.layers, trace.num_experts, predictor.stride
+    back = predictor.weights.shape[1] - 1
+    found = {}
+    for r in range(len(trace.requests)):
+        rows = range(int(trace.offsets[r]), int(trace.offsets[r + 1]))
+        decoded = [row for row in rows if trace.phase[row] == DECODE]
+        before = int(len(decoded) < len(rows))
+        events = [set(trace.experts[row, layer].tolist()) - {trace.sentinel} for row in decoded for layer in range(L)]
+        if before:
+            found |= {(r, 0, layer): [] for layer in range(L)}
+        latest = {}
+        for at in range(len(events)):
+            coming, to = at + stride, (at + stride) % L
+            scores = predictor.bias[to].astype(float)
+            for j, source in enumerate([*(at - j for j in range(back)), coming - L]):
+                for expert in events[source] if source >= 0 else ():
+                    scores = scores + predictor.weights[to, j, expert]
+            likely = sorted(range(E), key=lambda e: (-scores[e], e))[:n]
+            latest[to] = [(to * E + e, 1 / (1 + math.exp(-scores[e]))) for e in likely]
+            ahead = [(at + distance) % L for distance in range(1, stride + 1)]
+            found[r, before + at // L, at % L] = [one for layer in ahead for one in latest.get(layer, [])]
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 5), st.integers(2, 6), st.data())
+def test_the_likeliest_of_the_layer_ahead_and_again_those_of_the_layers_before_it(L, E, data):
+    stride = data.draw(st.integers(1, L - 1))
+    back = data.draw(st.integers(1, L - stride))
+    n, seed, prompt = data.draw(st.integers(0, E + 1)), data.draw(st.integers(0, 99)), data.draw(st.integers(0, 2))
+    trace = synthetic(requests=2, tokens=4, layers=L, experts=E, top_k=2, seed=seed, prompt_tokens=prompt)
+    holes = np.random.default_rng(seed).random(trace.experts.shape) < 0.2
+    trace = replace(trace, experts=np.where(holes, trace.sentinel, trace.experts).astype(trace.experts.dtype))
+    predictor = made_up(L, E, stride, back, seed)
+    with TemporaryDirectory() as folder:
+        found, expected = proposals(trace, saved(predictor, Path(folder)), n), slowly(trace, predictor, n)
+    assert found.keys() == expected.keys()
+    for at in found:
+        assert [i for i, _ in found[at]] == [i for i, _ in expected[at]], at
+        assert [p for _, p in found[at]] == pytest.approx([p for _, p in expected[at]], rel=1e-4)
+
+
+def follows(seed, noise=0.0, tokens=300, L=4, E=6):
+    """A trace where in each layer expert e is followed by e + 1 in the next, but for a share `noise` of the time."""
+    made = synthetic(requests=6, tokens=tokens, layers=L, experts=E, top_k=1, seed=seed)
+    rng = np.random.default_rng(seed)
+    experts = np.empty((6 * tokens, L, 1), made.experts.dtype)
+    before = rng.integers(0, E, 6 * tokens)
+    for layer in range(L):
+        experts[:, layer, 0] = before
+        other = rng.random(6 * tokens) < noise
+        before = np.where(other, rng.integers(0, E, 6 * tokens), (before + 1) % E)
+    return replace(made, experts=experts)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_training_learns_a_rule_and_finds_it_in_unseen_requests(stride):
+    seen, unseen = Tokens.of(follows(seed=1)), Tokens.of(follows(seed=2))
+    predictor = train(seen, Training(stride=stride, back=2, epochs=20))
+    k_of_layers = [layer for layer in range(4) if layer >= stride]  # the first layers follow nothing: they are random
+    for layer in k_of_layers:
+        p = probabilities(predictor, unseen, layer, np.arange(len(unseen)))
+        assert (p.argmax(axis=1) == unseen.chosen[layer::4, 0]).all()
+    assert recall(predictor, unseen) == pytest.approx(1 - stride / 4 * 5 / 6, abs=0.02)
+    assert recall_of_previous(unseen) == pytest.approx(1 / 6, abs=0.03)
+
+
+def test_probabilities_are_calibrated():
+    noise = 0.4
+    seen, unseen = Tokens.of(follows(seed=1, noise=noise, tokens=1500)), Tokens.of(follows(seed=2, noise=noise))
+    predictor = train(seen, Training(back=1, epochs=40))
+    p = np.concatenate([probabilities(predictor, unseen, layer, np.arange(len(unseen))) for layer in range(1, 4)])
+    y = np.concatenate([unseen.choices(np.arange(len(unseen)), layer) for layer in range(1, 4)])
+    likely = p > 0.5
+    assert likely.mean() == pytest.approx(1 / 6, abs=0.01)
+    assert p[likely].mean() == pytest.approx(y[likely].mean(), abs=0.03)
+    assert y[likely].mean() == pytest.approx(1 - noise * 5 / 6, abs=0.03)
+    assert p[~likely].mean() == pytest.approx(y[~likely].mean(), abs=0.01)
+
+
+def test_training_twice_gives_the_same_and_another_seed_another_predictor():
+    tokens = Tokens.of(follows(seed=1, noise=0.3))
+    one, two, other = (train(tokens, Training(epochs=1, seed=seed)) for seed in (0, 0, 1))
+    assert (one.weights == two.weights).all()
+    assert (one.bias == two.bias).all()
+    assert (one.weights != other.weights).any()
+
+
+def test_what_is_proposed_is_what_training_would_say(tmp_path):
+    trace = synthetic(requests=2, tokens=8, layers=4, experts=6, top_k=2, seed=3, prompt_tokens=2)
+    tokens = Tokens.of(trace)
+    predictor = train(tokens, Training(stride=2, back=2))
+    found = proposals(trace, saved(predictor, tmp_path), n=6)
+    for r in range(2):
+        for token in range(1, 8):
+            for layer in range(4):
+                step, source = (token + 1, layer - 2) if layer >= 2 else (token, layer + 2)
+                p = probabilities(predictor, tokens, layer, np.array([r * 8 + token]))[0]
+                said = {i - layer * 6: share for i, share in found[r, step, source] if i // 6 == layer}
+                assert said == pytest.approx(dict(enumerate(p.tolist())), rel=1e-4)
+
+
+def test_a_predictor_keeps_to_the_contract(tmp_path):
+    path = saved(made_up(3, 5, stride=2, back=1, seed=0), tmp_path)
+    spec = parse(f"lru+stride:model={path}:n=3:budget=2")
+    played = 0
+    for number, script in enumerate(script for script in scripts(0) if script.shape == Shape(3, 5)):
+        for held_to in conformance._CHECKS:
+            played += held_to(spec, script, random.Random(number))
+    assert played > 1000
+
+
+def test_a_file_keeps_the_predictor_and_whatever_is_none_is_one_line(tmp_path):
+    predictor = made_up(3, 5, stride=1, back=2, seed=0)
+    path = saved(predictor, tmp_path)
+    read = Predictor.load(path)
+    assert (read.stride, read.shape) == (1, Shape(3, 5))
+    assert (read.weights == predictor.weights).all()
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "cut").write_bytes(path.read_bytes()[:200])
+    np.savez(tmp_path / "other.npz", weights=predictor.weights)
+    for name in ("text", "cut", "other.npz", "."):
+        with pytest.raises(InputError, match="is no stride predictor of moe-sim train-stride"):
+            Predictor.load(tmp_path / name)
+    with pytest.raises(InputError, match=r"no stride predictor at .*: moe-sim train-stride"):
+        Predictor.load(tmp_path / "nowhere.npz")
+    for damaged in (
+        replace(predictor, stride=3),
+        replace(predictor, weights=predictor.weights[:, :, :4]),
+        replace(predictor, bias=predictor.bias[0]),
+        replace(predictor, bias=predictor.bias * np.float32("nan")),
+        replace(predictor, bias=predictor.bias.astype(float)),
+    ):
+        with pytest.raises(InputError, match="is damaged"):
+            Predictor.load(saved(damaged, tmp_path))
+
+
+def test_a_predictor_is_needed_and_has_to_fit(tmp_path):
+    path = saved(made_up(3, 5, stride=1, back=2, seed=0), tmp_path)
+    with pytest.raises(InputError, match="stride needs a trained predictor"):
+        parse("lru+stride").build(Shape(3, 5))
+    with pytest.raises(InputError, match="is for 3 layers of 5 experts, not 3 of 6"):
+        parse(f"lru+stride:model={path}").build(Shape(3, 6))
+
+
+# The command
+
+
+@pytest.fixture
+def moe_sim(monkeypatch, capsys, tmp_path):
+    def run(*arguments):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "argv", ["moe-sim", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_path):
+    trace = follows(seed=1)
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(trace, meta=replace(trace.meta, **sizes)), tmp_path / "t")
+    code, out, err = moe_sim("train-stride", "t", "--out", "s.npz", "--epochs", 20, "--held-out", 0.2, "--back", 2)
+    assert code == 0, err
+    assert "of the choices of the last 1 requests" in out
+    assert "wrote s.npz: --policies lru+stride:model=s.npz" in out
+    expected = train(Tokens.of(trace.head(5)), Training(back=2, epochs=20))
+    assert (Predictor.load(tmp_path / "s.npz").weights == expected.weights).all()
+    sweep = ("--policies", "lru+stride:model=s.npz:n=1,lru", "--cache-sizes", 12, "--workers", 1, "--json")
+    code, out, err = moe_sim("sweep", "t", *sweep)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        (("--stride", 0), "--stride 0: must be at least 1"),
+        (("--stride", 4), "--stride 4: a model of 4 MoE layers"),
+        (("--epochs", 0), "--epochs 0"),
+        (("--back", 0), "--back 0"),
+        (("--held-out", 1), "--held-out 1.0: a share"),
+        (("--seed", -1), "--seed -1"),
+        (("--out", "."), "is a folder: name a file"),
+        (("--out", "no/such/file.npz"), "cannot write no/such/file.npz"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line(moe_sim, tmp_path, typed, says):
+    write_trace(follows(seed=1, tokens=3), tmp_path / "t")
+    code, _, err = moe_sim("train-stride", "t", "--out", "s.npz", *typed)
+    assert code == 2
+    assert says in err
+    assert len(err.strip().splitlines()) == 1
+    assert {file.name for file in tmp_path.iterdir()} == {"t"}
+
+
+def test_a_trace_of_prompts_alone_is_refused_unless_as_decode(moe_sim, tmp_path):
+    write_trace(synthetic(requests=3, tokens=0, layers=4, experts=6, top_k=2, seed=0, prompt_tokens=9), tmp_path / "t")
+    code, _, err = moe_sim("train-stride", "t", "--out", "s.npz")
+    assert code == 2
+    assert "no decoded tokens to learn from: --as-decode" in err
+    assert moe_sim("train-stride", "t", "--out", "s.npz", "--as-decode", "--quiet") == (0, "", "")
+
+
+def test_an_interruption_leaves_nothing_behind(moe_sim, tmp_path, monkeypatch):
+    write_trace(follows(seed=1, tokens=3), tmp_path / "t")
+    layers = []
+
+    def interrupted(tokens, layer, *_):
+        layers.append(layer)
+        if layer == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(stride_train, "_regress", interrupted)
+    code, _, _ = moe_sim("train-stride", "t", "--out", "s.npz")
+    assert code == 130
+    assert layers == [0, 1, 2]
+    assert {file.name for file in tmp_path.iterdir()} == {"t"}

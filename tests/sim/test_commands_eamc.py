@@ -1,0 +1,81 @@
+"""`moe-sim eamc build` and `show`, through the command line."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sim.cli import main
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+
+@pytest.fixture
+def moe_sim(tmp_path, monkeypatch, capsys):
+    """Run a command in a folder with a small trace: (exit status, output, errors)."""
+    trace = synthetic(3, tokens=6, layers=3, experts=16, top_k=2, seed=3)
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), tmp_path / "tiny")
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments):
+        monkeypatch.setattr("sys.argv", ["moe-sim", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_a_trace_is_learned_shown_and_started_from(moe_sim):
+    status, out, _ = moe_sim("eamc", "build", "tiny", "--capacity", "2", "--out", "two.npz")
+    assert (status, out) == (0, "learned 3 requests of tiny: 0 EAMs of prefill, 2 EAMs of decode\nwrote two.npz\n")
+    status, out, _ = moe_sim("eamc", "show", "two.npz")
+    assert status == 0
+    assert "two.npz: EAMs of tiny, 3 layers x 16 experts" in out
+    assert "capacity=2" in out
+    assert "prefill: 0 of 2 EAMs\n" in out
+    assert "decode: 2 of 2 EAMs, nearest other 0." in out
+    arguments = ("--policies", "eamc:capacity=2,eamc:capacity=2:collection=two.npz", "--cache-sizes", "50%")
+    status, out, err = moe_sim("sweep", "tiny", *arguments, "--out", "from-two", "--workers", "1")
+    assert status == 0, err
+    rows = pd.read_parquet("from-two/results.parquet").set_index("policy")
+    assert rows["bytes_prefetch"].nunique() == 2
+
+
+def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
+    moe_sim("eamc", "build", "tiny", "--policy", "eamc:split=false", "--out", "all.npz")
+    told = json.loads(moe_sim("eamc", "show", "all.npz", "--json")[1])
+    with np.load("all.npz") as arrays:
+        eams = arrays["eams0"].reshape(3, -1).astype(float)
+    near = [
+        max(a @ b / np.linalg.norm(a) / np.linalg.norm(b) for j, b in enumerate(eams) if j != i)
+        for i, a in enumerate(eams)
+    ]
+    assert told["both phases"] == {"eams": 3, "waiting": 0, "nearest_other": pytest.approx(np.mean(near))}
+    assert told["memory_bytes"] > 2 * 8 * 120 * 3 * 16
+    assert (told["layers"], told["experts"], told["trace"]) == (3, 16, "tiny")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["build", "tiny", "--policy", "lru", "--out", "x.npz"], "lru learns no EAMs"),
+        (["build", "tiny", "--policy", "eamk", "--out", "x.npz"], "did you mean eamc"),
+        (["build", "tiny", "--capacity", "0", "--out", "x.npz"], "capacity of 1 to"),
+        (["build", "nowhere", "--out", "x.npz"], "nowhere"),
+        (["build", "tiny", "--out", "no/such/folder/x.npz"], "cannot write no/such/folder/x.npz"),
+        (["show", "file"], "file holds no EAMC"),
+        (["show", "x.npz"], "cannot read the EAMC x.npz: No such file"),
+    ],
+)
+def test_bad_input_is_told_in_one_line_and_nothing_is_written(moe_sim, tmp_path, arguments, says):
+    status, out, err = moe_sim("eamc", *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "x.npz").exists()
