@@ -1,12 +1,20 @@
-"""`eamc-blend`, our own: keep the experts that several kinds of evidence say will be used soonest.
+"""`eamc-blend`, our own: keep the experts that several kinds of evidence say will be used soonest, and fetch of the
+next layer's only what is likely enough.
 
 The keep score of an expert is an estimate of minus the logarithm of the passes until its layer uses it again, linear
-in the logarithms of its lifts (how much more often than evenly it is used, by each kind of evidence), less a share of
-a pass for the layers still to go before it can be used at all. The evidence is recency at three rates, the request's
-own frequencies (its rEAM so far, prior popularity blended in), and the experts that followed, one token later in the
-same layer, the ones used now. WEIGHTS are a least-squares fit (`policies.blend_fit`); what was tried and left out is
-told there. Prefill counts as its tokens' average, and teaches nothing about what follows what. Ties fall to the lower
-id. Causal; an event costs O(E * k) for its layer.
+in the evidence of `policies.blend_evidence`, less a share of a pass for the layers still to go before it can be used
+at all. Ties fall to the lower id.
+
+Prefetch, in decode: after layer l, experts of layer l + 1 by their chance of use, a logistic function of the evidence;
+one that the next layer's gate picks ahead of time, if the trace has lookahead, has at least the chance with which its
+picks of that layer have come true. Where the link carries r experts while a layer computes, a right guess saves so much
+of a transfer, and a wrong one delays the next miss and costs a slot, `wrong` transfers in all: it pays from a chance of
+wrong / (wrong + r). After the last layer, while the head computes, experts of the first layer take the place of what
+is worth less by `margin`, which the common scale of scores and priorities decides (rule 6); without this retention
+beside it the prefetcher leaves that out.
+
+WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend_fit`; what was tried and left out is told there.
+Causal; an event costs O(E * k) for its layer and the next.
 """
 
 from dataclasses import dataclass
@@ -14,215 +22,251 @@ from dataclasses import dataclass
 import numpy as np
 from numba import njit
 
-from policies.contract import Event, Float, Int, Requests, ScorePolicy, Shape
-from policies.registry import retention
+from policies.blend_evidence import (
+    AHEAD,
+    KINDS,
+    SETTINGS,
+    TOKENS,
+    Evidence,
+    learn,
+    learn_ahead,
+    nothing_known,
+    weigh_ahead,
+)
+from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
+from policies.limits import Limits
+from policies.registry import prefetcher, retention
 from traces.errors import InputError
 from traces.steps import DECODE
 
-RATES = np.array([0.15, 0.02, 0.005])
-"""Of the moving averages of use, per pass."""
+WEIGHTS = (0.247, -0.178, 0.326, 0.389, -0.148)
+"""[KINDS] of the evidence, for the keep score."""
 
-FOLLOW_RATE = 0.02
-"""Of the moving averages of what follows an expert, per use of it."""
+AHEAD_WEIGHTS = (-0.582, -1.782, 0.18, 0.973, -0.243, 2.829, -0.279)
+"""[KINDS + 2] of the evidence, of AHEAD, and a constant: the logarithm of the odds of use in the next layer, over those
+of an expert drawn evenly."""
 
-PRIOR_TOKENS = 4.0
-"""Weight of the run's popularity in a request's frequencies."""
-
-EPS = 0.05
-"""Added to lifts before the logarithm."""
-
-REQUEST, FOLLOWERS = len(RATES), len(RATES) + 1
-FEATURES = len(RATES) + 2
-"""Log lifts: of each rate, in the request, of followers."""
-
-WEIGHTS = np.array([0.165, 0.237, -0.236, 0.229, 0.364])
+PARAMETERS = np.array(SETTINGS + WEIGHTS + AHEAD_WEIGHTS)
+KEEP, FETCH = len(SETTINGS), len(SETTINGS) + len(WEIGHTS)  # where the weights begin
 
 
 @dataclass(frozen=True)
-class BlendOptions:
-    """distance: what one pass of distance to the next possible use is worth, in logarithms of passes."""
+class BlendOptions(Limits):
+    """distance: what one pass of distance to the next possible use is worth, in logarithms of passes.
+
+    wrong: what a wrong guess costs, in transfers; margin: by how much an expert has to be worth more than another to
+    take its place while the head computes, in logarithms of passes.
+    """
 
     distance: float = 0.3
+    wrong: float = 1.0
+    margin: float = 0.3
 
     def __post_init__(self) -> None:
-        if not 0 <= self.distance < np.inf:
-            raise InputError(f"eamc-blend needs a finite distance of at least 0, not {self.distance}")
+        super().__post_init__()
+        if not (0 <= self.distance < np.inf and self.wrong >= 0 and self.margin >= 0):
+            raise InputError(
+                "eamc-blend needs a finite distance, a wrong and a margin, each of at least 0, "
+                f"not {self.distance}, {self.wrong} and {self.margin}"
+            )
 
 
-@njit(cache=True, nogil=True)
-def _open(recent: Float, follow: Float, used: Int, layer: int, E: int, passes: float, learns: bool) -> None:
-    """A pass of `layer` begins: averages decay, and what was used in it becomes what was used before.
-
-    recent: [3, L*E]; follow: [L, E, E]; used: [2, L, E + 1], ids and last their number, before and now.
-    """
-    for r in range(len(RATES)):
-        kept = (1.0 - RATES[r]) ** passes
-        for expert in range(layer * E, (layer + 1) * E):
-            recent[r, expert] *= kept
-    n = used[1, layer, E]
-    for i in range(n):
-        used[0, layer, i] = used[1, layer, i]
-        if learns:
-            for e in range(E):
-                follow[layer, used[0, layer, i], e] *= 1.0 - FOLLOW_RATE
-    used[0, layer, E] = n if learns else 0
-    used[1, layer, E] = 0
-
-
-@njit(cache=True, nogil=True)
-def _use(
-    recent: Float, follow: Float, used: Int, counts: Float, layer: int, E: int, e: int, share: float, passes: float
-) -> None:
-    """Expert `e` of the layer was used by the share `share` of the tokens of this pass. counts: [2, L*E]."""
-    expert = layer * E + e
-    for r in range(len(RATES)):
-        recent[r, expert] += (1.0 - (1.0 - RATES[r]) ** passes) * share
-    counts[0, expert] += share * passes
-    counts[1, expert] += share * passes
-    for i in range(used[0, layer, E]):
-        follow[layer, used[0, layer, i], e] += FOLLOW_RATE
-    n = used[1, layer, E]
-    used[1, layer, n] = e
-    used[1, layer, E] = n + 1
-
-
-@njit(cache=True, nogil=True)
-def _features(recent: Float, follow: Float, used: Int, counts: Float, layer: int, E: int, out: Float) -> None:
-    """Fill out [E, FEATURES] with the log lifts of the layer's experts."""
-    first = layer * E
-    n = used[1, layer, E]
-    requested = run = 0.0
-    for e in range(E):
-        requested += counts[0, first + e]
-        run += counts[1, first + e]
-    prior = PRIOR_TOKENS * max(n, 1)
-    followed = 0.0
-    for e in range(E):
-        seen = 0.0
-        for i in range(n):
-            seen += follow[layer, used[1, layer, i], e]
-        out[e, FOLLOWERS] = seen
-        followed += seen
-    totals = np.zeros(len(RATES))
-    for r in range(len(RATES)):
-        for e in range(E):
-            totals[r] += recent[r, first + e]
-    for e in range(E):
-        for r in range(len(RATES)):
-            lift = recent[r, first + e] * E / totals[r] if totals[r] > 0 else 1.0
-            out[e, r] = np.log(lift + EPS)
-        popular = (counts[1, first + e] + 0.01) / (run + 0.01 * E)
-        out[e, REQUEST] = np.log((counts[0, first + e] + prior * popular) * E / (requested + prior) + EPS)
-        out[e, FOLLOWERS] = np.log((out[e, FOLLOWERS] * E / followed if followed > 0 else 1.0) + EPS)
-
-
-@njit(cache=True, nogil=True)
-def _score(keep: Float, features: Float, layer: int, E: int, upto: int, possible: float) -> None:
-    """Write the keep scores of the layer's experts up to number `upto`; `possible`: what the distance costs."""
-    for e in range(upto + 1):
-        value = -possible
-        for i in range(FEATURES):
-            value += WEIGHTS[i] * features[e, i]
-        keep[0, layer * E + e] = value
+UNTOLD_WINDOW = 0.5
+"""Experts the link carries while a layer computes, where no engine has told."""
 
 
 @njit(cache=True, nogil=True)
 def observe(
-    evidence: tuple[Float, Float, Int, Float],
-    features: Float,
+    known: Evidence,
+    p: Float,
     keep: Float,
     layer: int,
-    event: tuple[Int, Int, int, int],
+    experts: Int,
+    counts: Int,
+    first: int,
+    last: int,
     decode: bool,
     opens: bool,
     top_k: int,
     upto: int,
     possible: float,
 ) -> None:
-    """Learn from an event of `layer`, and score its experts up to number `upto`.
+    """Learn from an event of `layer` and write the keep scores of its experts up to number `upto`.
 
-    evidence: recent, follow, used and counts; features: [E, FEATURES], filled; event: all experts and counts of the
-    request, and where the event's begin and end; opens: a pass begins with it.
+    possible: what the distance to the layer's next pass costs.
     """
-    recent, follow, used, seen = evidence
-    experts, counts, first, last = event
-    E = len(features)
-    total = 0
-    for i in range(first, last):
-        total += counts[i]
-    passes = 1.0 if decode else max(1.0, total / top_k)
-    if opens:
-        _open(recent, follow, used, layer, E, passes, decode)
-    for i in range(first, last):
-        share = 1.0 if decode else min(1.0, counts[i] / passes)
-        _use(recent, follow, used, seen, layer, E, experts[i] - layer * E, share, passes)
-    _features(recent, follow, used, seen, layer, E, features)
-    _score(keep, features, layer, E, upto, possible)
+    learn(known, p, layer, experts, counts, first, last, decode, opens, top_k)
+    base = layer * known.after.shape[3]
+    for expert in range(base, base + upto + 1):
+        value = -possible
+        for kind in range(KINDS):
+            value += p[KEEP + kind] * known.rows[kind, expert]
+        keep[0, expert] = value
 
 
-def new_evidence(shape: Shape) -> tuple[Float, Float, Int, Float]:
-    """Nothing known: recent [3, L*E], follow [L, E, E], used [2, L, E + 1], and counts [2, L*E] of request and run."""
-    L, E = shape.layers, shape.experts
-    return (
-        np.zeros((len(RATES), shape.total)),
-        np.zeros((L, E, E)),
-        np.zeros((2, L, E + 1), np.int64),
-        np.zeros((2, shape.total)),
-    )
+@njit(cache=True, nogil=True)
+def foretell(
+    known: Evidence,
+    p: Float,
+    layer: int,
+    top_k: int,
+    least: float,
+    worth: float,
+    picks: Int,
+    gate: Float,
+    ids: Int,
+    priorities: Float,
+) -> int:
+    """Learn what `layer` has just used, and fill ids and priorities with those of the next that it makes likely.
+
+    least: the log odds from which an expert is fetched; worth: the keep score of one that is certain to be used;
+    picks: ids of what the next layer's gate picks ahead of time, if the trace tells; gate: [L, E + 2] its latest picks
+    of each layer, how many of all of them came true, and how many there were; ids, priorities: [E]. Returns how many.
+    """
+    L, E = known.after.shape[1], known.after.shape[3]
+    if layer:
+        learn_ahead(known, p, layer)
+        for i in range(known.used[1, layer, E]):
+            gate[layer, E] += gate[layer, known.used[1, layer, i]]
+    if layer == L - 1:
+        return 0
+    gate[layer + 1, :E] = 0.0
+    for expert in picks:
+        gate[layer + 1, expert % E] = 1.0
+    right, asked = gate[layer + 1, E], gate[layer + 1, E + 1]
+    picked_odds = np.log((right + 1.0) / (asked - right + 1.0))
+    gate[layer + 1, E + 1] += len(picks)
+    ahead = priorities  # until it is what it says
+    weigh_ahead(known, p, layer, ahead)
+    even = np.log(top_k / (E - top_k)) if top_k < E else np.inf
+    n = 0
+    for e in range(E):
+        expert = (layer + 1) * E + e
+        odds = even + p[FETCH + KINDS + 1] + p[FETCH + AHEAD] * ahead[e]
+        for kind in range(KINDS):
+            odds += p[FETCH + kind] * known.rows[kind, expert]
+        if gate[layer + 1, e] > 0.0:
+            odds = max(odds, picked_odds)
+        if odds >= least:
+            ids[n], priorities[n] = expert, worth - np.log(1.0 + np.exp(-odds))
+            n += 1
+    return n
+
+
+class Blend:
+    """The evidence of one run and the keep scores it makes; both halves of `eamc-blend` read one."""
+
+    def __init__(self, shape: Shape, distance: float, keep: Float) -> None:
+        self.shape = shape
+        self.known = nothing_known(shape)
+        self.keep = keep  # [>= 1, L*E]
+        self.per_access = False
+        self.top_k = 1  # the most experts of a decoded token so far
+        self.steps = 0
+        self._distance = distance
+        self._step = -1, -1  # request, step
+        self._layer = -1  # whose pass is open
+
+    def begin_request(self) -> None:
+        """The request's own counts start anew."""
+        self.known.rows[TOKENS] = 0
+
+    def possible(self, layer: int, ahead: int) -> float:
+        """What the distance to `layer`, `ahead` steps from this one, costs; the present counts from the run's start."""
+        return self._distance * (self.steps + ahead + layer / self.shape.layers)
+
+    def observe(self, event: Event) -> None:
+        """Learn from the event, and score its layer's experts anew."""
+        step, E = (event.request, event.step), self.shape.experts
+        opens = not self.per_access or self._step != step or self._layer != event.layer
+        if opens and self.per_access and self._layer >= 0:
+            self._observe(event, self._layer, event.first, event.first, False, E - 1)  # the layer's pass is over
+        if self._step != step:
+            self._step = step
+            self.steps += 1
+        self._layer = event.layer
+        if event.phase == DECODE:
+            self.top_k = max(self.top_k, event.last - event.first)
+        # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
+        upto = int(event.request_experts[event.last - 1]) - event.layer * E if self.per_access else E - 1
+        self._observe(event, event.layer, event.first, event.last, opens, upto)
+
+    def _observe(self, event: Event, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
+        told = event.request_experts, event.request_counts, first, last, event.phase == DECODE, opens
+        observe(self.known, PARAMETERS, self.keep, layer, *told, self.top_k, upto, self.possible(layer, ahead=1))
 
 
 @retention("eamc-blend")
-class EamcBlend(ScorePolicy):
-    """Ours: recency at three rates, the request's frequencies and what follows what, blended."""
+class BlendRetention(ScorePolicy):
+    """Ours: recency, the request's frequencies and what follows what, blended; fetches only what is likely enough."""
 
     Options = BlendOptions
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
-        self._distance = options.distance
-        self._evidence = new_evidence(shape)
-        self._features = np.empty((shape.experts, FEATURES))
-        self._top_k = 1  # the most experts of a decoded token so far
-        self._per_access = False
-        self._step = -1, -1  # request, step
-        self._steps = 0
-        self._layer = -1  # whose pass is open
+        self.blend = Blend(shape, options.distance, self.keep)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
-        self._per_access = per_access
+        self.blend.per_access = per_access
 
     def begin_request(self, request: int) -> None:
         """The request's own counts start anew."""
-        self._evidence[3][0] = 0
+        self.blend.begin_request()
 
     def observe(self, event: Event) -> None:
         """Learn from the event, and score its layer's experts anew."""
-        step, E = (event.request, event.step), self.shape.experts
-        opens = not self._per_access or self._step != step or self._layer != event.layer
-        if opens and self._per_access and self._layer >= 0:
-            self._learn(event, self._layer, event.first, event.first, False, E - 1)  # the layer's pass is over
-        if self._step != step:
-            self._step = step
-            self._steps += 1
-        self._layer = event.layer
-        decode = event.phase == DECODE
-        if decode:
-            self._top_k = max(self._top_k, event.last - event.first)
-        # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
-        upto = int(event.request_experts[event.last - 1]) - event.layer * E if self._per_access else E - 1
-        self._learn(event, event.layer, event.first, event.last, opens, upto)
+        self.blend.observe(event)
 
-    def _learn(self, event: Event, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
-        observe(
-            self._evidence,
-            self._features,
-            self.keep,
-            layer,
-            (event.request_experts, event.request_counts, first, last),
-            event.phase == DECODE,
-            opens,
-            self._top_k,
-            upto,
-            self._distance * (self._steps + 1 + layer / self.shape.layers),
-        )
+
+@prefetcher("eamc-blend")
+class BlendPrefetcher(Prefetcher):
+    """Ours: the next layer's experts that are likely enough, and while the head computes the first layer's best."""
+
+    Options = BlendOptions
+    one_scale_with = "eamc-blend"
+
+    def __init__(self, shape: Shape, options: BlendOptions, blend: Blend | None = None) -> None:
+        super().__init__(shape, options)
+        self.observes = blend is None
+        self._blend = blend or Blend(shape, options.distance, np.zeros((1, shape.total)))
+        self._swaps = blend is not None
+        self._wrong = options.wrong
+        self.window(UNTOLD_WINDOW)
+        self._margin = options.margin
+        self._gate = np.zeros((shape.layers, shape.experts + 2))
+        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
+        self._first_layer = np.arange(shape.experts)
+
+    @classmethod
+    def beside(cls, keeper: RetentionPolicy) -> "BlendPrefetcher":
+        """The other half of a retention `eamc-blend`: it reads the same evidence."""
+        assert isinstance(keeper, BlendRetention)
+        assert isinstance(keeper.options, BlendOptions)
+        return cls(keeper.shape, keeper.options, keeper.blend)
+
+    def window(self, experts_per_layer: float) -> None:
+        """What pays: the log odds of wrong / (wrong + r)."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._least = float(np.log(self._wrong) - np.log(experts_per_layer))
+
+    def begin_request(self, request: int) -> None:
+        """The request's own counts start anew (a prefetcher on its own)."""
+        if self.observes:
+            self._blend.begin_request()
+
+    def observe(self, event: Event) -> None:
+        """Learn from the event (a prefetcher on its own)."""
+        self._blend.observe(event)
+
+    def propose(self, event: Event) -> tuple[Int, Float]:
+        """What is likely enough in the next layer; after the last one, what is worth more than what is kept."""
+        if event.phase != DECODE:
+            return NOTHING
+        blend, layer = self._blend, event.layer
+        worth = np.log(self.shape.experts / blend.top_k) - blend.possible(layer + 1, ahead=0)
+        out = event.ahead[0], self._gate, self._ids, self._priorities
+        n = foretell(blend.known, PARAMETERS, layer, blend.top_k, self._least, worth, *out)
+        if self._swaps and layer == self.shape.layers - 1:
+            return self._first_layer, blend.keep[0, : self.shape.experts] - self._margin
+        return self._ids[:n], self._priorities[:n]

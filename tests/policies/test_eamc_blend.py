@@ -1,74 +1,202 @@
-"""`eamc-blend` scores what its docstring says, in both modes, and its weights are what its script fits."""
+"""`eamc-blend` scores and proposes what its docstrings say, in both modes, and its weights are what its script fits."""
 
 import math
 
 import numpy as np
 import pytest
 
-from policies.blend_fit import fit, samples
+from policies.blend_evidence import AHEAD, KINDS, SETTINGS
+from policies.blend_fit import fit_ahead, fit_keep, samples
 from policies.contract import Event, Shape
-from policies.eamc_blend import EPS, FOLLOW_RATE, PRIOR_TOKENS, RATES, WEIGHTS, BlendOptions, EamcBlend
+from policies.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
 from policies.registry import parse
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
 from sim.untimed import count
 from traces.errors import InputError
-from traces.steps import DECODE, PREFILL
+from traces.steps import DECODE, PREFILL, Lookahead
 from traces.synthetic import synthetic
 
-L, E, K = 2, 5, 2
+L, E, K = 3, 5, 2
+FAST_RATE, SLOW_RATE, FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS = SETTINGS
+
+Steps = list[list[list[int]]]
 
 
-def told(policy: EamcBlend, steps: list[list[list[int]]], request: int = 0) -> None:
-    """Tell of a request: for each step and layer the experts chosen, as numbers within the layer."""
-    policy.begin_request(request)
+def events(steps: Steps, request: int = 0) -> list[Event]:
+    """A request's events: for each step and layer the experts chosen, as numbers within the layer."""
+    told = []
     for step, layers in enumerate(steps):
         for layer, chosen in enumerate(layers):
             ids = np.array(sorted(chosen), np.int64) + layer * E
-            policy.observe(Event(request, step, DECODE, layer, 0, ids, np.ones(len(ids), np.int64), 0, len(ids)))
+            told.append(Event(request, step, DECODE, layer, 0, ids, np.ones(len(ids), np.int64), 0, len(ids)))
+    return told
 
 
-def expected(steps: list[list[list[int]]], distance: float) -> np.ndarray:
-    """The keep scores [L, E] after one request, from the definition, in plain Python."""
-    keep = np.zeros((L, E))
-    for layer in range(L):
-        passes = [set(step[layer]) for step in steps]
-        recent = [[0.0] * E for _ in RATES]
-        follow = np.zeros((E, E))
-        for t, used in enumerate(passes):
-            for r, rate in enumerate(RATES):
-                recent[r] = [x + rate * ((e in used) - x) for e, x in enumerate(recent[r])]
-            for before in passes[t - 1] if t else ():
+def tell(policy: BlendRetention, steps: Steps) -> None:
+    policy.begin_request(0)
+    for event in events(steps):
+        policy.observe(event)
+
+
+def evidence(steps: Steps, layer: int) -> list[list[float]]:
+    """[E][KINDS] of the layer after its last pass in `steps`, from the definition, in plain Python."""
+    passes = [set(step[layer]) for step in steps if len(step) > layer]
+    averages = [[0.0] * E for _ in range(2)]
+    follow = np.zeros((E, E))
+    last = [0] * E
+    for t, used in enumerate(passes):
+        for r, rate in enumerate((FAST_RATE, SLOW_RATE)):
+            averages[r] = [x + rate * ((e in used) - x) for e, x in enumerate(averages[r])]
+        for before in passes[t - 1] if t else ():
+            for e in range(E):
+                follow[before, e] += FOLLOW_RATE * ((e in used) - follow[before, e])
+        for e in used:
+            last[e] = t + 1
+    n = len(passes[-1])
+    counts = [sum(e in used for used in passes) for e in range(E)]
+    after = [sum(follow[before, e] for before in passes[-1]) for e in range(E)]
+    found = []
+    for e in range(E):
+        popular = (counts[e] + 0.01) / (sum(counts) + 0.01 * E)
+        lifts = [averages[r][e] * E / sum(averages[r]) for r in range(2)]
+        lifts += [(counts[e] + PRIOR_TOKENS * n * popular) * E / (sum(counts) + PRIOR_TOKENS * n)]
+        lifts += [after[e] * E / sum(after) if sum(after) else 1.0]
+        found.append([*(math.log(lift + EPS) for lift in lifts), math.log(1 + len(passes) - last[e])])
+    return found
+
+
+def ahead(steps: Steps, layer: int) -> list[float]:
+    """Log lifts [E] of the layer's experts after what the layer before used in the last step, from the definition."""
+    follow = np.zeros((E, E))
+    for step in steps:
+        if len(step) > layer:
+            for before in step[layer - 1]:
                 for e in range(E):
-                    follow[before, e] += FOLLOW_RATE * ((e in used) - follow[before, e])
-        n = len(passes[-1])
-        counts = [sum(e in used for used in passes) for e in range(E)]
-        after = [sum(follow[before, e] for before in passes[-1]) for e in range(E)]
-        for e in range(E):
-            popular = (counts[e] + 0.01) / (sum(counts) + 0.01 * E)
-            request = (counts[e] + PRIOR_TOKENS * n * popular) * E / (sum(counts) + PRIOR_TOKENS * n)
-            lifts = [recent[r][e] * E / sum(recent[r]) for r in range(len(RATES))]
-            lifts += [request, after[e] * E / sum(after) if sum(after) else 1.0]
-            keep[layer, e] = sum(w * math.log(lift + EPS) for w, lift in zip(WEIGHTS, lifts, strict=True))
-            keep[layer, e] -= distance * (len(steps) + 1 + layer / L)
-    return keep
+                    follow[before, e] += AHEAD_RATE * ((e in step[layer]) - follow[before, e])
+    after = [sum(follow[before, e] for before in steps[-1][layer - 1]) for e in range(E)]
+    return [math.log((x * E / sum(after) if sum(after) else 1.0) + EPS) for x in after]
 
 
-def random_steps(seed: int, n: int) -> list[list[list[int]]]:
+def random_steps(seed: int, n: int) -> Steps:
     rng = np.random.default_rng(seed)
     return [[rng.choice(E, K, replace=False).tolist() for _ in range(L)] for _ in range(n)]
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_scores_are_those_of_the_definition(seed: int) -> None:
+def test_keep_scores_are_those_of_the_definition(seed: int) -> None:
     steps = random_steps(seed, 12)
-    policy = EamcBlend(Shape(L, E), BlendOptions(distance=0.4))
-    told(policy, steps)
-    np.testing.assert_allclose(policy.keep[0].reshape(L, E), expected(steps, 0.4), rtol=1e-9)
+    policy = BlendRetention(Shape(L, E), BlendOptions(distance=0.4))
+    tell(policy, steps)
+    for layer in range(L):
+        possible = 0.4 * (len(steps) + 1 + layer / L)
+        for e, kinds in enumerate(evidence(steps, layer)):
+            expected = sum(w * x for w, x in zip(WEIGHTS, kinds, strict=True)) - possible
+            assert policy.keep[0, layer * E + e] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
+def test_what_pays_in_the_next_layer_is_proposed_at_its_worth(seed: int, wrong: float) -> None:
+    steps = random_steps(seed, 12)
+    steps[-1] = steps[-1][:2]  # the last layer has not routed yet
+    policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong))
+    fetcher = BlendPrefetcher.beside(policy)
+    fetcher.window(0.3)
+    policy.begin_request(0)
+    for event in events(steps):
+        policy.observe(event)
+        ids, priorities = fetcher.propose(event)
+    lifts, kinds = ahead(steps, L - 1), evidence(steps, L - 1)
+    expected = {}
+    for e in range(E):
+        odds = math.log(K / (E - K)) + AHEAD_WEIGHTS[AHEAD] * lifts[e] + AHEAD_WEIGHTS[-1]
+        odds += sum(w * x for w, x in zip(AHEAD_WEIGHTS[:KINDS], kinds[e], strict=True))
+        chance = 1 / (1 + math.exp(-odds))
+        if chance >= wrong / (wrong + 0.3):
+            distance = 0.3 * (len(steps) + (L - 1) / L)
+            expected[(L - 1) * E + e] = math.log(E / K) - distance + math.log(chance)
+    assert dict(zip(ids.tolist(), priorities.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
+    assert len(expected) == E if wrong == 0 else len(expected) < E
+
+
+def test_while_the_head_computes_the_first_layer_competes_at_its_keep_scores_less_the_margin() -> None:
+    steps = random_steps(1, 6)
+    policy = BlendRetention(Shape(L, E), BlendOptions(margin=0.25))
+    fetcher = BlendPrefetcher.beside(policy)
+    tell(policy, steps)
+    ids, priorities = fetcher.propose(events(steps)[-1])
+    np.testing.assert_array_equal(ids, np.arange(E))
+    np.testing.assert_allclose(priorities, policy.keep[0, :E] - 0.25)
+
+
+def test_on_its_own_it_proposes_the_same_for_the_next_layer_and_nothing_for_the_first() -> None:
+    steps = random_steps(2, 20)
+    policy = BlendRetention(Shape(L, E), BlendOptions(wrong=0.1))
+    beside, alone = BlendPrefetcher.beside(policy), BlendPrefetcher(Shape(L, E), BlendOptions(wrong=0.1))
+    for listener in (policy, alone):
+        listener.begin_request(0)
+    proposed = 0
+    for event in events(steps):
+        policy.observe(event)
+        alone.observe(event)
+        ids, priorities = alone.propose(event)
+        expected = beside.propose(event)
+        if event.layer == L - 1:
+            assert len(ids) == 0
+        else:
+            np.testing.assert_array_equal(ids, expected[0])
+            np.testing.assert_array_equal(priorities, expected[1])
+            proposed += len(ids)
+    assert proposed
+
+
+def test_a_gate_that_is_always_right_is_believed_and_one_that_is_always_wrong_is_not() -> None:
+    steps = random_steps(3, 40)
+
+    def proposed_of(picks: list[list[list[int]]]) -> float:
+        """The share of picks that were proposed, in the last ten steps."""
+        flat = [sorted(e + (layer + 1) * E for e in step[layer]) for step in picks for layer in range(L - 1)]
+        offsets = [0]
+        for step in range(len(picks)):
+            offsets.append(offsets[-1])  # no pick is for the first layer
+            for layer in range(L - 1):
+                offsets.append(offsets[-1] + len(flat[step * (L - 1) + layer]))
+        ids = np.array([e for event in flat for e in event], np.int64)
+        lookahead = Lookahead(L, np.array(offsets, np.int64), ids, np.ones(len(ids), np.int64))
+        policy = BlendRetention(Shape(L, E), BlendOptions())
+        fetcher = BlendPrefetcher.beside(policy)
+        fetcher.window(0.5)
+        policy.begin_request(0)
+        told = hit = 0
+        for event in events(steps):
+            event.lookahead = lookahead
+            policy.observe(event)
+            mine = set(fetcher.propose(event)[0].tolist())
+            if event.step >= 30 and event.layer < L - 1:
+                told += len(event.ahead[0])
+                hit += len(mine & set(event.ahead[0].tolist()))
+        return hit / told
+
+    right = [step[1:] for step in steps]
+    wrong = [[[e for e in range(E) if e not in layer][:K] for layer in step[1:]] for step in steps]
+    assert proposed_of(right) == 1
+    assert proposed_of(wrong) < 0.2
+
+
+def test_a_prefill_proposes_nothing() -> None:
+    policy = BlendRetention(Shape(1, E), BlendOptions())
+    fetcher = BlendPrefetcher.beside(policy)
+    policy.begin_request(0)
+    event = Event(0, 0, PREFILL, 0, 0, np.arange(E), np.arange(1, E + 1), 0, E)
+    policy.observe(event)
+    assert len(fetcher.propose(event)[0]) == 0
 
 
 def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() -> None:
     steps = random_steps(7, 9)
-    whole, pieces = (EamcBlend(Shape(L, E), BlendOptions()) for _ in range(2))
-    told(whole, steps)
+    whole, pieces = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(2))
+    tell(whole, steps)
     pieces.foresee([], per_access=True)
     pieces.begin_request(0)
     for step, layers in enumerate(steps):
@@ -76,11 +204,12 @@ def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() 
             for e in sorted(chosen):
                 ids = np.array([layer * E + e], np.int64)
                 pieces.observe(Event(0, step, DECODE, layer, 0, ids, np.ones(1, np.int64), 0, 1))
-    np.testing.assert_allclose(pieces.keep[0, :E], whole.keep[0, :E], rtol=1e-12)
+    passed = (L - 1) * E
+    np.testing.assert_allclose(pieces.keep[0, :passed], whole.keep[0, :passed], rtol=1e-6)
 
 
 def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
-    policy = EamcBlend(Shape(1, E), BlendOptions())
+    policy = BlendRetention(Shape(1, E), BlendOptions())
     policy.foresee([], per_access=True)
     policy.begin_request(0)
     policy.observe(Event(0, 0, DECODE, 0, 0, np.array([1]), np.ones(1, np.int64), 0, 1))
@@ -90,7 +219,7 @@ def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
 
 def test_a_prefill_counts_as_its_tokens_average() -> None:
     def scores(counts: list[int]) -> list[float]:
-        policy = EamcBlend(Shape(1, E), BlendOptions())
+        policy = BlendRetention(Shape(1, E), BlendOptions())
         policy.begin_request(0)
         ids = np.arange(E)
         policy.observe(Event(0, 0, PREFILL, 0, 0, ids, np.array(counts), 0, E))
@@ -108,16 +237,45 @@ def test_it_beats_lru_where_what_follows_what_can_be_learned() -> None:
     assert missed["belady"] < missed["eamc-blend"] < missed["lru"]
 
 
-def test_the_script_fits_the_evidence_at_the_end_of_each_pass() -> None:
-    trace = synthetic(8, 200, 2, 8, 2, seed=0)
-    evidence, wanted = samples(trace)
-    assert len(evidence) == len(wanted) > 0
+def test_its_prefetch_shortens_the_run_where_the_next_layer_follows_from_this_one() -> None:
+    def requests(seed: int) -> list:
+        """Tokens walk at random, but expert e of a layer is always followed by expert e of the next."""
+        rng = np.random.default_rng(seed)
+        trace = synthetic(6, 80, 6, 16, 1, seed=seed)
+        trace.experts[:] = rng.integers(0, 16, size=(len(trace.experts), 1, 1))
+        return [trace.steps(i) for i in range(6)]
+
+    timing, link = FixedTiming(500, 100, 10, 10, 500), Link(10, 1, 1, 1_000)
+    alone, fetching = (
+        simulate(requests(4), 6, 16, 24, parse(text), timing, link)
+        for text in ("eamc-blend+none", "eamc-blend:margin=inf")
+    )
+    assert fetching.prefetch_used.sum() > 0.8 * fetching.prefetch_transfers.sum() > 0
+    assert fetching.step_ns.sum() < 0.9 * alone.step_ns.sum()
+
+
+def test_the_script_fits_what_decides() -> None:
+    trace = synthetic(8, 600, 2, 8, 2, seed=0)
+    found, wanted, before, used = samples(trace)
+    assert len(found) == len(wanted) > 0
     assert (wanted >= 0).all()
-    weights = fit([trace])
-    residual = wanted - wanted.mean() + (evidence - evidence.mean(axis=0)) @ weights
-    assert abs((evidence - evidence.mean(axis=0)).T @ residual).max() < 1e-6 * len(wanted)
+    weights = fit_keep([found], [wanted])
+    centred = found - found.mean(axis=0)
+    assert abs(centred.T @ (wanted - wanted.mean() + centred @ weights)).max() < 1e-6 * len(wanted)
+
+    odds = fit_ahead([before], [used])
+    columns = np.concatenate([before, np.ones((len(before), 1))], axis=1)
+    even = math.log(used.mean() / (1 - used.mean()))
+    chance = 1 / (1 + np.exp(-(even + columns @ odds)))
+    assert abs(columns.T @ (used - chance)).max() < 1e-6 * len(used)  # the likelihood is at its summit
 
 
-def test_a_distance_below_zero_is_refused() -> None:
-    with pytest.raises(InputError, match="a finite distance of at least 0"):
-        parse("eamc-blend:distance=-1")
+def test_too_short_a_trace_cannot_be_fitted_on() -> None:
+    with pytest.raises(InputError, match="too few decoded tokens"):
+        samples(synthetic(2, 10, 2, 8, 2, seed=0))
+
+
+@pytest.mark.parametrize("option", ["distance=-1", "wrong=-0.5", "margin=nan", "distance=inf"])
+def test_options_out_of_range_are_refused(option: str) -> None:
+    with pytest.raises(InputError, match="each of at least 0"):
+        parse(f"eamc-blend:{option}")
