@@ -1,1 +1,4 @@
-"""Speeds, as ratios of two things measured in turn in one run: machines differ and are shared, ratios hold."""
+"""Speeds, as ratios of two things measured in turn in one run: machines differ and are shared, ratios hold.
+
+What a policy's own work costs (`predictors`) is the exception: microseconds, which ship with the CPU's name.
+"""

@@ -34,7 +34,7 @@ ROWS = 11
 # next; the weight of popularity in a request's frequencies, in tokens; what is added to lifts before the logarithm.
 # Functions take them as the beginning of one array `p` of parameters.
 FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS = 2, 3, 4, 5
-SETTINGS = (0.03, 0.003, 0.02, 0.05, 4.0, 0.05)
+SETTINGS = (0.03, 0.003, 0.02, 0.05, 4.0, 0.2)
 
 Chances = NDArray[np.float32]
 

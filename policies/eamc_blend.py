@@ -39,10 +39,10 @@ from policies.registry import prefetcher, retention
 from traces.errors import InputError
 from traces.steps import DECODE
 
-WEIGHTS = (0.247, -0.178, 0.326, 0.389, -0.148)
+WEIGHTS = (0.251, -0.178, 0.409, 0.555, -0.201)
 """[KINDS] of the evidence, for the keep score."""
 
-AHEAD_WEIGHTS = (-0.582, -1.782, 0.18, 0.973, -0.243, 2.829, -0.279)
+AHEAD_WEIGHTS = (-0.733, -2.119, 0.22, 1.159, -0.237, 3.215, -0.57)
 """[KINDS + 2] of the evidence, of AHEAD, and a constant: the logarithm of the odds of use in the next layer, over those
 of an expert drawn evenly."""
 
@@ -111,7 +111,7 @@ def foretell(
     layer: int,
     top_k: int,
     least: float,
-    worth: float,
+    possible: float,
     picks: Int,
     gate: Float,
     ids: Int,
@@ -119,7 +119,7 @@ def foretell(
 ) -> int:
     """Learn what `layer` has just used, and fill ids and priorities with those of the next that it makes likely.
 
-    least: the log odds from which an expert is fetched; worth: the keep score of one that is certain to be used;
+    least: the log odds from which an expert is fetched; possible: what the distance to the next layer costs;
     picks: ids of what the next layer's gate picks ahead of time, if the trace tells; gate: [L, E + 2] its latest picks
     of each layer, how many of all of them came true, and how many there were; ids, priorities: [E]. Returns how many.
     """
@@ -139,6 +139,7 @@ def foretell(
     ahead = priorities  # until it is what it says
     weigh_ahead(known, p, layer, ahead)
     even = np.log(top_k / (E - top_k)) if top_k < E else np.inf
+    worth = np.log(E / top_k) - possible  # of one that is certain to be used
     n = 0
     for e in range(E):
         expert = (layer + 1) * E + e
@@ -264,9 +265,8 @@ class BlendPrefetcher(Prefetcher):
         if event.phase != DECODE:
             return NOTHING
         blend, layer = self._blend, event.layer
-        worth = np.log(self.shape.experts / blend.top_k) - blend.possible(layer + 1, ahead=0)
-        out = event.ahead[0], self._gate, self._ids, self._priorities
-        n = foretell(blend.known, PARAMETERS, layer, blend.top_k, self._least, worth, *out)
+        possible, out = blend.possible(layer + 1, ahead=0), (event.ahead[0], self._gate, self._ids, self._priorities)
+        n = foretell(blend.known, PARAMETERS, layer, blend.top_k, self._least, possible, *out)
         if self._swaps and layer == self.shape.layers - 1:
             return self._first_layer, blend.keep[0, : self.shape.experts] - self._margin
         return self._ids[:n], self._priorities[:n]

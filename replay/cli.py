@@ -110,7 +110,7 @@ def run(
     wish = _of_sweep(from_, policy, cache_size, given) if from_ else _typed(policy, cache_size, given)
     choice = _choose(wish, device, host_dedup, verify)
     if not quiet:
-        for note in (*wish.notes, _scope(wish, choice, device)):
+        for note in (*wish.notes, _scope(wish, choice, device), *_unpriced(choice)):
             console.note(note)
     folder = out or Path("results") / f"{choice.loaded.setup.trace.resolve().name}-replay"
     _replay(choice, folder, as_json, quiet)
@@ -192,6 +192,14 @@ def _scope(wish: Wish, choice: "Choice", asked: str) -> str:
     if setup.requests == wish.setup.requests:
         return f"{device}, {len(played.requests)} requests"
     return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
+
+
+def _unpriced(choice: "Choice") -> list[str]:
+    """A policy of the user's own, whose work nobody has measured."""
+    if choice.loaded.predictor_us(choice.policy) is not None:
+        return []
+    machine = choice.loaded.setup.hardware
+    return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
 
 
 def _replay(choice: "Choice", folder: Path, as_json: bool, quiet: bool) -> None:

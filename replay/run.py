@@ -1,7 +1,9 @@
 """One replay: open the device, measure it, play the trace in closed loop, and ask the simulator for the same cell.
 
 What a real device is compared with is the simulator on this machine as measured just before, not on the profile named
-by `--hardware`, which describes another one; that prediction is told beside it.
+by `--hardware`, which describes another one; that prediction is told beside it. The policy's own work differs likewise:
+on a real device it is done, on this host, and predicted from what its first events took; for a profile, and on its
+logical clock, it takes what the simulator charges (`sim.predictors`).
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +58,7 @@ class Choice:
             expert_bytes=self.loaded.expert_bytes,
             chunk_bytes=setup.chunk_bytes,
             cold=setup.cold,
-            experts_per_layer=self.window(self.loaded.timing, self.loaded.link),
+            experts_per_layer=self.window(self.loaded.timing(self.policy), self.loaded.link),
         )
 
     def window(self, timing: Timing, link: Link) -> float:
@@ -124,8 +126,8 @@ def run(choice: Choice, on_step: Callable[[Row], None] | None = None) -> Outcome
         if choice.device != "virtual":
             from replay.measure import measure
 
-            cell = replace(cell, hardware=str(facts["device_name"]))
             measured = measure(device, plan, choice.most_tokens)
+            cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
             plan = replace(plan, experts_per_layer=choice.window(*measured))
         log = play(plan, device, on_step)
     row, by_request = summarise(log, cell, loaded.trace.requests)
@@ -156,7 +158,7 @@ def _moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
 def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     """The device and facts about it; closed afterwards, whatever happens."""
     if choice.device == "virtual":
-        yield VirtualDevice(choice.loaded.timing, choice.loaded.link), {"device_name": None}
+        yield VirtualDevice(choice.loaded.timing(choice.policy), choice.loaded.link), {"device_name": None}
         return
     import torch
 
@@ -210,7 +212,7 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
         return []
     loaded, plan = choice.loaded, choice.plan
     assert loaded.hardware
-    machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing, loaded.link)]
+    machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing(choice.policy), loaded.link)]
     if measured:
         machines.insert(0, ("this machine as measured", *measured))
 
@@ -226,6 +228,7 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
             plan.cold,
             experts_per_layer=choice.window(timing, link),
         )
-        return summarise(log, replace(cell, hardware=machine), loaded.trace.requests)[0]
+        there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
+        return summarise(log, there, loaded.trace.requests)[0]
 
     return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]

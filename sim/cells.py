@@ -15,6 +15,7 @@ from sim import models
 from sim.hardware import Hardware, hardware
 from sim.log import RunLog
 from sim.models import ModelProfile
+from sim.predictors import cost_us
 from sim.results import Cell
 from sim.timing import Link, Roofline, experts_per_layer, host_link
 from traces.errors import InputError
@@ -36,7 +37,7 @@ class Setup:
     untimed: bool = False
     seed: int = 0
     chunk_bytes: int | None = None  # None: the whole expert
-    predictor_us: float | None = None  # None: the hardware profile's
+    predictor_us: float | None = None  # of every policy; None: of each as measured (`sim.predictors`)
 
     def __post_init__(self) -> None:
         least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
@@ -63,10 +64,7 @@ class Setup:
             raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
         if self.untimed:
             return Loaded(self, trace, None, self._profile_if_any(trace))
-        machine = hardware(self.hardware)
-        if self.predictor_us is not None:
-            machine = replace(machine, predictor_us=self.predictor_us)
-        return Loaded(self, trace, machine, models.of_trace(trace.meta, self.model_profile))
+        return Loaded(self, trace, hardware(self.hardware), models.of_trace(trace.meta, self.model_profile))
 
     def _profile_if_any(self, trace: Trace) -> ModelProfile | None:
         """Counting needs no sizes: do without them where none are known."""
@@ -101,12 +99,17 @@ class Loaded:
         layers = self.profile.decode_layers if self.profile else self.trace.layers
         return layers * self.trace.top_k
 
-    @property
-    def timing(self) -> Roofline:
-        """Durations on this machine; timed setups only."""
+    def predictor_us(self, policy: PolicySpec) -> float | None:
+        """What the policy's own work takes an event; None where neither the setup nor the shipped table says."""
+        if self.setup.predictor_us is not None:
+            return self.setup.predictor_us
+        return cost_us(policy, self.trace.layers, self.trace.num_experts)
+
+    def timing(self, policy: PolicySpec) -> Roofline:
+        """Durations on this machine under a policy, whose work is free where its cost is unknown; timed setups only."""
         assert self.hardware
         assert self.profile
-        return Roofline(self.hardware, self.profile)
+        return Roofline(self.hardware, self.profile, round((self.predictor_us(policy) or 0.0) * 1_000))
 
     @property
     def link(self) -> Link:
@@ -134,7 +137,7 @@ class Loaded:
             return replace(log, expert_bytes=self.expert_bytes or 0)
         from sim.model import simulate
 
-        timing, link = self.timing, self.link
+        timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, layers, self.trace.top_k)
         return simulate(requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress, window)
 
@@ -148,6 +151,7 @@ class Loaded:
             phase=self.trace.phases,
             model=self.profile.name if self.profile else self.trace.meta.model,
             hardware=self.hardware.name if self.hardware else None,
+            predictor_us=self.timing(policy).predictor_ns / 1_000 if self.hardware else None,
             cache_experts=slots,
             all_experts=self.all_experts,
             cold=self.setup.cold,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from sim.commands_adapt import adapt
 from sim.commands_analysis import SCOPE_HELP, analyze, compare
 from sim.commands_eamc import eamc
 from sim.commands_train import train_stride
@@ -62,7 +63,7 @@ def sweep(
         str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
     ] = None,
     predictor_us: Annotated[
-        float | None, typer.Option(help="Cost of a prediction; else the hardware profile's.")
+        float | None, typer.Option(help="Of every policy's own work, an event; else of each as measured (make bench).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Named in the results.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; else one for each core.")] = None,
@@ -309,6 +310,7 @@ def conformance(
 
 
 app.command()(analyze)
+app.command()(adapt)
 app.command()(train_stride)
 app.command()(compare)
 app.add_typer(eamc, name="eamc")

@@ -23,7 +23,6 @@ class Hardware:
     compute_tflop_per_s: float  # bf16, dense
     launch_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one kernel
     framework_us_per_layer: float = field(metadata=profiles.MAY_BE_ZERO)
-    predictor_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one event
     host_compute_tflop_per_s: float
     host_memory_bandwidth_gb_per_s: float
     disk_bandwidth_gb_per_s: float

@@ -16,7 +16,7 @@ from traces import console
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
-    """Cache sizes that cannot work well: below one token's demand, or above the GPU's memory."""
+    """Cache sizes below one token's demand or above the GPU's memory, and policies whose cost is unknown."""
     found = []
     demand = loaded.token_experts
     shared = any(policy.scope == SHARED for policy in grid.policies)  # a layer's own slots are used once a token
@@ -36,6 +36,11 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
                     f"a cache of {slots} experts and the dense weights need {show_bytes(needed)}, "
                     f"{loaded.hardware.name} has {show_bytes(memory)}"
                 )
+    costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
+    if loaded.hardware and costless:
+        found.append(
+            f"nobody has measured what {', '.join(costless)} costs an event: it is free unless --predictor-us says more"
+        )
     return found
 
 

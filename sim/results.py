@@ -58,6 +58,7 @@ RESULTS = pa.schema(
         ("oracle", pa.bool_()),
         ("cold", pa.bool_()),
         ("warmup_requests", COUNT),
+        ("predictor_us", pa.float64()),  # charged an event
         ("expert_bytes", COUNT),
         ("seed", COUNT),
         ("commit", TEXT),
@@ -90,6 +91,7 @@ class Cell:
     phase: str
     model: str
     hardware: str | None  # None: untimed
+    predictor_us: float | None  # charged an event; None: untimed
     cache_experts: int
     all_experts: int
     cold: bool
@@ -129,6 +131,7 @@ def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, lis
         "oracle": cell.oracle,
         "cold": cell.cold,
         "warmup_requests": cell.warmup_requests,
+        "predictor_us": cell.predictor_us,
         "expert_bytes": log.expert_bytes or None,
         "seed": cell.seed,
         "commit": commit(),

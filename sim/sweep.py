@@ -13,7 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from policies.registry import PolicySpec, parse
 from sim import plot, results, winner
@@ -22,6 +22,8 @@ from sim.results import REQUESTS, RESULTS, Row
 from sim.winner import Winner
 
 Advance = Callable[[int], None]
+
+T = TypeVar("T")
 
 BOUND = "belady"
 
@@ -62,8 +64,7 @@ def sweep(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None 
     Ctrl-C stops all workers, and the outcome then holds what was finished.
     """
     cells = grid.cells()
-    workers, tell = min(workers, len(cells)), advance or (lambda played: None)
-    done = _one_by_one(loaded, cells, tell) if workers == 1 else _in_processes(loaded, cells, workers, tell)
+    done = play_all(loaded, _play, cells, workers, advance)
     rows = {(cell[0].text, cell[1]): found for cell, found in zip(cells, done, strict=True) if found}
     asked = [(policy, slots) for policy, slots in cells if policy in grid.policies]
     for policy, slots in asked:
@@ -123,30 +124,48 @@ def _play(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> Fo
     return results.summarise(log, loaded.cell(policy, slots), loaded.trace.requests)
 
 
-def _one_by_one(loaded: Loaded, cells: Sequence[tuple[PolicySpec, int]], advance: Advance) -> list[Found | None]:
+def play_all(
+    loaded: Loaded,
+    play: Callable[..., T],
+    cells: Sequence[tuple[Any, ...]],
+    workers: int = 1,
+    advance: Advance | None = None,
+) -> list[T | None]:
+    """`play(loaded, *cell, played)` of each cell, in the order of the cells; None where Ctrl-C came first.
+
+    `play` is a function of a module, which a worker process finds by its name; it calls `played` with the number of
+    requests played since its last call, of which `advance` is told.
+    """
+    workers, tell = min(workers, len(cells)), advance or (lambda played: None)
+    return _one_by_one(loaded, play, cells, tell) if workers == 1 else _in_processes(loaded, play, cells, workers, tell)
+
+
+def _one_by_one(
+    loaded: Loaded, play: Callable[..., T], cells: Sequence[tuple[Any, ...]], advance: Advance
+) -> list[T | None]:
     """In this process."""
-    done: list[Found | None] = []
+    done: list[T | None] = []
     try:
-        for policy, slots in cells:
-            done.append(_play(loaded, policy, slots, advance))
+        for cell in cells:
+            done += [play(loaded, *cell, advance)]
     except KeyboardInterrupt:
         done += [None] * (len(cells) - len(done))
     return done
 
 
 def _in_processes(
-    loaded: Loaded, cells: Sequence[tuple[PolicySpec, int]], workers: int, advance: Advance
-) -> list[Found | None]:
+    loaded: Loaded, play: Callable[..., T], cells: Sequence[tuple[Any, ...]], workers: int, advance: Advance
+) -> list[T | None]:
     """In `workers` processes, each with the trace in memory once."""
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     strangers = set(multiprocessing.active_children())
     seen = 0
     with ProcessPoolExecutor(workers, context, _begin_worker, (loaded.setup, counter)) as pool:
-        futures: list[Future[Found]] = []
+        futures: list[Future[T]] = []
         try:
             with _interrupts_later():
-                futures += [pool.submit(_play_in_worker, policy, slots) for policy, slots in cells]
+                futures += [pool.submit(_play_in_worker, play, cell) for cell in cells]
             running = set(futures)
             while running:
                 finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
@@ -184,7 +203,7 @@ def _interrupts_later() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _succeeded(future: Future[Found]) -> bool:
+def _succeeded(future: Future[Any]) -> bool:
     return future.done() and not future.cancelled() and future.exception() is None
 
 
@@ -197,9 +216,9 @@ def _begin_worker(setup: Setup, counter: Any) -> None:
     _worker.update(loaded=setup.load(), counter=counter)
 
 
-def _play_in_worker(policy: PolicySpec, slots: int) -> Found:
+def _play_in_worker(play: Callable[..., T], cell: tuple[Any, ...]) -> T:
     def played(requests: int) -> None:
         with _worker["counter"].get_lock():
             _worker["counter"].value += requests
 
-    return _play(_worker["loaded"], policy, slots, played)
+    return play(_worker["loaded"], *cell, played)

@@ -131,9 +131,9 @@ class Roofline:
     that is as long as its context.
     """
 
-    def __init__(self, hardware: Hardware, model: ModelProfile):
+    def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
         self.hardware, self.model = hardware, model
-        self.predictor_ns = math.ceil(hardware.predictor_us * 1_000)
+        self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.predictors`
         self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
         self._trailing = self._plain(model.trailing_dense_layers)
 

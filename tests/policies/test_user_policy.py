@@ -1,4 +1,4 @@
-"""The walk-through of policies/README.md, run as it stands, and what a file that is no policy gets to hear."""
+"""The walk-through of policies/YOUR_OWN.md, run as it stands, and what a file that is no policy gets to hear."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
-WALK_THROUGH = (Path(__file__).parents[2] / "policies" / "README.md").read_text(encoding="utf-8")
+WALK_THROUGH = (Path(__file__).parents[2] / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8")
 FILES = dict(re.findall(r"Save this as `(\w+\.py)`:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL))
 COMMANDS = [shlex.split(line) for line in re.findall(r"```\n((?:moe-sim|python) .*?)\n```", WALK_THROUGH)]
 

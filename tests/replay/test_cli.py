@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from policies.contract import Shape
+from policies.registry import parse
 from replay import cli, run
 from replay.driver import COLUMNS
 from sim import winner
 from sim.cells import Setup
 from sim.results import REQUESTS, RESULTS
+from sim.sweep import Grid, save, sweep
 from sim.winner import Winner
 from traces import demo_trace
 from traces.trace import Trace
@@ -125,6 +127,35 @@ def test_from_replays_the_winner_on_the_sweeps_hardware_and_trace(command, swept
     assert json.loads(out)["requests"] == 1
     assert "the winner of" in err
     assert "50%" in err
+
+
+def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predictor_cost(
+    command, tmp_path: Path
+) -> None:
+    loaded = Setup(trace=demo_trace(), requests=2).load()
+    found = sweep(loaded, Grid((parse("eamc"),), {"25%": 80}))
+    save(found, loaded, tmp_path / "swept")
+    status, out, err = command("--from", str(tmp_path / "swept"), "--device", "virtual", "--json")
+    assert status == 0, err
+    row = json.loads(out)
+    assert found.rows[0]["predictor_us"] > 0 < found.rows[0]["stall_predictor_ms"]
+    assert {name: row[name] for name in RESULTS.names} == found.rows[0]
+    assert {name: row["predictions"]["a5000"][name] for name in RESULTS.names} == found.rows[0]
+
+
+def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_what_ships(command) -> None:
+    row = json.loads(command("--device", "cpu", "--policy", "eamc", "--requests", "1", "--json")[1])
+    here, there = row["predictions"]["this machine as measured"], row["predictions"]["a5000"]
+    assert row["predictor_us"] == here["predictor_us"] > 0
+    shipped = Setup(trace=demo_trace()).load().predictor_us(parse("eamc"))
+    assert there["predictor_us"] == pytest.approx(shipped, abs=0.0005)
+
+
+def test_a_policy_whose_cost_nobody_knows_is_told(command, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from policies.contract import ScorePolicy\n\nclass Mine(ScorePolicy): pass\n")
+    status, _, err = command("--policy", "mine.py:Mine", "--device", "virtual", "--requests", "1")
+    assert status == 0, err
+    assert "nobody has measured what mine.py:Mine costs an event" in err
 
 
 def test_a_sweep_of_another_model_is_refused(command, swept: Path) -> None:

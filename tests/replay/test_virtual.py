@@ -95,15 +95,16 @@ def test_virtual_replay_equals_the_simulator_on_runs_that_hypothesis_shrinks(dat
         *("lru+gate", "lru+markov:n=8:threshold=0.1:budget=2"),
     ],
 )
-@pytest.mark.parametrize(("chunks", "cold", "predictor_us"), [(1, False, 0.0), (3, True, 0.0), (3, False, 30.0)])
+@pytest.mark.parametrize(("chunks", "cold", "predictor_ns"), [(1, False, 0), (3, True, 0), (3, False, 30_000)])
 def test_virtual_replay_equals_the_simulator_on_profiles_prefills_and_real_policies(
-    policy: str, chunks: int, cold: bool, predictor_us: float
+    policy: str, chunks: int, cold: bool, predictor_ns: int
 ) -> None:
     profile = dataclasses.replace(model("olmoe-1b-7b"), moe_layers=6, experts=16, top_k=4)
-    machine = dataclasses.replace(hardware("rtx4090"), predictor_us=predictor_us)
+    machine = hardware("rtx4090")
     trace = synthetic(requests=6, tokens=12, layers=6, experts=16, top_k=4, seed=7, prompt_tokens=9)
     trace = dataclasses.replace(trace, lookahead=np.roll(trace.experts, 1, axis=0))
-    timing, link = Roofline(machine, profile), host_link(machine, profile, -(-profile.expert_bytes // chunks))
+    timing = Roofline(machine, profile, predictor_ns)
+    link = host_link(machine, profile, -(-profile.expert_bytes // chunks))
     plan = Plan(
         *(Requests(trace), Shape(6, 16), 30, parse(policy), link.expert_bytes, link.chunk_bytes, cold),
         experts_per_layer=experts_per_layer(timing, link, layers=6, top_k=4),

@@ -43,6 +43,7 @@ def a_cell(**changed):
         "phase": "both",
         "model": "m",
         "hardware": "a5000",
+        "predictor_us": 2.5,
         "cache_experts": 16,
         "all_experts": 64,
         "cold": False,
@@ -141,7 +142,7 @@ def test_all_columns_of_the_contract_are_there():
         late misses hit_rate bytes_demand bytes_prefetch bytes_wasted prefetch_precision prefetch_coverage
         ttft_mean_ms tpot_mean_ms tpot_p50_ms tpot_p95_ms tpot_p99_ms tpot_max_ms stall_demand_ms stall_late_ms
         stall_behind_prefetch_ms stall_slot_ms stall_predictor_ms gpu_idle_ms link_busy_ms compute_busy_ms overlap
-        tokens_per_s seed commit"""
+        tokens_per_s predictor_us seed commit"""
     assert set(wanted.split()) <= set(RESULTS.names)
     assert set(rows()[0]) == set(RESULTS.names)
 

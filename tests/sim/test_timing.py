@@ -97,11 +97,6 @@ def test_an_encoder_takes_no_time_while_decoding():
     assert timing.dense_ns(12, tokens=1, context=65) > 0
 
 
-def test_the_predictor_costs_what_the_profile_says():
-    assert Roofline(A5000, MIXTRAL).predictor_ns == 0
-    assert Roofline(replace(A5000, predictor_us=21.5), MIXTRAL).predictor_ns == 21_500
-
-
 @pytest.mark.parametrize("name", profiles.names("models"))
 def test_durations_are_whole_and_never_shrink_with_tokens_or_context(name):
     timing = Roofline(A5000, model(name))

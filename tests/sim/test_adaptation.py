@@ -1,0 +1,413 @@
+"""Shifts against closed forms, an LRU by hand, and the definition read aloud."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from sim.adaptation import (
+    ACROSS,
+    WITHIN,
+    Adaptation,
+    Measured,
+    Protocol,
+    Shift,
+    adapt,
+    plan,
+    requests_needed,
+    save,
+    summary,
+    to_play,
+)
+from sim.cells import Setup
+from sim.commands_adapt import MODELS, PAPER
+from sim.sweep import Grid
+from tests.sim.test_cli import moe_sim
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.trace import Trace
+from traces.writer import write_trace
+
+LAYERS, EXPERTS, TOP_K, TOKENS = 2, 8, 2, 20
+DEMAND = LAYERS * TOP_K
+
+
+def constant(groups: dict[str, int], experts: dict[str, int], datasets: dict[str, str] | None = None) -> Trace:
+    """Group g has groups[g] requests, interleaved; in each layer all its tokens choose experts[g] and the next."""
+    tasks = [name for _, name in sorted((i, name) for name, size in groups.items() for i in range(size))]
+    trace = synthetic(len(tasks), TOKENS, LAYERS, EXPERTS, TOP_K, seed=0)
+    chosen = np.repeat([experts[name] for name in tasks], TOKENS)[:, None, None] + np.arange(TOP_K)
+    ids = np.broadcast_to(chosen, trace.experts.shape).astype(trace.experts.dtype)
+    dataset = [(datasets or {}).get(name, "tests") for name in tasks]
+    return replace(trace, experts=ids, requests=trace.requests.assign(task=tasks, dataset=dataset))
+
+
+def loaded(trace: Trace, folder):
+    write_trace(trace, folder / "trace")
+    return Setup(trace=folder / "trace", untimed=True).load()
+
+
+def measure(here, policies: str, slots: int, protocol: Protocol, **options) -> Adaptation:
+    grid = Grid(tuple(map(parse, policies.split(","))), {f"{slots}": slots})
+    return adapt(here, grid, plan(here.trace, protocol), **options)
+
+
+@pytest.fixture(scope="module")
+def disjoint(tmp_path_factory):
+    """Two groups that have no expert in common."""
+    return loaded(constant({"a": 12, "b": 12}, {"a": 0, "b": 4}), tmp_path_factory.mktemp("disjoint"))
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """Routing with topics, labelled by them, in two datasets."""
+    trace = synthetic(60, 5, LAYERS, EXPERTS, TOP_K, seed=4)
+    dataset = [f"of-{int(task[-1]) % 2}" for task in trace.requests["task"]]
+    return loaded(replace(trace, requests=trace.requests.assign(dataset=dataset)), tmp_path_factory.mktemp("routed"))
+
+
+SMALL = Protocol("task", warmup=2, after=3, window=2, pairs=99)
+
+
+# The definition
+
+
+def read_aloud(differences, window):
+    for i in range(len(differences)):
+        following = differences[i : i + window]
+        if len(following) == window and sum(following) >= -window / 100:
+            return i
+    return None
+
+
+@given(st.lists(st.integers(-12, 6), min_size=1, max_size=12), st.integers(1, 12))
+def test_requests_needed_are_those_before_the_first_whole_window_within_one_point(eighths, window):
+    """In eighths of a point, each a little less: no mean is at one point exactly, where rounding would decide."""
+    differences = [eighth / 800 - 1e-9 for eighth in eighths]
+    window = min(window, len(eighths))
+    assert requests_needed(np.array(differences), window) == read_aloud(differences, window)
+
+
+@pytest.mark.parametrize(
+    ("points", "window", "needed"),
+    [
+        ([0, 0, 0], 3, 0),
+        ([-0.9, -0.9], 1, 0),
+        ([-1.1, 0, 0], 1, 1),
+        ([-1.9, 0, 0], 2, 0),  # the mean of the first window is within a point already
+        ([-5, -5, -5, 0, 0], 2, 3),
+        ([-5, -5, 9, -5, -5], 2, 1),  # the first time counts, also if it is lost again
+        ([-5, -5, -5, -5, 0], 2, None),  # a window cut short by the end would have had it
+        ([5, 5], 2, 0),
+    ],
+)
+def test_examples_of_the_definition(points, window, needed):
+    assert requests_needed(np.array(points) / 100, window) == needed
+
+
+# Closed forms
+
+
+@pytest.mark.parametrize(("window", "needed"), [(1, 1), (4, 1), (6, 0)])
+def test_lru_needs_at_most_one_request_where_one_token_fills_the_cache(disjoint, window, needed):
+    """The first token after the shift misses all it asks for, nothing else ever does: d = -1/TOKENS, 0, 0, ...
+
+    Its mean over w requests is -1 / (20 w), within one point from w = 5 on.
+    """
+    found = measure(disjoint, "lru", DEMAND, Protocol("task", 3, 8, window))
+    assert len(found.measured) == 2
+    for one in found.measured:
+        assert one.differences == pytest.approx([-1 / TOKENS] + [0] * 7)
+        assert one.undisturbed == pytest.approx(np.ones(8))
+        assert one.needed == needed
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_a_policy_that_never_forgets_needs_the_warm_up_again(disjoint, warmup):
+    """Perfect LFU, room for one token's experts: each of the old ones has W T uses, and a new one none.
+
+    What a new expert evicts is another new one, so all miss, until in the token that gives them W T uses too the old
+    ones are the longer unused: after W requests all is well at once.
+    """
+    for window in (1, 4):
+        found = measure(disjoint, "lfu-perfect", DEMAND, Protocol("task", warmup, 8, window))
+        assert len(found.measured) == 2
+        for one in found.measured:
+            assert one.differences == pytest.approx([-1.0] * warmup + [0.0] * (8 - warmup))
+            assert one.needed == warmup
+
+
+def test_a_static_policy_never_adapts_and_is_censored(tmp_path):
+    """A profile that knows one group keeps it for good: of the other all miss, all but the one that has the slot."""
+    here = loaded(constant({"a": 9, "b": 9}, {"a": 0, "b": 4}), tmp_path)
+    write_trace(constant({"a": 1}, {"a": 0}), tmp_path / "profile")
+    found = measure(here, f"static:profile={tmp_path / 'profile'}", DEMAND, Protocol("task", 2, 6, window=2))
+    to_a, to_b = found.measured
+    assert (to_a.shift.after, to_b.shift.after) == ("a", "b")
+    assert to_b.hit_rates.max() == 0
+    assert to_b.undisturbed.min() == pytest.approx(1.0)
+    assert to_b.needed is None
+    (row,) = [row for row in found.rows(here) if row["group_after"] == "b"]
+    assert (row["requests_needed"], row["requests_needed_above"]) == (None, 4)
+
+
+def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_their_rates(disjoint):
+    found = measure(disjoint, "lru", DEMAND, Protocol("task", 2, 5, window=2))
+    ids, task = (disjoint.trace.requests[name].tolist() for name in ("id", "task"))
+    for one, row in zip(found.measured, found.rows(disjoint), strict=True):
+        assert row["requests"] == [ids[i] for i in found.plan.orders[one.shift.after][2:7]]
+        assert {task[ids.index(name)] for name in row["requests"]} == {row["group_after"]}
+        assert row["hit_rates"] == pytest.approx([1 - 1 / TOKENS, 1, 1, 1, 1])
+        assert (row["hit_rate_first"], row["hit_rate_settled"]) == pytest.approx((1 - 1 / TOKENS, 1))
+        assert (row["undisturbed_first"], row["undisturbed_settled"]) == pytest.approx((1, 1))
+        assert (row["requests_needed"], row["requests_needed_above"]) == (1, None)
+
+
+def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():
+    def shift(points):
+        rates = np.full(len(points), 0.5)
+        return Measured("p", Shift("a", "b", WITHIN), 2, rates + np.array(points) / 100, rates)
+
+    back, later, never = shift([0] * 6), shift([-9, -9, -9, 0, 0, 0]), shift([-9] * 6)
+    some, none, all_ = (summary(shifts) for shifts in ([back, later, never], [never], [back, later]))
+    assert (some.shifts, some.censored, some.last) == (3, 1, 4)
+    assert (some.needed_min, some.needed_mean, some.needed_max) == (0, (0 + 3 + 5) / 3, None)
+    assert (none.needed_min, none.needed_mean, none.needed_max) == (None, 5, None)
+    assert (all_.needed_min, all_.needed_mean, all_.needed_max, all_.needed_none) == (0, 1.5, 3, 0.5)
+    assert (some.hit_rate_first, some.hit_rate_settled) == pytest.approx((0.44, 0.47))
+    assert (some.undisturbed_first, some.undisturbed_settled) == pytest.approx((0.5, 0.5))
+
+
+def test_identical_groups_need_nothing_under_any_policy(tmp_path):
+    here = loaded(constant({"a": 8, "b": 8}, {"a": 3, "b": 3}), tmp_path)
+    found = measure(here, "lru,lfu-perfect,eamc,eamc-blend,belady", DEMAND - 1, Protocol("task", 3, 5, window=1))
+    assert len(found.measured) == 2 * 5
+    for one in found.measured:
+        assert (one.differences == 0).all()
+        assert one.needed == 0
+    assert {summary.needed_none for summary in found.summaries()} == {1.0}
+    assert min(one.hit_rates.max() for one in found.measured) < 1  # there was something to lose
+
+
+# Runs
+
+
+def lru_by_hand(trace: Trace, order, slots: int) -> list[float]:
+    held, rates = [], []
+    for number in order:
+        hits = lookups = 0
+        for row in range(trace.offsets[number], trace.offsets[number + 1]):
+            for layer in range(trace.layers):
+                for expert in sorted(trace.experts[row, layer].tolist()):
+                    lookups += 1
+                    hits += (layer, expert) in held
+                    held = [(layer, expert), *(other for other in held if other != (layer, expert))][:slots]
+        rates.append(hits / lookups)
+    return rates
+
+
+def test_both_runs_of_every_shift_equal_lru_by_hand(routed):
+    found = measure(routed, "lru", 6, SMALL)
+    assert len(found.measured) > 10
+    orders = found.plan.orders
+    for one in found.measured:
+        after = orders[one.shift.after][2:5]
+        for rates, before in ((one.hit_rates, one.shift.before), (one.undisturbed, one.shift.after)):
+            assert rates.tolist() == lru_by_hand(routed.trace, [*orders[before][:2], *after], 6)[2:]
+    assert any(one.differences.any() for one in found.measured)
+
+
+def test_no_run_plays_a_request_twice_and_groups_keep_to_their_label(routed):
+    made = plan(routed.trace, SMALL)
+    label = routed.trace.requests["task"].tolist()
+    assert made.shifts
+    for run in made.runs:
+        before, after = made.before(run), made.after(run)
+        assert len({*before, *after}) == len(before) + len(after) == 5
+        assert {label[i] for i in before} == {run.before}
+        assert {label[i] for i in after} == {run.after}
+
+
+def test_shifts_to_one_group_measure_the_same_requests_beside_one_undisturbed_run(routed):
+    made = plan(routed.trace, SMALL)
+    assert len(made.runs) == len(made.shifts) + len({shift.after for shift in made.shifts})
+    grid = Grid((parse("lru"), parse("lfu")), {"6": 6})
+    played: list[int] = []
+    adapt(routed, grid, made, advance=played.append)
+    assert sum(played) == to_play(grid, made) == 2 * len(made.runs) * 5
+
+
+def test_the_seed_decides_all_and_another_draws_otherwise(routed):
+    few = replace(SMALL, pairs=3)
+    made = plan(routed.trace, few)
+    assert made == plan(routed.trace, few)
+    others = [plan(routed.trace, replace(few, seed=seed)) for seed in range(1, 5)]
+    assert all(other.orders != made.orders for other in others)
+    assert any(other.shifts != made.shifts for other in others)
+
+
+def test_results_do_not_depend_on_the_number_of_workers(routed):
+    few = replace(SMALL, pairs=2)
+    alone, together = (measure(routed, "lru,eamc", 6, few, workers=workers).rows(routed) for workers in (1, 2))
+    assert alone == together
+    assert len(alone) == 2 * 2 * 2
+
+
+# Groups and pairs
+
+
+def test_all_ordered_pairs_of_groups_with_enough_requests_are_shifts():
+    sizes = {"a": 7, "b": 5, "c": 2, "d": 1}
+    made = plan(constant(sizes, dict.fromkeys(sizes, 0)), SMALL)
+    assert {(shift.before, shift.after) for shift in made.shifts} == {
+        (before, after) for before in "abc" for after in "ab" if before != after
+    }
+
+
+def test_shifts_are_within_where_tasks_have_a_dataset_in_common_and_drawn_by_kind():
+    sizes = dict.fromkeys("abcd", 5)
+    of = {"a": "one", "b": "one", "c": "one", "d": "two"}
+    trace = constant(sizes, dict.fromkeys(sizes, 0), of)
+    kinds = {(shift.before, shift.after): shift.kind for shift in plan(trace, SMALL).shifts}
+    assert len(kinds) == 12
+    for (before, after), kind in kinds.items():
+        assert kind == (ACROSS if "d" in (before, after) else WITHIN)
+    few = [shift.kind for shift in plan(trace, replace(SMALL, pairs=2)).shifts]
+    assert few == [WITHIN] * 2 + [ACROSS] * 2
+    by_dataset = plan(trace, replace(SMALL, by="dataset")).shifts
+    assert {(shift.before, shift.after, shift.kind) for shift in by_dataset} == {
+        ("one", "two", ACROSS),
+        ("two", "one", ACROSS),
+    }
+
+
+def test_a_task_that_is_in_two_datasets_is_within_both():
+    trace = constant(dict.fromkeys("abc", 6), dict.fromkeys("abc", 0), {"b": "one", "c": "two"})
+    dataset = trace.requests["dataset"].where(trace.requests["task"] != "a", ["one", "two"] * 9)
+    made = plan(replace(trace, requests=trace.requests.assign(dataset=dataset)), SMALL)
+    assert set(dataset[trace.requests["task"] == "a"]) == {"one", "two"}
+    kinds = {shift.before + shift.after: shift.kind for shift in made.shifts}
+    assert kinds == {**dict.fromkeys(("ab", "ba", "ac", "ca"), WITHIN), "bc": ACROSS, "cb": ACROSS}
+
+
+def test_requests_without_label_or_routing_are_in_no_group():
+    trace = constant({"": 5, "a": 6, "b": 6}, {"": 0, "a": 0, "b": 0})
+    nothing = int(np.flatnonzero(trace.requests["task"] == "a")[0])
+    ids = trace.experts.copy()
+    ids[trace.offsets[nothing] : trace.offsets[nothing + 1]] = trace.sentinel
+    made = plan(replace(trace, experts=ids), SMALL)
+    assert {name: len(order) for name, order in made.orders.items()} == {"a": 5, "b": 6}
+    assert nothing not in made.orders["a"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "protocol", "told"),
+    [
+        ({"": 9}, SMALL, "no shift by task can be made: its requests have no such label; a recording takes labels"),
+        ({"a": 9}, SMALL, "all its labelled requests are of 'a'; a recording takes labels"),
+        ({"a": 9, "b": 9}, replace(SMALL, by="dataset"), "all its labelled requests are of 'tests'; --by task has"),
+        ({"a": 7, "b": 3, "c": 1}, replace(SMALL, after=6), "the largest are a (7), b (3), c (1): try --warmup 3"),
+        ({"a": 1, "b": 1}, SMALL, "one group needs 5 requests (--warmup and --after) and another 2"),
+    ],
+)
+def test_groups_that_allow_no_shift_are_told_in_one_line(sizes, protocol, told):
+    with pytest.raises(InputError) as caught:
+        plan(constant(sizes, dict.fromkeys(sizes, 0)), protocol)
+    assert told in str(caught.value)
+
+
+def test_what_is_suggested_can_be_done():
+    for sizes, most in (((7, 3, 1), 3), ((9, 2, 2), 2), ((9, 8, 1), 4)):
+        trace = constant(dict(zip("abc", sizes, strict=True)), dict.fromkeys("abc", 0))
+        with pytest.raises(InputError, match=rf"try --warmup {most} --after {most} --window 2$"):
+            plan(trace, replace(SMALL, warmup=10))
+        assert plan(trace, Protocol("task", most, most, 2)).shifts
+        with pytest.raises(InputError, match="no shift by task can be made"):
+            plan(trace, Protocol("task", most + 1, most + 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"by": "tusk"}, "unknown label 'tusk'; did you mean task"),
+        ({"warmup": 0}, "--warmup 0: must be at least 1"),
+        ({"window": 0}, "--window 0: must be at least 1"),
+        ({"pairs": -1}, "--pairs -1: must be at least 1"),
+        ({"after": 4, "window": 5}, "--after 4: a window of 5 requests does not fit into it"),
+    ],
+)
+def test_a_protocol_that_cannot_be_is_told_in_one_line(options, told):
+    with pytest.raises(InputError) as caught:
+        Protocol(**options)
+    assert told in str(caught.value)
+
+
+# What is kept
+
+
+def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(routed, tmp_path):
+    made = plan(routed.trace, replace(SMALL, pairs=3))
+    grid, played = Grid((parse("lru"),), {"6": 6}), []
+
+    def interrupt(requests: int) -> None:
+        played.append(requests)
+        if len(played) > 2 * 5 + 2:  # in the third run
+            raise KeyboardInterrupt
+
+    found = adapt(routed, grid, made, advance=interrupt)
+    assert not found.complete
+    assert [one.shift for one in found.measured] == made.runs[1:2]
+    (file,) = save(found, routed, tmp_path)
+    assert file == tmp_path / "interrupted" / "adaptation.parquet"
+    assert [path.name for path in tmp_path.iterdir()] == ["interrupted"]
+    assert len(pd.read_parquet(file)) == 1
+
+
+def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
+    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru,eamc", "--warmup", "2")
+    more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
+    home = routed.setup.trace.parent
+    done = moe_sim(*arguments, *more, "told", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert "4 shifts by task:" in done.stderr
+    for kind, name in ((WITHIN, "within MMLU 0-14-43"), (ACROSS, "BIG-bench to MMLU 3-11-24")):
+        (line,) = [line for line in done.stdout.splitlines() if name in line]
+        assert line.startswith(f"the paper's, {kind} datasets (NLLB, Mixtral, Arctic; its EAMC, its own definition)")
+    assert {file.name for file in (home / "told").iterdir()} == {"adaptation.parquet", "adaptation.png"}
+    frame = pd.read_parquet(home / "told" / "adaptation.parquet")
+    as_json = moe_sim(*arguments, *more, "json", "--json", "-q", cwd=home)
+    assert as_json.stderr == ""
+    answer = json.loads(as_json.stdout)
+    assert [row["hit_rates"] for row in answer["shifts"]] == [list(rates) for rates in frame["hit_rates"]]
+    assert len(frame) == 4 * 2
+    assert sum(summary["shifts"] for summary in answer["summaries"]) == 4 * 2
+    ids = routed.trace.requests.set_index("id")
+    assert all(set(ids.loc[row["requests"], "task"]) == {row["group_after"]} for row in answer["shifts"])
+
+
+def test_the_papers_table_is_whole():
+    assert len(MODELS) == 3
+    figures = [cell for rows in PAPER.values() for row in rows.values() for cell in row]
+    assert len(figures) == 2 * 2 * len(MODELS)
+    for cell in figures:
+        least, mean, most = map(int, cell.split("-"))
+        assert least <= mean <= most
+
+
+def test_bad_input_is_one_line_and_writes_nothing(routed):
+    home = routed.setup.trace.parent
+    for arguments, told in (
+        (("--by", "colour"), "unknown label 'colour'"),
+        (("--cache-size", "10%,20%"), "one size at a time"),
+        ((), "no shift by dataset can be made: one group needs 100 requests"),
+    ):
+        done = moe_sim("adapt", str(routed.setup.trace), "--out", "nothing", *arguments, cwd=home)
+        assert done.returncode == 2
+        assert told in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+        assert not (home / "nothing").exists()
