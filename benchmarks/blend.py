@@ -47,7 +47,7 @@ VARIANTS = [
     *[Variant(f"rates {a}, {b}", {0: a, 1: b}) for a, b in ((0.15, 0.02), (0.1, 0.01), (0.02, 0.005), (0.01, 0.001))],
     *[Variant(f"follow rate {x}", {FOLLOW_RATE: x}) for x in (0.01, 0.05)],
     *[Variant(f"prior of {x} tokens", {PRIOR_TOKENS: x}) for x in (1.0, 16.0)],
-    *[Variant(f"eps {x}", {EPS: x}) for x in (0.01, 0.2)],
+    *[Variant(f"eps {x}", {EPS: x}) for x in (0.05, 0.4)],
     *[Variant(f"horizon {x}", horizon=x) for x in (64, 1024)],
 ]
 
