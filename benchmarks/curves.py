@@ -38,6 +38,13 @@ def accesses(layers: int, experts: int, top_k: int) -> Accesses:
     return Accesses.of((trace.steps(i) for i in range(REQUESTS)), layers, experts)
 
 
+def write_accesses(experts: Ids, file: Path) -> None:
+    """In libcachesim's binary format."""
+    records = np.zeros(len(experts), RECORD)
+    records["time"], records["id"], records["size"], records["next"] = np.arange(len(experts)), experts, 1, -1
+    records.tofile(file)
+
+
 def at_one_size(libcachesim: ModuleType, file: Path, slots: int) -> tuple[float, float]:
     """Seconds and miss ratio of one run of libcachesim's LRU."""
     reader = libcachesim.TraceReader(str(file), libcachesim.TraceType.ORACLE_GENERAL_TRACE)
@@ -48,15 +55,13 @@ def at_one_size(libcachesim: ModuleType, file: Path, slots: int) -> tuple[float,
 
 
 def measure(libcachesim: ModuleType, shape: str, experts: Ids, total: int) -> None:
-    records = np.zeros(len(experts), RECORD)
-    records["time"], records["id"], records["size"], records["next"] = np.arange(len(experts)), experts, 1, -1
     curve = lru_misses(experts, total)
     belady_misses(experts, total)
     sizes = [round(share * total) for share in SHARES]
     ours, belady, theirs = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "accesses.oracleGeneral.bin"
-        records.tofile(file)
+        write_accesses(experts, file)
         for _ in range(ROUNDS):
             ours.append(seconds(lambda: lru_misses(experts, total)))
             belady.append(seconds(lambda: belady_misses(experts, total)))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
 
@@ -23,6 +24,17 @@ class AllOptions(Limits):
     depth: int = 1
 
 
+@compiled
+def propose(depth: Int, layer: int, L: int, E: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the next depth[0] layers, as far as there are any; how many experts."""
+    n = 0
+    for ahead in range(layer + 1, min(layer + 1 + depth[0], L)):
+        for expert in range(ahead * E, (ahead + 1) * E):
+            ids[n], priorities[n] = expert, layer - ahead
+            n += 1
+    return n
+
+
 @prefetcher("all")
 class All(Prefetcher):
     """Every expert of the next layers, in the order of execution."""
@@ -32,12 +44,11 @@ class All(Prefetcher):
 
     def __init__(self, shape: Shape, options: AllOptions) -> None:
         super().__init__(shape, options)
-        self._ids: Int = np.arange(shape.total, dtype=np.int64)
-        self._priorities: Float = -np.repeat(np.arange(1.0, shape.layers + 1), shape.experts)
-        self._most = (options.depth or shape.layers) * shape.experts
+        self.depth: Int = np.array([options.depth or shape.layers])
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The next `depth` layers, as far as there are any."""
-        first = (event.layer + 1) * self.shape.experts
-        ids = self._ids[first : first + self._most]
-        return (ids, self._priorities[: len(ids)]) if len(ids) else NOTHING
+        L, E = self.shape.layers, self.shape.experts
+        n = propose(self.depth, event.layer, L, E, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

@@ -7,6 +7,7 @@ An expert's next use is the number of the next event that looks it up; never aga
 import numpy as np
 from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Event, Float, Int, Options, Requests, ScorePolicy, Shape
 from policies.registry import retention
 
@@ -23,8 +24,9 @@ def _next_uses(experts: Int, events: Int, upcoming: Int) -> Int:
     return following
 
 
-@njit(cache=True, nogil=True)
-def _look_ahead(keep: Float, experts: Int, following: Int, first: int, last: int) -> None:
+@compiled
+def observe(following: Int, keep: Float, experts: Int, first: int, last: int) -> None:
+    """What was looked up now is next used later. following: [A] by access of the request."""
     for i in range(first, last):
         keep[0, experts[i]] = -following[i]
 
@@ -35,8 +37,8 @@ class Belady(ScorePolicy):
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self._following: list[Int] = []
-        self._now: Int = np.empty(0, np.int64)
+        self.following: Int = np.empty(0, np.int64)  # [A] of the request, by access: the event of the next use
+        self._by_request: list[Int] = []
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Note for every access of the run the event of the next one to the same expert."""
@@ -50,13 +52,13 @@ class Belady(ScorePolicy):
             if not per_access:
                 events = np.repeat(events, np.diff(request.offsets))
             backwards.append(_next_uses(request.experts, events, upcoming))
-        self._following = backwards[::-1]
+        self._by_request = backwards[::-1]
         self.keep[0] = -upcoming
 
     def begin_request(self, request: int) -> None:
         """Turn to the request's next uses."""
-        self._now = self._following[request]
+        self.following = self._by_request[request]
 
     def observe(self, event: Event) -> None:
         """What was looked up now is next used later."""
-        _look_ahead(self.keep, event.request_experts, self._now, event.first, event.last)
+        observe(self.following, self.keep, event.request_experts, event.first, event.last)

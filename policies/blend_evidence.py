@@ -8,17 +8,18 @@ Each kind of evidence but one is a lift, how much more often than evenly an expe
     SINCE       passes of its layer since its last use, and one
     AHEAD       how often it followed, in the same pass, the experts that the layer before has just used
 
-A pass is one token through a layer. A prefill counts as its tokens' average, over as many passes, and teaches nothing
-about what follows what. Evidence is as of the end of the layer's last pass, AHEAD alone knows more. All functions are
-compiled, over plain arrays; an event costs O(E * k).
+A pass is one token through a layer. A prefill counts as its tokens' average, over as many passes: its accesses over the
+experts of a decoded token or, before any was seen, the most tokens of one expert (untimed, where experts are told one
+by one, of the first). Neither a prefill nor another request teaches what follows what. Evidence is as of the end of the
+layer's last pass, AHEAD alone knows more. All functions are compiled, over plain arrays; an event costs O(E * k).
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from policies.compiled import compiled
 from policies.contract import Float, Int, Shape
 
 # Rows of Evidence.rows: the evidence, as logarithms,
@@ -53,14 +54,14 @@ def nothing_known(shape: Shape) -> Evidence:
     return Evidence(np.zeros((ROWS, L * E)), np.zeros((2, L, E, E), np.float32), np.zeros((2, L, E + 1), np.int64))
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _fade(row: Chances, rate: float) -> None:
     kept = np.float32(1.0 - rate)
     for e in range(len(row)):
         row[e] *= kept
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def open_pass(known: Evidence, p: Float, layer: int, passes: float, learns: bool) -> None:
     """A pass of `layer` begins, or `passes` of them: averages decay, and what was used is now what was used before."""
     E = known.after.shape[3]
@@ -78,8 +79,8 @@ def open_pass(known: Evidence, p: Float, layer: int, passes: float, learns: bool
     now[E] = 0
 
 
-@njit(cache=True, nogil=True)
-def use(known: Evidence, p: Float, layer: int, e: int, share: float, passes: float) -> None:
+@compiled
+def use(known: Evidence, p: Float, layer: int, e: int, share: float, passes: float, decode: bool) -> None:
     """Expert number `e` of the layer was used by the share `share` of the tokens of the pass that is open."""
     E = known.after.shape[3]
     expert = layer * E + e
@@ -91,11 +92,12 @@ def use(known: Evidence, p: Float, layer: int, e: int, share: float, passes: flo
     before, now = known.used[0, layer], known.used[1, layer]
     for i in range(before[E]):
         known.after[0, layer, before[i], e] += np.float32(p[FOLLOW_RATE])
-    now[now[E]] = e
-    now[E] += 1
+    if decode:
+        now[now[E]] = e
+        now[E] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def learn_ahead(known: Evidence, p: Float, layer: int) -> None:
     """Of a decoded token: what `layer` used has followed what the layer before it used."""
     E = known.after.shape[3]
@@ -107,7 +109,7 @@ def learn_ahead(known: Evidence, p: Float, layer: int) -> None:
             row[now[j]] += np.float32(p[AHEAD_RATE])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _log_lifts(seen: Float, eps: float) -> None:
     """In place: the logarithms of the lifts of `seen`, which are 1 where nothing was seen at all."""
     total = 0.0
@@ -117,7 +119,7 @@ def _log_lifts(seen: Float, eps: float) -> None:
         seen[e] = np.log((seen[e] * len(seen) / total if total > 0 else 1.0) + eps)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _sum_after(after: Chances, used: Int, out: Float) -> None:
     """out[e]: how often e came after the experts in `used`, summed over these."""
     out[:] = 0.0
@@ -127,7 +129,7 @@ def _sum_after(after: Chances, used: Int, out: Float) -> None:
             out[e] += row[e]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def weigh(known: Evidence, p: Float, layer: int) -> None:
     """Bring the layer's evidence up to date with the pass that is open."""
     E = known.after.shape[3]
@@ -148,14 +150,14 @@ def weigh(known: Evidence, p: Float, layer: int) -> None:
         _log_lifts(rows[kind], p[EPS])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def weigh_ahead(known: Evidence, p: Float, layer: int, out: Float) -> None:
     """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which has just routed."""
     _sum_after(known.after[1, layer], known.used[1, layer], out)
     _log_lifts(out, p[EPS])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def learn(
     known: Evidence,
     p: Float,
@@ -170,13 +172,14 @@ def learn(
 ) -> None:
     """The event of `layer` chose experts[first:last], each for counts[first:last] tokens; a pass begins if `opens`."""
     E = known.after.shape[3]
-    total = 0
+    total = most = 0
     for i in range(first, last):
         total += counts[i]
-    passes = 1.0 if decode else max(1.0, total / top_k)
+        most = max(most, counts[i])
+    passes = 1.0 if decode else max(1.0, most, total / top_k if top_k else 0.0)
     if opens:
         open_pass(known, p, layer, passes, decode)
     for i in range(first, last):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
-        use(known, p, layer, experts[i] - layer * E, share, passes)
+        use(known, p, layer, experts[i] - layer * E, share, passes, decode)
     weigh(known, p, layer)

@@ -47,6 +47,7 @@ def samples(
     used: list[Float] = []
     for request in (trace.steps(i) for i in range((len(trace.requests) + 1) // 2)):
         known.rows[TOKENS] = 0
+        known.used[:] = 0
         for step, phase in enumerate(request.phase.tolist()):
             for layer in range(shape.layers):
                 first, last = request.offsets[step * shape.layers + layer :][:2].tolist()

@@ -27,9 +27,9 @@ class Collection:
         L, total, C = shape.layers, shape.total, options.capacity
         self.shape = shape
         self.options = options
-        self.eams: Int = np.zeros((C, total), np.int64)  # [C, L*E]
         self.waiting: list[Int] = []  # of k-means, in order: [L*E] each
         self.bucket = Bucket(
+            eams=np.zeros((C, total), np.int64),
             columns=np.zeros((total, C), np.int64),
             inverse=np.zeros((L, C)),
             born=np.zeros(C, np.int64),
@@ -52,6 +52,11 @@ class Collection:
         self._learned = 0
 
     @property
+    def eams(self) -> Int:
+        """What is stored, in places of no order: [C, L*E]."""
+        return self.bucket.eams
+
+    @property
     def size(self) -> int:
         """EAMs stored."""
         return int(self.bucket.numbers[SIZE])
@@ -64,7 +69,7 @@ class Collection:
     @property
     def memory_bytes(self) -> int:
         """Of everything held, whatever it is filled with."""
-        return sum(array.nbytes for array in (self.eams, *self.bucket, *self.waiting))
+        return sum(array.nbytes for array in (*self.bucket, *self.waiting))
 
     def observe(self, event: Event, begins: bool) -> bool:
         """iEAM and rEAM grow by the event and are matched anew; whether the nearest entries have changed.

@@ -6,8 +6,6 @@ are `keep`, float64[3 or more, L*E]. `policies/residency.py` gives these functio
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
 or one for each layer): a free slot, and a victim, are of the expert's partition.
-
-Numba keeps what it compiled under this file's date alone: touch it when `scores`, which it calls, changes.
 """
 
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Float, Int
 from policies.scores import on_evict, on_insert, on_lookup
 
@@ -60,7 +59,7 @@ def new(total: int, partitions: Sequence[int]) -> Int:
     return m
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
     """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
 
@@ -92,14 +91,14 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
     return hits
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def computed_hits(m: Int, first: int, last: int) -> None:
     """The compute of hits `first` to `last` - 1 of the event has ended: unpin them (rule 2)."""
     for i in range(first, last):
         m[WANTED, m[HITS, i]] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def clear_queue(m: Int) -> None:
     """Forget the queued prefetches that have not started."""
     for i in range(m[ONE, QUEUE_LENGTH]):
@@ -108,7 +107,7 @@ def clear_queue(m: Int) -> None:
     m[ONE, QUEUE_LENGTH] = 0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
     """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
     clear_queue(m)
@@ -126,7 +125,7 @@ def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
     m[ONE, QUEUE_LENGTH] = n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best_queued(m: Int, keep: Float) -> int:
     """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
 
@@ -152,7 +151,7 @@ def best_queued(m: Int, keep: Float) -> int:
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def protected(m: Int, expert: int) -> bool:
     """Rule 6: prefetched, not looked up since, and in the latest proposal."""
     unused: bool = m[UNUSED, expert] == 1
@@ -180,27 +179,30 @@ def evictable(m: Int, partition: int, shielded: bool) -> Int:
     return np.sort(found[:n])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
-    """Of `evictable(m, partition, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT."""
-    best = NO_EXPERT
+    """Of `evictable(m, partition, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT.
+
+    Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
+    """
+    held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
+    best, lowest = NO_EXPERT, np.inf
     for slot in range(m[FIRST, partition], m[END, partition]):
-        expert = m[HELD, slot]
-        if expert == NO_EXPERT or m[STATE, expert] != READY or m[WANTED, expert]:
+        expert = held[slot]
+        if expert < 0 or primary[expert] > lowest or state[expert] != READY or wanted[expert]:
             continue
-        if best != NO_EXPERT:
-            if keep[0, expert] > keep[0, best]:
-                continue
-            if keep[0, expert] == keep[0, best] and (
-                keep[1, expert] > keep[1, best] or (keep[1, expert] == keep[1, best] and expert > best)
-            ):
-                continue
+        if (
+            best >= 0
+            and primary[expert] == lowest
+            and (secondary[expert] > secondary[best] or (secondary[expert] == secondary[best] and expert > best))
+        ):
+            continue
         if protected(m, expert) == shielded:
-            best = expert
+            best, lowest = expert, primary[expert]
     return best
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
     one, partition = m[ONE], m[PARTITION, expert]
@@ -226,7 +228,7 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     """`expert` leaves the cache and its slot is free."""
     m[ONE, N_WASTED] += m[UNUSED, expert]
@@ -238,7 +240,7 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     on_evict(rule, keep, expert)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Start the first queued demand: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
     one = m[ONE]
@@ -256,7 +258,7 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     return expert, victim
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch that can have a slot: (expert, victim).
 
@@ -280,7 +282,7 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
         return expert, victim
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def resume(m: Int) -> int:
     """The paused prefetch goes on, if there is one."""
     m[ONE, ACTIVE] = m[ONE, PAUSED]
@@ -289,7 +291,7 @@ def resume(m: Int) -> int:
     return expert
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
     """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
@@ -306,7 +308,7 @@ def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int,
     return expert, victim, True
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def arrived(m: Int) -> bool:
     """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
     expert = m[ONE, ACTIVE]
@@ -316,7 +318,7 @@ def arrived(m: Int) -> bool:
     return awaited
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[bool, int, int, bool]:
     """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
     awaited = arrived(m)
@@ -324,7 +326,7 @@ def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[b
     return awaited, expert, victim, prefetch
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 

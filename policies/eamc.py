@@ -22,20 +22,22 @@ whose counts are tokens; it meets the EAMs of prefills, or of all if they are no
 expert in a phase teaches that collection nothing.
 """
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-from policies import scores
+import numpy as np
+
+from policies import matching, scores
 from policies.collection import Collection
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.eamc_file import Part, SavedEamc
 from policies.eamc_options import EamcOptions
-from policies.matching import NO_MATCH
+from policies.matching import NO_MATCH, Bucket
 from policies.registry import prefetcher, retention
 from traces.errors import InputError, located
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def predict(eams: Int, matched: Int, threshold: float, ratios: Float, ids: Int, starts: Int) -> None:
     """ratios [L*E]: those of the matched EAMs' sum; ids: the experts above `threshold`, row l from starts[l] on.
 
@@ -64,7 +66,7 @@ def predict(eams: Int, matched: Int, threshold: float, ratios: Float, ids: Int, 
         starts[row + 1] = n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def propose(ratios: Float, ids: Int, starts: Int, layer: int, until: int, eps: float, priorities: Float) -> None:
     """Fill the priorities of the candidates in the layers after `layer` and before `until`, in their places."""
     L = len(starts) - 1
@@ -74,7 +76,7 @@ def propose(ratios: Float, ids: Int, starts: Int, layer: int, until: int, eps: f
             priorities[i] = (ratios[ids[i]] + eps) * nearness
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def weigh(ratios: Float, eps: float, decay: Float, keep: Float) -> None:
     """keep [L*E] = (ratio + eps) * decay of the expert's layer [L]."""
     L = len(decay)
@@ -84,22 +86,144 @@ def weigh(ratios: Float, eps: float, decay: Float, keep: Float) -> None:
             keep[expert] = (ratios[expert] + eps) * decay[row]
 
 
-class Predictor:
-    """The running request against the collections of its phases; one is shared by both halves of `eamc`.
+STEP, SHOWN, SPLIT, DEPTH, BY_RATIO, FOLLOWS_LAYER, SPARES_CANDIDATES, NUMBERS = range(8)
+"""Places in `Prediction.numbers`: the request's step that runs; the phase whose match the ratios are of; flag: whether the
+phases have a collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay
+follows the layer, candidates are spared."""
 
-    ratios: [L*E] of the latest match; `ids[starts[l]:starts[l + 1]]` are the candidates of layer l, ascending.
+THRESHOLD, EPS = range(2)
+"""Places in `Prediction.settings`."""
+
+NONE = -1  # in place of a step or a phase
+
+
+class Prediction(NamedTuple):
+    """What the latest match says; one for both halves."""
+
+    ratios: Float  # [L*E]
+    ids: Int  # [L*E] candidates, ids[starts[l]:starts[l + 1]] those of layer l, ascending
+    starts: Int  # [L+1]
+    decay: Float  # [L, L] of the keep score, by current layer and by layer of the expert
+    settings: Float  # [2]
+    numbers: Int  # [NUMBERS]
+
+
+class Matched(NamedTuple):
+    """The running request against the collections of its phases, and what that predicts."""
+
+    prefill: Bucket
+    decode: Bucket  # the same one, if the phases are not split
+    says: Prediction
+
+
+@compiled
+def match(
+    bucket: Bucket,
+    says: Prediction,
+    meets: int,
+    step: int,
+    layer: int,
+    experts: Int,
+    counts: Int,
+    first: int,
+    last: int,
+) -> bool:
+    """Match anew in the bucket of phase `meets` (0 if they are not split); whether the ratios have changed."""
+    numbers = says.numbers
+    begins = numbers[STEP] != step
+    numbers[STEP] = step
+    changed = matching.observe(bucket, begins, layer, experts, counts, first, last)
+    if not changed and numbers[SHOWN] == meets:
+        return False
+    numbers[SHOWN] = meets
+    predict(bucket.eams, bucket.matched, says.settings[THRESHOLD], says.ratios, says.ids, says.starts)
+    return True
+
+
+@compiled
+def observe(
+    known: Matched, phase: int, step: int, layer: int, experts: Int, counts: Int, first: int, last: int
+) -> bool:
+    """`match` in the bucket of `phase`."""
+    meets = phase if known.says.numbers[SPLIT] else 0
+    bucket = known.decode if meets else known.prefill
+    return match(bucket, known.says, meets, step, layer, experts, counts, first, last)
+
+
+@compiled
+def candidates(says: Prediction, layer: int) -> tuple[int, int, int]:
+    """Where in `ids` the candidates begin and end that an event of `layer` proposes; the first layer too far ahead."""
+    L = len(says.starts) - 1
+    until = min(layer + 1 + says.numbers[DEPTH], L)
+    return says.starts[layer + 1], says.starts[until], until
+
+
+@compiled
+def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
+    """After `observe`: write the keep scores that an event of `layer` changes; visits count where lookups do."""
+    numbers = says.numbers
+    if numbers[BY_RATIO]:
+        if changed or numbers[FOLLOWS_LAYER]:
+            weigh(says.ratios, says.settings[EPS], says.decay[layer], keep[0])
+    elif numbers[SPARES_CANDIDATES]:
+        begin, end, _ = candidates(says, layer)
+        keep[0, :] = 0.0
+        for i in range(begin, end):
+            keep[0, says.ids[i]] = 1.0
+
+
+@compiled
+def fetch(says: Prediction, layer: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the candidates of the layers ahead; how many."""
+    begin, end, until = candidates(says, layer)
+    propose(says.ratios, says.ids, says.starts, layer, until, says.settings[EPS], priorities)
+    for i in range(begin, end):
+        ids[i - begin], priorities[i - begin] = says.ids[i], priorities[i]
+    return end - begin
+
+
+@compiled
+def match_and_score(
+    bucket: Bucket,
+    says: Prediction,
+    keep: Float,
+    meets: int,
+    step: int,
+    layer: int,
+    experts: Int,
+    counts: Int,
+    first: int,
+    last: int,
+) -> None:
+    """Both in one call, since a call from Python costs as much for each array it is given."""
+    score(says, keep, match(bucket, says, meets, step, layer, experts, counts, first, last), layer)
+
+
+class Predictor:
+    """What `eamc` has learned, and the running request against it (`matched`); one is shared by both halves.
+
     InputError for a collection from a file that does not fit.
     """
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.shape = shape
         self.options = options
-        self.ratios: Float = np.zeros(shape.total)
-        self.ids: Int = np.empty(shape.total, np.int64)
-        self.starts: Int = np.zeros(shape.layers + 1, np.int64)
         self.collections = tuple(Collection(shape, options) for _ in range(1 + options.split))
-        self._shown: Collection | None = None  # whose match the ratios are of
-        self._step = -1, -1
+        self.says = Prediction(
+            ratios=np.zeros(shape.total),
+            ids=np.empty(shape.total, np.int64),
+            starts=np.zeros(shape.layers + 1, np.int64),
+            decay=_decay(options.decay, shape.layers),
+            settings=np.array([options.threshold, options.eps], np.float64),
+            numbers=np.zeros(NUMBERS, np.int64),
+        )
+        self.matched = Matched(self.collections[0].bucket, self.collections[-1].bucket, self.says)
+        numbers = self.says.numbers
+        numbers[STEP] = numbers[SHOWN] = NONE
+        numbers[SPLIT] = options.split
+        numbers[DEPTH] = options.depth or shape.layers
+        numbers[BY_RATIO], numbers[FOLLOWS_LAYER] = options.keep == "ratio", options.decay == "next"
+        numbers[SPARES_CANDIDATES] = options.keep == "most-visited"
         if options.collection:
             self._start_from(SavedEamc.read(options.collection))
 
@@ -109,29 +233,38 @@ class Predictor:
 
     def observe(self, event: Event) -> bool:
         """Match anew; whether the ratios have changed."""
-        collection = self.of_phase(event.phase)
-        step = event.request, event.step
-        begins, self._step = step != self._step, step
-        if not collection.observe(event, begins) and collection is self._shown:
-            return False
-        self._shown = collection
-        matched = collection.bucket.matched
-        predict(collection.eams, matched, self.options.threshold, self.ratios, self.ids, self.starts)
-        return True
+        accesses = event.request_experts, event.request_counts, event.first, event.last
+        meets = event.phase if self.options.split else 0
+        changed: bool = match(self.collections[meets].bucket, self.says, meets, event.step, event.layer, *accesses)
+        return changed
 
-    def until(self, layer: int) -> int:
-        """The first layer after `layer` that is too far ahead to be prefetched."""
-        return min(layer + 1 + (self.options.depth or self.shape.layers), self.shape.layers)
+    def score(self, event: Event, keep: Float) -> None:
+        """Match anew, and write the keep scores that this changes."""
+        accesses = event.request_experts, event.request_counts, event.first, event.last
+        meets = event.phase if self.options.split else 0
+        bucket = self.collections[meets].bucket
+        match_and_score(bucket, self.says, keep, meets, event.step, event.layer, *accesses)
 
-    def candidates(self, layer: int) -> slice:
-        """Where in `ids` the candidates stand that an event of `layer` proposes."""
-        return slice(self.starts[layer + 1], self.starts[self.until(layer)])
+    @property
+    def ratios(self) -> Float:
+        """Of each expert [L*E] in the latest match."""
+        return self.says.ratios
+
+    @property
+    def ids(self) -> Int:
+        """Candidates [L*E], see `starts`."""
+        return self.says.ids
+
+    @property
+    def starts(self) -> Int:
+        """Where in `ids` those of each layer begin: [L + 1]."""
+        return self.says.starts
 
     def learn(self) -> None:
         """The request has ended: its rEAMs join the collections."""
         for collection in self.collections:
             collection.learn()
-        self._shown = None
+        self.says.numbers[STEP] = self.says.numbers[SHOWN] = NONE
 
     @property
     def memory_bytes(self) -> int:
@@ -181,21 +314,11 @@ class EamcRetention(ScorePolicy):
         self.predictor = Predictor(shape, options)
         self.keep = np.zeros((scores.ROWS, shape.total))
         self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
-        self._decay = _decay(options.decay, shape.layers)
-        self._by_ratio, self._follows_layer = options.keep == "ratio", options.decay == "next"
-        self._spares_candidates = options.keep == "most-visited"
-        if self._by_ratio:
-            weigh(self.predictor.ratios, options.eps, self._decay[0], self.keep[0])
+        score(self.predictor.says, self.keep, True, 0)
 
     def observe(self, event: Event) -> None:
-        """Match anew, and score what that changes; visits are counted where lookups are."""
-        predictor = self.predictor
-        changed = predictor.observe(event)
-        if self._by_ratio and (changed or self._follows_layer):
-            weigh(predictor.ratios, predictor.options.eps, self._decay[event.layer], self.keep[0])
-        elif self._spares_candidates:
-            self.keep[0] = 0.0
-            self.keep[0, predictor.ids[predictor.candidates(event.layer)]] = 1.0
+        """Match anew, and score what that changes."""
+        self.predictor.score(event, self.keep)
 
     def end_request(self) -> None:
         """Learn the request."""
@@ -221,7 +344,7 @@ class EamcPrefetcher(Prefetcher):
         super().__init__(shape, options)
         self.observes = predictor is None
         self.predictor = predictor or Predictor(shape, options)
-        self._priorities = np.empty(shape.total)
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "EamcPrefetcher":
@@ -240,10 +363,5 @@ class EamcPrefetcher(Prefetcher):
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The candidates of the layers ahead."""
-        known = self.predictor
-        here = known.candidates(event.layer)
-        if here.stop == here.start:
-            return NOTHING
-        until = known.until(event.layer)
-        propose(known.ratios, known.ids, known.starts, event.layer, until, known.options.eps, self._priorities)
-        return known.ids[here], self._priorities[here]
+        n = fetch(self.predictor.says, event.layer, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

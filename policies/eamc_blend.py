@@ -3,24 +3,24 @@ next layer's only what is likely enough.
 
 The keep score of an expert is an estimate of minus the logarithm of the passes until its layer uses it again, linear
 in the evidence of `policies.blend_evidence`, less a share of a pass for the layers still to go before it can be used
-at all. Ties fall to the lower id.
+at all. A layer that a decoded token did not run, as an encoder's, is set aside until it runs again: whatever else is
+worth more. Ties fall to the lower id.
 
-Prefetch, in decode: after layer l, experts of layer l + 1 by their chance of use, a logistic function of the evidence;
-one that the next layer's gate picks ahead of time, if the trace has lookahead, has at least the chance with which its
-picks of that layer have come true. Where the link carries r experts while a layer computes, a right guess saves so much
-of a transfer, and a wrong one delays the next miss and costs a slot, `wrong` transfers in all: it pays from a chance of
-wrong / (wrong + r). After the last layer, while the head computes, experts of the first layer take the place of what
-is worth less by `margin`, which the common scale of scores and priorities decides (rule 6); without this retention
-beside it the prefetcher leaves that out.
+Prefetch, in decode: after layer l, experts of layer l + 1, unless it is set aside, by their chance of use, a logistic
+function of the evidence; one that the next layer's gate picks ahead of time, if the trace has lookahead, has at least
+the chance with which its picks of that layer have come true. Where the link carries r experts while a layer computes, a
+right guess saves so much of a transfer, and a wrong one delays the next miss and costs a slot, `wrong` transfers in
+all: it pays from a chance of wrong / (wrong + r). Priorities are on the scale of the keep scores, so that a prefetch
+never takes the place of what is worth as much (rule 6).
 
 WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend_fit`; what was tried and left out is told there.
 Causal; an event costs O(E * k) for its layer and the next.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from policies.blend_evidence import (
     AHEAD,
@@ -33,8 +33,8 @@ from policies.blend_evidence import (
     nothing_known,
     weigh_ahead,
 )
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
-from policies.limits import Limits
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
 from policies.registry import prefetcher, retention
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -49,25 +49,27 @@ of an expert drawn evenly."""
 PARAMETERS = np.array(SETTINGS + WEIGHTS + AHEAD_WEIGHTS)
 KEEP, FETCH = len(SETTINGS), len(SETTINGS) + len(WEIGHTS)  # where the weights begin
 
+MOST_DISTANCE = 100
+
+SET_ASIDE = 1e9
+"""What the keep scores of a layer lose that decode does not run."""
+
 
 @dataclass(frozen=True)
-class BlendOptions(Limits):
+class BlendOptions:
     """distance: what one pass of distance to the next possible use is worth, in logarithms of passes.
 
-    wrong: what a wrong guess costs, in transfers; margin: by how much an expert has to be worth more than another to
-    take its place while the head computes, in logarithms of passes.
+    wrong: what a wrong guess of the prefetch costs, in transfers; inf: nothing is fetched early.
     """
 
     distance: float = 0.3
     wrong: float = 1.0
-    margin: float = 0.3
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (0 <= self.distance < np.inf and self.wrong >= 0 and self.margin >= 0):
+        if not (0 <= self.distance <= MOST_DISTANCE and self.wrong >= 0):
             raise InputError(
-                "eamc-blend needs a finite distance, a wrong and a margin, each of at least 0, "
-                f"not {self.distance}, {self.wrong} and {self.margin}"
+                f"eamc-blend needs a distance of 0 to {MOST_DISTANCE} and a wrong of at least 0, "
+                f"not {self.distance} and {self.wrong}"
             )
 
 
@@ -75,62 +77,136 @@ UNTOLD_WINDOW = 0.5
 """Experts the link carries while a layer computes, where no engine has told."""
 
 
-@njit(cache=True, nogil=True)
-def observe(
-    known: Evidence,
-    p: Float,
-    keep: Float,
-    layer: int,
-    experts: Int,
-    counts: Int,
-    first: int,
-    last: int,
-    decode: bool,
-    opens: bool,
-    top_k: int,
-    upto: int,
-    possible: float,
-) -> None:
-    """Learn from an event of `layer` and write the keep scores of its experts up to number `upto`.
+DISTANCE, LEAST = range(2)
+"""Places in `Blend.settings`; LEAST: the log odds of use from which an expert is fetched."""
 
-    possible: what the distance to the layer's next pass costs.
-    """
-    learn(known, p, layer, experts, counts, first, last, decode, opens, top_k)
+PER_ACCESS, TOP_K, STEPS, STEP, DECODES, LAYER, NUMBERS = range(7)
+"""Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
+decoded token so far; steps so far; the request's step that runs, whether it decodes, the layer whose pass is open."""
+
+RAN, ASIDE = range(2)
+"""Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside."""
+
+NONE = -1
+
+
+class Blend(NamedTuple):
+    """The evidence of one run and the keep scores it makes; both halves of `eamc-blend` read one."""
+
+    known: Evidence
+    parameters: Float
+    keep: Float  # [>= 1, L*E]
+    gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
+    settings: Float  # [2]
+    numbers: Int  # [NUMBERS]
+    layers: Int  # [2, L]
+
+
+def blend(shape: Shape, options: BlendOptions, keep: Float) -> Blend:
+    """The start of a run."""
+    numbers = np.zeros(NUMBERS, np.int64)
+    numbers[STEP] = numbers[LAYER] = NONE
+    settings = np.array([options.distance, 0.0], np.float64)
+    layers = np.zeros((2, shape.layers), np.int64)
+    gate = np.zeros((shape.layers, shape.experts + 2))
+    return Blend(nothing_known(shape), PARAMETERS, keep, gate, settings, numbers, layers)
+
+
+def begin_request(own: Blend) -> None:
+    """The request's own counts start anew."""
+    own.known.rows[TOKENS] = 0
+    own.known.used[:] = 0
+    own.numbers[STEP] = NONE
+
+
+@compiled
+def possible(own: Blend, layer: int, ahead: int) -> float:
+    """What the distance to `layer`, `ahead` steps from this one, costs; the present counts from the run's start."""
+    cost: float = own.settings[DISTANCE] * (own.numbers[STEPS] + ahead + layer / own.known.after.shape[1])
+    return cost
+
+
+@compiled
+def _learn(
+    own: Blend, layer: int, experts: Int, counts: Int, first: int, last: int, decode: bool, opens: bool, upto: int
+) -> None:
+    """Learn from an event of `layer` and write the keep scores of its experts up to number `upto`."""
+    known, p, keep = own.known, own.parameters, own.keep
+    learn(known, p, layer, experts, counts, first, last, decode, opens, own.numbers[TOP_K])
+    distant = possible(own, layer, 1)
     base = layer * known.after.shape[3]
     for expert in range(base, base + upto + 1):
-        value = -possible
+        value = -distant
         for kind in range(KINDS):
             value += p[KEEP + kind] * known.rows[kind, expert]
         keep[0, expert] = value
 
 
-@njit(cache=True, nogil=True)
-def foretell(
-    known: Evidence,
-    p: Float,
-    layer: int,
-    top_k: int,
-    least: float,
-    possible: float,
-    picks: Int,
-    gate: Float,
-    ids: Int,
-    priorities: Float,
-) -> int:
-    """Learn what `layer` has just used, and fill ids and priorities with those of the next that it makes likely.
+@compiled
+def _set_aside(own: Blend) -> None:
+    """A decoded token has ended: layers that it did not run are set aside."""
+    L, E = own.known.after.shape[1], own.known.after.shape[3]
+    for layer in range(L):
+        if own.layers[RAN, layer] != own.numbers[STEPS] and not own.layers[ASIDE, layer]:
+            own.layers[ASIDE, layer] = 1
+            for expert in range(layer * E, (layer + 1) * E):
+                own.keep[0, expert] -= SET_ASIDE
 
-    least: the log odds from which an expert is fetched; possible: what the distance to the next layer costs;
-    picks: ids of what the next layer's gate picks ahead of time, if the trace tells; gate: [L, E + 2] its latest picks
-    of each layer, how many of all of them came true, and how many there were; ids, priorities: [E]. Returns how many.
+
+@compiled
+def observe(own: Blend, phase: int, step: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
+    """Learn from the event, and score its layer's experts anew."""
+    numbers, E, decode = own.numbers, own.known.after.shape[3], phase == DECODE
+    begins = numbers[STEP] != step
+    opens = not numbers[PER_ACCESS] or begins or numbers[LAYER] != layer
+    if opens and numbers[PER_ACCESS] and numbers[LAYER] >= 0:
+        _learn(own, numbers[LAYER], experts, counts, first, first, decode, False, E - 1)  # the layer's pass is over
+    if begins:
+        if numbers[DECODES]:
+            _set_aside(own)
+        numbers[STEP], numbers[DECODES] = step, decode
+        numbers[STEPS] += 1
+    if first == last:
+        return
+    numbers[LAYER] = layer
+    own.layers[RAN, layer], own.layers[ASIDE, layer] = numbers[STEPS], 0
+    if decode:
+        numbers[TOP_K] = max(numbers[TOP_K], last - first)
+    # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
+    upto = experts[last - 1] - layer * E if numbers[PER_ACCESS] else E - 1
+    _learn(own, layer, experts, counts, first, last, decode, opens, upto)
+
+
+@compiled
+def propose(own: Blend, phase: int, layer: int, picks: Int, ids: Int, priorities: Float) -> int:
+    """Learn what `layer` has just used, and fill ids and priorities with what pays; how many.
+
+    picks: ids of what the next layer's gate picks ahead of time, if the trace tells.
     """
-    L, E = known.after.shape[1], known.after.shape[3]
-    if layer:
-        learn_ahead(known, p, layer)
-        for i in range(known.used[1, layer, E]):
-            gate[layer, E] += gate[layer, known.used[1, layer, i]]
-    if layer == L - 1:
+    if phase != DECODE:
         return 0
-    gate[layer + 1, :E] = 0.0
+    known, L, E = own.known, own.known.after.shape[1], own.known.after.shape[3]
+    if layer and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
+        learn_ahead(known, own.parameters, layer)
+        for i in range(known.used[1, layer, E]):
+            own.gate[layer, E] += own.gate[layer, known.used[1, layer, i]]
+        for e in range(E):
+            own.gate[layer, e] = 0.0  # counted
+    if layer == L - 1 or own.layers[ASIDE, layer + 1] or own.numbers[TOP_K] == 0:
+        return 0
+    return _foretell(own, layer, picks, ids, priorities[:E])
+
+
+@compiled
+def _foretell(own: Blend, layer: int, picks: Int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with those of the next layer that what `layer` used makes likely; how many.
+
+    priorities: [E].
+    """
+    known, p, gate = own.known, own.parameters, own.gate
+    E, top_k = known.after.shape[3], own.numbers[TOP_K]
+    for e in range(E):
+        gate[layer + 1, e] = 0.0
     for expert in picks:
         gate[layer + 1, expert % E] = 1.0
     right, asked = gate[layer + 1, E], gate[layer + 1, E + 1]
@@ -139,7 +215,7 @@ def foretell(
     ahead = priorities  # until it is what it says
     weigh_ahead(known, p, layer, ahead)
     even = np.log(top_k / (E - top_k)) if top_k < E else np.inf
-    worth = np.log(E / top_k) - possible  # of one that is certain to be used
+    worth = np.log(E / top_k) - possible(own, layer + 1, 0)  # of one that is certain to be used
     n = 0
     for e in range(E):
         expert = (layer + 1) * E + e
@@ -148,53 +224,10 @@ def foretell(
             odds += p[FETCH + kind] * known.rows[kind, expert]
         if gate[layer + 1, e] > 0.0:
             odds = max(odds, picked_odds)
-        if odds >= least:
+        if odds >= own.settings[LEAST]:
             ids[n], priorities[n] = expert, worth - np.log(1.0 + np.exp(-odds))
             n += 1
     return n
-
-
-class Blend:
-    """The evidence of one run and the keep scores it makes; both halves of `eamc-blend` read one."""
-
-    def __init__(self, shape: Shape, distance: float, keep: Float) -> None:
-        self.shape = shape
-        self.known = nothing_known(shape)
-        self.keep = keep  # [>= 1, L*E]
-        self.per_access = False
-        self.top_k = 1  # the most experts of a decoded token so far
-        self.steps = 0
-        self._distance = distance
-        self._step = -1, -1  # request, step
-        self._layer = -1  # whose pass is open
-
-    def begin_request(self) -> None:
-        """The request's own counts start anew."""
-        self.known.rows[TOKENS] = 0
-
-    def possible(self, layer: int, ahead: int) -> float:
-        """What the distance to `layer`, `ahead` steps from this one, costs; the present counts from the run's start."""
-        return self._distance * (self.steps + ahead + layer / self.shape.layers)
-
-    def observe(self, event: Event) -> None:
-        """Learn from the event, and score its layer's experts anew."""
-        step, E = (event.request, event.step), self.shape.experts
-        opens = not self.per_access or self._step != step or self._layer != event.layer
-        if opens and self.per_access and self._layer >= 0:
-            self._observe(event, self._layer, event.first, event.first, False, E - 1)  # the layer's pass is over
-        if self._step != step:
-            self._step = step
-            self.steps += 1
-        self._layer = event.layer
-        if event.phase == DECODE:
-            self.top_k = max(self.top_k, event.last - event.first)
-        # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
-        upto = int(event.request_experts[event.last - 1]) - event.layer * E if self.per_access else E - 1
-        self._observe(event, event.layer, event.first, event.last, opens, upto)
-
-    def _observe(self, event: Event, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
-        told = event.request_experts, event.request_counts, first, last, event.phase == DECODE, opens
-        observe(self.known, PARAMETERS, self.keep, layer, *told, self.top_k, upto, self.possible(layer, ahead=1))
 
 
 @retention("eamc-blend")
@@ -205,39 +238,36 @@ class BlendRetention(ScorePolicy):
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
-        self.blend = Blend(shape, options.distance, self.keep)
+        self.blend = blend(shape, options, self.keep)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
-        self.blend.per_access = per_access
+        self.blend.numbers[PER_ACCESS] = per_access
 
     def begin_request(self, request: int) -> None:
         """The request's own counts start anew."""
-        self.blend.begin_request()
+        begin_request(self.blend)
 
     def observe(self, event: Event) -> None:
         """Learn from the event, and score its layer's experts anew."""
-        self.blend.observe(event)
+        accesses = event.request_experts, event.request_counts, event.first, event.last
+        observe(self.blend, event.phase, event.step, event.layer, *accesses)
 
 
 @prefetcher("eamc-blend")
 class BlendPrefetcher(Prefetcher):
-    """Ours: the next layer's experts that are likely enough, and while the head computes the first layer's best."""
+    """Ours: the next layer's experts that are likely enough."""
 
     Options = BlendOptions
     one_scale_with = "eamc-blend"
 
-    def __init__(self, shape: Shape, options: BlendOptions, blend: Blend | None = None) -> None:
+    def __init__(self, shape: Shape, options: BlendOptions, beside: Blend | None = None) -> None:
         super().__init__(shape, options)
-        self.observes = blend is None
-        self._blend = blend or Blend(shape, options.distance, np.zeros((1, shape.total)))
-        self._swaps = blend is not None
+        self.observes = beside is None
+        self.blend = beside or blend(shape, options, np.zeros((1, shape.total)))
         self._wrong = options.wrong
         self.window(UNTOLD_WINDOW)
-        self._margin = options.margin
-        self._gate = np.zeros((shape.layers, shape.experts + 2))
         self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
-        self._first_layer = np.arange(shape.experts)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "BlendPrefetcher":
@@ -249,24 +279,20 @@ class BlendPrefetcher(Prefetcher):
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            self._least = float(np.log(self._wrong) - np.log(experts_per_layer))
+            self.blend.settings[LEAST] = np.log(self._wrong) - np.log(experts_per_layer)
 
     def begin_request(self, request: int) -> None:
         """The request's own counts start anew (a prefetcher on its own)."""
         if self.observes:
-            self._blend.begin_request()
+            begin_request(self.blend)
 
     def observe(self, event: Event) -> None:
         """Learn from the event (a prefetcher on its own)."""
-        self._blend.observe(event)
+        accesses = event.request_experts, event.request_counts, event.first, event.last
+        observe(self.blend, event.phase, event.step, event.layer, *accesses)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
-        """What is likely enough in the next layer; after the last one, what is worth more than what is kept."""
-        if event.phase != DECODE:
-            return NOTHING
-        blend, layer = self._blend, event.layer
-        possible, out = blend.possible(layer + 1, ahead=0), (event.ahead[0], self._gate, self._ids, self._priorities)
-        n = foretell(blend.known, PARAMETERS, layer, blend.top_k, self._least, possible, *out)
-        if self._swaps and layer == self.shape.layers - 1:
-            return self._first_layer, blend.keep[0, : self.shape.experts] - self._margin
+        """What is likely enough in the next layer."""
+        picks = event.ahead[0]
+        n = propose(self.blend, event.phase, event.layer, picks, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

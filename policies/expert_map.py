@@ -18,12 +18,13 @@ out: traces of routing alone have no embeddings.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.limits import Limits
 from policies.ranking import best
 from policies.registry import prefetcher, retention
@@ -48,21 +49,48 @@ class ExpertMapOptions(Limits):
             raise InputError(f"expert-map needs a capacity of 1 to {MOST_MAPS:,} maps, not {self.capacity}")
 
 
-@njit(cache=True, nogil=True)
-def _extend(
-    dots: Int, stored: NDArray[np.int32], own: Int, size: int, experts: Int, counts: Int, first: int, last: int
-) -> int:
-    """Add an event to the step's map and to its dot product with every stored one; the event's squared norm."""
-    squares = 0
-    for i in range(first, last):
-        own[experts[i]] = counts[i]
-        squares += counts[i] * counts[i]
-        for c in range(size):
-            dots[c] += counts[i] * stored[experts[i], c]
-    return squares
+STEP, SIZE, MATCH, LEARNED, SQUARE, SHOWN_MATCH, SHOWN_LEARNED, DEPTH, NUMBERS = range(9)
+"""Places in `ExpertMaps.numbers`: the request's step that runs; maps stored; the nearest one; steps learned, with which
+alone the stored maps change; squared norm of the step's map so far; the match of `shares` and the steps learned then;
+layers ahead that are proposed."""
+
+NOT_BEGUN = -1
 
 
-@njit(cache=True, nogil=True)
+class ExpertMaps(NamedTuple):
+    """The store, the map of the running step, and the stored map that it resembles most so far."""
+
+    stored: NDArray[np.int32]  # [L*E, capacity] tokens
+    squares: Int  # [L, capacity] squared norms of layers 0 to l
+    dots: Int  # [capacity] with the step so far
+    own: Int  # [L*E] the step's map
+    own_squares: Int  # [L] its squared norms of layers 0 to l; 0 where a layer has not come
+    shares: Float  # [L*E] of each expert in the match, for retention
+    layer: Float  # [2, E] shares of a layer in the match; the same, ranked
+    order: Int  # [E] ids by rank
+    numbers: Int  # [NUMBERS]
+
+
+def no_maps(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
+    """The start of a run."""
+    L, E, C = shape.layers, shape.experts, options.capacity
+    numbers = np.zeros(NUMBERS, np.int64)
+    numbers[STEP] = numbers[MATCH] = numbers[SHOWN_MATCH] = NO_MATCH
+    numbers[DEPTH] = options.depth or L
+    return ExpertMaps(
+        stored=np.zeros((L * E, C), np.int32),
+        squares=np.zeros((L, C), np.int64),
+        dots=np.zeros(C, np.int64),
+        own=np.zeros(L * E, np.int64),
+        own_squares=np.zeros(L, np.int64),
+        shares=np.zeros(L * E),
+        layer=np.empty((2, E)),
+        order=np.empty(E, np.int64),
+        numbers=numbers,
+    )
+
+
+@compiled
 def _nearest(dots: Int, squares: Int, size: int) -> int:
     """The stored map of the greatest cosine above 0, NO_MATCH without one. squares: its squared norm so far."""
     nearest, greatest = NO_MATCH, 0.0
@@ -74,31 +102,91 @@ def _nearest(dots: Int, squares: Int, size: int) -> int:
     return nearest
 
 
-@njit(cache=True, nogil=True)
-def _candidates(
-    stored: NDArray[np.int32],
-    entry: int,
-    cosine: float,
-    least: int,
-    layer: int,
-    until: int,
-    shares: Float,
-    order: Int,
-    ranked: Float,
-    ids: Int,
-    priorities: Float,
-) -> int:
-    """Fill ids and priorities with what `entry` proposes for the layers after `layer` before `until`; how many."""
-    E = len(shares)
+@compiled
+def learn(maps: ExpertMaps) -> None:
+    """Store the map of the step that has ended, unless it is empty, and begin another."""
+    numbers, size = maps.numbers, maps.numbers[SIZE]
+    if numbers[SQUARE]:
+        entry = size
+        if entry < len(maps.dots):
+            numbers[SIZE] += 1
+        else:
+            entry = max(_nearest(maps.dots, maps.squares[len(maps.squares) - 1], size), 0)
+        for expert in range(len(maps.own)):
+            maps.stored[expert, entry] = maps.own[expert]
+        square = 0
+        for layer in range(len(maps.own_squares)):
+            square = max(square, maps.own_squares[layer])
+            maps.squares[layer, entry] = square
+    numbers[LEARNED] += 1
+    maps.dots[:] = 0
+    maps.own[:] = 0
+    maps.own_squares[:] = 0
+    numbers[SQUARE] = 0
+    numbers[MATCH] = NO_MATCH
+
+
+def end_request(maps: ExpertMaps) -> None:
+    """The last step has ended as well."""
+    learn(maps)
+    maps.numbers[STEP] = NOT_BEGUN
+
+
+@compiled
+def observe(maps: ExpertMaps, step: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
+    """The trajectory grows, and is matched anew; a step that has ended is learned."""
+    numbers, stored, dots = maps.numbers, maps.stored, maps.dots
+    if numbers[STEP] != step:
+        learn(maps)
+        numbers[STEP] = step
+    size = numbers[SIZE]
+    for i in range(first, last):
+        maps.own[experts[i]] = counts[i]
+        numbers[SQUARE] += counts[i] * counts[i]
+        for c in range(size):
+            dots[c] += counts[i] * stored[experts[i], c]
+    maps.own_squares[layer] = numbers[SQUARE]
+    numbers[MATCH] = _nearest(dots, maps.squares[layer], size)
+
+
+@compiled
+def score(maps: ExpertMaps, keep: Float, experts: Int, first: int, last: int) -> None:
+    """After `observe`: keep by the share in the match x lookups; then by lookups."""
+    numbers, shares = maps.numbers, maps.shares
+    match = numbers[MATCH]
+    for i in range(first, last):
+        keep[1, experts[i]] += 1
+    if match == numbers[SHOWN_MATCH] and numbers[LEARNED] == numbers[SHOWN_LEARNED]:
+        for i in range(first, last):
+            keep[0, experts[i]] = shares[experts[i]] * keep[1, experts[i]]
+        return
+    numbers[SHOWN_MATCH], numbers[SHOWN_LEARNED] = match, numbers[LEARNED]
+    if match == NO_MATCH:
+        shares[:] = 0.0
+    else:
+        _shares(maps.stored, match, len(maps.order), shares)
+    for expert in range(len(shares)):
+        keep[0, expert] = shares[expert] * keep[1, expert]
+
+
+@compiled
+def propose(maps: ExpertMaps, layer: int, least: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with what the match chose after `layer`, of whose event `least` is the size; how many."""
+    numbers, entry = maps.numbers, maps.numbers[MATCH]
+    if entry == NO_MATCH:
+        return 0
+    cosine = maps.dots[entry] / np.sqrt(float(maps.squares[layer, entry]) * float(numbers[SQUARE]))
+    shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
+    E = len(order)
     n = 0
-    for i in range(layer + 1, until):
+    for i in range(layer + 1, min(layer + 1 + numbers[DEPTH], len(maps.squares))):
         total = 0
         for e in range(E):
-            total += stored[i * E + e, entry]
+            total += maps.stored[i * E + e, entry]
         if total == 0:
             continue
         for e in range(E):
-            shares[e] = stored[i * E + e, entry] / total
+            shares[e] = maps.stored[i * E + e, entry] / total
         mass = 0.0
         for place in range(best(shares, i * E, 0.0, order, ranked)):
             if place >= least and mass >= 1.0 - cosine:
@@ -109,7 +197,7 @@ def _candidates(
     return n
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _shares(stored: NDArray[np.int32], entry: int, E: int, shares: Float) -> None:
     """shares[expert]: of its layer's tokens in `entry`."""
     for first in range(0, len(shares), E):
@@ -120,59 +208,6 @@ def _shares(stored: NDArray[np.int32], entry: int, E: int, shares: Float) -> Non
             shares[expert] = stored[expert, entry] / total if total else 0.0
 
 
-class ExpertMaps:
-    """The store, the map of the running step, and the stored map that it resembles most so far."""
-
-    def __init__(self, shape: Shape, capacity: int) -> None:
-        self.match = NO_MATCH
-        self.learned = 0  # steps; what is stored changes with it alone
-        self.stored = np.zeros((shape.total, capacity), np.int32)  # [L*E, capacity] tokens
-        self._size = 0
-        self._squares = np.zeros((shape.layers, capacity), np.int64)  # squared norms of layers 0 to l
-        self._dots = np.zeros(capacity, np.int64)  # of the step so far
-        self._own = np.zeros(shape.total, np.int64)  # [L*E] the step's map
-        self._own_square = 0  # its squared norm so far
-        self._own_squares = np.zeros(shape.layers, np.int64)
-        self._step = -1
-
-    def observe(self, event: Event) -> None:
-        """The trajectory grows, and is matched anew; a step that has ended is learned."""
-        if event.step != self._step:
-            self._learn()
-            self._step = event.step
-        experts, counts, first, last = event.request_experts, event.request_counts, event.first, event.last
-        self._own_square += _extend(self._dots, self.stored, self._own, self._size, experts, counts, first, last)
-        self._own_squares[event.layer] = self._own_square
-        self.match = _nearest(self._dots, self._squares[event.layer], self._size)
-
-    def end_request(self) -> None:
-        """Its last step has ended as well."""
-        self._learn()
-        self._step = -1
-
-    def cosine(self, layer: int) -> float:
-        """Of the match, over the layers up to `layer`, the latest."""
-        norms = float(self._squares[layer, self.match]) * float(self._own_square)
-        return float(self._dots[self.match] / np.sqrt(norms))
-
-    def _learn(self) -> None:
-        """Store the step's map, unless it is empty, and begin another."""
-        if self._own_square:
-            entry = self._size
-            if entry < len(self._dots):
-                self._size += 1
-            else:
-                entry = max(_nearest(self._dots, self._squares[-1], self._size), 0)
-            self.stored[:, entry] = self._own
-            self._squares[:, entry] = np.maximum.accumulate(self._own_squares)
-        self.learned += 1
-        self._dots[:] = 0
-        self._own[:] = 0
-        self._own_square = 0
-        self._own_squares[:] = 0
-        self.match = NO_MATCH
-
-
 @retention("expert-map")
 class ExpertMapRetention(ScorePolicy):
     """fMoE's expert maps: keep what is used often and stands in the past step of the most similar trajectory."""
@@ -181,28 +216,17 @@ class ExpertMapRetention(ScorePolicy):
 
     def __init__(self, shape: Shape, options: ExpertMapOptions) -> None:
         super().__init__(shape, options)
-        self.maps = ExpertMaps(shape, options.capacity)
-        self._shares = np.zeros(shape.total)  # of each expert in the match
-        self._shown = NO_MATCH, 0  # which match, after how many steps learned
+        self.maps = no_maps(shape, options)
 
     def observe(self, event: Event) -> None:
-        """Share in the match x lookups; then lookups."""
-        self.maps.observe(event)
-        self.keep[1, event.experts] += 1
-        match, learned = self.maps.match, self.maps.learned
-        if (match, learned) == self._shown:
-            self.keep[0, event.experts] = self._shares[event.experts] * self.keep[1, event.experts]
-            return
-        self._shown = match, learned
-        if match == NO_MATCH:
-            self._shares[:] = 0
-        else:
-            _shares(self.maps.stored, match, self.shape.experts, self._shares)
-        np.multiply(self._shares, self.keep[1], out=self.keep[0])
+        """Match anew; share in the match x lookups, then lookups."""
+        experts, first, last = event.request_experts, event.first, event.last
+        observe(self.maps, event.step, event.layer, experts, event.request_counts, first, last)
+        score(self.maps, self.keep, experts, first, last)
 
     def end_request(self) -> None:
         """The maps learn the last step."""
-        self.maps.end_request()
+        end_request(self.maps)
 
 
 @prefetcher("expert-map")
@@ -214,9 +238,7 @@ class ExpertMap(Prefetcher):
     def __init__(self, shape: Shape, options: ExpertMapOptions, maps: ExpertMaps | None = None) -> None:
         super().__init__(shape, options)
         self.observes = maps is None
-        self._maps = maps or ExpertMaps(shape, options.capacity)
-        self._depth = options.depth or shape.layers
-        self._layer = np.empty(shape.experts), np.empty(shape.experts, np.int64), np.empty(shape.experts)
+        self.maps = maps or no_maps(shape, options)
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     @classmethod
@@ -228,20 +250,15 @@ class ExpertMap(Prefetcher):
 
     def observe(self, event: Event) -> None:
         """Match anew (a prefetcher on its own)."""
-        self._maps.observe(event)
+        accesses = event.request_experts, event.request_counts, event.first, event.last
+        observe(self.maps, event.step, event.layer, *accesses)
 
     def end_request(self) -> None:
         """Learn the last step (a prefetcher on its own)."""
         if self.observes:
-            self._maps.end_request()
+            end_request(self.maps)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """What the nearest map chose in the next layers."""
-        layer, maps = event.layer, self._maps
-        if maps.match == NO_MATCH:
-            return NOTHING
-        until = min(layer + 1 + self._depth, self.shape.layers)
-        least = event.last - event.first
-        out = *self._layer, self._ids, self._priorities
-        n = _candidates(maps.stored, maps.match, maps.cosine(layer), least, layer, until, *out)
+        n = propose(self.maps, event.layer, event.last - event.first, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

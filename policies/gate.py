@@ -8,9 +8,18 @@ tokens. Priority is the number of tokens, ties fall to the lower id, and nothing
 
 import numpy as np
 
-from policies.contract import Event, Float, Int, Prefetcher
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
+
+
+@compiled
+def propose(picks: Int, tokens: Int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the picks and the tokens of each; how many."""
+    for i in range(len(picks)):
+        ids[i], priorities[i] = picks[i], tokens[i]
+    return len(picks)
 
 
 @prefetcher("gate")
@@ -21,7 +30,11 @@ class Gate(Prefetcher):
     needs_lookahead = True
     observes = False
 
+    def __init__(self, shape: Shape, options: Limits) -> None:
+        super().__init__(shape, options)
+        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
+
     def propose(self, event: Event) -> tuple[Int, Float]:
         """All the picks."""
-        ids, tokens = event.ahead
-        return ids, tokens.astype(np.float64)
+        n = propose(*event.ahead, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

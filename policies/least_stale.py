@@ -7,14 +7,21 @@ contract's protection shields it), and whether passes of a request's prefill and
 """
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Event, Float, Int, Options, ScorePolicy, Shape
 from policies.registry import retention
 
+NOT_BEGUN = -1
 
-@njit(cache=True, nogil=True)
-def _touch(keep: Float, experts: Int, first: int, last: int) -> None:
+
+@compiled
+def observe(current: Int, keep: Float, step: int, experts: Int, first: int, last: int) -> None:
+    """A new pass makes everything stale; what is looked up is fresh. current: [1] the request's step that runs."""
+    if current[0] != step:
+        current[0] = step
+        for expert in range(keep.shape[1]):
+            keep[0, expert] = 0.0
     for i in range(first, last):
         keep[0, experts[i]] = 1.0
 
@@ -25,12 +32,13 @@ class LeastStale(ScorePolicy):
 
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self._pass = -1, -1  # request and step
+        self.current: Int = np.array([NOT_BEGUN])
         self.keep[1] = np.repeat(np.arange(shape.layers), shape.experts)
 
+    def begin_request(self, request: int) -> None:
+        """Its first step is another pass."""
+        self.current[0] = NOT_BEGUN
+
     def observe(self, event: Event) -> None:
-        """A new pass makes everything stale; what is looked up is fresh."""
-        if self._pass != (event.request, event.step):
-            self._pass = event.request, event.step
-            self.keep[0] = 0.0
-        _touch(self.keep, event.request_experts, event.first, event.last)
+        """What is looked up is fresh, until the next pass begins."""
+        observe(self.current, self.keep, event.step, event.request_experts, event.first, event.last)

@@ -14,11 +14,11 @@ is kept, and not counted. A budget of 1 is the window; demand takes of it too, s
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import allocating, compiled
 from policies.contract import Float, Int, Shape
 from policies.core import READY
 from traces.errors import InputError
@@ -43,6 +43,15 @@ class Limits:
             raise InputError(f"budget={self.budget}: a prefetcher needs a share of the overlap window, 0 or more")
 
 
+class Bounds(NamedTuple):
+    """Limits of one run, as compiled code takes them."""
+
+    threshold: Float  # [1]
+    depth: Int  # [1] layers ahead
+    room: Int  # [L] experts that arrive before the layer j ahead, j from 1; empty: no end
+    due: Int  # [L] scratch: of those kept, how many are at most j layers ahead
+
+
 class Limiter:
     """Limits at work on one run. `state` is the residency machine's row of states by expert, once there is one."""
 
@@ -50,23 +59,22 @@ class Limiter:
         L = shape.layers
         self.state: Int = np.zeros(shape.total, np.int64)
         self._experts = shape.experts
-        self._depth = limits.depth or L
-        self._threshold = limits.threshold
-        self._room = np.empty(0, np.int64)  # [L] experts that arrive before the layer j ahead, j from 1; empty: no end
+        room: Int = np.empty(0, np.int64)
         if limits.budget < math.inf:
             if experts_per_layer is None:
                 raise ValueError(f"budget={limits.budget}: the engine has not told what the link carries in a layer")
             if experts_per_layer < math.inf:
                 carried = [min(limits.budget * j * experts_per_layer, shape.total) for j in range(1, L + 1)]
-                self._room = np.maximum(np.floor(carried), 1).astype(np.int64)
-        self._due = np.empty(L, np.int64)
+                room = np.maximum(np.floor(carried), 1).astype(np.int64)
+        self.bounds = Bounds(
+            np.array([limits.threshold], np.float64), np.array([limits.depth or L]), room, np.empty(L, np.int64)
+        )
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def __call__(self, layer: int, ids: Int, priorities: Float) -> tuple[Int, Float]:
         """What is left of a proposal made after the event of `layer`; the arrays are reused by the next call."""
-        limits = self._depth, self._threshold, self._room
         kept = self._ids, self._priorities
-        n = _within(ids, priorities, layer, self._experts, *limits, self._due, self.state, *kept)
+        n = within(self.bounds, ids, priorities, len(ids), layer, self._experts, self.state, *kept)
         return self._ids[:n], self._priorities[:n]
 
 
@@ -78,7 +86,7 @@ def limiter(options: object, shape: Shape, experts_per_layer: float | None) -> L
     return None if limits == Limits() else Limiter(limits, shape, experts_per_layer)
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _in_time(ids: Int, priorities: Float, n: int, layer: int, E: int, room: Int, due: Int, state: Int) -> int:
     """Of the first `n` leave what the link can carry, in place; how many. due: [L] kept ones at most j layers ahead."""
     L = len(room)
@@ -104,24 +112,27 @@ def _in_time(ids: Int, priorities: Float, n: int, layer: int, E: int, room: Int,
     return left
 
 
-@njit(cache=True, nogil=True)
-def _within(
+@compiled
+def within(
+    bounds: Bounds,
     ids: Int,
     priorities: Float,
+    n: int,
     layer: int,
     E: int,
-    depth: int,
-    threshold: float,
-    room: Int,
-    due: Int,
     state: Int,
     kept_ids: Int,
     kept_priorities: Float,
 ) -> int:
-    """Fill the kept arrays with what all limits leave of a proposal after the event of `layer`; how many."""
-    n = 0
-    for i in range(len(ids)):
-        if (ids[i] // E - layer - 1) % len(due) < depth and priorities[i] >= threshold:
-            kept_ids[n], kept_priorities[n] = ids[i], priorities[i]
-            n += 1
-    return _in_time(kept_ids, kept_priorities, n, layer, E, room, due, state) if len(room) else n
+    """Fill the kept arrays with what all limits leave of the first `n` proposed after the event of `layer`; how many.
+
+    They may be the same arrays as those of the proposal.
+    """
+    left = 0
+    for i in range(n):
+        if (ids[i] // E - layer - 1) % len(bounds.due) < bounds.depth[0] and priorities[i] >= bounds.threshold[0]:
+            kept_ids[left], kept_priorities[left] = ids[i], priorities[i]
+            left += 1
+    if len(bounds.room) == 0:
+        return left
+    return _in_time(kept_ids, kept_priorities, left, layer, E, bounds.room, bounds.due, state)

@@ -7,12 +7,13 @@ Steps do not chain: nothing is proposed at the last layer.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Shape
 from policies.limits import Limits
 from policies.ranking import best
 from policies.registry import prefetcher
@@ -33,16 +34,54 @@ class MarkovOptions(Limits):
             raise InputError(f"markov needs n >= 0, not {self.n}")
 
 
-@njit(cache=True, nogil=True)
-def _learn(followed: Counts, times: Counts, E: int, before: Int, experts: Int, first: int, last: int) -> None:
-    """Each of `before` (ids of the layer below) was followed by each of experts[first:last]."""
-    for a in before:
-        times[a] += 1
-        for i in range(first, last):
-            followed[a, experts[i] % E] += 1
+class Chain(NamedTuple):
+    """What has followed what, over the whole run."""
+
+    followed: Counts  # [L*E, E]
+    times: Counts  # [L*E]
+    before: Int  # [E + 1] of the layer below in this step; last, how many
+    scores: Float  # [E] of the next layer
+    most: Int  # [1] experts proposed
 
 
-@njit(cache=True, nogil=True)
+def nothing_followed(shape: Shape, options: MarkovOptions) -> Chain:
+    """The start of a run."""
+    E = shape.experts
+    return Chain(
+        followed=np.zeros((shape.total, E), np.int32),
+        times=np.zeros(shape.total, np.int32),
+        before=np.zeros(E + 1, np.int64),
+        scores=np.empty(E),
+        most=np.array([min(options.n, E)]),
+    )
+
+
+@compiled
+def observe(chain: Chain, layer: int, experts: Int, first: int, last: int) -> None:
+    """Each expert of the layer below was followed by each of experts[first:last]."""
+    before = chain.before
+    E = len(before) - 1
+    if layer:
+        for i in range(before[E]):
+            chain.times[before[i]] += 1
+            for j in range(first, last):
+                chain.followed[before[i], experts[j] % E] += 1
+    for i in range(first, last):
+        before[i - first] = experts[i]
+    before[E] = last - first
+
+
+@compiled
+def propose(chain: Chain, layer: int, L: int, experts: Int, first: int, last: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the best of the layer after `layer`, which chose experts[first:last]; how many."""
+    most = chain.most[0]
+    if layer == L - 1 or most == 0:
+        return 0
+    _score(chain.followed, chain.times, experts, first, last, chain.scores)
+    return best(chain.scores, (layer + 1) * len(chain.scores), 0.0, ids[:most], priorities[:most])
+
+
+@compiled
 def _score(followed: Counts, times: Counts, experts: Int, first: int, last: int, scores: Float) -> None:
     """scores[b] = mean over experts[first:last] of P(b | a); an expert that nothing has followed yet says nothing."""
     scores[:] = 0
@@ -62,25 +101,15 @@ class Markov(Prefetcher):
 
     def __init__(self, shape: Shape, options: MarkovOptions) -> None:
         super().__init__(shape, options)
-        self._followed: Counts = np.zeros((shape.total, shape.experts), np.int32)  # [L*E, E]
-        self._times: Counts = np.zeros(shape.total, np.int32)  # [L*E]
-        self._before: Int = np.empty(0, np.int64)  # of the layer below in this step
-        self._scores = np.empty(shape.experts)
-        n = min(options.n, shape.experts)
-        self._best, self._priorities = np.empty(n, np.int64), np.empty(n)
+        self.chain = nothing_followed(shape, options)
+        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
 
     def observe(self, event: Event) -> None:
         """Learn what has followed the layer below."""
-        experts, first, last = event.request_experts, event.first, event.last
-        if event.layer:
-            _learn(self._followed, self._times, self.shape.experts, self._before, experts, first, last)
-        self._before = event.experts.copy()
+        observe(self.chain, event.layer, event.request_experts, event.first, event.last)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The n best of the next layer."""
-        if event.layer == self.shape.layers - 1 or not len(self._best):
-            return NOTHING
-        _score(self._followed, self._times, event.request_experts, event.first, event.last, self._scores)
-        base = (event.layer + 1) * self.shape.experts
-        n = best(self._scores, base, 0.0, self._best, self._priorities)
-        return self._best[:n], self._priorities[:n]
+        accesses = event.request_experts, event.first, event.last
+        n = propose(self.chain, event.layer, self.shape.layers, *accesses, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

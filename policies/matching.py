@@ -19,8 +19,8 @@ rounding differs, as between an EAM and its double. Functions are loops over arr
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Float, Int
 
 TIE = 1e-12
@@ -37,7 +37,8 @@ flags: whether by rows, whether the rows up to the current one count, and those 
 class Bucket(NamedTuple):
     """A collection of up to C past EAMs, in places of no order, and the running request against it."""
 
-    columns: Int  # [L*E, C] tokens of every expert in every entry
+    eams: Int  # [C, L*E] tokens of every expert in every entry
+    columns: Int  # [L*E, C] the same, as a match reads them
     inverse: Float  # [L, C] 1 / norm of what a match at each layer counts, 0 for a norm of 0
     born: Int  # [C] when each was learned, ascending
     uses: Int  # [C] events at which each was among the matched
@@ -51,7 +52,7 @@ class Bucket(NamedTuple):
     numbers: Int  # [NUMBERS]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def observe(bucket: Bucket, begins: bool, layer: int, experts: Int, counts: Int, first: int, last: int) -> bool:
     """An event of `layer` adds counts[first:last] tokens at experts[first:last]; whether other entries match now.
 
@@ -75,7 +76,7 @@ def observe(bucket: Bucket, begins: bool, layer: int, experts: Int, counts: Int,
     return _nearest(similarity, bucket.born, size, bucket.uses, bucket.matched)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _begin_step(bucket: Bucket, size: int) -> None:
     """A new iEAM, all zero; nothing has passed; what the rEAM holds of every later layer stands until the step ends."""
     bucket.past[:] = 0.0
@@ -87,11 +88,12 @@ def _begin_step(bucket: Bucket, size: int) -> None:
     if bucket.numbers[MATCHED + REQUEST] and bucket.numbers[AHEAD]:
         future = bucket.future
         for row in range(len(future) - 1, 0, -1):
-            future[row - 1] = future[row]
+            for c in range(size):
+                future[row - 1, c] = future[row, c]
             _add_row(bucket, size, REQUEST, row, future[row - 1])
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _grow(bucket: Bucket, size: int, q: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
     """The products of matrix q with every entry after an event."""
     eam, dots, columns = bucket.eam[q], bucket.dots[q, layer], bucket.columns
@@ -104,12 +106,12 @@ def _grow(bucket: Bucket, size: int, q: int, layer: int, experts: Int, counts: I
             eam[expert] += count
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _inverse_root(square: int) -> float:
     return 1.0 / np.sqrt(square) if square else 0.0
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _add_row(bucket: Bucket, size: int, q: int, row: int, sums: Float) -> None:
     """sums[c] grows by what row `row` of matrix q contributes."""
     dots = bucket.dots[q, row]
@@ -122,7 +124,7 @@ def _add_row(bucket: Bucket, size: int, q: int, row: int, sums: Float) -> None:
             sums[c] += dots[c]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _compare(bucket: Bucket, size: int, q: int, layer: int, similarity: Float) -> None:
     """similarity[c] grows by that of matrix q with entry c, but for a factor that all entries share."""
     sums, squares, square = bucket.scratch[0], bucket.squares[q], 0
@@ -147,7 +149,7 @@ def _compare(bucket: Bucket, size: int, q: int, layer: int, similarity: Float) -
             similarity[c] += sums[c] * inverse[c] * unit
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def _nearest(similarity: Float, born: Int, size: int, uses: Int, matched: Int) -> bool:
     """Fill `matched`, count its uses, and say whether it has changed; spends `similarity`, all at least 0."""
     changed = False

@@ -11,10 +11,11 @@ the current layer counts as the farthest, are our choice.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Event, Float, Int, ScorePolicy, Shape
 from policies.registry import retention
 from traces.errors import InputError
@@ -34,26 +35,31 @@ class MultiCriteriaOptions:
             raise InputError(f"multi-criteria needs weights of 0 to 1, not all 0, and has {weights}")
 
 
-@njit(cache=True, nogil=True)
-def _weigh(
-    keep: Float,
-    last: Int,
-    used: Int,
-    step: int,
-    layer: int,
-    L: int,
-    weights: tuple[float, float, float],
-    experts: Int,
-    first: int,
-    end: int,
-) -> None:
-    """Count an event of step number `step`, from 1, and score all experts. last, used: [L*E]."""
+class Uses(NamedTuple):
+    """Of the running request, and what each criterion weighs."""
+
+    weights: Float  # [3] of recency, frequency, distance
+    last: Int  # [L, E] step of the latest use, from 1; 0: none
+    used: Int  # [L, E] steps that used it
+
+
+def unused(shape: Shape, options: MultiCriteriaOptions) -> Uses:
+    """The start of a request."""
+    weights = np.array([options.recency, options.frequency, options.distance], np.float64)
+    of_all = shape.layers, shape.experts
+    return Uses(weights, np.zeros(of_all, np.int64), np.zeros(of_all, np.int64))
+
+
+@compiled
+def observe(uses: Uses, keep: Float, step: int, layer: int, experts: Int, first: int, end: int) -> None:
+    """Count an event of step number `step`, from 1, and score all experts."""
+    L, E = uses.last.shape
+    last, used = uses.last.reshape(L * E), uses.used.reshape(L * E)
     for i in range(first, end):
         if last[experts[i]] != step:
             last[experts[i]] = step
             used[experts[i]] += 1
-    recency, frequency, distance = weights
-    E = len(last) // L
+    recency, frequency, distance = uses.weights[0], uses.weights[1], uses.weights[2]
     for i in range(L):
         near = distance * (1.0 - ((i - layer - 1) % L) / L)
         for expert in range(i * E, (i + 1) * E):
@@ -68,17 +74,14 @@ class MultiCriteria(ScorePolicy):
 
     def __init__(self, shape: Shape, options: MultiCriteriaOptions) -> None:
         super().__init__(shape, options)
-        self._weights = float(options.recency), float(options.frequency), float(options.distance)
-        self._last = np.zeros(shape.total, np.int64)  # [L*E] step of the latest use, from 1; 0: none
-        self._used = np.zeros(shape.total, np.int64)  # [L*E] steps that used it
+        self.uses = unused(shape, options)
 
     def begin_request(self, request: int) -> None:
         """No step has used anything."""
-        self._last[:] = 0
-        self._used[:] = 0
+        self.uses.last[:] = 0
+        self.uses.used[:] = 0
 
     def observe(self, event: Event) -> None:
         """Count the event, and score all experts for where the step now is."""
-        at = event.step + 1, event.layer, self.shape.layers
         accesses = event.request_experts, event.first, event.last
-        _weigh(self.keep, self._last, self._used, *at, self._weights, *accesses)
+        observe(self.uses, self.keep, event.step + 1, event.layer, *accesses)

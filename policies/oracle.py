@@ -6,10 +6,11 @@ proposed once, for its first use; priority is minus the distance in events; ties
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
@@ -29,20 +30,38 @@ class OracleOptions(Limits):
             raise InputError(f"oracle needs a horizon of at least 1 event, not {self.horizon}")
 
 
-@njit(cache=True, nogil=True)
-def _look_ahead(
-    offsets: Int, experts: Int, first: int, last: int, stamps: Int, stamp: int, ids: Int, priorities: Float
-) -> int:
-    """Fill ids and priorities with the distinct experts of events `first` to `last` - 1; how many."""
+class Horizon(NamedTuple):
+    """How far is seen, and which experts the present proposal has named."""
+
+    stamps: Int  # [L*E] number of the proposal that named each last
+    numbers: Int  # [2] the horizon; proposals so far
+
+
+def horizon(shape: Shape, options: OracleOptions) -> Horizon:
+    """The start of a run."""
+    return Horizon(np.zeros(shape.total, np.int64), np.array([options.horizon, 0]))
+
+
+@compiled
+def propose(seen: Horizon, event: int, offsets: Int, experts: Int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the distinct experts of the events within the horizon of number `event`; how many.
+
+    offsets, experts: of the whole request.
+    """
+    stamps = seen.stamps
+    seen.numbers[1] += 1
+    stamp = seen.numbers[1]
+    first = event + 1
+    last = min(first + seen.numbers[0], len(offsets) - 1)
     n = 0
-    for event in range(first, last):
-        for i in range(offsets[event], offsets[event + 1]):
+    for ahead in range(first, last):
+        for i in range(offsets[ahead], offsets[ahead + 1]):
             expert = experts[i]
             if stamps[expert] != stamp:
                 stamps[expert] = stamp
-                ids[n], priorities[n] = expert, first - event - 1
+                ids[n], priorities[n] = expert, event - ahead
                 n += 1
-        if n == len(ids):
+        if n == len(stamps):
             break
     return n
 
@@ -55,11 +74,9 @@ class Oracle(Prefetcher):
 
     def __init__(self, shape: Shape, options: OracleOptions) -> None:
         super().__init__(shape, options)
-        self._horizon = options.horizon
         self._requests: Requests = []
         self._request: RequestSteps | None = None
-        self._stamps: Int = np.zeros(shape.total, np.int64)
-        self._proposals = 0
+        self.seen = horizon(shape, options)
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
@@ -74,10 +91,7 @@ class Oracle(Prefetcher):
         """The distinct experts of the events within the horizon."""
         if self._request is None:
             return NOTHING
-        offsets = self._request.offsets
-        first = event.step * self.shape.layers + event.layer + 1
-        last = min(first + self._horizon, len(offsets) - 1)
-        self._proposals += 1
-        buffers = self._stamps, self._proposals, self._ids, self._priorities
-        n = _look_ahead(offsets, self._request.experts, first, last, *buffers)
+        number = event.step * self.shape.layers + event.layer
+        future = self._request.offsets, self._request.experts
+        n = propose(self.seen, number, *future, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

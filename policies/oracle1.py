@@ -5,10 +5,25 @@ A bound for what any next-layer predictor can do; at the last layer it proposes 
 
 import numpy as np
 
+from policies.compiled import compiled
 from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Requests, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
 from traces.steps import RequestSteps
+
+
+@compiled
+def propose(event: int, L: int, offsets: Int, experts: Int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with all experts of the layer after event number `event` of the request; how many.
+
+    offsets, experts: of the whole request.
+    """
+    n = 0
+    if event % L < L - 1:
+        for i in range(offsets[event + 1], offsets[event + 2]):
+            ids[n], priorities[n] = experts[i], 1.0
+            n += 1
+    return n
 
 
 @prefetcher("oracle1", oracle=True)
@@ -21,6 +36,7 @@ class NextLayerOracle(Prefetcher):
         super().__init__(shape, options)
         self._requests: Requests = []
         self._request: RequestSteps | None = None
+        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Keep the run's requests."""
@@ -32,9 +48,8 @@ class NextLayerOracle(Prefetcher):
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """All experts of the next layer, at one priority."""
-        if self._request is None or event.layer == self.shape.layers - 1:
+        if self._request is None:
             return NOTHING
-        following = event.step * self.shape.layers + event.layer + 1
-        first, last = self._request.offsets[following : following + 2]
-        experts = self._request.experts[first:last]
-        return experts, np.ones(len(experts))
+        L, future = self.shape.layers, (self._request.offsets, self._request.experts)
+        n = propose(event.step * L + event.layer, L, *future, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

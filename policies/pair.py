@@ -3,17 +3,21 @@
 Every engine tells a pair what happens, in the order in which it happens; whatever a policy is told passes here.
 """
 
+import numpy as np
+
 from policies.contract import Event, Float, Int, Requests, Shape
 from policies.core import STATE
 from policies.limits import limiter
 from policies.registry import PolicySpec
 from policies.residency import Residency
+from traces.errors import InputError
 from traces.steps import RequestSteps
 
 
 class Pair:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
+    checks: whether proposals are looked at before compiled code takes them: those of a user's prefetcher are.
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
     budget (`policies.limits`) is a share of; an engine that cannot tell plays no policy with a budget.
@@ -37,12 +41,14 @@ class Pair:
         self._event = Event()
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
+        self.checks = not type(self.prefetcher).__module__.startswith("policies.")
         self._needs_lookahead = self.prefetcher.needs_lookahead and not per_access
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
 
     def residency(self, slots: int) -> Residency:
         """The machine over a cache of `slots` experts under this retention, divided as its scope says."""
-        one_scale = self.prefetcher.one_scale_with == self.retention.name
+        same = self.prefetcher.options == self.retention.options
+        one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         machine = Residency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
         if self._limiter:
             self._limiter.state = machine.m[STATE]
@@ -75,7 +81,23 @@ class Pair:
         if not self.prefetcher.proposes:
             return None
         proposal = self.prefetcher.propose(self._event)
+        if self.checks:
+            self._check(proposal)
         return proposal if self._limiter is None else self._limiter(self._event.layer, *proposal)
+
+    def _check(self, proposal: object) -> None:
+        """Compiled code takes a proposal as it is: InputError for one of a user's that is not what rule 4 asks for."""
+        name = type(self.prefetcher).__name__
+        arrays = proposal if isinstance(proposal, tuple) else ()
+        if [getattr(array, "dtype", None) for array in arrays] != [np.int64, np.float64]:
+            raise InputError(f"prefetcher {name} proposes something else than int64 ids and float64 priorities")
+        experts, priorities = arrays
+        if experts.ndim != 1 or experts.shape != priorities.shape:
+            raise InputError(f"prefetcher {name} proposes {experts.shape} experts with {priorities.shape} priorities")
+        if len(experts) and not (experts.min() >= 0 and experts.max() < self.shape.total):
+            raise InputError(f"prefetcher {name} proposes an id that is not of 0 to {self.shape.total - 1}")
+        if len(np.unique(experts)) < len(experts) or not np.isfinite(priorities).all():
+            raise InputError(f"prefetcher {name} proposes an expert twice, or a priority that is not finite")
 
     def end_request(self) -> None:
         """The last step of the request has ended."""

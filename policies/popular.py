@@ -5,11 +5,12 @@ experts never used are not proposed, and nothing is proposed at the last layer.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
 from traces.errors import InputError
@@ -27,13 +28,35 @@ class PopularOptions(Limits):
             raise InputError(f"popular needs n >= 0, not {self.n}")
 
 
-@njit(cache=True, nogil=True)
-def _count(events: Int, experts: Int, first: int, last: int) -> None:
+class Popularity(NamedTuple):
+    """What is known."""
+
+    events: Int  # [L*E] that used each expert
+    most: Int  # [1] experts proposed
+
+
+def nothing_used(shape: Shape, options: PopularOptions) -> Popularity:
+    """The start of a run."""
+    return Popularity(np.zeros(shape.total, np.int64), np.array([min(options.n, shape.experts)]))
+
+
+@compiled
+def observe(known: Popularity, experts: Int, first: int, last: int) -> None:
+    """Count the event for each of its experts."""
     for i in range(first, last):
-        events[experts[i]] += 1
+        known.events[experts[i]] += 1
 
 
-@njit(cache=True, nogil=True)
+@compiled
+def propose(known: Popularity, layer: int, L: int, E: int, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the most used of the next layer; how many."""
+    most = known.most[0]
+    if layer == L - 1 or most == 0:
+        return 0
+    return _most_used(known.events, layer + 1, E, ids[:most], priorities[:most])
+
+
+@compiled
 def _most_used(events: Int, layer: int, E: int, best: Int, priorities: Float) -> int:
     """Fill `best` with the most used experts of `layer`, ties to the lower id; how many of them were ever used."""
     n = 0
@@ -58,17 +81,15 @@ class Popular(Prefetcher):
 
     def __init__(self, shape: Shape, options: PopularOptions) -> None:
         super().__init__(shape, options)
-        self._events = np.zeros(shape.total, np.int64)
-        n = min(options.n, shape.experts)
-        self._best, self._priorities = np.empty(n, np.int64), np.empty(n)
+        self.known = nothing_used(shape, options)
+        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
 
     def observe(self, event: Event) -> None:
         """Count the event for each of its experts."""
-        _count(self._events, event.request_experts, event.first, event.last)
+        observe(self.known, event.request_experts, event.first, event.last)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The n most used of the next layer."""
-        if event.layer == self.shape.layers - 1 or not len(self._best):
-            return NOTHING
-        n = _most_used(self._events, event.layer + 1, self.shape.experts, self._best, self._priorities)
-        return self._best[:n], self._priorities[:n]
+        L, E = self.shape.layers, self.shape.experts
+        n = propose(self.known, event.layer, L, E, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

@@ -7,10 +7,11 @@ Priority is minus the distance in layers; ties fall to the lower id.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Event, Float, Int, Prefetcher, Shape
 from policies.limits import Limits
 from policies.registry import prefetcher
@@ -26,20 +27,38 @@ class PreviousOptions(Limits):
     depth: int = 1
 
 
-@njit(cache=True, nogil=True)
-def _remember(latest: Int, sizes: Int, layer: int, experts: Int, first: int, last: int) -> None:
-    sizes[layer] = last - first
-    latest[layer, : last - first] = experts[first:last]
+class Latest(NamedTuple):
+    """What the latest decoded token of the request chose."""
+
+    chosen: Int  # [L, E] ids
+    sizes: Int  # [L] how many of them
+    depth: Int  # [1] layers ahead that are proposed
 
 
-@njit(cache=True, nogil=True)
-def _collect(latest: Int, sizes: Int, layer: int, depth: int, ids: Int, priorities: Float) -> int:
+def nothing_decoded(shape: Shape, options: PreviousOptions) -> Latest:
+    """The start of a run."""
+    depth = min(options.depth or shape.layers, shape.layers - 1)
+    chosen = np.empty((shape.layers, shape.experts), np.int64)
+    return Latest(chosen, np.zeros(shape.layers, np.int64), np.array([depth]))
+
+
+@compiled
+def observe(latest: Latest, phase: int, layer: int, experts: Int, first: int, last: int) -> None:
+    """Remember the token's choice."""
+    if phase == DECODE:
+        latest.sizes[layer] = last - first
+        for i in range(first, last):
+            latest.chosen[layer, i - first] = experts[i]
+
+
+@compiled
+def propose(latest: Latest, layer: int, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the latest experts of the next layers around the cycle; how many."""
     n = 0
-    for distance in range(1, depth + 1):
-        ahead = (layer + distance) % len(sizes)
-        for i in range(sizes[ahead]):
-            ids[n], priorities[n] = latest[ahead, i], -distance
+    for distance in range(1, latest.depth[0] + 1):
+        ahead = (layer + distance) % len(latest.sizes)
+        for i in range(latest.sizes[ahead]):
+            ids[n], priorities[n] = latest.chosen[ahead, i], -distance
             n += 1
     return n
 
@@ -52,21 +71,18 @@ class Previous(Prefetcher):
 
     def __init__(self, shape: Shape, options: PreviousOptions) -> None:
         super().__init__(shape, options)
-        self._depth = min(options.depth or shape.layers, shape.layers - 1)
-        self._latest = np.empty((shape.layers, shape.experts), np.int64)  # [L, E] ids
-        self._sizes = np.zeros(shape.layers, np.int64)  # [L] how many of them
+        self.latest = nothing_decoded(shape, options)
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def begin_request(self, request: int) -> None:
         """No token has been decoded."""
-        self._sizes[:] = 0
+        self.latest.sizes[:] = 0
 
     def observe(self, event: Event) -> None:
         """Remember the token's choice."""
-        if event.phase == DECODE:
-            _remember(self._latest, self._sizes, event.layer, event.request_experts, event.first, event.last)
+        observe(self.latest, event.phase, event.layer, event.request_experts, event.first, event.last)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The latest choices of the next layers, around the cycle."""
-        n = _collect(self._latest, self._sizes, event.layer, self._depth, self._ids, self._priorities)
+        n = propose(self.latest, event.layer, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

@@ -1,11 +1,10 @@
 """The best few of many scores, compiled: what a prefetcher with a budget proposes. Ties fall to the lower id."""
 
-from numba import njit
-
+from policies.compiled import compiled
 from policies.contract import Float, Int, Single
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def best(scores: Float | Single, base: int, above: float, ids: Int, priorities: Float) -> int:
     """Fill `ids` with base + the places of the greatest scores, the greatest first; how many there are.
 

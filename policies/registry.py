@@ -166,6 +166,12 @@ class PolicySpec:
         """Whether it plays only traces that hold the column `lookahead`."""
         return _fetcher(self.prefetch).needs_lookahead
 
+    @property
+    def shares(self) -> bool:
+        """Whether its halves have one name and the same options, and so share what they learn."""
+        resolved = self.resolved()
+        return self.evict == self.prefetch and resolved["evict"] == resolved["prefetch"]
+
     def resolved(self) -> dict[str, Any]:
         """Both halves and the scope with every option resolved, defaults included: equal for what plays alike."""
         return {
@@ -210,7 +216,7 @@ class PolicySpec:
         keeper, fetcher = _make(_keeper(self.evict), shape, self.evict_options), _fetcher(self.prefetch)
         if _scope(self.scope).per_layer and not isinstance(keeper, ScorePolicy):
             return PerLayer(keeper), _make(fetcher, shape, self.prefetch_options)
-        if (self.evict, self.evict_options) == (self.prefetch, self.prefetch_options):
+        if self.shares:
             return keeper, fetcher.beside(keeper)
         return keeper, _make(fetcher, shape, self.prefetch_options)
 

@@ -55,6 +55,7 @@ class Residency:
         if len(partitions) not in (1, shape.layers) or min(partitions) < 1:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
+        self.one_scale = one_scale
         self.m = m = core.new(shape.total, partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))

@@ -16,6 +16,7 @@ from numba import njit
 
 from policies.contract import NO_INTS, Int, Options, Shape
 from traces.errors import InputError
+from traces.steps import PREFILL, RequestSteps
 from traces.trace import Trace
 
 
@@ -144,7 +145,7 @@ def _places(accesses: Int, L: int, E: int) -> Int:
 
 
 def _curves_of(profile: str, shape: Shape) -> Int:
-    """The miss curves of a trace, played whole. InputError for a trace of another model."""
+    """The miss curves of a trace's decoded tokens, of its prefills if it has none. InputError for another model's."""
     trace = Trace.read(profile)
     if (trace.layers, trace.num_experts) != (shape.layers, shape.experts):
         raise InputError(
@@ -153,5 +154,12 @@ def _curves_of(profile: str, shape: Shape) -> Int:
         )
     if trace.aggregate is not None:
         raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
-    experts = (trace.steps(i).experts for i in range(len(trace.requests)))
+    experts = [_latest_phase(trace.steps(i), shape.layers) for i in range(len(trace.requests))]
     return lru_curves(np.concatenate([NO_INTS, *experts]), shape)
+
+
+def _latest_phase(request: RequestSteps, layers: int) -> Int:
+    """The accesses of a request's decoded tokens; of its prefill if nothing was decoded."""
+    prefills = int((request.phase == PREFILL).sum())
+    decodes = prefills < len(request.phase)
+    return request.experts[request.offsets[prefills * layers] :] if decodes else request.experts

@@ -6,15 +6,15 @@ A rule with an option has more rows: its first numbers are the OPTION and, where
 """
 
 import numpy as np
-from numba import njit
 
+from policies.compiled import compiled
 from policies.contract import Float
 
 NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
 OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
     """An event looks `expert` up, whatever its state."""
     if rule == LRU:
@@ -25,7 +25,9 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
     elif rule == LFU_AGED:
         age = serial // keep[OPTION, 0]
         if age > keep[CLOCK, 0]:
-            keep[0] *= 0.5 ** (age - keep[CLOCK, 0])
+            left = 0.5 ** (age - keep[CLOCK, 0])
+            for other in range(keep.shape[1]):
+                keep[0, other] *= left
             keep[CLOCK, 0] = age
         keep[0, expert] += 1
         keep[1, expert] = serial
@@ -36,7 +38,7 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
         keep[1, expert] += keep[OPTION, 0]
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> None:
     """The transfer of `expert` starts: the `start`-th of the run, after event `serial`."""
     if rule == LRU:
@@ -45,7 +47,7 @@ def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> N
         keep[0, expert] = start
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def on_evict(rule: int, keep: Float, expert: int) -> None:
     """`expert` leaves the cache."""
     if rule == LFU:

@@ -14,11 +14,12 @@ many tokens and no token's choice: it is not remembered, nor is another request.
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
-from policies.contract import NOTHING, Event, Float, Int, Prefetcher, Shape, Single
+from policies.compiled import compiled
+from policies.contract import Event, Float, Int, Prefetcher, Shape, Single
 from policies.limits import Limits
 from policies.ranking import best
 from policies.registry import prefetcher
@@ -73,6 +74,10 @@ class Predictor:
             raise InputError(f"{path} is damaged: it holds numbers that are not finite; train it anew")
 
 
+NOTHING_TRAINED = Predictor(1, np.zeros((1, 2, 1, 1), np.float32), np.zeros((1, 1), np.float32))
+"""Of one layer of one expert."""
+
+
 @dataclass(frozen=True)
 class StrideOptions(Limits):
     """model: a file of `moe-sim train-stride`; n: experts proposed for each layer."""
@@ -86,19 +91,73 @@ class StrideOptions(Limits):
             raise InputError(f"stride needs n >= 0, not {self.n}")
 
 
-@njit(cache=True, nogil=True)
-def _remember(latest: Int, sizes: Int, layer: int, experts: Int, first: int, last: int) -> None:
-    """What the event of `layer` chose, as ids within the layer."""
-    E = latest.shape[1]
-    sizes[layer] = last - first
-    for i in range(first, last):
-        latest[layer, i - first] = experts[i] - layer * E
+class Foresight(NamedTuple):
+    """The trained model, what the request has chosen, and the latest prediction for each layer."""
+
+    weights: Single  # [L, back + 1, E, E]
+    bias: Single  # [L, E]
+    stride: Int  # [1]
+    latest: Int  # [L, E] ids within the layer that the latest decoded token chose
+    sizes: Int  # [L] how many of them
+    likely: Int  # [L, n] ids, the likeliest first
+    probable: Float  # [L, n] their probabilities
+    predicted: Int  # [L] how many of them
+    scores: Single  # [E] of the layer that is being predicted
 
 
-@njit(cache=True, nogil=True)
+def nothing_foreseen(model: Predictor, n: int) -> Foresight:
+    """The start of a run; `n` experts are proposed for each layer."""
+    L, E = model.bias.shape
+    n = min(n, E)
+    return Foresight(
+        weights=np.ascontiguousarray(model.weights),
+        bias=np.ascontiguousarray(model.bias),
+        stride=np.array([model.stride]),
+        latest=np.empty((L, E), np.int64),
+        sizes=np.zeros(L, np.int64),
+        likely=np.empty((L, n), np.int64),
+        probable=np.empty((L, n)),
+        predicted=np.zeros(L, np.int64),
+        scores=np.empty(E, np.float32),
+    )
+
+
+@compiled
+def observe(known: Foresight, phase: int, layer: int, experts: Int, first: int, last: int) -> None:
+    """Remember what a decoded token chose in `layer`."""
+    if phase == DECODE:
+        known.sizes[layer] = last - first
+        for i in range(first, last):
+            known.latest[layer, i - first] = experts[i] - layer * known.latest.shape[1]
+
+
+@compiled
+def propose(known: Foresight, phase: int, layer: int, ids: Int, priorities: Float) -> int:
+    """Predict the layer `stride` ahead; fill ids and priorities with the latest predictions up to there; how many."""
+    if phase != DECODE or known.likely.shape[1] == 0:
+        return 0
+    stride = known.stride[0]
+    target = (layer + stride) % len(known.sizes)
+    _score(known.weights, known.bias, layer, target, known.latest, known.sizes, known.scores)
+    likely, probable = known.likely[target], known.probable[target]
+    found = best(known.scores, target * len(known.scores), -np.inf, likely, probable)
+    for i in range(found):
+        probable[i] = 1.0 / (1.0 + np.exp(-probable[i]))
+    known.predicted[target] = found
+    n = 0
+    for distance in range(1, stride + 1):
+        ahead = (layer + distance) % len(known.predicted)
+        for i in range(known.predicted[ahead]):
+            ids[n], priorities[n] = known.likely[ahead, i], known.probable[ahead, i]
+            n += 1
+    return n
+
+
+@compiled
 def _score(weights: Single, bias: Single, layer: int, target: int, latest: Int, sizes: Int, scores: Single) -> None:
     """scores[e]: log-odds that the coming event of layer `target` chooses e, after the event of `layer`."""
-    scores[:] = bias[target]
+    for e in range(len(scores)):
+        scores[e] = bias[target, e]
     back = weights.shape[1] - 1
     for j in range(back + 1):
         source = target if j == back else (layer - j) % len(sizes)
@@ -106,38 +165,6 @@ def _score(weights: Single, bias: Single, layer: int, target: int, latest: Int, 
             row = weights[target, j, latest[source, i]]
             for e in range(len(scores)):
                 scores[e] += row[e]
-
-
-@njit(cache=True, nogil=True)
-def _predict(
-    weights: Single,
-    bias: Single,
-    layer: int,
-    target: int,
-    latest: Int,
-    sizes: Int,
-    scores: Single,
-    likely: Int,
-    probable: Float,
-) -> int:
-    """Fill likely and probable with the best of layer `target`, the likeliest first; how many."""
-    _score(weights, bias, layer, target, latest, sizes, scores)
-    n = best(scores, target * len(scores), -np.inf, likely, probable)
-    for i in range(n):
-        probable[i] = 1.0 / (1.0 + np.exp(-probable[i]))
-    return n
-
-
-@njit(cache=True, nogil=True)
-def _collect(layer: int, stride: int, likely: Int, probable: Float, predicted: Int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with the latest predictions for the layers up to `stride` ahead; how many."""
-    n = 0
-    for distance in range(1, stride + 1):
-        ahead = (layer + distance) % len(predicted)
-        for i in range(predicted[ahead]):
-            ids[n], priorities[n] = likely[ahead, i], probable[ahead, i]
-            n += 1
-    return n
 
 
 @prefetcher("stride")
@@ -156,34 +183,19 @@ class Stride(Prefetcher):
                 f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
                 f"not {shape.layers} of {shape.experts}"
             )
-        L, E, n = shape.layers, shape.experts, min(options.n, shape.experts)
-        self._stride = model.stride
-        self._model = model.weights, model.bias
-        self._latest = np.empty((L, E), np.int64)  # ids within the layer
-        self._sizes = np.zeros(L, np.int64)  # how many of them
-        self._likely, self._probable = np.empty((L, n), np.int64), np.empty((L, n))
-        self._predicted = np.zeros(L, np.int64)  # [L] how many of them
-        self._scores = np.empty(E, np.float32)
-        self._ids, self._priorities = np.empty(L * n, np.int64), np.empty(L * n)
+        self.known = nothing_foreseen(model, options.n)
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def begin_request(self, request: int) -> None:
         """No token has been decoded."""
-        self._sizes[:] = 0
-        self._predicted[:] = 0
+        self.known.sizes[:] = 0
+        self.known.predicted[:] = 0
 
     def observe(self, event: Event) -> None:
         """Remember the token's choice."""
-        if event.phase == DECODE:
-            _remember(self._latest, self._sizes, event.layer, event.request_experts, event.first, event.last)
+        observe(self.known, event.phase, event.layer, event.request_experts, event.first, event.last)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The likeliest of the layer `stride` ahead, and again those of the layers before it."""
-        if event.phase != DECODE or not self._likely.shape[1]:
-            return NOTHING
-        layer = event.layer
-        target = (layer + self._stride) % self.shape.layers
-        out = self._likely[target], self._probable[target]
-        known = self._latest, self._sizes
-        self._predicted[target] = _predict(*self._model, layer, target, *known, self._scores, *out)
-        n = _collect(layer, self._stride, self._likely, self._probable, self._predicted, self._ids, self._priorities)
+        n = propose(self.known, event.phase, event.layer, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

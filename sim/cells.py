@@ -11,7 +11,7 @@ from typing import overload
 
 from policies.contract import Shape
 from policies.registry import PolicySpec
-from sim import models
+from sim import engine, models
 from sim.hardware import Hardware, hardware
 from sim.log import RunLog
 from sim.models import ModelProfile
@@ -38,6 +38,7 @@ class Setup:
     seed: int = 0
     chunk_bytes: int | None = None  # None: the whole expert
     predictor_us: float | None = None  # of every policy; None: of each as measured (`sim.predictors`)
+    engine: str = engine.AUTO  # that plays timed cells
 
     def __post_init__(self) -> None:
         least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
@@ -46,6 +47,7 @@ class Setup:
                 raise InputError(f"{option} {value}: must be at least 0")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed {self.seed}: must be at least 0 and below 2**63")
+        engine.check(self.engine)
         if self.chunk_bytes == 0:
             raise InputError("--chunk-bytes: a chunk has at least one byte")
 
@@ -119,13 +121,16 @@ class Loaded:
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
     def require(self, policy: PolicySpec, slots: int) -> None:
-        """InputError for what the policy lacks: slots for its scope, or a column (untimed nothing is prefetched)."""
-        policy.divide(Shape(self.trace.layers, self.trace.num_experts), slots)
+        """InputError for what the policy lacks: slots for its scope; timed, a column or an engine."""
+        shape = Shape(self.trace.layers, self.trace.num_experts)
+        policy.divide(shape, slots)
         if self.hardware and policy.needs_lookahead and self.trace.lookahead is None:
             raise InputError(
                 f"{policy.text}: the trace {self.setup.trace} has no lookahead column; "
                 "record it with `moe-trace record --lookahead`"
             )
+        if self.hardware:
+            engine.require(self.setup.engine, policy, shape)
 
     def play(self, policy: PolicySpec, slots: int, progress: Callable[[int], None] | None = None) -> RunLog:
         """Run one cell; `progress` is called with the number of steps of each request that has ended."""
@@ -135,11 +140,10 @@ class Loaded:
 
             log = count(requests, layers, experts, slots, policy, self.setup.cold, progress)
             return replace(log, expert_bytes=self.expert_bytes or 0)
-        from sim.model import simulate
-
         timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, layers, self.trace.top_k)
-        return simulate(requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress, window)
+        run = requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress, window
+        return engine.simulate(self.setup.engine, *run)
 
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         """What the rows of that cell say of it."""

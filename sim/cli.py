@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 POLICIES = "lru,lfu,eamc"
 CACHE_SIZES = "10%,25%,50%"
 HARDWARE = "a5000"
+ENGINE_HELP = "Of timed runs: auto, simpy, or compiled, which is the same, faster, for built-in policies."
 
 app = typer.Typer(
     help="Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",
@@ -65,6 +66,7 @@ def sweep(
     predictor_us: Annotated[
         float | None, typer.Option(help="Of every policy's own work, an event; else of each as measured (make bench).")
     ] = None,
+    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = "auto",
     seed: Annotated[int, typer.Option(help="Named in the results.")] = 0,
     workers: Annotated[int | None, typer.Option(help="Processes; else one for each core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, not as a table.")] = False,
@@ -94,6 +96,7 @@ def sweep(
         seed=seed,
         chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
         predictor_us=predictor_us,
+        engine=engine,
     )
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers}: at least one process has to work")
@@ -109,7 +112,7 @@ def sweep(
         f"hardware {HARDWARE}": not (hardware or untimed),
     }
     if not quiet:
-        _say_what_was_taken([text for text, taken in defaults.items() if taken], loaded)
+        _say_what_was_taken([text for text, taken in defaults.items() if taken], loaded, grid)
     folder = out or Path("results") / setup.trace.resolve().name
     _run(loaded, grid, folder, workers or os.cpu_count() or 1, as_json, quiet)
 
@@ -150,7 +153,8 @@ def grid_of(loaded: "Loaded", policies: str, cache_sizes: str, scope: str | None
     return Grid(tuple({spec.text: spec for spec in specs}.values()), sizes)
 
 
-def _say_what_was_taken(defaults: list[str], loaded: "Loaded") -> None:
+def _say_what_was_taken(defaults: list[str], loaded: "Loaded", grid: "Grid") -> None:
+    from policies.registry import NO_PREFETCH
     from sim.quantities import show_bytes
 
     if defaults:
@@ -161,6 +165,9 @@ def _say_what_was_taken(defaults: list[str], loaded: "Loaded") -> None:
     if recorded and counted and recorded != counted:
         sizes = f"{show_bytes(recorded)} where the trace was made, {show_bytes(counted)} in its model profile"
         console.note(f"an expert has {sizes}, which counts")
+    fetching = [policy.text for policy in grid.policies if policy.prefetch != NO_PREFETCH]
+    if fetching and not loaded.hardware:
+        console.note(f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts")
 
 
 def _run(loaded: "Loaded", grid: "Grid", folder: Path, workers: int, as_json: bool, quiet: bool) -> None:
@@ -172,6 +179,12 @@ def _run(loaded: "Loaded", grid: "Grid", folder: Path, workers: int, as_json: bo
     for warning in report.warnings(loaded, grid):
         console.warn(warning)
     writable(folder)
+    if loaded.hardware and loaded.setup.engine != "simpy":
+        from sim import kernel
+
+        if not kernel.on_disk():
+            console.note("compiling the engine, once: this takes about a minute")
+        kernel.prepare()
     with report.progress(len(grid.cells()) * len(loaded.trace.requests), quiet) as advance:
         outcome = sweep(loaded, grid, workers, advance)
     if not outcome.complete:
@@ -289,10 +302,11 @@ def models() -> None:
 def conformance(
     cases: Annotated[Path, typer.Argument(help="One case a line, in the engine-neutral JSON format.")],
     out: Annotated[Path | None, typer.Option(help="File for the results; else standard output.")] = None,
+    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = "auto",
 ) -> None:
-    """Play engine-neutral cases on the SimPy engine and write one result line for each.
+    """Play engine-neutral cases and write one result line for each.
 
-    [b]moe-sim conformance cases.jsonl --out results.jsonl[/b]
+    [b]moe-sim conformance cases.jsonl --engine simpy --out results.jsonl[/b]
     """
     import sys
 
@@ -300,11 +314,11 @@ def conformance(
     from sim.results import replacing
 
     if out is None:
-        run_file(cases, sys.stdout)
+        run_file(cases, sys.stdout, engine)
         return
     try:
         with replacing(out) as part, part.open("w", encoding="utf-8") as lines:
-            run_file(cases, lines)
+            run_file(cases, lines, engine)
     except OSError as error:
         raise InputError(f"cannot write to {out}: {error.strerror or error}") from error
 

@@ -58,6 +58,7 @@ class Played:
     trace: str
     phase: str
     warmup_requests: int
+    timed: bool
     requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
 
 
@@ -112,6 +113,7 @@ def read(folder: Path) -> list[Played]:
             trace=str(row["trace"]),
             phase=str(row["phase"]),
             warmup_requests=int(row["warmup_requests"]),
+            timed=row["hardware"] is not None,
             requests=by_cell[row["policy"], row["cache_experts"]].reset_index(drop=True),
         )
         for row in cells.to_dict("records")
@@ -221,6 +223,7 @@ def _pairable(baseline: Played, cell: Played) -> None:
         ("traces", baseline.trace, cell.trace),
         ("phases", baseline.phase, cell.phase),
         ("numbers of warm-up requests", baseline.warmup_requests, cell.warmup_requests),
+        ("modes", *("times" if played.timed else "counts alone" for played in (baseline, cell))),
     ):
         if one != other:
             raise InputError(f"cannot pair different {what}: {baseline.folder} has {one}, {cell.folder} has {other}")

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from policies.registry import parse
+from sim.engine import AUTO, SIMPY, check, simulate
 from sim.log import RunLog
 from sim.timing import FixedTiming, Link
 from traces.errors import InputError
@@ -31,12 +32,13 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
         raise InputError(f"cannot read cases from {path}: {error}") from None
 
 
-def run_file(path: Path, out: TextIO) -> int:
-    """Write one result line for each case of `path`; how many."""
+def run_file(path: Path, out: TextIO, engine: str = AUTO) -> int:
+    """Write one result line for each case of `path`, played on `engine` (`sim.engine`); how many."""
+    check(engine)
     count = 0
     for count, case in enumerate(read_cases(path), 1):
         try:
-            result = run_case(case)
+            result = run_case(case, engine)
         except KeyError as error:
             raise InputError(f"{path}, case {count}: no key {error}") from None
         except (TypeError, ValueError, OverflowError) as error:
@@ -77,15 +79,14 @@ def check_case(case: dict[str, Any]) -> None:
                     before = expert
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Play one case on the SimPy engine. KeyError or ValueError for what is no case."""
-    from sim.model import simulate
-
+def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
+    """Play one case. KeyError or ValueError for what is no case."""
     check_case(case)
     prefetch = case["prefetch"]
     if prefetch == "popular":
         prefetch = f"popular:n={case['popular_n']}"
     log = simulate(
+        engine,
         [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
         layers=case["L"],
         experts=case["E"],

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from policies.registry import SHARED
 from sim.cells import Loaded
@@ -64,7 +64,7 @@ def title(outcome: Outcome, loaded: Loaded) -> str:
 def table(outcome: Outcome, loaded: Loaded) -> Table:
     """A row per cell, those of one size together, the recommended ones marked."""
     latencies = _latencies(outcome.rows)
-    shown = Table("cache", "policy", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    shown = Table("cache", Column("policy", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     moved = ["MB/token"] if loaded.expert_bytes else []
     for heading in ("hit rate", *latencies, "idle" if latencies else "misses", *moved, ""):
         shown.add_column(heading, justify="right", no_wrap=True)

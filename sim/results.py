@@ -257,6 +257,8 @@ def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
 
     InputError where the disk is full, or the folder cannot be written to.
     """
+    if not path.name:
+        raise InputError("a file to write needs a name")
     part = path.with_name(f".{path.name}.part")
     try:
         yield part

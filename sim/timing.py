@@ -7,10 +7,16 @@ the host link as latency plus bytes over bandwidth; every duration is rounded up
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from sim.hardware import Hardware
 from sim.models import ModelProfile
+from traces.steps import RequestSteps
+
+Int = NDArray[np.int64]
 
 ATTENTION_KERNELS = 8  # norm, projections, rotation, cache, attention, output, residual and norm
 DENSE_KERNELS = 3  # two matmuls and an activation: of a layer without experts, or of shared experts
@@ -43,6 +49,48 @@ class Timing(Protocol):
     def head_ns(self, tokens: int) -> int:
         """After the last MoE layer: whatever is left of the model, and its vocabulary matmul."""
         ...
+
+
+class Durations(NamedTuple):
+    """What the parts of one request take, in ns."""
+
+    dense: Int  # [S, L] before each router
+    expert: Int  # [most + 1] one expert, by its tokens
+    combine: Int  # [S] of each event of the step
+    head: Int  # [S]
+
+
+class DurationTables:
+    """`Durations` of request after request. Each value is the timing's own, asked for once and remembered."""
+
+    def __init__(self, timing: Timing, layers: int) -> None:
+        self._timing = timing
+        self._layers = layers
+        self._places: dict[tuple[int, int], int] = {}  # of (tokens, context) in the tables
+        self._steps: list[list[int]] = []  # of each: every layer's dense part, combine, head
+        self._table: Int = np.empty((0, layers + 2), np.int64)
+        self._expert = [0]
+
+    def of(self, request: RequestSteps) -> Durations:
+        """Of a request of S steps."""
+        steps = list(zip(request.tokens.tolist(), request.context.tolist(), strict=True))
+        for tokens, context in steps:
+            if (tokens, context) not in self._places:
+                self._places[tokens, context] = len(self._steps)
+                self._steps.append(self._of_step(tokens, context))
+        if len(self._table) < len(self._steps):
+            new = np.array(self._steps[len(self._table) :], np.int64)
+            self._table = np.concatenate([self._table, new])
+        most = int(request.counts.max(initial=1))
+        self._expert += [self._timing.expert_ns(tokens) for tokens in range(len(self._expert), most + 1)]
+        found = self._table[[self._places[step] for step in steps]]
+        dense, combine, head = (np.ascontiguousarray(part) for part in (found[:, :-2], found[:, -2], found[:, -1]))
+        return Durations(dense, np.array(self._expert, np.int64), combine, head)
+
+    def _of_step(self, tokens: int, context: int) -> list[int]:
+        timing = self._timing
+        dense = [timing.dense_ns(layer, tokens, context) for layer in range(self._layers)]
+        return [*dense, timing.combine_ns(tokens), timing.head_ns(tokens)]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from sim.model import simulate
 from sim.timing import FixedTiming, Link, experts_per_layer
 from traces.synthetic import synthetic
 
-NOBODYS = {"none", "eamc"}  # nothing to limit; limits of its own
+NOBODYS = {"none", "eamc", "eamc-blend"}  # nothing to limit; limits of their own
 
 
 def left(limits, shape, proposal, layer=0, carried=1.0, states=None):

@@ -15,6 +15,8 @@ import pytest
 from policies.contract import Shape
 from policies.registry import parse
 from sim.cells import Requests
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -197,3 +199,27 @@ def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
     assert divide(r"C:\policies\mine.py:Keeps:alpha=1:n=2") == (r"C:\policies\mine.py:Keeps", "alpha=1:n=2")
     assert divide("eamc:capacity=3:eps=0.1") == ("eamc", "capacity=3:eps=0.1")
     assert divide("static:profile=a.py:b") == ("static", "profile=a.py:b")
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("np.array([-1]), np.ones(1)", "an id that is not of 0 to 47"),
+        ("np.array([48]), np.ones(1)", "an id that is not of 0 to 47"),
+        ("np.array([1, 2]), np.ones(1)", r"\(2,\) experts with \(1,\) priorities"),
+        ("np.array([1, 1]), np.ones(2)", "an expert twice"),
+        ("np.array([1]), np.array([np.nan])", "an expert twice, or a priority that is not finite"),
+        ("[1], [2.0]", "something else than int64 ids and float64 priorities"),
+        ("np.array([1], np.int32), np.ones(1)", "something else than int64 ids and float64 priorities"),
+        ("None", "something else than int64 ids and float64 priorities"),
+    ],
+)
+def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path, answer, error):
+    file = tmp_path / "wild.py"
+    file.write_text(
+        "import numpy as np\nfrom policies.contract import Prefetcher\n\n\nclass Wild(Prefetcher):\n"
+        f'    """Proposes what it should not."""\n\n    def propose(self, event):\n        return {answer}\n'
+    )
+    requests = [TRACE.steps(i) for i in range(3)]
+    with pytest.raises(InputError, match=f"prefetcher Wild proposes {error}"):
+        simulate(requests, 3, 16, 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))

@@ -51,7 +51,7 @@ def played(**columns) -> Played:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return Played(Path("x"), "lru", 4, 16, None, "t", "decode", 0, requests)
+    return Played(Path("x"), "lru", 4, 16, None, "t", "decode", 0, True, requests)
 
 
 def mean_interval_of_normal(values):
@@ -201,6 +201,8 @@ def test_phases_and_lookups_must_agree():
     one = played(hit_rate=[0.1, 0.2])
     with pytest.raises(InputError, match="different phases: x has decode, x has both"):
         differences(one, replace(one, phase="both"))
+    with pytest.raises(InputError, match="different modes: x has times, x has counts alone"):
+        differences(one, replace(one, timed=False))
     with pytest.raises(InputError, match="request 1 looks up another number of experts"):
         differences(one, replace(one, requests=one.requests.assign(lookups=[8, 9])))
     with pytest.raises(InputError, match="fewer than two requests"):

@@ -92,8 +92,8 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     }
 
 
-def play(case: Case) -> Case:
-    """The engine's result of a case, stall by cause included."""
+def play(case: Case, engine: str = "simpy") -> Case:
+    """An engine's result of a case, stall by cause included."""
 
     def result_with_stalls(log: RunLog) -> Case:
         return {**case_result(log), "stalls": log.stall_ns.sum(axis=0).tolist()}
@@ -122,7 +122,7 @@ def play(case: Case) -> Case:
         patch.object(conformance, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):
-        return conformance.run_case(case)
+        return conformance.run_case(case, engine)
 
 
 def stored_cases() -> list[Case]:

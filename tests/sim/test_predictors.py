@@ -74,15 +74,19 @@ def test_halves_of_one_name_and_options_are_one_predictor_and_others_add_up():
 def test_a_preset_costs_what_its_halves_do_unless_it_has_a_row_of_its_own():
     assert at("eamc-code") == at("eamc-code:capacity=5") == 20
     assert at("eamc-v1") == at("eamc") == 6
+    typed = next(preset for preset in PRESETS if preset.name == "eamc-code").policy
+    assert at(typed) == 20
 
 
 @pytest.mark.usefixtures("table")
-def test_a_cost_lies_on_the_line_through_both_points_over_all_experts():
-    slope = Fraction("13.184") / (58 * 256 - 26 * 64)  # 1 ns an expert
-    for layers, experts in (SMALL, LARGE, (48, 128), (24, 32), (61, 384)):
-        exact = 6 + slope * (layers * experts - 26 * 64)
-        assert at("eamc", (layers, experts)) == pytest.approx(float(exact))
+def test_a_cost_lies_on_the_higher_line_through_both_points():
+    over_all = Fraction("13.184") / (58 * 256 - 26 * 64)  # 1 ns an expert
+    over_layer = Fraction("13.184") / (256 - 64)
+    for layers, experts in (SMALL, LARGE, (48, 128), (24, 32), (61, 384), (3, 512)):
+        lines = over_all * (layers * experts - 26 * 64), over_layer * (experts - 64)
+        assert at("eamc", (layers, experts)) == pytest.approx(6 + float(max(lines)))
     assert at("eamc", (24, 32)) == pytest.approx(6 - 0.896)
+    assert at("eamc", (3, 512)) == pytest.approx(6 + 13.184 * 448 / 192)
 
 
 @pytest.mark.usefixtures("table")

@@ -1,0 +1,389 @@
+"""The compiled engine against the SimPy engine, in every column of the log and every eviction; and against the oracle.
+
+`MOE_FUZZ_CASES` sets how many seeded cases are played (`make fuzz`: 50,000).
+"""
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import dispatch, pair
+from policies.contract import RetentionPolicy, Shape
+from policies.registry import parse
+from policies.residency import Residency
+from policies.stride import Predictor
+from sim import engine, kernel, model
+from sim.cells import Setup
+from sim.log import RunLog
+from sim.timing import DurationTables, FixedTiming, Link
+from tests import reference
+from tests.sim.test_model_equals_reference import draw_case, play, stored_cases, without_stalls
+from traces import demo_trace
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+CASES = int(os.environ.get("MOE_FUZZ_CASES", "2000"))
+BATCHES = 40
+
+KEEPERS = (
+    *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged:half_life=7", "lrfu:decay=0.1", "belady", "least-stale"),
+    *("multi-criteria", "multi-criteria:recency=0:distance=1", "eamc:capacity=3", "eamc:capacity=2:decay=next"),
+    "eamc:capacity=2:split=false:source=both:cosine=rows:matches=2:replacement=k-means",
+    "eamc:capacity=2:source=request:layers=future:replacement=least-used:keep=most-visited:threshold=-1",
+    "eamc:capacity=4:keep=least-visited:layers=past:replacement=fifo:depth=1",
+    *("eamc-blend", "eamc-blend:wrong=0.01:distance=1", "expert-map:capacity=4", "expert-map:depth=0"),
+)
+FETCHERS = (
+    *("none", "all", "all:depth=0:budget=0.5", "previous", "previous:depth=0", "popular", "popular:n=2:threshold=3"),
+    *("markov", "markov:n=2:budget=1", "gate", "gate:budget=0.5", "oracle", "oracle:horizon=9:depth=2", "oracle1"),
+    *("oracle1:budget=1", "stride", "stride:n=2:depth=1", "eamc:capacity=3", "eamc:capacity=3:threshold=-1:decay=none"),
+    *("eamc-blend", "eamc-blend:wrong=0.01", "expert-map:capacity=4", "expert-map:depth=1:capacity=2"),
+)
+
+Draw = Callable[[int, int], int]
+"""A whole number in a closed range."""
+
+
+class Run(NamedTuple):
+    """A random run; `one_scale` makes any keep score compare with any priority."""
+
+    requests: list[RequestSteps]
+    shape: Shape
+    slots: int
+    policy: str
+    timing: FixedTiming
+    link: Link
+    cold: bool
+    one_scale: bool
+    window: float
+
+    def on(self, simulate: Callable[..., RunLog]) -> tuple[RunLog, list[int]]:
+        """What an engine leaves behind, and the progress it told."""
+        told: list[int] = []
+
+        def residency(
+            shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
+        ) -> Residency:
+            return Residency(shape, divided, policy, one_scale or self.one_scale)
+
+        with patch.object(pair, "Residency", residency):
+            size = self.shape.layers, self.shape.experts, self.slots
+            times = parse(self.policy), self.timing, self.link, self.cold
+            return simulate(self.requests, *size, *times, told.append, self.window), told
+
+
+FOLDER = TemporaryDirectory()
+
+
+@cache
+def stride_model(L: int, E: int) -> str:
+    file = Path(FOLDER.name) / f"{L}x{E}.npz"
+    rng = np.random.default_rng(L * E)
+    stride = min(2, L - 1)
+    weights = rng.standard_normal((L, min(3, L - stride + 1), E, E)).astype(np.float32)
+    Predictor(stride, weights, rng.standard_normal((L, E)).astype(np.float32)).save(file)
+    return str(file)
+
+
+def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
+    """Maybe a prefill, then decoded tokens, of one request or of a few at once; some events have no experts."""
+    L, E = shape.layers, shape.experts
+    phases = [PREFILL] * integer(0, 1) + [DECODE] * integer(0, 5)
+    tokens = [integer(1, 5) if phase == PREFILL or integer(0, 5) == 0 else 1 for phase in phases]
+    density = integer(1, 4)
+
+    def choices() -> tuple[Any, ...]:
+        events = [
+            [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
+            for n in tokens
+            for layer in range(L)
+        ]
+        table = np.array([access for event in events for access in event], np.int64).reshape(-1, 2)
+        offsets = np.cumsum([0, *map(len, events)]).astype(np.int64)
+        return offsets, np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+
+    sizes = np.array(tokens, np.int64)
+    phase = np.array(phases, np.uint8)
+    return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=Lookahead(L, *choices()))
+
+
+def draw_run(integer: Draw) -> Run:
+    """Numbers are small, so that transfers and computes tie, contend and take no time at all."""
+
+    def choice(options: Sequence[Any]) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    shape = Shape(integer(1, 4), integer(1, 6))
+    L, total = shape.layers, shape.total
+    longest = choice((1, 3, 10, 40))
+    size = integer(1, 12)
+
+    def duration() -> int:
+        return integer(0, longest) if integer(0, 2) else 0
+
+    keep, fetch = choice(KEEPERS), choice(FETCHERS)
+    if keep.startswith("e") and integer(0, 1):
+        fetch = keep
+    elif keep.partition(":")[0] == fetch.partition(":")[0]:
+        fetch = "none"
+    if fetch.startswith("stride"):
+        fetch = f"{fetch}:model={stride_model(L, shape.experts)}" if L > 1 else "none"
+    scope = "@layer" if integer(0, 4) == 0 else ""
+    slots = choice((integer(1, 3), integer(1, total + 2), integer(1, max(1, total // 2))))
+    return Run(
+        requests=[draw_request(integer, i, shape) for i in range(integer(1, 5))],
+        shape=shape,
+        slots=max(slots, L) if scope else slots,
+        policy=f"{keep}+{fetch}{scope}",
+        timing=FixedTiming(duration(), duration(), integer(0, 2), duration(), duration(), choice((0, 0, duration()))),
+        link=Link(integer(0, 6), integer(0, 3), integer(1, 4), size, choice((None, integer(1, size + 1)))),
+        cold=integer(0, 2) == 0,
+        one_scale=integer(0, 2) == 0,
+        window=choice((0.2, 1.0, 3.5, float("inf"))),
+    )
+
+
+def difference(run: Run) -> list[str]:
+    """Columns in which the engines differ."""
+    (ours, progress), (theirs, its_progress) = run.on(kernel.simulate), run.on(model.simulate)
+    columns = [field.name for field in dataclasses.fields(RunLog)]
+    differ = [name for name in columns if not np.array_equal(getattr(ours, name), getattr(theirs, name))]
+    dtypes = [
+        name for name in columns if np.asarray(getattr(ours, name)).dtype != np.asarray(getattr(theirs, name)).dtype
+    ]
+    return differ + dtypes + (["progress"] if progress != its_progress else [])
+
+
+@pytest.mark.parametrize("batch", range(BATCHES))
+def test_the_engines_are_equal_in_every_column_on_seeded_random_runs(batch: int) -> None:
+    for seed in range(batch, CASES, BATCHES):
+        run = draw_run(random.Random(seed).randint)
+        assert not difference(run), f"draw_run(random.Random({seed}).randint): {run.policy}"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_the_engines_are_equal_on_runs_that_hypothesis_shrinks(data: st.DataObject) -> None:
+    run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
+    assert not difference(run), run
+
+
+def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
+    runs = [draw_run(random.Random(seed).randint) for seed in range(600)]
+    played = Counter(name.partition(":")[0] for run in runs for name in run.policy.partition("@")[0].split("+"))
+    served = {cls.name for cls in dispatch.KINDS} - {"static"}
+    assert set(played) == served
+    assert min(played.values()) >= 10
+    logs = [run.on(kernel.simulate)[0] for run in runs]
+    for column in ("late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
+        assert sum(getattr(log, column).any() for log in logs) >= 50, column
+    reached = np.sum([log.stall_ns.any(axis=0) for log in logs], axis=0)
+    assert (reached[:4] >= 20).all()
+
+
+def test_every_built_in_score_policy_and_prefetcher_is_served() -> None:
+    from policies.contract import ScorePolicy
+    from policies.registry import _prefetch, _retention, available
+
+    available()
+    built_in = [
+        cls
+        for table in (_retention, _prefetch)
+        for cls in table.values()
+        if cls.__module__.startswith("policies.") and (table is _prefetch or issubclass(cls, ScorePolicy))
+    ]
+    assert set(built_in) == set(dispatch.KINDS)
+
+
+def test_static_popularity_plays_alike_on_both(tmp_path: Path) -> None:
+    trace = synthetic(requests=3, tokens=20, layers=3, experts=6, top_k=2, seed=4)
+    write_trace(trace, tmp_path / "profile")
+    run = draw_run(random.Random(0).randint)._replace(
+        requests=[trace.steps(i) for i in range(3)],
+        shape=Shape(3, 6),
+        slots=5,
+        policy=f"static:profile={tmp_path / 'profile'}+oracle1",
+    )
+    assert not difference(run)
+
+
+def test_the_compiled_engine_equals_the_reference_on_seeded_random_cases() -> None:
+    cases = [draw_case(random.Random(seed).randint) for seed in range(400)]
+    served = [case for case in cases if case["prefetch"] != "scripted"]
+    assert len(served) > 250
+    for case in served:
+        assert play(case, "compiled") == reference.run_case(case), json.dumps(case)
+
+
+def test_the_compiled_engine_serves_every_stored_case_and_ends_as_two_independent_engines_agreed() -> None:
+    for number, case in enumerate(stored_cases(), 1):
+        assert without_stalls(play(case, "compiled")) == case["expected"], f"stored case {number}"
+
+
+def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
+    trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
+    run = Run([trace.steps(i) for i in range(2)], Shape(2, 5), 2, "lru+all", TIMING, LINK, False, False, 1.0)
+    theirs = run.on(model.simulate)[0]
+    short = kernel.Engine(pair.Pair(parse("lru+all"), run.shape, run.requests), 2, TIMING, LINK, None)
+    most = 3 * (10 + 5)
+    short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
+    ours = short.run(run.requests, False, None)
+    assert len(theirs.evictions) > 4 * most
+    np.testing.assert_array_equal(ours.evictions, theirs.evictions)
+    np.testing.assert_array_equal(ours.step_ns, theirs.step_ns)
+
+
+TIMING = FixedTiming(dense=5, expert=2, expert_per_token=1, combine=1, head=3)
+LINK = Link(latency_ns=1, ns_per_byte_num=1, ns_per_byte_den=2, expert_bytes=4)
+
+
+class Lopsided:
+    """Durations that depend on everything they may depend on."""
+
+    predictor_ns = 0
+
+    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+        return 1000 * layer + 100 * tokens + context
+
+    def expert_ns(self, tokens: int) -> int:
+        return 7 * tokens * tokens
+
+    def combine_ns(self, tokens: int) -> int:
+        return 3 * tokens
+
+    def head_ns(self, tokens: int) -> int:
+        return 11 + tokens
+
+
+def test_duration_tables_hold_the_timings_own_values_request_after_request() -> None:
+    timing, tables = Lopsided(), DurationTables(Lopsided(), 3)
+    for seed in range(20):
+        request = draw_request(random.Random(seed).randint, seed, Shape(3, 4))
+        found, steps = tables.of(request), list(zip(request.tokens.tolist(), request.context.tolist(), strict=True))
+        dense = [[timing.dense_ns(layer, *step) for layer in range(3)] for step in steps]
+        np.testing.assert_array_equal(found.dense, np.array(dense, np.int64).reshape(-1, 3))
+        assert found.combine.tolist() == [timing.combine_ns(tokens) for tokens, _ in steps]
+        assert found.head.tolist() == [timing.head_ns(tokens) for tokens, _ in steps]
+        assert len(found.expert) > request.counts.max(initial=0)
+        assert found.expert[1:].tolist() == [timing.expert_ns(n) for n in range(1, len(found.expert))]
+
+
+MY_POLICY = """
+from policies.contract import ScorePolicy
+class Mine(ScorePolicy):
+    name = "mine"
+    def observe(self, event):
+        self.keep[0, event.experts] = event.serial
+"""
+
+
+@pytest.mark.parametrize(
+    ("policy", "says"),
+    [
+        ("clock", "clock is not one of the built-in"),
+        ("clock@layer", "not one of the built-in"),
+        ("eamc:capacity=5+eamc:capacity=9", "two different eamc"),
+        ("{mine}", "not one of the built-in"),
+    ],
+)
+def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_auto(policy, says, tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(MY_POLICY)
+    spec = parse(policy.format(mine=f"{tmp_path / 'mine.py'}:Mine"))
+    trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
+    run = [trace.steps(i) for i in range(2)], 2, 5, 4, spec, TIMING, LINK
+    for refuse in (
+        lambda: engine.simulate("compiled", *run),
+        lambda: engine.require("compiled", spec, Shape(2, 5)),
+    ):
+        with pytest.raises(InputError, match=says) as caught:
+            refuse()
+        assert "\n" not in str(caught.value)
+    auto, simpy = engine.simulate("auto", *run), engine.simulate("simpy", *run)
+    assert auto.step_ns.tolist() == simpy.step_ns.tolist()
+    assert auto.evictions.tolist() == simpy.evictions.tolist()
+
+
+def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_before_it_plays() -> None:
+    cells = {name: Setup(trace=demo_trace(), engine=name, requests=2).load() for name in engine.ENGINES}
+    for policy in ("lru", "eamc-blend"):
+        logs = [loaded.play(parse(policy), loaded.all_experts // 4) for loaded in cells.values()]
+        assert all(log.step_ns.tolist() == logs[0].step_ns.tolist() for log in logs)
+        assert logs[0].evictions.any()
+    with pytest.raises(InputError, match="clock"):
+        cells["compiled"].require(parse("clock"), 8)
+    cells["auto"].require(parse("clock"), 8)
+    with pytest.raises(InputError, match="engine"):
+        Setup(trace=demo_trace(), engine="compild")
+
+
+def test_an_engine_that_there_is_not_is_told() -> None:
+    with pytest.raises(InputError, match="engine"):
+        engine.check("compild")
+
+
+def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
+    with patch.object(model, "simulate", side_effect=AssertionError("SimPy was asked")):
+        trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
+        engine.simulate("auto", [trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK)
+
+
+@pytest.mark.parametrize(
+    ("timing", "link"),
+    [
+        (dataclasses.replace(TIMING, dense=2**53), LINK),
+        (TIMING, dataclasses.replace(LINK, expert_bytes=2**53, ns_per_byte_num=2**53)),
+    ],
+)
+def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
+    trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
+    with pytest.raises(OverflowError, match="62 bits"):
+        kernel.simulate([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link)
+
+
+SECOND_PROCESS = """
+import sys
+from numba.core.dispatcher import Dispatcher
+from policies.registry import parse
+from sim import kernel
+from sim.timing import FixedTiming, Link
+from traces.synthetic import synthetic
+trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
+requests = [trace.steps(i) for i in range(2)]
+times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
+for policy in ("lru", "lfu+oracle1", "eamc", "eamc-blend", "belady+markov", "expert-map", "lru+popular:budget=1"):
+    kernel.simulate(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0)
+used = {
+    id(value): value
+    for name, module in sys.modules.items()
+    if name.partition(".")[0] in ("policies", "sim")
+    for value in vars(module).values()
+    if isinstance(value, Dispatcher)
+}
+compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
+print(len(kernel.play.signatures), sum(kernel.play.stats.cache_hits.values()), compiled)
+"""
+
+
+def test_a_second_process_compiles_nothing_and_one_kernel_serves_all_policies() -> None:
+    root = Path(__file__).parents[2]
+    for _ in range(2):
+        command = [sys.executable, "-c", SECOND_PROCESS]
+        answer = subprocess.run(command, capture_output=True, text=True, cwd=root, check=True).stdout.split(maxsplit=2)
+    assert answer == ["1", "1", "[]\n"]
