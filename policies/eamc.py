@@ -87,8 +87,8 @@ def weigh(ratios: Float, eps: float, decay: Float, keep: Float) -> None:
 
 
 STEP, SHOWN, SPLIT, DEPTH, BY_RATIO, FOLLOWS_LAYER, SPARES_CANDIDATES, NUMBERS = range(8)
-"""Places in `Prediction.numbers`: the request's step that runs; the phase whose match the ratios are of; flag: whether the
-phases have a collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay
+"""Places in `Prediction.numbers`: the request's step that runs; the phase whose match the ratios are of; flag: whether
+the phases have a collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay
 follows the layer, candidates are spared."""
 
 THRESHOLD, EPS = range(2)
