@@ -117,7 +117,7 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     long = synthetic(40, tokens=200, layers=3, experts=16, top_k=2, seed=3)
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
     write_trace(replace(long, meta=replace(long.meta, **sizes)), tmp_path / "long")
-    asked = ["sweep", "long", "--cache-sizes", "25%,50%", "--workers", "2", "--out", "out"]
+    asked = ["sweep", "long", "--cache-sizes", "25%,50%", "--workers", "2", "--engine", "simpy", "--out", "out"]
     running = subprocess.Popen(
         [*COMMAND, *asked], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
