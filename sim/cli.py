@@ -183,7 +183,7 @@ def _run(loaded: "Loaded", grid: "Grid", folder: Path, workers: int, as_json: bo
         from sim import kernel
 
         if not kernel.on_disk():
-            console.note("compiling the engine, once: this takes about a minute")
+            console.note("compiling the engine, once: this takes half a minute or more")
         kernel.prepare()
     with report.progress(len(grid.cells()) * len(loaded.trace.requests), quiet) as advance:
         outcome = sweep(loaded, grid, workers, advance)
