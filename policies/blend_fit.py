@@ -3,7 +3,7 @@
 Over the first half of the requests of each trace, at a random share of the events: WEIGHTS are the least squares of
 the logarithm of the passes until an expert's next use (at most HORIZON, so that the rarest do not decide) on the
 evidence at the end of its layer's pass, each trace with a level of its own; AHEAD_WEIGHTS are the logistic regression
-of its use in the next layer's pass. What decides is judged on the other half: `python -m benchmarks blend`.
+of its use in the next layer's pass. What decides is judged on the other half: `python -m benchmarks.blend`.
 """
 
 import argparse

@@ -13,7 +13,7 @@ right guess saves so much of a transfer, and a wrong one delays the next miss an
 all: it pays from a chance of wrong / (wrong + r). Priorities are on the scale of the keep scores, so that a prefetch
 never takes the place of what is worth as much (rule 6).
 
-WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend_fit`; what was tried and left out is told there.
+WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend_fit`; policies/README.md tells what was left out.
 Causal; an event costs O(E * k) for its layer and the next.
 """
 

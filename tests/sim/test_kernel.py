@@ -341,7 +341,8 @@ def test_an_engine_that_there_is_not_is_told() -> None:
 def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
     with patch.object(model, "simulate", side_effect=AssertionError("SimPy was asked")):
         trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
-        engine.simulate("auto", [trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK)
+        log = engine.simulate("auto", [trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK)
+    assert log.hits.sum() + log.misses.sum() == 5 * 2 * 2
 
 
 @pytest.mark.parametrize(
