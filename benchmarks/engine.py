@@ -21,6 +21,7 @@ import simpy
 from benchmarks.curves import at_one_size, write_accesses
 from policies.registry import parse
 from sim import kernel
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from traces.steps import RequestSteps
@@ -77,7 +78,7 @@ def against_a_bare_loop() -> None:
     for policy in ("lru", "eamc", "lru+popular", "belady"):
 
         def play(policy: str = policy) -> object:
-            return simulate(requests, LAYERS, EXPERTS, SLOTS, parse(policy), TIMING, LINK)
+            return simulate(Run(requests, LAYERS, EXPERTS, SLOTS, parse(policy), TIMING, LINK))
 
         waits = count_waits(play)
         pairs = [(seconds(play), seconds(lambda waits=waits: bare_loop(waits))) for _ in range(ROUNDS)]
@@ -104,13 +105,13 @@ def against_libcachesim_and_simpy() -> None:
         write_accesses(experts, file)
         for policy, least in SHARES.items():
             run = LAYERS, EXPERTS, SLOTS, parse(policy), TIMING, LINK
-            kernel.simulate(few, *run)
+            kernel.simulate(Run(few, *run))
             shares, gains, took = [], [], []
             for _ in range(5):
-                took.append(seconds(lambda run=run: kernel.simulate(requests, *run)))
+                took.append(seconds(lambda run=run: kernel.simulate(Run(requests, *run))))
                 if libcachesim:
                     shares.append(at_one_size(libcachesim, file, SLOTS)[0] / took[-1])
-                slow = seconds(lambda run=run: simulate(few, *run))
+                slow = seconds(lambda run=run: simulate(Run(few, *run)))
                 gains.append(slow / few_steps / (took[-1] / steps))
             share = f"{statistics.median(shares):.3f} of libcachesim's LRU (at least {least:.3f}), " if shares else ""
             print(

@@ -15,7 +15,7 @@ from replay.driver import COLUMNS
 from replay.driver import Row as StepRow
 from replay.run import Outcome
 from sim.quantities import show_bytes
-from sim.results import COUNT, MS, REQUESTS, RESULTS, SHARE, TEXT, Row, write_rows
+from sim.results import COUNT, MS, RESULTS, SHARE, TEXT, Row, write_rows, write_table
 from traces import console
 
 SCHEMA = pa.schema(
@@ -64,7 +64,7 @@ def save(outcome: Outcome, folder: Path) -> None:
     """Write results.parquet and requests.parquet, each whole or not at all."""
     row = {name: outcome.row.get(name) for name in SCHEMA.names}
     write_rows([row], SCHEMA, folder / RESULTS_FILE)
-    write_rows(outcome.requests, REQUESTS, folder / REQUESTS_FILE)
+    write_table(outcome.requests, folder / REQUESTS_FILE)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pyarrow as pa
 
 from policies.contract import Shape
 from policies.registry import PolicySpec
@@ -18,7 +19,7 @@ from replay.device import Device
 from replay.driver import Plan, Row, play
 from replay.virtual import VirtualDevice
 from sim.cells import Loaded, Requests
-from sim.log import RunLog
+from sim.log import Run, RunLog
 from sim.quantities import show_bytes
 from sim.results import Cell, summarise
 from sim.results import Row as ResultRow
@@ -84,7 +85,7 @@ class Outcome:
     """What a replay found. Rows are those of `sim.results`; the device's facts stand in the row as well."""
 
     row: ResultRow
-    requests: list[ResultRow]
+    requests: pa.Table  # rows of requests.parquet
     predictions: list[Prediction]  # the one to compare with first; empty where there is no simulator
 
 
@@ -218,15 +219,17 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
 
     def row(machine: str, timing: Timing, link: Link) -> ResultRow:
         log: RunLog = simulate(
-            plan.requests,
-            plan.shape.layers,
-            plan.shape.experts,
-            plan.slots,
-            plan.policy,
-            timing,
-            link,
-            plan.cold,
-            experts_per_layer=choice.window(timing, link),
+            Run(
+                plan.requests,
+                plan.shape.layers,
+                plan.shape.experts,
+                plan.slots,
+                plan.policy,
+                timing,
+                link,
+                plan.cold,
+                experts_per_layer=choice.window(timing, link),
+            )
         )
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
         return summarise(log, there, loaded.trace.requests)[0]

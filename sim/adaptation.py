@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from policies.registry import PolicySpec
 from sim.cells import Loaded
+from sim.log import RunLog
 from sim.results import COUNT, SHARE, TEXT, Row, commit, replacing, writable, write_rows
 from sim.sweep import Advance, Grid, play_all
 from traces.errors import InputError, unknown
@@ -358,10 +359,14 @@ def hit_rates(
     """Hit rates [len(after)] of the requests `after`, once those `before` have been played from an empty cache."""
     order = [*before, *after]
     trace = concatenate([loaded.trace.select(np.array([number])) for number in order])
-    log = replace(loaded, trace=trace).play(policy, slots, lambda steps: played(1))
-    hits, misses = (np.bincount(log.request, column, len(order)) for column in (log.hits, log.misses))
-    rates: Float = (hits / np.maximum(hits + misses, 1))[len(before) :]
-    return rates
+    rates: list[float] = []
+
+    def ended(log: RunLog) -> None:
+        rates.append(log.hits.sum() / max(1, log.hits.sum() + log.misses.sum()))
+        played(1)
+
+    replace(loaded, trace=trace).play(policy, slots, ended)
+    return np.array(rates[len(before) :])
 
 
 def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from policies.registry import PolicySpec
 from sim.cells import Loaded, Requests
 from sim.curves import Accesses, Int, Reuse, belady_misses, lru_misses, reuse
 from sim.locality import Locality, locality
+from sim.log import RunLog
 from sim.results import COUNT, SHARE, TEXT, Row, replacing, writable, write_rows
 from sim.sweep import Grid
 
@@ -119,7 +120,15 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
     def misses(policy: PolicySpec, slots: int) -> int:
         if policy.text in known:
             return int(known[policy.text][slots])
-        return int(loaded.play(policy, slots, lambda steps: tell(1)).misses.sum())
+        found = 0
+
+        def ended(log: RunLog) -> None:
+            nonlocal found
+            found += int(log.misses.sum())
+            tell(1)
+
+        loaded.play(policy, slots, ended)
+        return found
 
     first_uses = int(belady[-1])
     return Analysis(

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
@@ -13,7 +13,7 @@ from policies.contract import Shape
 from policies.registry import PolicySpec
 from sim import engine, models
 from sim.hardware import Hardware, hardware
-from sim.log import RunLog
+from sim.log import Ended, Run, RunLog, joined
 from sim.models import ModelProfile
 from sim.predictors import cost_us
 from sim.results import Cell
@@ -132,18 +132,33 @@ class Loaded:
         if self.hardware:
             engine.require(self.setup.engine, policy, shape)
 
-    def play(self, policy: PolicySpec, slots: int, progress: Callable[[int], None] | None = None) -> RunLog:
-        """Run one cell; `progress` is called with the number of steps of each request that has ended."""
+    def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
+        """Run one cell; `ended` takes the log of each request as it ends."""
         requests, layers, experts = Requests(self.trace), self.trace.layers, self.trace.num_experts
         if self.hardware is None:
-            from sim.untimed import count
+            from sim import untimed
 
-            log = count(requests, layers, experts, slots, policy, self.setup.cold, progress)
-            return replace(log, expert_bytes=self.expert_bytes or 0)
+            size = self.expert_bytes or 0
+            untimed.play(
+                requests,
+                layers,
+                experts,
+                slots,
+                policy,
+                lambda log: ended(replace(log, expert_bytes=size)),
+                self.setup.cold,
+            )
+            return
         timing, link = self.timing(policy), self.link
         window = experts_per_layer(timing, link, layers, self.trace.top_k)
-        run = requests, layers, experts, slots, policy, timing, link, self.setup.cold, progress, window
-        return engine.simulate(self.setup.engine, *run)
+        run = Run(requests, layers, experts, slots, policy, timing, link, self.setup.cold, window)
+        engine.play(self.setup.engine, run, ended)
+
+    def log(self, policy: PolicySpec, slots: int) -> RunLog:
+        """The same, the log kept whole."""
+        parts: list[RunLog] = []
+        self.play(policy, slots, parts.append)
+        return joined(parts)
 
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         """What the rows of that cell say of it."""

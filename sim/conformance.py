@@ -12,7 +12,7 @@ import numpy as np
 
 from policies.registry import parse
 from sim.engine import AUTO, SIMPY, check, simulate
-from sim.log import RunLog
+from sim.log import Run, RunLog
 from sim.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, RequestSteps
@@ -87,27 +87,29 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
         prefetch = f"popular:n={case['popular_n']}"
     log = simulate(
         engine,
-        [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
-        layers=case["L"],
-        experts=case["E"],
-        slots=case["slots"],
-        policy=parse(f"{case['evict']}+{prefetch}"),
-        timing=FixedTiming(
-            dense=case["dense_ns"],
-            expert=case["expert_ns"],
-            expert_per_token=case["expert_ns_per_token"],
-            combine=case["combine_ns"],
-            head=case["head_ns"],
-            predictor_ns=case["predictor_ns"],
+        Run(
+            [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
+            layers=case["L"],
+            experts=case["E"],
+            slots=case["slots"],
+            policy=parse(f"{case['evict']}+{prefetch}"),
+            timing=FixedTiming(
+                dense=case["dense_ns"],
+                expert=case["expert_ns"],
+                expert_per_token=case["expert_ns_per_token"],
+                combine=case["combine_ns"],
+                head=case["head_ns"],
+                predictor_ns=case["predictor_ns"],
+            ),
+            link=Link(
+                latency_ns=case["link_latency_ns"],
+                ns_per_byte_num=case["link_ns_per_byte_num"],
+                ns_per_byte_den=case["link_ns_per_byte_den"],
+                expert_bytes=case["expert_bytes"],
+                chunk_bytes=case["chunk_bytes"],
+            ),
+            cold=case["cold"],
         ),
-        link=Link(
-            latency_ns=case["link_latency_ns"],
-            ns_per_byte_num=case["link_ns_per_byte_num"],
-            ns_per_byte_den=case["link_ns_per_byte_den"],
-            expert_bytes=case["expert_bytes"],
-            chunk_bytes=case["chunk_bytes"],
-        ),
-        cold=case["cold"],
     )
     return case_result(log)
 

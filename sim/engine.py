@@ -1,12 +1,11 @@
 """Which engine plays a run: the compiled one where it serves the policy, else SimPy. What comes out is the same."""
 
-from collections.abc import Callable
+from functools import partial
 
 from policies import dispatch
-from policies.contract import Requests, Shape
+from policies.contract import Shape
 from policies.registry import PolicySpec
-from sim.log import RunLog
-from sim.timing import Link, Timing
+from sim.log import Ended, Run, RunLog, whole
 from traces.errors import InputError, unknown
 
 AUTO, SIMPY, COMPILED = "auto", "simpy", "compiled"
@@ -26,29 +25,21 @@ def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
         raise InputError(f"--engine compiled does not play {policy.text}: {reason}; --engine auto plays it on SimPy")
 
 
-def simulate(
-    engine: str,
-    requests: Requests,
-    layers: int,
-    experts: int,
-    slots: int,
-    policy: PolicySpec,
-    timing: Timing,
-    link: Link,
-    cold: bool = False,
-    progress: Callable[[int], None] | None = None,
-    experts_per_layer: float | None = None,
-) -> RunLog:
-    """As `sim.model.simulate`, on `engine`. InputError where that cannot play the policy."""
-    run = requests, layers, experts, slots, policy, timing, link, cold, progress, experts_per_layer
+def play(engine: str, run: Run, ended: Ended) -> None:
+    """Play a run on `engine`; `ended` is told of each request. InputError where it cannot play the policy."""
     if engine != SIMPY:
         from sim import kernel
 
         try:
-            return kernel.simulate(*run)
+            return kernel.play(run, ended)
         except kernel.NotServedError:
             if engine == COMPILED:
                 raise
     from sim import model
 
-    return model.simulate(*run)
+    return model.play(run, ended)
+
+
+def simulate(engine: str, run: Run) -> RunLog:
+    """The same, the log kept whole."""
+    return whole(partial(play, engine), run)

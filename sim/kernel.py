@@ -7,7 +7,6 @@ twin in `sim.model` under the same name, where it is explained. One call plays a
 requests (`begin_request`, learning in `end_request`) stays Python.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +14,14 @@ import numpy as np
 
 from policies import core, dispatch, limits
 from policies.compiled import compiled
-from policies.contract import Float, Int, Requests, Shape
+from policies.contract import Float, Int, Shape
 from policies.core import BLOCKED
 from policies.dispatch import KINDS, NONE, Minds, Told
 from policies.limits import Bounds, limiter
 from policies.pair import Pair
-from policies.registry import PolicySpec, parse
-from sim.log import STALLS, RunLog
-from sim.timing import Durations, DurationTables, FixedTiming, Link, Timing
+from policies.registry import parse
+from sim.log import STALLS, Ended, Run, RunLog, whole
+from sim.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import RequestSteps
 
@@ -66,7 +65,7 @@ N_COUNTERS = LINK_BUSY - COUNTERS
 MOST = 2**62  # ns, bytes: beyond lie overflows
 
 
-class Run(NamedTuple):
+class Machine(NamedTuple):
     """The machine and the arrays of one run."""
 
     m: Int
@@ -102,7 +101,7 @@ def used_ns(n: Int, sent: int) -> int:
 
 
 @compiled
-def act(run: Run) -> None:
+def act(run: Machine) -> None:
     """Rule 5, if the link is free."""
     n = run.n
     if n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
@@ -111,7 +110,7 @@ def act(run: Run) -> None:
 
 
 @compiled
-def turn_to(run: Run, expert: int, victim: int, prefetch: bool) -> None:
+def turn_to(run: Machine, expert: int, victim: int, prefetch: bool) -> None:
     """The machine has answered what comes next."""
     n = run.n
     if expert >= 0:
@@ -126,7 +125,7 @@ def turn_to(run: Run, expert: int, victim: int, prefetch: bool) -> None:
 
 
 @compiled
-def start(run: Run, expert: int, victim: int, prefetch: bool) -> None:
+def start(run: Machine, expert: int, victim: int, prefetch: bool) -> None:
     """A transfer starts, or a paused one goes on."""
     n = run.n
     if victim >= 0:
@@ -157,7 +156,7 @@ def send_chunk(n: Int) -> None:
 
 
 @compiled
-def account(run: Run) -> None:
+def account(run: Machine) -> None:
     """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
     m, n, ends = run.m, run.n, run.ends
     now = n[NOW]
@@ -177,7 +176,7 @@ def account(run: Run) -> None:
 
 
 @compiled
-def link_event(run: Run) -> None:
+def link_event(run: Machine) -> None:
     """The chunk on the link has ended."""
     n = run.n
     n[NOW] = n[LINK_END]
@@ -201,7 +200,7 @@ def link_event(run: Run) -> None:
 
 
 @compiled
-def advance(run: Run, until: int) -> None:
+def advance(run: Machine, until: int) -> None:
     """Let everything happen that ends up to `until`, which is the present then."""
     m, n = run.m, run.n
     while n[LINK_END] <= until or n[HIT_END] <= until:
@@ -224,8 +223,8 @@ def busy_until_now(n: Int) -> int:
 
 
 @compiled
-def play(
-    run: Run, plan: Plan, minds: Minds, told: Told, durations: Durations, predictor_ns: int, step: int, rows: Int
+def play_steps(
+    run: Machine, plan: Plan, minds: Minds, told: Told, durations: Durations, predictor_ns: int, step: int, rows: Int
 ) -> int:
     """Play the request from `step` on, until its end or until the log of evictions might not hold a step's more.
 
@@ -306,36 +305,30 @@ def play(
     return step
 
 
-def simulate(
-    requests: Requests,
-    layers: int,
-    experts: int,
-    slots: int,
-    policy: PolicySpec,
-    timing: Timing,
-    link: Link,
-    cold: bool = False,
-    progress: Callable[[int], None] | None = None,
-    experts_per_layer: float | None = None,
-) -> RunLog:
-    """As `sim.model.simulate`, whose result this is. NotServedError for a policy that it cannot play."""
-    pair = Pair(policy, Shape(layers, experts), requests, experts_per_layer=experts_per_layer)
+def simulate(run: Run) -> RunLog:
+    """Play a run and keep its log whole. NotServedError for a policy that this engine cannot play."""
+    return whole(play, run)
+
+
+def play(run: Run, ended: Ended) -> None:
+    """As `sim.model.play`, whose logs these are. NotServedError for a policy that this engine cannot play."""
+    pair = Pair(run.policy, Shape(run.layers, run.experts), run.requests, experts_per_layer=run.experts_per_layer)
     if reason := dispatch.refusal(pair.retention, pair.prefetcher):
-        raise NotServedError(f"the compiled engine does not play {policy.text}: {reason} (--engine simpy does)")
-    return Engine(pair, slots, timing, link, experts_per_layer).run(requests, cold, progress)
+        raise NotServedError(f"the compiled engine does not play {run.policy.text}: {reason} (--engine simpy does)")
+    Engine(run, pair).play(ended)
 
 
 def on_disk() -> bool:
     """Whether a process of before has left the compiled engine on disk (perhaps of older sources)."""
-    dispatcher: Any = play
-    return any(Path(dispatcher.stats.cache_path).glob("kernel.play-*.nbi"))
+    dispatcher: Any = play_steps
+    return any(Path(dispatcher.stats.cache_path).glob("kernel.play_steps-*.nbi"))
 
 
 def prepare() -> None:
     """Compile the engine, or load it: once for the processes that come after."""
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     request = RequestSteps(0, np.ones(1, np.uint8), one, one, np.zeros(2, np.int64), none, none)
-    simulate([request], 1, 1, 1, parse("lru"), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1))
+    simulate(Run([request], 1, 1, 1, parse("lru"), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
 
 
 class NotServedError(InputError):
@@ -345,18 +338,20 @@ class NotServedError(InputError):
 class Engine:
     """One run: the machine, the policies' minds, and the rows that requests leave behind."""
 
-    def __init__(self, pair: Pair, slots: int, timing: Timing, link: Link, experts_per_layer: float | None) -> None:
-        shape = pair.shape
+    def __init__(self, run: Run, pair: Pair) -> None:
+        shape, timing, link = pair.shape, run.timing, run.link
         L, E = shape.layers, shape.experts
+        self.requests = run.requests
+        self.cold = run.cold
         self.pair = pair
-        self.machine = pair.residency(slots)
+        self.machine = pair.residency(run.slots)
         self.rest = dispatch.nothing()
-        self.plan = _plan(pair, experts_per_layer)
+        self.plan = _plan(pair, run.experts_per_layer)
         self.tables = DurationTables(timing, L)
         self.predictor_ns = timing.predictor_ns
         self.link = link
         self.whole_ns = link.used_ns(link.expert_bytes)
-        self.state = Run(
+        self.state = Machine(
             m=self.machine.m,
             keep=self.machine.keep,
             rule=self.machine.rule,
@@ -367,38 +362,35 @@ class Engine:
             stall=np.zeros(len(STALLS), np.int64),
             evictions=np.zeros(max(1 << 16, 2 * (L + 1) * (shape.total + E)), np.int64),
         )
-        self.evictions: list[Int] = []
+        self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended
 
-    def run(self, requests: Requests, cold: bool, progress: Callable[[int], None] | None) -> RunLog:
+    def play(self, ended: Ended) -> None:
         """Play everything; the run ends with the last head."""
-        kinds, totals = [], [np.zeros((1, COLUMNS), np.int64)]
-        last = len(requests) - 1
+        last = len(self.requests) - 1
         for ordinal in range(last + 1):
-            request = requests[ordinal]
-            steps = len(request.tokens)
+            request = self.requests[ordinal]
             self.pair.begin_request(ordinal, request)
-            if steps:
-                totals.append(self._play(request))
-                self._end_request(cold and ordinal != last)
+            totals, evictions = self._play(request)
+            if len(totals):
+                self._end_request(self.cold and ordinal != last)
                 # What --cold discards is within the step that has ended.
-                totals[-1][-1, COUNTERS:LINK_BUSY] = self.machine.counters()
-            kinds.append(np.stack([np.full(steps, request.request), request.phase, request.tokens], axis=1))
-            if progress:
-                progress(steps)
-        return self._log(np.concatenate([np.empty((0, 3), np.int64), *kinds]), np.concatenate(totals))
+                totals[-1, COUNTERS:LINK_BUSY] = self.machine.counters()
+            ended(self._log(request, totals, evictions))
 
-    def _play(self, request: RequestSteps) -> Int:
-        """All steps of a request; totals [S, COLUMNS] of the run at the end of each."""
+    def _play(self, request: RequestSteps) -> tuple[Int, list[Int]]:
+        """All steps of a request: totals [S, COLUMNS] of the run at the end of each; the experts evicted."""
+        rows, evictions = np.zeros((len(request.tokens), COLUMNS), np.int64), [np.empty(0, np.int64)]
+        if not len(rows):
+            return rows, evictions
         told, durations = dispatch.told(request), self.tables.of(request)
         self._check_range(told, durations)
         minds = dispatch.minds(self.rest, self.pair.retention, self.pair.prefetcher)
-        rows = np.zeros((len(request.tokens), COLUMNS), np.int64)
         step, n = 0, self.state.n
         while step < len(rows):
-            step = play(self.state, self.plan, minds, told, durations, self.predictor_ns, step, rows)
-            self.evictions.append(self.state.evictions[: n[EVICTED]].copy())
+            step = play_steps(self.state, self.plan, minds, told, durations, self.predictor_ns, step, rows)
+            evictions.append(self.state.evictions[: n[EVICTED]].copy())
             n[EVICTED] = 0
-        return rows
+        return rows, evictions
 
     def _end_request(self, cold: bool) -> None:
         """Rule 10; `cold` discards what is under way."""
@@ -420,14 +412,15 @@ class Engine:
         if self.state.n[NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
-    def _log(self, kinds: Int, totals: Int) -> RunLog:
-        spent = np.diff(totals, axis=0)
+    def _log(self, request: RequestSteps, totals: Int, evictions: list[Int]) -> RunLog:
+        spent = np.diff(totals, axis=0, prepend=self.totals[None])
+        self.totals = totals[-1] if len(totals) else self.totals
         stall = spent[:, STALL:COUNTERS]
         hits, late, misses, demand, prefetch, used, wasted = spent[:, COUNTERS:LINK_BUSY].T
         return RunLog(
-            request=kinds[:, 0],
-            phase=kinds[:, 1].astype(np.uint8),
-            tokens=kinds[:, 2],
+            request=np.full(len(spent), request.request),
+            phase=request.phase,
+            tokens=request.tokens,
             step_ns=spent[:, CLOCK],
             stall_ns=stall,
             hits=hits,
@@ -440,7 +433,7 @@ class Engine:
             link_busy_ns=spent[:, LINK_BUSY],
             compute_busy_ns=spent[:, CLOCK] - stall.sum(axis=1),
             expert_bytes=self.link.expert_bytes,
-            evictions=np.concatenate([np.empty(0, np.int64), *self.evictions]),
+            evictions=np.concatenate(evictions),
         )
 
 

@@ -14,14 +14,13 @@ from typing import Any
 import numpy as np
 import simpy
 
-from policies.contract import Requests, Shape
+from policies.contract import Shape
 from policies.core import BLOCKED, NO_EXPERT
 from policies.pair import Pair
-from policies.registry import PolicySpec
 from policies.residency import Residency
 from sim.hits import HitQueue
-from sim.log import STALLS, RunLog
-from sim.timing import Link, Timing
+from sim.log import STALLS, Ended, Run, RunLog, whole
+from sim.timing import Link
 from traces.steps import RequestSteps
 
 PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)  # of STALLS; with one link the fifth never occurs, see HostLink
@@ -58,64 +57,40 @@ class At(simpy.Event):
         env.schedule(self, rank, delay)  # type: ignore[arg-type]  # priorities above NORMAL, as SimPy's heap allows
 
 
-def simulate(
-    requests: Requests,
-    layers: int,
-    experts: int,
-    slots: int,
-    policy: PolicySpec,
-    timing: Timing,
-    link: Link,
-    cold: bool = False,
-    progress: Callable[[int], None] | None = None,
-    experts_per_layer: float | None = None,
-) -> RunLog:
-    """Play `requests` one after another through a cache of `slots` experts.
+def simulate(run: Run) -> RunLog:
+    """Play a run and keep its log whole."""
+    return whole(play, run)
 
-    `requests` is a sequence of `RequestSteps` of a model of `layers` x `experts`; `progress` is called with the
-    number of steps of each request that has ended. An oracle policy reads `requests` before the run, no other does.
-    A policy with a prefetch budget needs `experts_per_layer` (`sim.timing`).
-    """
-    model = Model(requests, Shape(layers, experts), slots, policy, timing, link, cold, experts_per_layer)
-    return model.run(progress)
+
+def play(run: Run, ended: Ended) -> None:
+    """Play a run; `ended` is told of each request when it ends."""
+    Model(run).play(ended)
 
 
 class Model:
     """One run: environment, residency machine, compute stream, link, and the log that they fill."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        shape: Shape,
-        slots: int,
-        policy: PolicySpec,
-        timing: Timing,
-        link: Link,
-        cold: bool,
-        experts_per_layer: float | None,
-    ) -> None:
+    def __init__(self, run: Run) -> None:
         self.env = Nanoseconds()
-        self.requests = requests
-        self.shape = shape
-        self.timing = timing
-        self.cold = cold
-        self.policy = Pair(policy, shape, requests, experts_per_layer=experts_per_layer)
-        self.machine = self.policy.residency(slots)
+        self.requests = run.requests
+        self.shape = Shape(run.layers, run.experts)
+        self.timing = run.timing
+        self.cold = run.cold
+        self.policy = Pair(run.policy, self.shape, run.requests, experts_per_layer=run.experts_per_layer)
+        self.machine = self.policy.residency(run.slots)
         self.hits = HitQueue(self.machine)
-        self.link = HostLink(self.env, self.machine, link, self.hits)
-        self.rows: list[list[int]] = []
+        self.link = HostLink(self.env, self.machine, run.link, self.hits)
 
-    def run(self, progress: Callable[[int], None] | None) -> RunLog:
+    def play(self, ended: Ended) -> None:
         """Play everything; the run ends with the last head."""
-        self.env.run(until=self.env.process(self._compute_stream(progress)))
-        return self._log()
+        self.env.run(until=self.env.process(self._compute_stream(ended)))
 
     # The compute stream
 
-    def _compute_stream(self, progress: Callable[[int], None] | None) -> Wait:
+    def _compute_stream(self, ended: Ended) -> Wait:
         last = len(self.requests) - 1
         for ordinal in range(last + 1):
-            request = self.requests[ordinal]
+            request, rows = self.requests[ordinal], []
             self.policy.begin_request(ordinal, request)
             steps = len(request.tokens)
             for step in range(steps):
@@ -123,9 +98,8 @@ class Model:
                 yield from self._step(request, step)
                 if step == steps - 1:
                     self._end_request(cold=self.cold and ordinal != last)
-                self._write_row(request, step, self.env.now - began, before)
-            if progress:
-                progress(steps)
+                rows.append(self._row(request, step, self.env.now - began, before))
+            ended(self._log(rows))
 
     def _end_request(self, cold: bool) -> None:
         """Rule 10. What `--cold` discards counts for the step that has just ended."""
@@ -187,13 +161,14 @@ class Model:
     def _snapshot(self) -> list[int]:
         return [*self.link.stall_ns, *self.machine.counters(), self.link.busy_until_now()]
 
-    def _write_row(self, request: RequestSteps, step: int, step_ns: int, before: list[int]) -> None:
+    def _row(self, request: RequestSteps, step: int, step_ns: int, before: list[int]) -> list[int]:
         spent = [now - then for now, then in zip(self._snapshot(), before, strict=True)]
         kind = [request.request, int(request.phase[step]), int(request.tokens[step])]
-        self.rows.append([*kind, step_ns, *spent])
+        return [*kind, step_ns, *spent]
 
-    def _log(self) -> RunLog:
-        table = np.array(self.rows, np.int64).reshape(-1, 17)
+    def _log(self, rows: list[list[int]]) -> RunLog:
+        table = np.array(rows, np.int64).reshape(-1, 17)
+        evictions, self.link.evictions = np.array(self.link.evictions, np.int64), []
         stall = table[:, 4:9]
         return RunLog(
             request=table[:, 0],
@@ -211,7 +186,7 @@ class Model:
             link_busy_ns=table[:, 16],
             compute_busy_ns=table[:, 3] - stall.sum(axis=1),
             expert_bytes=self.link.spec.expert_bytes,
-            evictions=np.array(self.link.evictions, np.int64),
+            evictions=evictions,
         )
 
 

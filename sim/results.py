@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sim.log import STALLS, RunLog
+from sim.log import STALLS, Int, RunLog
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
@@ -80,6 +80,15 @@ REQUESTS = pa.schema(
 """Columns of requests.parquet, a row per cell and request."""
 
 
+_OF_REQUEST = ("tokens", "hits", "late", "misses")
+_COUNTED = (
+    *_OF_REQUEST,
+    *("demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
+    *("step_ns", "link_busy_ns", "compute_busy_ns"),
+)
+"""Columns of a log that are summed over a run."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What was run, in the words of its row."""
@@ -99,46 +108,135 @@ class Cell:
     seed: int
 
 
-def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, list[Row]]:
-    """The row of a run, and a row for each request counted.
+class Summary:
+    """The row of a run, and a row for each request counted, from logs as they come.
 
     `requests`: those of the trace, so that `log.request` are places in it. `prefetch_coverage` is null until
-    `coverage` is known. Without hardware all times are null, without a size of experts all bytes.
+    `coverage` is known. Without hardware all times are null, without a size of experts all bytes. What grows with a
+    trace are its requests, and eight bytes a step, for the percentiles.
     """
-    timed = cell.hardware is not None
-    counted = log.request >= cell.warmup_requests
-    decode, prefill = (counted & (log.phase == phase) for phase in (DECODE, PREFILL))
-    hits, late, misses = (int(column[counted].sum()) for column in (log.hits, log.late, log.misses))
-    lookups = hits + late + misses
-    fetched = int(log.prefetch_transfers[counted].sum())
-    transfers = (int(log.demand_transfers[counted].sum()), fetched, int(log.prefetch_wasted[counted].sum()))
-    sizes = [n * log.expert_bytes if log.expert_bytes else None for n in transfers]
-    row: Row = {
-        **_identity(cell),
-        "phase": cell.phase,
-        "model": cell.model,
-        "hardware": cell.hardware,
-        "requests": len(np.unique(log.request[counted])),
-        "tokens": int(log.tokens[counted].sum()),
-        "lookups": lookups,
-        "hits": hits,
-        "late": late,
-        "misses": misses,
-        "hit_rate": _ratio(hits, lookups),
-        **dict(zip(("bytes_demand", "bytes_prefetch", "bytes_wasted"), sizes, strict=True)),
-        "prefetch_precision": _ratio(int(log.prefetch_used[counted].sum()), fetched),
-        "prefetch_coverage": None,
-        "oracle": cell.oracle,
-        "cold": cell.cold,
-        "warmup_requests": cell.warmup_requests,
-        "predictor_us": cell.predictor_us,
-        "expert_bytes": log.expert_bytes or None,
-        "seed": cell.seed,
-        "commit": commit(),
-    }
-    if timed:
-        row |= _times(log, counted) | _latencies(log.step_ns[decode] / 1e6, log.step_ns[prefill] / 1e6)
-    return {name: row.get(name) for name in RESULTS.names}, _by_request(log, cell, requests, counted, timed)
+
+    def __init__(self, cell: Cell, requests: pd.DataFrame) -> None:
+        self._cell = cell
+        self._labels = requests
+        self._expert_bytes = 0
+        self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
+        self._step_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
+        self._played = np.zeros((len(_OF_REQUEST) + 4, len(requests)), np.int64)
+
+    def add(self, log: RunLog) -> None:
+        """Steps played, of one request or of many; those of warm-up requests count nothing."""
+        counted = log.request >= self._cell.warmup_requests
+        self._expert_bytes = log.expert_bytes
+        for name in _COUNTED:
+            self._sums[name] += int(getattr(log, name)[counted].sum())
+        for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
+            self._sums[f"stall_{cause}"] += ns
+        if not counted.any():
+            return
+        request, first = log.request[counted], int(log.request[counted].min())
+        places = request - first
+        rows = [getattr(log, name)[counted] for name in _OF_REQUEST]
+        for phase, held in self._step_ns.items():
+            of_phase = log.phase[counted] == phase
+            held.append(log.step_ns[counted][of_phase])
+            rows += [of_phase, np.where(of_phase, log.step_ns[counted], 0)]
+        for played, row in zip(self._played, rows, strict=True):
+            summed = np.zeros(int(places.max()) + 1, np.int64)
+            np.add.at(summed, places, row)
+            played[first : first + len(summed)] += summed
+
+    def row(self) -> Row:
+        """Of the run."""
+        cell, sums, size = self._cell, self._sums, self._expert_bytes
+        lookups = sums["hits"] + sums["late"] + sums["misses"]
+        fetched = sums["prefetch_transfers"]
+        transfers = (sums["demand_transfers"], fetched, sums["prefetch_wasted"])
+        row: Row = {
+            **_identity(cell),
+            "phase": cell.phase,
+            "model": cell.model,
+            "hardware": cell.hardware,
+            "requests": int(np.count_nonzero(self._steps)),
+            **{name: sums[name] for name in ("tokens", "hits", "late", "misses")},
+            "lookups": lookups,
+            "hit_rate": _ratio(sums["hits"], lookups),
+            **{
+                f"bytes_{kind}": n * size if size else None
+                for kind, n in zip(("demand", "prefetch", "wasted"), transfers, strict=True)
+            },
+            "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
+            "prefetch_coverage": None,
+            "oracle": cell.oracle,
+            "cold": cell.cold,
+            "warmup_requests": cell.warmup_requests,
+            "predictor_us": cell.predictor_us,
+            "expert_bytes": size or None,
+            "seed": cell.seed,
+            "commit": commit(),
+        }
+        if cell.hardware is not None:
+            row |= self._times() | self._latencies()
+        return {name: row.get(name) for name in RESULTS.names}
+
+    def requests(self) -> pa.Table:
+        """Rows of requests.parquet, in the order of play."""
+        here = np.flatnonzero(self._steps)
+        tokens, hits, late, misses, prefills, prefill_ns, decodes, decode_ns = self._played[:, here]
+        columns: dict[str, Any] = {
+            **{name: [value] * len(here) for name, value in _identity(self._cell).items()},
+            "request": self._labels["id"].iloc[here].astype(str),
+            "dataset": self._labels["dataset"].iloc[here].astype(str),
+            "task": self._labels["task"].iloc[here].astype(str),
+            "tokens": tokens,
+            "lookups": hits + late + misses,
+            "hits": hits,
+            "late": late,
+            "misses": misses,
+            "ttft_ms": self._mean_ms(prefill_ns, prefills),
+            "tpot_mean_ms": self._mean_ms(decode_ns, decodes),
+        }
+        return pa.table({field.name: pa.array(columns[field.name], field.type) for field in REQUESTS}, REQUESTS)
+
+    @property
+    def _steps(self) -> Int:
+        """[requests] steps counted of each."""
+        steps: Int = self._played[-4] + self._played[-2]
+        return steps
+
+    def _mean_ms(self, ns: Int, steps: Int) -> list[float | None]:
+        timed = self._cell.hardware is not None
+        return [a / n / 1e6 if timed and n else None for a, n in zip(ns.tolist(), steps.tolist(), strict=True)]
+
+    def _times(self) -> Row:
+        """Sums of stalls and busy times, in ms, and what follows from them."""
+        stalls = {cause: self._sums[f"stall_{cause}"] for cause in STALLS}
+        busy = self._sums["link_busy_ns"]
+        exposed = stalls["demand"] + stalls["late"] + stalls["behind_prefetch"]
+        return {
+            **{f"stall_{cause}_ms": ns / 1e6 for cause, ns in stalls.items()},
+            "gpu_idle_ms": sum(stalls.values()) / 1e6,
+            "link_busy_ms": busy / 1e6,
+            "compute_busy_ms": self._sums["compute_busy_ns"] / 1e6,
+            "overlap": 1 - exposed / busy if busy else None,
+            "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._sums["step_ns"]),
+        }
+
+    def _latencies(self) -> Row:
+        """TPOT of decode steps, TTFT of prefills; null where there are none."""
+        prefill, decode = (np.concatenate([np.empty(0, np.int64), *self._step_ns[p]]) for p in (PREFILL, DECODE))
+        row: Row = {"ttft_mean_ms": float(prefill.mean()) / 1e6 if len(prefill) else None}
+        if len(decode):
+            figures = [decode.mean(), *np.percentile(decode, [50, 95, 99], overwrite_input=True), decode.max()]
+            row.update((name, float(ns) / 1e6) for name, ns in zip(_TPOT, figures, strict=True))
+        return row
+
+
+def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, pa.Table]:
+    """The row of a whole run, and the rows of its requests."""
+    summary = Summary(cell, requests)
+    summary.add(log)
+    return summary.row(), summary.requests()
 
 
 def coverage(misses: int, without_prefetch: int) -> float | None:
@@ -161,64 +259,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _times(log: RunLog, counted: Any) -> Row:
-    """Sums of stalls and busy times, in ms, and what follows from them."""
-    stalls = dict(zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True))
-    busy = int(log.link_busy_ns[counted].sum())
-    exposed = stalls["demand"] + stalls["late"] + stalls["behind_prefetch"]
-    elapsed = int(log.step_ns[counted].sum())
-    return {
-        **{f"stall_{cause}_ms": ns / 1e6 for cause, ns in stalls.items()},
-        "gpu_idle_ms": sum(stalls.values()) / 1e6,
-        "link_busy_ms": busy / 1e6,
-        "compute_busy_ms": int(log.compute_busy_ns[counted].sum()) / 1e6,
-        "overlap": 1 - exposed / busy if busy else None,
-        "tokens_per_s": _ratio(int(log.tokens[counted].sum()) * 1e9, elapsed),
-    }
-
-
-def _latencies(decode_ms: Any, prefill_ms: Any) -> Row:
-    """TPOT of decode steps, TTFT of prefills; null where there are none."""
-    row: Row = {"ttft_mean_ms": float(prefill_ms.mean()) if len(prefill_ms) else None}
-    if len(decode_ms):
-        figures = [decode_ms.mean(), *np.percentile(decode_ms, [50, 95, 99]), decode_ms.max()]
-        row.update(zip(_TPOT, map(float, figures), strict=True))
-    return row
-
-
-def _by_request(log: RunLog, cell: Cell, requests: pd.DataFrame, counted: Any, timed: bool) -> list[Row]:
-    """Rows of requests.parquet, in the order of play."""
-    steps = pd.DataFrame(
-        {
-            **{name: getattr(log, name)[counted] for name in ("request", "tokens", "hits", "late", "misses")},
-            "ttft_ms": np.where(log.phase == PREFILL, log.step_ns / 1e6, np.nan)[counted],
-            "tpot_mean_ms": np.where(log.phase == DECODE, log.step_ns / 1e6, np.nan)[counted],
-        }
-    )
-    sums = steps.groupby("request", sort=False)
-    table = sums[["tokens", "hits", "late", "misses"]].sum().join(sums[["ttft_ms", "tpot_mean_ms"]].mean())
-    identity = _identity(cell)
-    rows: list[Row] = []
-    for place, tokens, hits, late, misses, ttft, tpot in table.itertuples(name=None):
-        request = requests.iloc[place]
-        rows.append(
-            {
-                **identity,
-                "request": str(request["id"]),
-                "dataset": str(request["dataset"]),
-                "task": str(request["task"]),
-                "tokens": tokens,
-                "lookups": hits + late + misses,
-                "hits": hits,
-                "late": late,
-                "misses": misses,
-                "ttft_ms": ttft if timed and not np.isnan(ttft) else None,
-                "tpot_mean_ms": tpot if timed and not np.isnan(tpot) else None,
-            }
-        )
-    return rows
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -273,5 +313,10 @@ def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
 
 def write_rows(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
     """Rows as a Parquet file of `schema`, whole or not at all."""
+    write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
+
+
+def write_table(table: pa.Table, path: Path) -> None:
+    """A table as a Parquet file, whole or not at all."""
     with replacing(path) as file:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), file)
+        pq.write_table(table, file)

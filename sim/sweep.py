@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from policies.registry import PolicySpec, parse
 from sim import plot, results, winner
 from sim.cells import Loaded, Setup
+from sim.log import RunLog
 from sim.results import REQUESTS, RESULTS, Row
 from sim.winner import Winner
 
@@ -120,8 +121,14 @@ def _misses_without_prefetch(
 
 def _play(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> Found:
     """One cell, summarised where it was run: logs are large."""
-    log = loaded.play(policy, slots, lambda steps: played(1))
-    return results.summarise(log, loaded.cell(policy, slots), loaded.trace.requests)
+    summary = results.Summary(loaded.cell(policy, slots), loaded.trace.requests)
+
+    def ended(log: RunLog) -> None:
+        summary.add(log)
+        played(1)
+
+    loaded.play(policy, slots, ended)
+    return summary.row(), summary.requests().to_pylist()
 
 
 def play_all(

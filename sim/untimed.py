@@ -4,42 +4,37 @@ Ascending id within a (token, layer) whatever the trace stores; no link, no pref
 event of its own for recency, counts and EAMs. Misses equal those of an independent cache simulator to the unit.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
 from policies.contract import Requests, Shape
 from policies.pair import Pair
 from policies.registry import PolicySpec
 from policies.residency import Residency
-from sim.log import STALLS, RunLog
+from sim.log import STALLS, Ended, RunLog, joined
 from traces.steps import RequestSteps
 
 
-def count(
-    requests: Requests,
-    layers: int,
-    experts: int,
-    slots: int,
-    policy: PolicySpec,
-    cold: bool = False,
-    progress: Callable[[int], None] | None = None,
-) -> RunLog:
+def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
     """Play `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
+    parts: list[RunLog] = []
+    play(requests, layers, experts, slots, policy, parts.append, cold)
+    return joined(parts)
+
+
+def play(
+    requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, ended: Ended, cold: bool = False
+) -> None:
+    """The same; `ended` takes the log of each request as it ends."""
     pair = Pair(policy, Shape(layers, experts), requests, per_access=True)
     machine = pair.residency(slots)
-    rows: list[list[int]] = []
-    evictions: list[int] = []
     last = len(requests) - 1
     for ordinal in range(last + 1):
-        request = requests[ordinal]
+        request, evictions = requests[ordinal], list[int]()
         pair.begin_request(ordinal, request)
-        rows += _play(pair, machine, request, evictions)
+        rows = _play(pair, machine, request, evictions)
         pair.end_request()
         machine.end_request(cold and ordinal != last)
-        if progress:
-            progress(len(request.tokens))
-    return _log(np.array(rows, np.int64).reshape(-1, 5), evictions)
+        ended(_log(np.array(rows, np.int64).reshape(-1, 5), evictions))
 
 
 def _play(pair: Pair, machine: Residency, request: RequestSteps, evictions: list[int]) -> list[list[int]]:

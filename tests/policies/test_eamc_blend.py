@@ -11,6 +11,7 @@ from policies.blend_fit import fit_ahead, fit_keep, samples
 from policies.contract import Event, Shape
 from policies.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
 from policies.registry import parse
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from sim.untimed import count
@@ -283,7 +284,7 @@ def test_its_prefetch_shortens_the_run_where_the_next_layer_follows_from_this_on
 
     timing, link = FixedTiming(500, 100, 10, 10, 500), Link(10, 1, 1, 1_000)
     alone, fetching = (
-        simulate(requests(4), 6, 16, 24, parse(text), timing, link) for text in ("eamc-blend+none", "eamc-blend")
+        simulate(Run(requests(4), 6, 16, 24, parse(text), timing, link)) for text in ("eamc-blend+none", "eamc-blend")
     )
     assert fetching.prefetch_used.sum() > 0.8 * fetching.prefetch_transfers.sum() > 0
     assert fetching.step_ns.sum() < 0.9 * alone.step_ns.sum()

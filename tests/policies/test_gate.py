@@ -16,6 +16,7 @@ from policies.conformance import check
 from policies.contract import Shape
 from policies.pair import Pair
 from policies.registry import parse
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from tests.strategies import traces
@@ -115,7 +116,7 @@ def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
 
     def run(policy, played):
         requests = [played.steps(i) for i in range(4)]
-        return simulate(requests, 4, 8, 12, parse(policy), TIMING, LINK)
+        return simulate(Run(requests, 4, 8, 12, parse(policy), TIMING, LINK))
 
     known, foreseen, blind = run("lru+gate", right), run("lru+oracle1", trace), run("lru", trace)
     for field in dataclasses.fields(known):

@@ -14,6 +14,7 @@ from policies.limits import Limiter, Limits, limiter
 from policies.markov import MarkovOptions
 from policies.pair import Pair
 from policies.registry import available, parse
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link, experts_per_layer
 from traces.synthetic import synthetic
@@ -166,7 +167,7 @@ def test_the_window_is_a_layers_compute_over_a_transfer():
 def run(policy, window=None, slots=12):
     trace = synthetic(requests=3, tokens=20, layers=4, experts=8, top_k=2, seed=7)
     requests = [trace.steps(i) for i in range(3)]
-    return simulate(requests, 4, 8, slots, parse(policy), TIMING, LINK, experts_per_layer=window)
+    return simulate(Run(requests, 4, 8, slots, parse(policy), TIMING, LINK, experts_per_layer=window))
 
 
 def logged(log):

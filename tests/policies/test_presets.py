@@ -11,6 +11,7 @@ from policies.registry import available, parse
 from policies.stride_train import Tokens, Training, train
 from sim.cells import Requests
 from sim.cli import main
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from sim.untimed import count
@@ -44,7 +45,7 @@ def test_every_preset_plays_as_what_it_stands_for(preset, folder):
     assert spec.options()["preset"] == preset.name
     if not options:
         assert spec.resolved() == parse(preset.policy).options()
-    log = simulate(list(Requests(TRACE)), L, E, 9, spec, TIMING, LINK, experts_per_layer=1.5)
+    log = simulate(Run(list(Requests(TRACE)), L, E, 9, spec, TIMING, LINK, experts_per_layer=1.5))
     lookups = sum(len(request.experts) for request in Requests(TRACE))
     assert log.hits.sum() + log.late.sum() + log.misses.sum() == lookups
     assert log.misses.sum() > 0

@@ -21,7 +21,7 @@ from sim import winner
 from sim.cells import Requests, Setup
 from sim.cli import grid_of, main
 from sim.curves import lru_misses
-from sim.log import RunLog
+from sim.log import Run, RunLog
 from sim.model import simulate
 from sim.report import warnings
 from sim.timing import FixedTiming, Link
@@ -124,7 +124,7 @@ def test_one_layer_plays_alike_in_either_scope(policy):
     trace = synthetic(3, tokens=12, layers=1, experts=16, top_k=3, seed=2, prompt_tokens=5)
     requests = list(Requests(trace))
     for slots in (1, 5, 11):
-        timed = [simulate(requests, 1, 16, slots, parse(policy + s), TIMING, LINK, True) for s in ("", "@layer")]
+        timed = [simulate(Run(requests, 1, 16, slots, parse(policy + s), TIMING, LINK, True)) for s in ("", "@layer")]
         untimed = [count(requests, 1, 16, slots, parse(policy + s)) for s in ("", "@layer")]
         for one, other in (timed, untimed):
             for field in fields(RunLog):
@@ -203,7 +203,7 @@ def test_an_event_larger_than_its_partition_runs_in_waves(policy):
     requests = [request_of(np.broadcast_to(np.arange(k), (tokens, L, k)), k)]
     link = replace(LINK, chunk_bytes=None)
     transfer, compute, rest = link.used_ns(400), 21, L * 102 + 300
-    log = simulate(requests, L, k, L, parse(policy), TIMING, link)
+    log = simulate(Run(requests, L, k, L, parse(policy), TIMING, link))
     assert log.misses.tolist() == [L * k] + [L * (k - 1)] * (tokens - 1), "what came last stays"
     assert log.step_ns.tolist() == [rest + L * (n * transfer + k * compute) for n in [k] + [k - 1] * (tokens - 1)], (
         "with one slot nothing overlaps"

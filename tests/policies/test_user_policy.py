@@ -15,6 +15,7 @@ import pytest
 from policies.contract import Shape
 from policies.registry import parse
 from sim.cells import Requests
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from traces.errors import InputError
@@ -222,4 +223,4 @@ def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path,
     )
     requests = [TRACE.steps(i) for i in range(3)]
     with pytest.raises(InputError, match=f"prefetcher Wild proposes {error}"):
-        simulate(requests, 3, 16, 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
+        simulate(Run(requests, 3, 16, 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8)))

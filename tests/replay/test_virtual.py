@@ -20,7 +20,7 @@ from replay.virtual import VirtualDevice
 from sim.cells import Requests
 from sim.conformance import case_request, case_result
 from sim.hardware import hardware
-from sim.log import RunLog
+from sim.log import Run, RunLog
 from sim.model import simulate
 from sim.models import model
 from sim.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link
@@ -35,8 +35,10 @@ def both(plan: Plan, timing: Timing, link: Link) -> tuple[RunLog, RunLog]:
     L, E = plan.shape.layers, plan.shape.experts
     ours = play(plan, VirtualDevice(timing, link))
     return ours, simulate(
-        *(plan.requests, L, E, plan.slots, plan.policy, timing, link, plan.cold),
-        experts_per_layer=plan.experts_per_layer,
+        Run(
+            *(plan.requests, L, E, plan.slots, plan.policy, timing, link, plan.cold),
+            experts_per_layer=plan.experts_per_layer,
+        )
     )
 
 

@@ -48,7 +48,7 @@ def test_misses_split_into_parts_that_sum_to_the_untimed_count(loaded):
         (policy.text, slots) for policy, slots in cells
     ]
     for one, (policy, slots) in zip(found.splits, cells, strict=True):
-        log, belady = loaded.play(policy, slots), loaded.play(parse("belady"), slots)
+        log, belady = loaded.log(policy, slots), loaded.log(parse("belady"), slots)
         assert one.misses == log.misses.sum()
         assert one.lookups == (log.misses + log.hits).sum()
         assert one.compulsory == len(np.unique(np.concatenate([r.experts for r in map(loaded.trace.steps, range(4))])))

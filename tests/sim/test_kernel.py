@@ -29,7 +29,7 @@ from policies.residency import Residency
 from policies.stride import Predictor
 from sim import engine, kernel, model
 from sim.cells import Setup
-from sim.log import RunLog
+from sim.log import Ended, Run, RunLog, joined, whole
 from sim.timing import DurationTables, FixedTiming, Link
 from tests import reference
 from tests.sim.test_model_equals_reference import draw_case, play, stored_cases, without_stalls
@@ -61,7 +61,7 @@ Draw = Callable[[int, int], int]
 """A whole number in a closed range."""
 
 
-class Run(NamedTuple):
+class Drawn(NamedTuple):
     """A random run; `one_scale` makes any keep score compare with any priority."""
 
     requests: list[RequestSteps]
@@ -74,9 +74,9 @@ class Run(NamedTuple):
     one_scale: bool
     window: float
 
-    def on(self, simulate: Callable[..., RunLog]) -> tuple[RunLog, list[int]]:
-        """What an engine leaves behind, and the progress it told."""
-        told: list[int] = []
+    def on(self, play: Callable[[Run, Ended], None]) -> list[RunLog]:
+        """What an engine leaves behind, request by request."""
+        parts: list[RunLog] = []
 
         def residency(
             shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
@@ -84,9 +84,14 @@ class Run(NamedTuple):
             return Residency(shape, divided, policy, one_scale or self.one_scale)
 
         with patch.object(pair, "Residency", residency):
-            size = self.shape.layers, self.shape.experts, self.slots
-            times = parse(self.policy), self.timing, self.link, self.cold
-            return simulate(self.requests, *size, *times, told.append, self.window), told
+            play(self.run, parts.append)
+        return parts
+
+    @property
+    def run(self) -> Run:
+        """As an engine takes it."""
+        size = self.shape.layers, self.shape.experts, self.slots
+        return Run(self.requests, *size, parse(self.policy), self.timing, self.link, self.cold, self.window)
 
 
 FOLDER = TemporaryDirectory()
@@ -124,7 +129,7 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
     return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=Lookahead(L, *choices()))
 
 
-def draw_run(integer: Draw) -> Run:
+def draw_run(integer: Draw) -> Drawn:
     """Numbers are small, so that transfers and computes tie, contend and take no time at all."""
 
     def choice(options: Sequence[Any]) -> Any:
@@ -147,7 +152,7 @@ def draw_run(integer: Draw) -> Run:
         fetch = f"{fetch}:model={stride_model(L, shape.experts)}" if L > 1 else "none"
     scope = "@layer" if integer(0, 4) == 0 else ""
     slots = choice((integer(1, 3), integer(1, total + 2), integer(1, max(1, total // 2))))
-    return Run(
+    return Drawn(
         requests=[draw_request(integer, i, shape) for i in range(integer(1, 5))],
         shape=shape,
         slots=max(slots, L) if scope else slots,
@@ -160,15 +165,22 @@ def draw_run(integer: Draw) -> Run:
     )
 
 
-def difference(run: Run) -> list[str]:
+def difference(run: Drawn) -> list[str]:
     """Columns in which the engines differ."""
-    (ours, progress), (theirs, its_progress) = run.on(kernel.simulate), run.on(model.simulate)
-    columns = [field.name for field in dataclasses.fields(RunLog)]
-    differ = [name for name in columns if not np.array_equal(getattr(ours, name), getattr(theirs, name))]
-    dtypes = [
-        name for name in columns if np.asarray(getattr(ours, name)).dtype != np.asarray(getattr(theirs, name)).dtype
+    ours, theirs = run.on(kernel.play), run.on(model.play)
+    assert len(ours) == len(theirs) == len(run.requests)
+    return [
+        f"{column} of request {number}"
+        for number, parts in enumerate(zip(ours, theirs, strict=True))
+        for column in (field.name for field in dataclasses.fields(RunLog))
+        if len(
+            {
+                (array.dtype, array.shape, array.tobytes())
+                for array in (np.asarray(getattr(part, column)) for part in parts)
+            }
+        )
+        > 1
     ]
-    return differ + dtypes + (["progress"] if progress != its_progress else [])
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -191,7 +203,7 @@ def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
     served = {cls.name for cls in dispatch.KINDS} - {"static"}
     assert set(played) == served
     assert min(played.values()) >= 10
-    logs = [run.on(kernel.simulate)[0] for run in runs]
+    logs = [joined(run.on(kernel.play)) for run in runs]
     for column in ("late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
         assert sum(getattr(log, column).any() for log in logs) >= 50, column
     reached = np.sum([log.stall_ns.any(axis=0) for log in logs], axis=0)
@@ -239,12 +251,12 @@ def test_the_compiled_engine_serves_every_stored_case_and_ends_as_two_independen
 
 def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
-    run = Run([trace.steps(i) for i in range(2)], Shape(2, 5), 2, "lru+all", TIMING, LINK, False, False, 1.0)
-    theirs = run.on(model.simulate)[0]
-    short = kernel.Engine(pair.Pair(parse("lru+all"), run.shape, run.requests), 2, TIMING, LINK, None)
+    run = Run([trace.steps(i) for i in range(2)], 2, 5, 2, parse("lru+all"), TIMING, LINK)
+    theirs = model.simulate(run)
+    short = kernel.Engine(run, pair.Pair(run.policy, Shape(2, 5), run.requests))
     most = 3 * (10 + 5)
     short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
-    ours = short.run(run.requests, False, None)
+    ours = whole(lambda _, ended: short.play(ended), run)
     assert len(theirs.evictions) > 4 * most
     np.testing.assert_array_equal(ours.evictions, theirs.evictions)
     np.testing.assert_array_equal(ours.step_ns, theirs.step_ns)
@@ -309,13 +321,13 @@ def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_aut
     trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
     run = [trace.steps(i) for i in range(2)], 2, 5, 4, spec, TIMING, LINK
     for refuse in (
-        lambda: engine.simulate("compiled", *run),
+        lambda: engine.simulate("compiled", Run(*run)),
         lambda: engine.require("compiled", spec, Shape(2, 5)),
     ):
         with pytest.raises(InputError, match=says) as caught:
             refuse()
         assert "\n" not in str(caught.value)
-    auto, simpy = engine.simulate("auto", *run), engine.simulate("simpy", *run)
+    auto, simpy = engine.simulate("auto", Run(*run)), engine.simulate("simpy", Run(*run))
     assert auto.step_ns.tolist() == simpy.step_ns.tolist()
     assert auto.evictions.tolist() == simpy.evictions.tolist()
 
@@ -323,7 +335,7 @@ def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_aut
 def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_before_it_plays() -> None:
     cells = {name: Setup(trace=demo_trace(), engine=name, requests=2).load() for name in engine.ENGINES}
     for policy in ("lru", "eamc-blend"):
-        logs = [loaded.play(parse(policy), loaded.all_experts // 4) for loaded in cells.values()]
+        logs = [loaded.log(parse(policy), loaded.all_experts // 4) for loaded in cells.values()]
         assert all(log.step_ns.tolist() == logs[0].step_ns.tolist() for log in logs)
         assert logs[0].evictions.any()
     with pytest.raises(InputError, match="clock"):
@@ -339,9 +351,9 @@ def test_an_engine_that_there_is_not_is_told() -> None:
 
 
 def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
-    with patch.object(model, "simulate", side_effect=AssertionError("SimPy was asked")):
+    with patch.object(model, "play", side_effect=AssertionError("SimPy was asked")):
         trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
-        log = engine.simulate("auto", [trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK)
+        log = engine.simulate("auto", Run([trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK))
     assert log.hits.sum() + log.misses.sum() == 5 * 2 * 2
 
 
@@ -355,7 +367,7 @@ def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
 def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
     with pytest.raises(OverflowError, match="62 bits"):
-        kernel.simulate([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link)
+        kernel.simulate(Run([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link))
 
 
 SECOND_PROCESS = """
@@ -363,13 +375,14 @@ import sys
 from numba.core.dispatcher import Dispatcher
 from policies.registry import parse
 from sim import kernel
+from sim.log import Run
 from sim.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
 requests = [trace.steps(i) for i in range(2)]
 times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
 for policy in ("lru", "lfu+oracle1", "eamc", "eamc-blend", "belady+markov", "expert-map", "lru+popular:budget=1"):
-    kernel.simulate(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0)
+    kernel.simulate(Run(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0))
 used = {
     id(value): value
     for name, module in sys.modules.items()
@@ -378,7 +391,7 @@ used = {
     if isinstance(value, Dispatcher)
 }
 compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
-print(len(kernel.play.signatures), sum(kernel.play.stats.cache_hits.values()), compiled)
+print(len(kernel.play_steps.signatures), sum(kernel.play_steps.stats.cache_hits.values()), compiled)
 """
 
 

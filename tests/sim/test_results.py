@@ -57,7 +57,8 @@ REQUESTS_OF_TRACE = pd.DataFrame({"id": ["a", "b"], "dataset": ["gsm8k", "mmlu"]
 
 
 def rows(log=None, **cell):
-    return summarise(log or a_log(), a_cell(**cell), REQUESTS_OF_TRACE)
+    row, requests = summarise(log or a_log(), a_cell(**cell), REQUESTS_OF_TRACE)
+    return row, requests.to_pylist()
 
 
 def test_counters_are_sums_over_all_steps_played():

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.registry import parse
+from sim.log import Run
 from sim.model import simulate
 from sim.timing import FixedTiming, Link
 from sim.untimed import count
@@ -127,7 +128,7 @@ def test_each_plays_the_timed_engine_twice_alike(policy, prefetch, cold):
     link = Link(latency_ns=100, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=8_000, chunk_bytes=1_000)
     for slots in (1, 2, 5, 12, 23):
         first, second = (
-            simulate(REQUESTS, 3, 8, slots, parse(f"{policy}+{prefetch}"), timing, link, cold) for _ in range(2)
+            simulate(Run(REQUESTS, 3, 8, slots, parse(f"{policy}+{prefetch}"), timing, link, cold)) for _ in range(2)
         )
         lookups = sum(len(request.experts) for request in REQUESTS)
         assert first.hits.sum() + first.late.sum() + first.misses.sum() == lookups
