@@ -112,7 +112,7 @@ def run(
     if not quiet:
         for note in (*wish.notes, _scope(wish, choice, device), *_unpriced(choice)):
             console.note(note)
-    folder = out or Path("results") / f"{choice.loaded.setup.trace.resolve().name}-replay"
+    folder = out or Path("results") / f"{Path(choice.loaded.setup.trace).resolve().name}-replay"
     _replay(choice, folder, as_json, quiet)
 
 

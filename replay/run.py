@@ -107,7 +107,7 @@ def choose_device(text: str) -> str:
 
 def first_steps(loaded: Loaded, steps: int) -> Loaded:
     """The first requests, as many as hold `steps` steps and all that are warm-up and one more."""
-    trace = loaded.trace
+    trace = loaded.whole
     in_prefill = np.concatenate([[0], np.cumsum(trace.phase == PREFILL)])[trace.offsets]
     prefilled = np.diff(in_prefill)
     played = np.cumsum(np.diff(trace.offsets) - prefilled + (prefilled > 0))

@@ -11,6 +11,7 @@ Source: MoE-Infinity (arXiv 2401.14361), which prints the requests needed, but n
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,8 @@ from policies.registry import PolicySpec
 from sim.cells import Loaded
 from sim.log import RunLog
 from sim.results import COUNT, SHARE, TEXT, Row, commit, replacing, writable, write_rows
-from sim.sweep import Advance, Grid, play_all
+from sim.sweep import Grid
+from sim.workers import Advance, Local, Task
 from traces.errors import InputError, unknown
 from traces.trace import Trace, concatenate
 
@@ -334,9 +336,15 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
     (slots,) = grid.sizes.values()
     runs, policies = planned.runs, grid.policies
     cells = [(policy, slots, planned.before(run), planned.after(run)) for run in runs for policy in policies]
-    done = play_all(loaded, hit_rates, cells, workers, advance)
+    tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
+    played = Local(workers).results(tasks, advance or (lambda requests: None))
+    done: dict[int, Float] = {}
+    with suppress(KeyboardInterrupt), closing(played):  # type: ignore[type-var]  # a generator
+        done.update(played)
     found = {
-        (run, policy): done[i * len(policies) + j] for i, run in enumerate(runs) for j, policy in enumerate(policies)
+        (run, policy): done.get(i * len(policies) + j)
+        for i, run in enumerate(runs)
+        for j, policy in enumerate(policies)
     }
     measured = []
     for shift in planned.shifts:
@@ -344,7 +352,7 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
             rates, undisturbed = found[shift, policy], found[Shift(shift.after, shift.after), policy]
             if rates is not None and undisturbed is not None:
                 measured.append(Measured(policy.text, shift, planned.protocol.window, rates, undisturbed))
-    return Adaptation(planned, slots, measured, all(rates is not None for rates in done))
+    return Adaptation(planned, slots, measured, len(done) == len(cells))
 
 
 def to_play(grid: Grid, planned: Plan) -> int:
@@ -357,8 +365,8 @@ def hit_rates(
     loaded: Loaded, policy: PolicySpec, slots: int, before: list[int], after: list[int], played: Callable[[int], None]
 ) -> Float:
     """Hit rates [len(after)] of the requests `after`, once those `before` have been played from an empty cache."""
-    order = [*before, *after]
-    trace = concatenate([loaded.trace.select(np.array([number])) for number in order])
+    order, whole = [*before, *after], loaded.whole
+    trace = concatenate([whole.select(np.array([number])) for number in order])
     rates: list[float] = []
 
     def ended(log: RunLog) -> None:

@@ -137,7 +137,7 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
         belady=belady,
         demand=loaded.token_experts,
         reuse=reuse(accesses),
-        locality=locality(loaded.trace),
+        locality=locality(loaded.whole),
         splits=[
             Split(
                 policy=policy.text,

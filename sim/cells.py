@@ -6,7 +6,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import cached_property
 from typing import overload
 
 from policies.contract import Shape
@@ -19,6 +19,9 @@ from sim.predictors import cost_us
 from sim.results import Cell
 from sim.timing import Link, Roofline, experts_per_layer, host_link
 from traces.errors import InputError
+from traces.reader import open_folder
+from traces.schema import AGGREGATE
+from traces.shards import Shards
 from traces.steps import RequestSteps
 from traces.trace import Trace
 
@@ -27,7 +30,7 @@ from traces.trace import Trace
 class Setup:
     """What all cells share, by names and paths."""
 
-    trace: Path
+    trace: str  # a folder or a URL
     hardware: str = "a5000"
     model_profile: str | None = None  # None: by the trace's model
     requests: int | None = None  # None: all
@@ -41,6 +44,7 @@ class Setup:
     engine: str = engine.AUTO  # that plays timed cells
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "trace", str(self.trace))
         least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
         for option, value in least_zero.items():
             if not 0 <= value < math.inf:
@@ -52,9 +56,9 @@ class Setup:
             raise InputError("--chunk-bytes: a chunk has at least one byte")
 
     def load(self) -> "Loaded":
-        """Read everything. InputError for whatever cannot be used."""
-        trace = Trace.read(self.trace, ["lookahead"])
-        if trace.aggregate is not None:
+        """Open everything. InputError for whatever cannot be used."""
+        trace = Shards.open(self.trace)
+        if trace.meta.mode == AGGREGATE:
             raise InputError(
                 f"{self.trace} holds EAMs only, no sequences that could be played: its source counted tokens"
             )
@@ -68,7 +72,7 @@ class Setup:
             return Loaded(self, trace, None, self._profile_if_any(trace))
         return Loaded(self, trace, hardware(self.hardware), models.of_trace(trace.meta, self.model_profile))
 
-    def _profile_if_any(self, trace: Trace) -> ModelProfile | None:
+    def _profile_if_any(self, trace: Shards) -> ModelProfile | None:
         """Counting needs no sizes: do without them where none are known."""
         sized = trace.meta.hidden_size and trace.meta.expert_intermediate_size and trace.meta.expert_bytes
         if self.model_profile or sized or models.known(trace.meta.model):
@@ -81,9 +85,23 @@ class Loaded:
     """A setup with its files read; `play` runs one cell of it."""
 
     setup: Setup
-    trace: Trace
+    trace: Shards | Trace  # the first where only its requests are played, in order
     hardware: Hardware | None  # None: untimed
     profile: ModelProfile | None  # None: untimed, and nothing states the sizes
+
+    @cached_property
+    def whole(self) -> Trace:
+        """The trace in memory, to take requests from in any order."""
+        if isinstance(self.trace, Trace):
+            return self.trace
+        trace = Trace.read(self.setup.trace, ["lookahead"])
+        trace = trace if self.setup.requests is None else trace.head(self.setup.requests)
+        return trace.as_decode() if self.setup.as_decode else trace
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the trace's files: another one for other content."""
+        return open_folder(self.setup.trace).fingerprint
 
     @property
     def all_experts(self) -> int:
@@ -120,11 +138,16 @@ class Loaded:
         assert self.profile
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
+    def compiled(self, policy: PolicySpec) -> bool:
+        """Whether the compiled engine plays the policy's cells."""
+        shape = Shape(self.trace.layers, self.trace.num_experts)
+        return self.hardware is not None and engine.compiles(self.setup.engine, policy, shape)
+
     def require(self, policy: PolicySpec, slots: int) -> None:
         """InputError for what the policy lacks: slots for its scope; timed, a column or an engine."""
         shape = Shape(self.trace.layers, self.trace.num_experts)
         policy.divide(shape, slots)
-        if self.hardware and policy.needs_lookahead and self.trace.lookahead is None:
+        if self.hardware and policy.needs_lookahead and not self.trace.has_lookahead:
             raise InputError(
                 f"{policy.text}: the trace {self.setup.trace} has no lookahead column; "
                 "record it with `moe-trace record --lookahead`"
@@ -134,25 +157,22 @@ class Loaded:
 
     def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
         """Run one cell; `ended` takes the log of each request as it ends."""
-        requests, layers, experts = Requests(self.trace), self.trace.layers, self.trace.num_experts
         if self.hardware is None:
             from sim import untimed
 
-            size = self.expert_bytes or 0
-            untimed.play(
-                requests,
-                layers,
-                experts,
-                slots,
-                policy,
-                lambda log: ended(replace(log, expert_bytes=size)),
-                self.setup.cold,
-            )
-            return
-        timing, link = self.timing(policy), self.link
-        window = experts_per_layer(timing, link, layers, self.trace.top_k)
-        run = Run(requests, layers, experts, slots, policy, timing, link, self.setup.cold, window)
-        engine.play(self.setup.engine, run, ended)
+            def sized(log: RunLog) -> None:
+                ended(replace(log, expert_bytes=self.expert_bytes or 0))
+
+            shape = self.trace.layers, self.trace.num_experts
+            return untimed.play(Requests(self.trace), *shape, slots, policy, sized, self.setup.cold)
+        return engine.play(self.setup.engine, self.run(policy, slots), ended)
+
+    def run(self, policy: PolicySpec, slots: int) -> Run:
+        """One cell as an engine takes it; timed setups only."""
+        trace, timing, link = self.trace, self.timing(policy), self.link
+        window = experts_per_layer(timing, link, trace.layers, trace.top_k)
+        shape = trace.layers, trace.num_experts
+        return Run(Requests(trace), *shape, slots, policy, timing, link, self.setup.cold, window)
 
     def log(self, policy: PolicySpec, slots: int) -> RunLog:
         """The same, the log kept whole."""
@@ -175,14 +195,14 @@ class Loaded:
             all_experts=self.all_experts,
             cold=self.setup.cold,
             warmup_requests=self.setup.warmup_requests,
-            seed=self.setup.seed,
+            seed=policy.seed,
         )
 
 
 class Requests(Sequence[RequestSteps]):
     """A trace's requests as an engine plays them, laid out anew each time: only one is held at once."""
 
-    def __init__(self, trace: Trace):
+    def __init__(self, trace: Shards | Trace):
         self._trace = trace
 
     def __len__(self) -> int:

@@ -64,20 +64,21 @@ def adapt(
     from sim.adaptation import NAMES, Protocol, plan, save, to_play
     from sim.adaptation import adapt as measure
     from sim.cells import Setup
-    from sim.cli import grid_of
+    from sim.config import listed, specs
     from sim.results import writable
+    from sim.sweep import grid_of
     from traces.errors import InputError
 
     protocol = Protocol(by, warmup, after, window, pairs, seed)
     path = trace or demo_trace()
     setup = Setup(
-        trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
+        trace=str(path), model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
     )
     loaded = setup.load()
-    grid = grid_of(loaded, policies, cache_size, scope)
+    grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_size))
     if len(grid.sizes) > 1:
         raise InputError(f"--cache-size {cache_size}: one size at a time")
-    planned = plan(loaded.trace, protocol)
+    planned = plan(loaded.whole, protocol)
     folder = out or Path("results") / path.resolve().name / "adaptation"
     writable(folder, NAMES)
     for warning in report.warnings(loaded, grid):

@@ -44,13 +44,14 @@ def analyze(
     from sim import report
     from sim.analysis import analyse, save, sentence, to_play
     from sim.cells import Setup
-    from sim.cli import grid_of
+    from sim.config import listed, specs
     from sim.results import writable
+    from sim.sweep import grid_of
 
     path = trace or demo_trace()
-    setup = Setup(trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
+    setup = Setup(trace=str(path), model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
     loaded = setup.load()
-    grid = grid_of(loaded, policies, cache_sizes, scope)
+    grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_sizes))
     folder = out or Path("results") / path.resolve().name / "analysis"
     writable(folder, ["misses.parquet"])
     with report.progress(to_play(grid) * len(loaded.trace.requests), quiet) as advance:

@@ -25,6 +25,11 @@ def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
         raise InputError(f"--engine compiled does not play {policy.text}: {reason}; --engine auto plays it on SimPy")
 
 
+def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
+    """Whether `engine` has the compiled one play `policy`."""
+    return engine != SIMPY and dispatch.refusal(*policy.build(shape)) is None
+
+
 def play(engine: str, run: Run, ended: Ended) -> None:
     """Play a run on `engine`; `ended` is told of each request. InputError where it cannot play the policy."""
     if engine != SIMPY:

@@ -11,7 +11,8 @@ from policies.registry import SHARED
 from sim.cells import Loaded
 from sim.quantities import show_bytes
 from sim.results import Row
-from sim.sweep import Advance, Grid, Outcome
+from sim.sweep import Grid, Outcome
+from sim.workers import Advance
 from traces import console
 
 
@@ -49,23 +50,23 @@ def progress(total: int, quiet: bool) -> Iterator[Advance]:
     """A bar on standard error that counts requests played; yields what advances it."""
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests played"), TimeRemainingColumn())
     with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-        task = bar.add_task("sweep", total=total)
+        task = bar.add_task("played", total=total)
         yield lambda played: bar.advance(task, played)
 
 
-def title(outcome: Outcome, loaded: Loaded) -> str:
+def title(outcome: Outcome) -> str:
     """What was played on what."""
-    first = outcome.rows[0]
+    first, loaded = outcome.rows[0], outcome.table.loaded
     machine = f" on {loaded.hardware.title}" if loaded.hardware else ", untimed"
     played = f"{first['requests']} requests of {first['trace']}, {first['tokens']:,} tokens"
     return f"{first['model']}{machine}: {played}"
 
 
-def table(outcome: Outcome, loaded: Loaded) -> Table:
+def table(outcome: Outcome) -> Table:
     """A row per cell, those of one size together, the recommended ones marked."""
     latencies = _latencies(outcome.rows)
     shown = Table("cache", Column("policy", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    moved = ["MB/token"] if loaded.expert_bytes else []
+    moved = ["MB/token"] if outcome.table.loaded.expert_bytes else []
     for heading in ("hit rate", *latencies, "idle" if latencies else "misses", *moved, ""):
         shown.add_column(heading, justify="right", no_wrap=True)
     best = {(winner.cache_experts, winner.policy) for winner in outcome.winners}

@@ -28,6 +28,9 @@ from traces.steps import DECODE, PREFILL
 
 Row = dict[str, Any]
 
+RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
+"""Tables that a sweep writes: a row per cell, and a row per cell and request."""
+
 TEXT, COUNT, SHARE, MS = pa.string(), pa.int64(), pa.float64(), pa.float64()
 
 _CELL = [
@@ -60,8 +63,9 @@ RESULTS = pa.schema(
         ("warmup_requests", COUNT),
         ("predictor_us", pa.float64()),  # charged an event
         ("expert_bytes", COUNT),
-        ("seed", COUNT),
+        ("seed", COUNT),  # of the policy's draws; null where it draws nothing
         ("commit", TEXT),
+        ("cell", TEXT),  # digest of all that the row depends on; the rows of its requests have the same
     ]
 )
 """Columns of results.parquet, a row per cell."""
@@ -75,6 +79,7 @@ REQUESTS = pa.schema(
         *_LOOKUPS,
         ("ttft_ms", MS),
         ("tpot_mean_ms", MS),
+        ("cell", TEXT),
     ]
 )
 """Columns of requests.parquet, a row per cell and request."""
@@ -105,7 +110,7 @@ class Cell:
     all_experts: int
     cold: bool
     warmup_requests: int  # played first, not counted
-    seed: int
+    seed: int | None  # of the policy's draws
 
 
 class Summary:
@@ -195,6 +200,7 @@ class Summary:
             "misses": misses,
             "ttft_ms": self._mean_ms(prefill_ns, prefills),
             "tpot_mean_ms": self._mean_ms(decode_ns, decodes),
+            "cell": [None] * len(here),
         }
         return pa.table({field.name: pa.array(columns[field.name], field.type) for field in REQUESTS}, REQUESTS)
 
@@ -278,7 +284,7 @@ def commit() -> str:
     return version("moe-expert-cache")
 
 
-def writable(folder: Path, names: Iterable[str] = ("results.parquet", "requests.parquet")) -> None:
+def writable(folder: Path, names: Iterable[str] = (RESULTS_FILE, REQUESTS_FILE)) -> None:
     """Make `folder` and see that files of these names can be written there; InputError if not."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,126 +1,175 @@
-"""The sweep: cells of policies x cache sizes over one trace, in as many processes as asked for.
+"""The sweep: cells of policies x cache sizes over traces and machines, each played once, wherever there is room.
 
-A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish
-changes a result; rows come in the order of sizes, then of policies as typed. Belady is the bound: where it
-was not asked for, it is computed for the plots and gets no row.
+A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish changes a
+result; rows come in the order of tables, sizes, then policies as typed. What has ended is on disk (`sim.store`), under
+a key made of all that the cell depends on, the code and the files that it reads included: a sweep that goes on plays
+no such cell again. Belady is the bound: where it was not asked for, it is computed for the plots and gets no row.
 """
 
-import multiprocessing
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
 
 from policies.registry import PolicySpec, parse
 from sim import plot, results, winner
-from sim.cells import Loaded, Setup
+from sim.cells import Loaded
 from sim.log import RunLog
-from sim.results import REQUESTS, RESULTS, Row
+from sim.quantities import parse_cache_size
+from sim.results import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.store import Store
 from sim.winner import Winner
+from sim.workers import Advance, Local, Task, Workers
+from traces.errors import InputError
 
-Advance = Callable[[int], None]
-
-T = TypeVar("T")
-
-BOUND = "belady"
+BELADY = "belady"
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept, without repetitions."""
+    """What is swept over one trace on one machine, without repetitions."""
 
     policies: tuple[PolicySpec, ...]
     sizes: dict[str, int]  # as typed: slots, no two the same
 
     def cells(self) -> list[tuple[PolicySpec, int]]:
         """In the order of the rows, the bound's last."""
-        asked = [(policy, slots) for slots in self.sizes.values() for policy in self.policies]
-        return asked + [(parse(BOUND), slots) for slots in self.sizes.values() if not self.asks_for_bound]
+        return self.asked() + [(parse(BELADY), slots) for slots in self.sizes.values() if not self.asks_for_bound]
+
+    def asked(self) -> list[tuple[PolicySpec, int]]:
+        """Those that get a row."""
+        return [(policy, slots) for slots in self.sizes.values() for policy in self.policies]
 
     @property
     def asks_for_bound(self) -> bool:
         """Whether the bound is one of the policies, so that its rows are wanted."""
-        return any(policy.text == BOUND for policy in self.policies)
+        return any(policy.text == BELADY for policy in self.policies)
+
+
+def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequence[str]) -> Grid:
+    """Each number of slots once. InputError for a size or a policy that this trace cannot have."""
+    if not cache_sizes:
+        raise InputError("--cache-sizes names none: write 10%,25% or 64 or 8GiB")
+    if not policies:
+        raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
+    sizes: dict[str, int] = {}
+    for text in cache_sizes:
+        slots = parse_cache_size(text, loaded.all_experts, loaded.expert_bytes)
+        if slots not in sizes.values():
+            sizes[text] = slots
+    for policy in policies:
+        loaded.require(policy, min(sizes.values()))
+    return Grid(tuple(policies), sizes)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cells of one trace on one machine, and the folder for what was found of them."""
+
+    loaded: Loaded
+    grid: Grid
+    folder: Path
+
+    def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
+        """By the key of the cell, in the order of the rows, the bound's last."""
+        return {
+            key(self.loaded, *cell): Task(self.loaded, play_cell, cell, self.loaded.compiled(cell[0]))
+            for cell in self.grid.cells()
+        }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a sweep found, as far as it came."""
+    """What was found of a table."""
 
+    table: Table
     rows: list[Row]
-    requests: list[Row]
     bound: list[Row]  # of Belady, by size
     winners: list[Winner]
     judged_by: str  # the column that chose the winners
-    complete: bool  # False: interrupted, and these are the cells that had finished
 
 
-def sweep(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None) -> Outcome:
-    """Play every cell of the grid; `advance` is told the number of requests played since its last call.
+def sweep(
+    tables: Sequence[Table], store: Store, workers: Workers | None = None, advance: Advance | None = None
+) -> None:
+    """Play every cell that `store` does not hold; each is there as soon as it has ended, whatever happens then.
 
-    Ctrl-C stops all workers, and the outcome then holds what was finished.
+    `advance` is told the number of requests played since its last call.
     """
-    cells = grid.cells()
-    done = play_all(loaded, _play, cells, workers, advance)
-    rows = {(cell[0].text, cell[1]): found for cell, found in zip(cells, done, strict=True) if found}
-    asked = [(policy, slots) for policy, slots in cells if policy in grid.policies]
-    for policy, slots in asked:
-        without = _misses_without_prefetch(policy, slots, grid, rows)
-        if without is not None and (policy.text, slots) in rows:
-            row = rows[policy.text, slots][0]
+    tasks = missing(tables, store)
+    keys = list(tasks)
+    playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda played: None))
+    with closing(playing):  # type: ignore[type-var]  # a generator
+        for place, (row, requests) in playing:
+            store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
+
+
+def played(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None) -> Outcome:
+    """Sweep one grid for its rows alone: nothing stays on disk."""
+    with TemporaryDirectory() as scratch:
+        table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
+        sweep([table], store, Local(workers), advance)
+        return outcome(table, store)
+
+
+def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
+    """The cells still to be played, by key."""
+    return {key: task for table in tables for key, task in table.tasks().items() if key not in store}
+
+
+def outcome(table: Table, store: Store) -> Outcome:
+    """What was found of a table whose cells have all been played."""
+    cells = {cell: store.row(key) for cell, key in zip(table.grid.cells(), table.tasks(), strict=True)}
+    for policy, slots in table.grid.asked():
+        without = _misses_without_prefetch(policy, slots, table.grid, cells)
+        if without is not None:
+            row = cells[policy, slots]
             row["prefetch_coverage"] = results.coverage(row["misses"], without)
-    found = [rows[policy.text, slots] for policy, slots in asked if (policy.text, slots) in rows]
-    table = [row for row, _ in found]
+    rows = [cells[cell] for cell in table.grid.asked()]
     return Outcome(
-        rows=table,
-        requests=[row for _, by_request in found for row in by_request],
-        bound=[rows[BOUND, slots][0] for slots in grid.sizes.values() if (BOUND, slots) in rows],
-        winners=winner.choose(table, grid.sizes),
-        judged_by=winner.metric(table),
-        complete=all(done),
+        table=table,
+        rows=rows,
+        bound=[row for (policy, _), row in cells.items() if policy.text == BELADY],
+        winners=winner.choose(rows, table.grid.sizes),
+        judged_by=winner.metric(rows),
     )
 
 
-def save(outcome: Outcome, loaded: Loaded, folder: Path) -> list[Path]:
-    """Write what was found, each file whole or not at all; the files.
+def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
+    """Write what was found, each file whole or not at all, and clear the store; the files.
 
-    Of an interrupted sweep only the tables are kept, in a folder `interrupted` of their own, so that they
-    replace nothing that is complete.
+    Tables of several traces or machines have a folder each, and `folder` a table of all rows.
     """
-    if not outcome.complete:
-        folder = folder / "interrupted"
+    files = [file for found in outcomes for file in _save(found, store)]
+    if len(outcomes) > 1:
+        files = [folder / RESULTS_FILE]
+        results.write_rows([row for found in outcomes for row in found.rows], RESULTS, files[0])
+    store.clear()
+    return files
+
+
+def _save(found: Outcome, store: Store) -> list[Path]:
+    folder, loaded, grid = found.table.folder, found.table.loaded, found.table.grid
     results.writable(folder)
-    tables = [folder / "results.parquet", folder / "requests.parquet"]
-    results.write_rows(outcome.rows, RESULTS, tables[0])
-    results.write_rows(outcome.requests, REQUESTS, tables[1])
-    if not outcome.complete:
-        return tables
-    winner.write(folder / winner.NAME, loaded.setup, outcome.judged_by, outcome.winners)
+    tables = [folder / RESULTS_FILE, folder / REQUESTS_FILE]
+    results.write_rows(found.rows, RESULTS, tables[0])
+    store.write_requests([key(loaded, *cell) for cell in grid.asked()], tables[1])
+    winner.write(folder / winner.NAME, loaded.setup, found.judged_by, found.winners)
     demand = loaded.token_experts / loaded.all_experts
-    plots = plot.draw(outcome.rows, outcome.bound, demand, ("hit_rate", outcome.judged_by), folder)
+    plots = plot.draw(found.rows, found.bound, demand, ("hit_rate", found.judged_by), folder)
     return [*tables, folder / winner.NAME, *plots]
 
 
-Found = tuple[Row, list[Row]]
-
-
-def _misses_without_prefetch(
-    policy: PolicySpec, slots: int, grid: Grid, rows: dict[tuple[str, int], Found]
-) -> int | None:
-    """Of the cell that differs in nothing but prefetch; None if `policy` is one, or the grid has none."""
-    plain = policy.without_prefetch().resolved()
-    if policy.resolved() == plain:
-        return None
-    same = [other.text for other in grid.policies if other.resolved() == plain and (other.text, slots) in rows]
-    return int(rows[same[0], slots][0]["misses"]) if same else None
-
-
-def _play(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> Found:
-    """One cell, summarised where it was run: logs are large."""
+def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
+    """One cell, summed up where it is played: its row, and those of its requests."""
     summary = results.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:
@@ -128,104 +177,58 @@ def _play(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> Fo
         played(1)
 
     loaded.play(policy, slots, ended)
-    return summary.row(), summary.requests().to_pylist()
+    return summary.row(), summary.requests()
 
 
-def play_all(
-    loaded: Loaded,
-    play: Callable[..., T],
-    cells: Sequence[tuple[Any, ...]],
-    workers: int = 1,
-    advance: Advance | None = None,
-) -> list[T | None]:
-    """`play(loaded, *cell, played)` of each cell, in the order of the cells; None where Ctrl-C came first.
-
-    `play` is a function of a module, which a worker process finds by its name; it calls `played` with the number of
-    requests played since its last call, of which `advance` is told.
-    """
-    workers, tell = min(workers, len(cells)), advance or (lambda played: None)
-    return _one_by_one(loaded, play, cells, tell) if workers == 1 else _in_processes(loaded, play, cells, workers, tell)
-
-
-def _one_by_one(
-    loaded: Loaded, play: Callable[..., T], cells: Sequence[tuple[Any, ...]], advance: Advance
-) -> list[T | None]:
-    """In this process."""
-    done: list[T | None] = []
-    try:
-        for cell in cells:
-            done += [play(loaded, *cell, advance)]
-    except KeyboardInterrupt:
-        done += [None] * (len(cells) - len(done))
-    return done
+def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
+    """Sixteen hexadecimal digits of all that a cell's rows depend on."""
+    setup = dataclasses.asdict(loaded.setup)
+    for name in ("trace", "engine", "hardware", "model_profile", "predictor_us"):  # said below, or no difference
+        del setup[name]
+    resolved = policy.resolved()
+    depends = {
+        "setup": setup,
+        "trace": [loaded.trace.name, loaded.fingerprint],
+        "machine": [dataclasses.asdict(part) if part else None for part in (loaded.hardware, loaded.profile)],
+        "predictor_us": loaded.predictor_us(policy),
+        "policy": [policy.text, resolved],
+        "files": {name: _digest(name) for name in _texts([policy.evict, policy.prefetch, resolved])},
+        "slots": slots,
+        "code": results.commit(),
+    }
+    return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _in_processes(
-    loaded: Loaded, play: Callable[..., T], cells: Sequence[tuple[Any, ...]], workers: int, advance: Advance
-) -> list[T | None]:
-    """In `workers` processes, each with the trace in memory once."""
-    context = multiprocessing.get_context("spawn")
-    counter = context.Value("q", 0)
-    strangers = set(multiprocessing.active_children())
-    seen = 0
-    with ProcessPoolExecutor(workers, context, _begin_worker, (loaded.setup, counter)) as pool:
-        futures: list[Future[T]] = []
-        try:
-            with _interrupts_later():
-                futures += [pool.submit(_play_in_worker, play, cell) for cell in cells]
-            running = set(futures)
-            while running:
-                finished, running = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
-                advance(counter.value - seen)
-                seen = counter.value
-                for future in finished:
-                    future.result()
-        except BaseException as error:
-            finished_now = [future.result() if _succeeded(future) else None for future in futures]
-            for process in set(multiprocessing.active_children()) - strangers:
-                process.terminate()
-            pool.shutdown(cancel_futures=True)
-            if not isinstance(error, KeyboardInterrupt):
-                raise
-            return finished_now + [None] * (len(cells) - len(futures))
-    return [future.result() for future in futures]
+def _texts(value: Any) -> list[str]:
+    """All texts in it, of which some name files: a policy's own, a profile, a collection."""
+    if isinstance(value, dict):
+        return _texts(list(value.values()))
+    if isinstance(value, list):
+        return [text for each in value for text in _texts(each)]
+    return [value] if isinstance(value, str) else []
 
 
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block; processes started in it leave it to this one for good."""
-    main = threading.current_thread() is threading.main_thread()
-    if not (main and hasattr(signal, "pthread_sigmask")):  # elsewhere, and on Windows, nothing can be put off
-        yield
-        return
-    missed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: missed.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if missed:
-        raise KeyboardInterrupt
+@cache
+def _digest(name: str) -> str | None:
+    """Of a file's content, of a folder's names and sizes; None of what is neither. FILE.py:CLASS names FILE.py."""
+    path = Path(name if name and Path(name).exists() else name.partition(".py:")[0] + ".py")
+    if path.is_dir():
+        found = [(str(file.relative_to(path)), file.stat().st_size) for file in sorted(path.rglob("*.parquet"))]
+        return hashlib.sha256(repr(found).encode()).hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def _succeeded(future: Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
+def _labelled(requests: pa.Table, key: str) -> pa.Table:
+    place = requests.schema.get_field_index("cell")
+    return requests.set_column(place, requests.schema.field(place), pa.array([key] * len(requests), pa.string()))
 
 
-_worker: dict[str, Any] = {}
-"""What a worker process holds between its cells; empty in every other process."""
-
-
-def _begin_worker(setup: Setup, counter: Any) -> None:
-    """Read the trace once, for all cells to come: each process reads it itself, all at the same time."""
-    _worker.update(loaded=setup.load(), counter=counter)
-
-
-def _play_in_worker(play: Callable[..., T], cell: tuple[Any, ...]) -> T:
-    def played(requests: int) -> None:
-        with _worker["counter"].get_lock():
-            _worker["counter"].value += requests
-
-    return play(_worker["loaded"], *cell, played)
+def _misses_without_prefetch(
+    policy: PolicySpec, slots: int, grid: Grid, rows: dict[tuple[PolicySpec, int], Row]
+) -> int | None:
+    """Of the cell that differs in nothing but prefetch; None if `policy` is one, or the grid has none."""
+    plain = policy.without_prefetch().resolved()
+    if policy.resolved() == plain:
+        return None
+    same = [other for other in grid.policies if other.resolved() == plain]
+    return int(rows[same[0], slots]["misses"]) if same else None

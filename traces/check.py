@@ -15,19 +15,15 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError, located
 from traces.schema import TraceMeta
-from traces.steps import DECODE
+from traces.steps import Int
 
 _OK, _RANGE, _REPEAT, _EAM = range(4)
 
 
-def check_requests(requests: pd.DataFrame, offsets: NDArray[np.int64], phase: NDArray[np.uint8], where: str) -> None:
-    """Hold each request's token counts against its rows: prefill rows are none or the prompt, decode rows are
-    its output tokens but the last (which is never fed back).
+def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
+    """Hold each request's token counts against the rows [R] of each phase that it has: prefill rows are none or the
+    prompt, decode rows are its output tokens but the last (which is never fed back).
     """
-    if len(phase) and int(phase.max()) > DECODE:
-        raise InputError(f"{where}: phase {int(phase.max())} is neither prefill (0) nor decode (1)")
-    decode = _per_request(phase == DECODE, offsets)
-    prefill = np.diff(offsets) - decode
     prompt = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
     output = requests["output_tokens"].to_numpy(np.int64)
     for wrong, what in (
@@ -52,18 +48,6 @@ def check_unique(ids: "pd.Series[str]") -> None:
         raise InputError(f"the request id {repeated.iloc[0]!r} occurs twice")
 
 
-def check_order(offsets: NDArray[np.int64], phase: NDArray[np.uint8], position: NDArray[np.uint32], where: str) -> None:
-    """Within a request, positions ascend and no prefill follows a decode."""
-    inside = np.ones(max(len(phase) - 1, 0), bool)
-    ends = offsets[1:-1]
-    inside[ends[(ends > 0) & (ends < len(phase))] - 1] = False
-    wrong = inside & ((position[1:] <= position[:-1]) | (phase[1:] < phase[:-1]))
-    if wrong.any():
-        row = int(np.argmax(wrong)) + 1
-        request = int(np.searchsorted(offsets, row, side="right")) - 1
-        raise InputError(f"{where}: the tokens of request {request} are out of order at position {position[row]}")
-
-
 def check_ids(
     meta: TraceMeta,
     experts: NDArray[np.unsignedinteger],
@@ -71,27 +55,34 @@ def check_ids(
     phase: NDArray[np.uint8],
     eams: NDArray[np.uint32],
     where: str,
+    first: int = 0,
 ) -> None:
-    """Check ids and EAMs. experts: [tokens, L, k]; eams: [2, requests, L * E] as listed with the requests."""
+    """Check ids and EAMs. experts: [tokens, L, k]; eams: [2, requests, L * E] as listed with the requests.
+
+    The first request is number `first` of the trace.
+    """
     code, request, row, layer = _scan_in_threads(experts, offsets, phase, eams, meta)
     if code == _OK:
         return
     if code == _EAM:
-        raise InputError(f"{where}: the EAM listed for request {request} is unlike its routing")
+        raise InputError(f"{where}: the EAM listed for request {first + request} is unlike its routing")
     ids = experts[row, layer].tolist()
     token = row - int(offsets[request])
-    place = f"{where}: request {request}, token {token}, MoE layer {layer}: expert ids {ids}"
+    place = f"{where}: request {first + request}, token {token}, MoE layer {layer}: expert ids {ids}"
     if code == _RANGE:
         raise InputError(f"{place} go beyond the {meta.experts} experts of the model")
     raise InputError(f"{place} repeat an expert")
 
 
-def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str) -> None:
-    """Its ids are those of experts, none twice for a token and layer. lookahead: [tokens, L, k]."""
+def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
+    """Its ids are those of experts, none twice for a token and layer. lookahead: [tokens, L, k].
+
+    The first token is number `first` of the trace.
+    """
     unrouted = np.where(lookahead == meta.sentinel, np.int32(-1), lookahead.astype(np.int32))
     if fault := first_fault(unrouted, meta.experts):
         row, layer, reason = fault
-        raise InputError(f"{where}: lookahead of token row {row}, MoE layer {layer}: {reason}")
+        raise InputError(f"{where}: lookahead of token row {first + row}, MoE layer {layer}: {reason}")
 
 
 def _scan_in_threads(
@@ -113,6 +104,8 @@ def _scan_in_threads(
         )
         return code, first + request, row, layer
 
+    if threads == 1:
+        return scan(0, len(offsets) - 1)
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(scan, *zip(*ranges, strict=True)))
     return next((fault for fault in found if fault[0] != _OK), found[0])
@@ -136,11 +129,6 @@ def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | 
     wrong = [e for e in ids if not -1 <= e < E]
     reason = f"{wrong[0]} is no id of {E} experts (0 to {E - 1})" if wrong else "an expert is repeated"
     return row, layer, f"expert ids {ids}: {reason}"
-
-
-def _per_request(mask: NDArray[np.bool_], offsets: NDArray[np.int64]) -> NDArray[np.int64]:
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(mask, dtype=np.int64)])
-    return np.asarray(total[offsets[1:]] - total[offsets[:-1]])
 
 
 def _scan_ids(experts: Any, offsets: Any, phase: Any, eams: Any, E: int, sentinel: int) -> tuple[int, int, int, int]:

@@ -24,14 +24,14 @@ class Source:
     """A trace folder and the requests to take from it."""
 
     folder: Folder
-    labels: pd.DataFrame  # id, dataset and task of each request
+    labels: pd.DataFrame  # the requests, as `Folder.listing` gives them
     keep: NDArray[np.bool_]  # [requests]
 
     @staticmethod
-    def open(path: Path) -> "Source":
+    def open(path: Path | str) -> "Source":
         """All requests of a trace; raises InputError."""
         folder = open_folder(path)
-        labels = folder.labels()
+        labels = folder.listing()
         return Source(folder, labels, np.ones(len(labels), bool))
 
     def only(self, keep: NDArray[np.bool_]) -> "Source":
@@ -68,7 +68,7 @@ def join(
     """
     check_target(out, overwrite)
     for source in sources:
-        if out.exists() and out.samefile(source.folder.path):
+        if not source.folder.location.remote and out.exists() and out.samefile(source.folder.path):
             raise InputError(f"{out} is read and cannot be written at the same time; choose another folder with --out")
     if not any(source.keep.any() for source in sources):
         raise InputError("no request is left: nothing was written")
@@ -117,7 +117,7 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
 
 def _ids(source: Source, prefix: bool) -> NDArray[Any]:
     ids = source.labels["id"].to_numpy(object)
-    name = source.folder.path.resolve().name
+    name = source.folder.location.name
     return np.array([f"{name}/{one}" for one in ids], object) if prefix else ids
 
 

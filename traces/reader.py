@@ -5,8 +5,12 @@ commit record: routing of requests that they do not list was being written when 
 left out. They lie in requests.parquet, or in requests/ while the trace grows.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from traces.errors import InputError, unknown
+from traces.location import Location
 from traces.schema import (
     GROWING,
     OPTIONAL,
@@ -34,95 +39,132 @@ EXTRA = (*OPTIONAL, "token_id", "embedding")
 
 CORE = ("request", "position", "step", "phase", "experts")
 
+AT_ONCE = 16
+"""Footers that are fetched over a network at a time."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of a trace folder that together are one table, and what each holds by its footer."""
+
+    location: Location
+    names: tuple[str, ...]  # within the folder
+    row_groups: tuple[tuple[int, ...], ...]  # rows of each row group of each file
+    schema: pa.Schema  # the columns that a trace may have there
+    where: str  # the table, for messages
+
+    def __len__(self) -> int:
+        return sum(map(sum, self.row_groups))
+
+    def table(self, columns: Sequence[str]) -> pa.Table:
+        """All rows, read by Arrow's threads. Raises InputError."""
+        places = [f"{self.location.root}/{name}" for name in self.names]
+        with self.location.telling(self.where, "is damaged or cannot be read"):
+            table = pq.read_table(places, columns=list(columns), partitioning=None, filesystem=self.location.filesystem)
+        require_whole(table, self.schema, self.where)
+        return table
+
+    def batches(self, columns: Sequence[str], size: int, file: int = 0, group: int = 0) -> Iterator[pa.Table]:
+        """The rows from a row group of a file on, up to `size` of one row group at a time. Raises InputError."""
+        for n in range(file, len(self.names)):
+            where = self.location.within(self.names[n])
+            with (
+                self.location.telling(where, "is damaged or cannot be read"),
+                self.location.parquet(self.names[n]) as opened,
+            ):
+                for g in range(group if n == file else 0, opened.num_row_groups):
+                    for table in _tables(opened, g, list(columns), size):
+                        require_whole(table, self.schema, where)
+                        yield table
+
 
 @dataclass(frozen=True)
 class Folder:
     """A trace folder that was opened: the files are there, of one trace, and have the columns that it needs."""
 
-    path: Path
+    location: Location
     meta: TraceMeta
-    request_files: tuple[Path, ...]
-    parts: tuple[Path, ...]
+    listed: Files  # the requests
+    routing: Files
     optional: tuple[str, ...]  # those of OPTIONAL that the routing files hold
     embedding: int | None  # size of the prompts' embeddings; None: the trace has none
+    fingerprint: str  # of the content, as `_fingerprint` says
+
+    @property
+    def path(self) -> str:
+        """As it was given."""
+        return self.location.path
 
     def row_columns(self, extra: Iterable[str]) -> list[str]:
         """The routing columns to read where `extra` is wanted: those of it that are there."""
         return [*CORE, *(name for name in extra if name == "token_id" or name in self.optional)]
 
-    def requests(self) -> pa.Table:
-        """All requests."""
-        table = pa.concat_tables(_read(file) for file in self.request_files)
-        self._check_requests(table)
-        return table
+    def listing(self) -> pd.DataFrame:
+        """The requests without their EAMs and embeddings. Raises InputError."""
+        return frame(self.listed.table([column.name for column in self.listed.schema if not _is_list(column)]))
 
-    def labels(self) -> pd.DataFrame:
-        """The id, dataset and task of each request, without the EAMs."""
-        tables = [pq.read_table(str(file), columns=["id", "dataset", "task"]) for file in self.request_files]
-        labels: pd.DataFrame = pa.concat_tables(tables).to_pandas()
-        return labels
+    @property
+    def list_columns(self) -> list[str]:
+        """The columns that `listing` leaves out."""
+        return [column.name for column in self.listed.schema if _is_list(column)]
 
     @property
     def size(self) -> tuple[int, int]:
         """Requests and rows, as the files' footers tell."""
-        counts = [
-            sum(pq.read_metadata(str(file)).num_rows for file in files) for files in (self.request_files, self.parts)
-        ]
-        return counts[0], counts[1]
-
-    def rows(self, extra: Iterable[str]) -> pa.Table:
-        """All rows, those of requests that are not listed included."""
-        names, where = self.row_columns(extra), self.path / ROUTING
-        try:
-            table = pq.read_table([str(part) for part in self.parts], columns=names, partitioning=None)
-        except (pa.ArrowException, OSError) as error:
-            raise InputError(f"{where} cannot be read, a file in it is damaged: {error}") from error
-        self._check_rows(table)
-        return table
-
-    def request_batches(self, size: int) -> Iterator[pa.Table]:
-        """The requests, `size` at a time."""
-        for file in self.request_files:
-            for table in _batches(file, None, size):
-                self._check_requests(table)
-                yield table
-
-    def row_batches(self, columns: list[str], size: int) -> Iterator[pa.Table]:
-        """The rows, up to `size` at a time."""
-        for part in self.parts:
-            for table in _batches(part, columns, size):
-                self._check_rows(table)
-                yield table
-
-    def _check_requests(self, table: pa.Table) -> None:
-        require_whole(table, requests_schema(self.meta, self.embedding), str(self.request_files[0]))
-
-    def _check_rows(self, table: pa.Table) -> None:
-        require_whole(table, routing_schema(self.meta, self.optional), str(self.path / ROUTING))
+        return len(self.listed), len(self.routing)
 
 
-def open_folder(path: Path) -> Folder:
-    """Look at a trace folder's files; raises InputError with what is wrong, where, and what to do."""
-    request_files, parts = _files(path)
-    schemas = [_open(file) for file in request_files]
-    meta = TraceMeta.decode(schemas[0].metadata, str(request_files[0]))
+def open_folder(path: Path | str) -> Folder:
+    """Look at the files of a trace folder, which a path or a URL names.
+
+    Raises InputError with what is wrong, where, and what to do.
+    """
+    location = Location.of(path)
+    requests, parts = _files(location)
+    footers = {name: _footer(location, name) for name in requests}
+    first, where = footers[requests[0]].schema, location.within(requests[0])
+    meta = TraceMeta.decode(first.metadata, where)
     embedding = None
-    if (index := schemas[0].get_field_index("embedding")) >= 0:
-        embedding = getattr(schemas[0].field(index).type, "list_size", 0)
-    for file, schema in zip(request_files, schemas, strict=True):
-        require_columns(schema, requests_schema(meta, embedding), str(file))
+    if (index := first.get_field_index("embedding")) >= 0:
+        embedding = getattr(first.field(index).type, "list_size", 0)
+    listed = requests_schema(meta, embedding)
+    for name in requests:
+        require_columns(footers[name].schema, listed, location.within(name))
     if not parts:
         raise InputError(f"{path} is not a whole trace: it has no {ROUTING}/part-*.parquet")
-    held = [_open(part) for part in parts]
-    for part, schema in zip(parts, held, strict=True):
-        if TraceMeta.decode(schema.metadata, str(part)) != meta:
+    with ThreadPoolExecutor(AT_ONCE if location.remote else 1) as pool:
+        footers.update(zip(parts, pool.map(partial(_footer, location), parts), strict=True))
+    for name in parts:
+        schema, part = footers[name].schema, location.within(name)
+        if TraceMeta.decode(schema.metadata, part) != meta:
             raise InputError(f"{part} belongs to another trace than the {REQUESTS} beside it: their metadata differ")
-        require_columns(schema, routing_schema(meta, set(schema.names) & set(OPTIONAL)), str(part))
-    optional = tuple(name for name in OPTIONAL if all(name in schema.names for schema in held))
-    folder = Folder(path, meta, tuple(request_files), tuple(parts), optional, embedding)
-    if not folder.size[0]:
-        raise InputError(f"{request_files[0]} lists no requests: the trace is empty")
+        require_columns(schema, routing_schema(meta, set(schema.names) & set(OPTIONAL)), part)
+    optional = tuple(name for name in OPTIONAL if all(name in footers[part].schema.names for part in parts))
+
+    def files(names: Sequence[str], schema: pa.Schema, where: str) -> Files:
+        return Files(location, tuple(names), tuple(footers[name].row_groups for name in names), schema, where)
+
+    folder = Folder(
+        location=location,
+        meta=meta,
+        listed=files(requests, listed, where),
+        routing=files(parts, routing_schema(meta, optional), location.within(ROUTING)),
+        optional=optional,
+        embedding=embedding,
+        fingerprint=_fingerprint({name: footer.digest for name, footer in footers.items()}),
+    )
+    if not len(folder.listed):
+        raise InputError(f"{where} lists no requests: the trace is empty")
     return folder
+
+
+def _tables(file: pq.ParquetFile, group: int, columns: list[str], size: int) -> Iterator[pa.Table]:
+    """A row group at once if it has no more than `size` rows: a reader that could go on would hold some memory."""
+    if file.metadata.row_group(group).num_rows <= size:
+        yield file.read_row_group(group, columns)
+    else:
+        for batch in file.iter_batches(size, [group], columns):
+            yield pa.Table.from_batches([batch])
 
 
 def require_known(columns: Iterable[str]) -> tuple[str, ...]:
@@ -145,13 +187,18 @@ class Requests:
     @staticmethod
     def of(table: pa.Table) -> "Requests":
         """Requests from a table of the schema."""
-        lists = [name for name in ("eam_prefill", "eam_decode", "embedding") if name in table.column_names]
+        lists = [column.name for column in table.schema if _is_list(column)]
         arrays = {name: numpy(table.column(name)) for name in lists}
-        whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
-        frame = table.drop_columns(lists).to_pandas(types_mapper=whole_numbers.get)
-        frame["output_tokens"] = frame["output_tokens"].astype("int64")
         eams = np.stack([arrays["eam_prefill"], arrays["eam_decode"]])
-        return Requests(frame, eams, arrays.get("embedding"))
+        return Requests(frame(table.drop_columns(lists)), eams, arrays.get("embedding"))
+
+
+def frame(table: pa.Table) -> pd.DataFrame:
+    """Requests, without their lists, as `traces.trace.Trace.requests` describes them."""
+    whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
+    listed: pd.DataFrame = table.to_pandas(types_mapper=whole_numbers.get)
+    listed["output_tokens"] = listed["output_tokens"].astype("int64")
+    return listed
 
 
 def numpy(column: pa.ChunkedArray) -> NDArray[Any]:
@@ -167,40 +214,49 @@ def numpy(column: pa.ChunkedArray) -> NDArray[Any]:
     return np.asarray(flat.reshape(-1, width))
 
 
-def _files(path: Path) -> tuple[list[Path], list[Path]]:
+def _is_list(column: pa.Field) -> bool:
+    return bool(pa.types.is_fixed_size_list(column.type))
+
+
+def _files(location: Location) -> tuple[list[str], list[str]]:
     """The requests' files and the routing files of a folder."""
-    if not path.exists():
+    path, names = location.path, location.names()
+    if names is None:
         raise InputError(f"no trace at {path}: there is no such folder (`moe-trace record` makes one)")
-    if not path.is_dir():
-        raise InputError(f"{path} is a file; a trace is a folder with {REQUESTS} and {ROUTING}/")
-    whole = path / REQUESTS
-    requests = [whole] if whole.is_file() else sorted((path / GROWING).glob("part-*.parquet"))
+    requests = [REQUESTS] if REQUESTS in names else _parts(location, GROWING)
     if not requests:
         raise InputError(f"{path} is not a trace: it has no {REQUESTS} (`moe-trace record` or `import` makes one)")
-    return requests, sorted((path / ROUTING).glob("part-*.parquet"))
+    return requests, _parts(location, ROUTING)
 
 
-def _read(path: Path) -> pa.Table:
-    try:
-        return pq.read_table(str(path), partitioning=None)
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
+def _parts(location: Location, folder: str) -> list[str]:
+    return [f"{folder}/{name}" for name in location.names(folder) or () if fnmatchcase(name, "part-*.parquet")]
 
 
-def _batches(path: Path, columns: list[str] | None, size: int) -> Iterator[pa.Table]:
-    try:
-        with pq.ParquetFile(str(path)) as file:
-            for batch in file.iter_batches(batch_size=size, columns=columns):
-                yield pa.Table.from_batches([batch])
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} is damaged: {error}") from error
+@dataclass(frozen=True)
+class _Footer:
+    """What the end of a Parquet file tells."""
+
+    schema: pa.Schema
+    row_groups: tuple[int, ...]  # rows of each
+    digest: bytes
 
 
-def _open(path: Path) -> pa.Schema:
-    """The schema in a Parquet file's footer."""
-    try:
-        if path.stat().st_size == 0:
-            raise InputError(f"{path} is empty (0 bytes)")
-        return pq.read_schema(str(path))
-    except (pa.ArrowException, OSError) as error:
-        raise InputError(f"{path} is truncated, or no Parquet file: {error}") from error
+def _footer(location: Location, name: str) -> _Footer:
+    where = location.within(name)
+    tail, size = location.tail(name)
+    if not size:
+        raise InputError(f"{where} is empty (0 bytes)")
+    with location.telling(where, "is truncated, or no Parquet file"):
+        file = pq.ParquetFile(pa.BufferReader(tail))
+        rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
+        return _Footer(file.schema_arrow, rows, sha256(size.to_bytes(8) + tail).digest())
+
+
+def _fingerprint(files: dict[str, bytes]) -> str:
+    """Tells whether a trace was replaced by another: 16 hex digits of the files' names, sizes and last bytes.
+
+    The last bytes hold the footer, which lists how long each column is and the least and greatest of it. What is in
+    the middle of a file counts by its length alone; where the folder lies, and when it was written, does not count.
+    """
+    return sha256(b"".join(name.encode() + b"\0" + files[name] for name in sorted(files))).hexdigest()[:16]

@@ -159,6 +159,14 @@ def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
     return pa.schema(columns, metadata=meta.encode())
 
 
+def row_bytes(schema: pa.Schema) -> int:
+    """What a row of columns of fixed width takes in memory."""
+    bits = 0
+    for kind in schema.types:
+        bits += kind.list_size * kind.value_type.bit_width if pa.types.is_fixed_size_list(kind) else kind.bit_width
+    return -(-bits // 8)
+
+
 def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
     """An InputError naming the first column of `wanted` that `found` lacks or has with another type."""
     for column in wanted:

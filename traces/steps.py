@@ -49,6 +49,32 @@ class RequestSteps:
     lookahead: Lookahead | None = None  # None: not recorded
 
 
+def steps_of_rows(
+    request: int,
+    experts: NDArray[np.integer],
+    position: NDArray[np.integer],
+    prompt: int,
+    E: int,
+    sentinel: int,
+    lookahead: NDArray[np.integer] | None = None,
+) -> RequestSteps:
+    """The rows of a request as an engine plays them: the first `prompt` as one step, then the others one by one.
+
+    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position: [tokens].
+    """
+    context, parts = position.astype(np.int64) + 1, []
+    if prompt:
+        parts.append(prefill_step(request, experts[:prompt], E, sentinel, _rows(lookahead, slice(prompt))))
+    if prompt < len(experts) or not parts:
+        rest = slice(prompt, None)
+        parts.append(decode_steps(request, experts[rest], E, sentinel, context[rest], _rows(lookahead, rest)))
+    return join(parts) if len(parts) > 1 else parts[0]
+
+
+def _rows(chosen: NDArray[np.integer] | None, rows: slice) -> NDArray[np.integer] | None:
+    return None if chosen is None else chosen[rows]
+
+
 def decode_steps(
     request: int,
     experts: NDArray[np.integer],

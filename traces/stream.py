@@ -1,7 +1,6 @@
 """A trace folder piece by piece, for traces larger than memory.
 
-Rows lie in the order of execution, in which requests of a batch alternate. A first pass over one column learns
-where each request ends (eight bytes a request are held); the second gives whole requests.
+A first pass over some columns learns where each request ends (`traces.index`); the second gives whole requests.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,10 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
-from traces.check import check_unique
-from traces.errors import located
+from traces.index import Index
 from traces.reader import Folder, open_folder, require_known
 from traces.trace import Trace
 
@@ -29,13 +26,12 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
     `columns` as there; memory is that of a piece. Raises InputError.
     """
     wanted = require_known(columns)
-    folder = open_folder(Path(path))
-    with located(str(path)):
-        check_unique(folder.labels()["id"])
-    ends = _ends(folder)
+    folder = open_folder(path)
+    ends = Index.of(folder, folder.listing()).last + 1  # rows after which each request is whole
     listed = _Requests(folder)
-    batches = folder.row_batches(folder.row_columns(wanted), ROWS)
-    held = next(batches, None) or folder.rows(wanted)
+    names = folder.row_columns(wanted)
+    batches = folder.routing.batches(names, ROWS)
+    held = next(batches, None) or folder.routing.table(names)
     seen, first, count = len(held), 0, len(ends)
     while first < count:
         # Whole so far are the requests before the first one that has not ended.
@@ -51,24 +47,11 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
         first = whole
 
 
-def _ends(folder: Folder) -> NDArray[np.int64]:
-    """[requests] the number of rows after which a request is whole."""
-    count = sum(len(batch) for batch in folder.request_batches(REQUESTS))
-    ends, base = np.zeros(count, np.int64), 0
-    for batch in folder.row_batches(["request"], ROWS):
-        request = batch.column("request").to_numpy()
-        row = np.arange(base, base + len(request)) + 1
-        known = request < count
-        ends[request[known]] = row[known]  # rows ascend, and the last assignment stays
-        base += len(request)
-    return ends
-
-
 class _Requests:
     """The requests' table, taken from the front."""
 
     def __init__(self, folder: Folder):
-        self._batches = folder.request_batches(REQUESTS)
+        self._batches = folder.listed.batches(folder.listed.schema.names, REQUESTS)
         self._held = next(self._batches)
 
     def take(self, n: int) -> pa.Table:

@@ -15,11 +15,12 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_ids, check_lookahead, check_order, check_requests, count_eams
+from traces.check import check_ids, check_lookahead, count_eams
 from traces.errors import InputError
+from traces.index import Index
 from traces.reader import Folder, Requests, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
-from traces.steps import DECODE, PREFILL, RequestSteps, decode_steps, join, prefill_step
+from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
 
 Phases = Literal["prefill", "decode", "both"]
 
@@ -50,46 +51,43 @@ class Trace:
 
     @staticmethod
     def read(path: Path | str, columns: Iterable[str] = ()) -> "Trace":
-        """Read and validate a trace folder. `columns` names what else to read, of traces.reader.EXTRA.
+        """Read and validate a trace folder, a path or a URL. `columns` names what else to read, of traces.reader.EXTRA.
 
         Routing of requests that are not listed is left out: its writer was killed before they were whole.
         Raises InputError with what is wrong, where, and what to do.
         """
         wanted = require_known(columns)
-        folder = open_folder(Path(path))
+        folder = open_folder(path)
         with ThreadPoolExecutor(1) as beside:
-            requests = beside.submit(folder.requests)
-            rows = folder.rows(wanted)
+            requests = beside.submit(folder.listed.table, folder.listed.schema.names)
+            rows = folder.routing.table(folder.row_columns(wanted))
         return Trace.assemble(folder, requests.result(), rows, wanted)
 
     @staticmethod
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
         """Requests and all their rows, as tables that `folder` gave, checked. The first request is number `first`."""
-        meta, where = folder.meta, str(folder.path)
+        meta, where = folder.meta, folder.path
         listed, held = Requests.of(requests), len(requests)
         arrays = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
         request = arrays.pop("request").astype(np.int64) - first
+        index = Index(held)
+        index.add(request, arrays["position"], arrays["phase"])
+        index.check(meta, listed.frame, where)
         if not (known := request < held).all():
             arrays, request = {name: array[known] for name, array in arrays.items()}, request[known]
         if (request[1:] < request[:-1]).any():
             order = np.argsort(request, kind="stable")
             arrays = {name: array[order] for name, array in arrays.items()}
-        offsets = np.zeros(held + 1, np.int64)
-        np.cumsum(np.bincount(request, minlength=held), out=offsets[1:])
         shapes = dict.fromkeys(("experts", "weights", "lookahead"), (-1, meta.layers, meta.top_k))
         shapes["gate_probs"] = (-1, meta.layers, meta.experts)
         arrays = {name: array.reshape(shapes.get(name, (-1,))) for name, array in arrays.items()}
-        aggregate = listed.eams if meta.mode == AGGREGATE else None
+        offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
         if aggregate is None:
-            check_requests(listed.frame, offsets, arrays["phase"], where)
-            check_order(offsets, arrays["phase"], arrays["position"], where)
-            check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where)
+            check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where, first)
             if "lookahead" in arrays:
                 check_lookahead(meta, arrays["lookahead"], where)
-        elif len(request):
-            raise InputError(f"{where} says that it holds EAMs only, but has {len(request)} rows of routing")
         return Trace(
-            name=folder.path.resolve().name,
+            name=folder.location.name,
             meta=meta,
             requests=listed.frame,
             offsets=offsets,
@@ -117,6 +115,11 @@ class Trace:
     def sentinel(self) -> int:
         """The id that means: nothing was routed here."""
         return self.meta.sentinel
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether the requests' steps tell what gates pick ahead of time."""
+        return self.lookahead is not None
 
     @cached_property
     def phases(self) -> Phases:
@@ -170,16 +173,10 @@ class Trace:
     def steps(self, i: int) -> RequestSteps:
         """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one."""
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        experts, context = self.experts[rows], self.position[rows].astype(np.int64) + 1
-        ahead, ids = None if self.lookahead is None else self.lookahead[rows], (self.num_experts, self.sentinel)
         prompt = int(np.count_nonzero(self.phase[rows] == PREFILL))
-        parts = []
-        if prompt:
-            parts.append(prefill_step(i, experts[:prompt], *ids, None if ahead is None else ahead[:prompt]))
-        if prompt < len(experts) or not parts:
-            rest = None if ahead is None else ahead[prompt:]
-            parts.append(decode_steps(i, experts[prompt:], *ids, context[prompt:], rest))
-        return join(parts) if len(parts) > 1 else parts[0]
+        ahead = None if self.lookahead is None else self.lookahead[rows]
+        shape = self.num_experts, self.sentinel
+        return steps_of_rows(i, self.experts[rows], self.position[rows], prompt, *shape, ahead)
 
 
 def concatenate(parts: Sequence[Trace]) -> Trace:

@@ -25,11 +25,11 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError
 from traces.reader import open_folder
-from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema
+from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema, row_bytes
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
-ROW_GROUP = 65_536
+FILE_ROWS = 65_536
 """Rows of a routing file, at most."""
 
 ROUTING_BYTES = 2**26
@@ -37,6 +37,9 @@ ROUTING_BYTES = 2**26
 
 REQUEST_BYTES = 2**24
 """Of the EAMs in a file of requests while the trace grows."""
+
+ROW_GROUP_BYTES = 2**22
+"""Of a row group, about: what is decoded at a time where a trace is larger than memory (`traces.blocks`)."""
 
 FLUSH_SECONDS = 5.0
 """Requests that finish sooner after the last flush wait for the next one, or for close()."""
@@ -143,7 +146,7 @@ class TraceWriter:
         self.written = 0  # requests readable in the folder
         self.added = 0
         self.next_step = 0  # after the steps of the requests that were resumed
-        self._rows = _Files(folder / ROUTING, ROW_GROUP)
+        self._rows = _Files(folder / ROUTING, FILE_ROWS)
         self._requests = _Files(folder / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._optional: set[str] | None = None
@@ -225,7 +228,7 @@ class TraceWriter:
             raise InputError(
                 f"{self.folder} cannot be resumed, it was recorded otherwise: {_differ(held.meta, self.meta)}"
             )
-        self.written = self.added = sum(len(batch) for batch in held.request_batches(1024))
+        self.written = self.added = sum(len(batch) for batch in held.listed.batches(held.listed.schema.names, 1024))
         with self._telling():
             for folder in (ROUTING, GROWING):
                 (self.folder / folder).mkdir(exist_ok=True)
@@ -239,15 +242,12 @@ class TraceWriter:
             self._rows.limit = _rows_of_a_file(self.meta, held.optional)
             self._requests.reopen()
             self._rows.reopen(keep=self.written)
-        self.next_step = _last_step(held.parts, self.written) + 1
+        self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
 
 
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
     """How many rows a routing file holds, by their size."""
-    bits = 0
-    for kind in routing_schema(meta, optional).types:
-        bits += kind.list_size * kind.value_type.bit_width if pa.types.is_fixed_size_list(kind) else kind.bit_width
-    return min(ROW_GROUP, max(1, ROUTING_BYTES * 8 // bits))
+    return min(FILE_ROWS, max(1, ROUTING_BYTES // row_bytes(routing_schema(meta, optional))))
 
 
 def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
@@ -257,14 +257,13 @@ def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
     return "; ".join(told)
 
 
-def _last_step(parts: tuple[Path, ...], requests: int) -> int:
+def _last_step(parts: list[Path], requests: int) -> int:
     """The last step of the first `requests` requests; -1 without any."""
     for part in reversed(parts):
-        if part.exists():
-            table = pq.read_table(str(part), columns=["request", "step"], partitioning=None)
-            steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
-            if len(steps):
-                return int(steps.max())
+        table = pq.read_table(str(part), columns=["request", "step"], partitioning=None)
+        steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
+        if len(steps):
+            return int(steps.max())
     return -1
 
 
@@ -336,8 +335,9 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
+    rows = max(1, len(table) * ROW_GROUP_BYTES // max(1, table.nbytes))
     with _writing(path, table.schema) as writer:
-        writer.write_table(table, row_group_size=ROW_GROUP)
+        writer.write_table(table, row_group_size=rows)
 
 
 def _join(files: list[Path], into: Path) -> None:

@@ -19,11 +19,13 @@ from policies.residency import Residency
 from policies.scope import even, lru_curves, optimal
 from sim import winner
 from sim.cells import Requests, Setup
-from sim.cli import grid_of, main
+from sim.cli import main
+from sim.config import listed, specs
 from sim.curves import lru_misses
 from sim.log import Run, RunLog
 from sim.model import simulate
 from sim.report import warnings
+from sim.sweep import grid_of
 from sim.timing import FixedTiming, Link
 from sim.untimed import count
 from tests.sim.test_untimed import SHARED, oracle_misses
@@ -363,7 +365,7 @@ def test_an_analysis_takes_a_scope(home, monkeypatch, capsys):
 def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home):
     loaded = Setup(trace=home / "tiny", untimed=True).load()
     for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
-        assert len(warnings(loaded, grid_of(loaded, policies, "4", None))) == warned
+        assert len(warnings(loaded, grid_of(loaded, specs(listed(policies), None), ["4"]))) == warned
 
 
 def test_too_few_slots_are_refused_before_anything_is_written(home, monkeypatch, capsys):

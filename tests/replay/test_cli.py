@@ -16,7 +16,8 @@ from replay.driver import COLUMNS
 from sim import winner
 from sim.cells import Setup
 from sim.results import REQUESTS, RESULTS
-from sim.sweep import Grid, save, sweep
+from sim.store import Store
+from sim.sweep import Grid, Table, outcome, save, sweep
 from sim.winner import Winner
 from traces import demo_trace
 from traces.trace import Trace
@@ -133,14 +134,18 @@ def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predict
     command, tmp_path: Path
 ) -> None:
     loaded = Setup(trace=demo_trace(), requests=2).load()
-    found = sweep(loaded, Grid((parse("eamc"),), {"25%": 80}))
-    save(found, loaded, tmp_path / "swept")
+    table = Table(loaded, Grid((parse("eamc"),), {"25%": 80}), tmp_path / "swept")
+    store = Store(table.folder)
+    sweep([table], store)
+    found = outcome(table, store)
+    save([found], store, table.folder)
     status, out, err = command("--from", str(tmp_path / "swept"), "--device", "virtual", "--json")
     assert status == 0, err
     row = json.loads(out)
     assert found.rows[0]["predictor_us"] > 0 < found.rows[0]["stall_predictor_ms"]
-    assert {name: row[name] for name in RESULTS.names} == found.rows[0]
-    assert {name: row["predictions"]["a5000"][name] for name in RESULTS.names} == found.rows[0]
+    predicted = {**found.rows[0], "cell": None}
+    assert {name: row[name] for name in RESULTS.names} == predicted
+    assert {name: row["predictions"]["a5000"][name] for name in RESULTS.names} == predicted
 
 
 def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_what_ships(command) -> None:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -54,7 +55,7 @@ def loaded(trace: Trace, folder):
 
 def measure(here, policies: str, slots: int, protocol: Protocol, **options) -> Adaptation:
     grid = Grid(tuple(map(parse, policies.split(","))), {f"{slots}": slots})
-    return adapt(here, grid, plan(here.trace, protocol), **options)
+    return adapt(here, grid, plan(here.whole, protocol), **options)
 
 
 @pytest.fixture(scope="module")
@@ -218,12 +219,12 @@ def test_both_runs_of_every_shift_equal_lru_by_hand(routed):
     for one in found.measured:
         after = orders[one.shift.after][2:5]
         for rates, before in ((one.hit_rates, one.shift.before), (one.undisturbed, one.shift.after)):
-            assert rates.tolist() == lru_by_hand(routed.trace, [*orders[before][:2], *after], 6)[2:]
+            assert rates.tolist() == lru_by_hand(routed.whole, [*orders[before][:2], *after], 6)[2:]
     assert any(one.differences.any() for one in found.measured)
 
 
 def test_no_run_plays_a_request_twice_and_groups_keep_to_their_label(routed):
-    made = plan(routed.trace, SMALL)
+    made = plan(routed.whole, SMALL)
     label = routed.trace.requests["task"].tolist()
     assert made.shifts
     for run in made.runs:
@@ -234,7 +235,7 @@ def test_no_run_plays_a_request_twice_and_groups_keep_to_their_label(routed):
 
 
 def test_shifts_to_one_group_measure_the_same_requests_beside_one_undisturbed_run(routed):
-    made = plan(routed.trace, SMALL)
+    made = plan(routed.whole, SMALL)
     assert len(made.runs) == len(made.shifts) + len({shift.after for shift in made.shifts})
     grid = Grid((parse("lru"), parse("lfu")), {"6": 6})
     played: list[int] = []
@@ -244,9 +245,9 @@ def test_shifts_to_one_group_measure_the_same_requests_beside_one_undisturbed_ru
 
 def test_the_seed_decides_all_and_another_draws_otherwise(routed):
     few = replace(SMALL, pairs=3)
-    made = plan(routed.trace, few)
-    assert made == plan(routed.trace, few)
-    others = [plan(routed.trace, replace(few, seed=seed)) for seed in range(1, 5)]
+    made = plan(routed.whole, few)
+    assert made == plan(routed.whole, few)
+    others = [plan(routed.whole, replace(few, seed=seed)) for seed in range(1, 5)]
     assert all(other.orders != made.orders for other in others)
     assert any(other.shifts != made.shifts for other in others)
 
@@ -351,7 +352,7 @@ def test_a_protocol_that_cannot_be_is_told_in_one_line(options, told):
 
 
 def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(routed, tmp_path):
-    made = plan(routed.trace, replace(SMALL, pairs=3))
+    made = plan(routed.whole, replace(SMALL, pairs=3))
     grid, played = Grid((parse("lru"),), {"6": 6}), []
 
     def interrupt(requests: int) -> None:
@@ -371,7 +372,7 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
 def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
     arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru,eamc", "--warmup", "2")
     more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
-    home = routed.setup.trace.parent
+    home = Path(routed.setup.trace).parent
     done = moe_sim(*arguments, *more, "told", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "4 shifts by task:" in done.stderr
@@ -400,7 +401,7 @@ def test_the_papers_table_is_whole():
 
 
 def test_bad_input_is_one_line_and_writes_nothing(routed):
-    home = routed.setup.trace.parent
+    home = Path(routed.setup.trace).parent
     for arguments, told in (
         (("--by", "colour"), "unknown label 'colour'"),
         (("--cache-size", "10%,20%"), "one size at a time"),

@@ -1,5 +1,6 @@
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ def home(tmp_path_factory):
     write_trace(replace(made, meta=replace(made.meta, model="unheard-of")), home / "sizeless")
     write_trace(replace(made, meta=replace(made.meta, model="allenai/OLMoE-1B-7B-0924")), home / "liar")
     (home / "file").touch()
+    (home / "file.toml").write_text('policy = "lru"\n')
     return home
 
 
@@ -42,7 +44,8 @@ def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
     assert "NVIDIA RTX A5000" in done.stdout
     assert done.stdout.count("best") == 3
     written = {file.name for file in (home / "results" / "tiny").iterdir()}
-    assert written == {"results.parquet", "requests.parquet", "winner.toml", "hit_rate.png", "tpot.png"}
+    tables = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml"}
+    assert written == tables | {"hit_rate.png", "tpot.png"}
 
 
 def test_json_is_the_rows_and_quiet_is_quiet(home):
@@ -78,6 +81,14 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--requests", "0"], "cannot give the first 0"),
         (["tiny", "--requests", "9"], "cannot give the first 9"),
         (["tiny", "--workers", "0"], "at least one process"),
+        (["tiny", "--seeds", "x"], "--seeds 'x': a seed is a whole number"),
+        (["tiny", "--seeds", ","], "--seeds names none"),
+        (["tiny", "--config", "absent.toml"], "cannot read absent.toml: No such file"),
+        (["tiny", "--config", "file.toml"], "unknown key of file.toml 'policy'; did you mean policies"),
+        (["tiny", "--policies", "eamc:capacity=" + "|".join(map(str, range(1, 20_000)))], "59,997 cells"),
+        (["tiny", "--policies", "+".join(["random:seed=" + "|".join("123456789" * 4)] * 6)], "6,530,347,008 cells"),
+        (["tiny", "--scheduler", "tcp://127.0.0.1:9"], "no Dask scheduler answers at tcp://127.0.0.1:9"),
+        (["tiny", "--scheduler", "nonsense://x"], "no Dask scheduler answers at nonsense://x"),
         (["tiny", "--chunk-bytes", "many"], "--chunk-bytes 'many' is no number of bytes"),
         (["tiny", "--model-profile", "mixtral-8x7b"], "mixtral-8x7b has 32 MoE layers, the trace of tiny has 3"),
         (["liar"], "olmoe-1b-7b has 16 MoE layers"),
@@ -127,7 +138,76 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     _, told = running.communicate(timeout=30)
     assert running.returncode == 130
     assert "Traceback" not in told
-    assert not any((tmp_path / "out").glob("*.*"))
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"sweep.toml", "cells"}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+@pytest.mark.parametrize("engine", ["simpy", "auto"])
+def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_path, engine):
+    long = synthetic(12, tokens=40, layers=3, experts=16, top_k=2, seed=3)
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(long, meta=replace(long.meta, **sizes)), tmp_path / "long")
+    asked = ["sweep", "long", "--policies", "lru,clock,eamc,lru+popular", "--cache-sizes", "10%,25%,50%,75%"]
+    asked += ["--engine", engine, "--workers", "2", "--quiet"]
+    assert moe_sim(*asked, "--out", "whole", cwd=tmp_path).returncode == 0
+    rng, kills, cells = random.Random(1), 0, []
+    while True:
+        running = subprocess.Popen(
+            [*COMMAND, *asked, "--out", "cut", "--resume"], cwd=tmp_path, start_new_session=True, text=True
+        )
+        held = len(list((tmp_path / "cut/cells/results").glob("*.parquet")))
+        enough = held + rng.randint(1, 6)
+        while running.poll() is None and len(list((tmp_path / "cut/cells/results").glob("*.parquet"))) < enough:
+            time.sleep(0.01)
+        if running.poll() is not None:
+            break
+        time.sleep(rng.random() * 0.1)
+        os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+        cells.append(len(pd.read_parquet(tmp_path / "cut/cells/results")))
+        kills += 1
+    assert running.returncode == 0
+    assert kills >= 2
+    assert cells == sorted(cells)
+    for name in ("results.parquet", "requests.parquet", "winner.toml"):
+        assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "cut" / "cells").exists()
+
+
+def test_an_unfinished_sweep_is_not_lost_unasked(home, tmp_path):
+    left = tmp_path / "out" / "cells" / "results"
+    left.mkdir(parents=True)
+    asked = ["sweep", str(home / "tiny"), "--policies", "lru", "--cache-sizes", "24", "--out", "out", "--quiet"]
+    moe_sim(*asked, cwd=tmp_path)
+    row = pd.read_parquet(tmp_path / "out/results.parquet")
+    left.mkdir(parents=True)
+    row.to_parquet(left / "0123456789abcdef.parquet")
+    refused = moe_sim(*asked, cwd=tmp_path)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "--resume" in refused.stderr
+    assert (left / "0123456789abcdef.parquet").exists()
+    assert moe_sim(*asked, "--overwrite", cwd=tmp_path).returncode == 0
+    assert not left.exists()
+
+
+def test_a_config_file_and_what_a_sweep_writes_beside_its_results_play_the_same(home, tmp_path):
+    (tmp_path / "my.toml").write_text(
+        f'traces = ["{home / "tiny"}"]\npolicies = ["random", "eamc:capacity=2|3"]\ncache_sizes = ["50%"]\n'
+        'hardware = ["a5000", "h200"]\nseeds = [1, 2]\nwarmup_requests = 1\nchunk_bytes = "4096B"\n'
+    )
+    done = moe_sim("sweep", "--config", "my.toml", "--out", "one", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    policies = ["random:seed=1", "random:seed=2", "eamc:capacity=2", "eamc:capacity=3"]
+    assert [(row["hardware"], row["policy"]) for row in rows] == [
+        (machine, policy) for machine in ("a5000", "h200") for policy in policies
+    ]
+    assert [row["seed"] for row in rows] == [1, 2, None, None] * 2
+    (tmp_path / "elsewhere").mkdir()
+    again = moe_sim("sweep", "--config", "../one/sweep.toml", "--out", "two", "--json", cwd=tmp_path / "elsewhere")
+    assert json.loads(again.stdout) == rows
+    typed = moe_sim("sweep", "--config", "one/sweep.toml", "--hardware", "h200", "--json", "--out", "3", cwd=tmp_path)
+    assert json.loads(typed.stdout) == rows[4:]
 
 
 def test_what_there_is_can_be_listed(home):

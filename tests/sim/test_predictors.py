@@ -18,7 +18,7 @@ from policies.registry import BUILT_IN, available, parse
 from sim import predictors
 from sim.cells import Setup
 from sim.predictors import MEASURED, cost_us
-from sim.sweep import Grid, sweep
+from sim.sweep import Grid, played
 from sim.timing import Roofline
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -167,7 +167,7 @@ def test_whatever_watches_events_costs_something_and_what_the_machine_does_anywa
 
 
 def play(folder, policy, **setup):
-    return sweep(Setup(folder, **setup).load(), Grid((parse(policy),), {"50%": 24})).rows[0]
+    return played(Setup(folder, **setup).load(), Grid((parse(policy),), {"50%": 24})).rows[0]
 
 
 def test_a_cell_pays_the_shipped_cost_once_an_event_and_its_row_says_so(folder):

@@ -7,8 +7,11 @@ import pytest
 from policies.registry import parse
 from sim import winner
 from sim.cells import Requests, Setup
-from sim.sweep import Grid, save, sweep
+from sim.results import REQUESTS_FILE, RESULTS_FILE
+from sim.store import Store
+from sim.sweep import Grid, Table, _digest, key, outcome, played, save, sweep
 from sim.winner import Winner
+from sim.workers import Local
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -39,71 +42,71 @@ def grid(policies="lru,lfu", **sizes):
 
 
 def test_rows_come_by_size_and_then_by_policy_as_typed(folder):
-    found = sweep(Setup(folder).load(), grid("lru,lru+popular"))
+    found = played(Setup(folder).load(), grid("lru,lru+popular"))
     assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [
         (16, "lru"),
         (16, "lru+popular"),
         (32, "lru"),
         (32, "lru+popular"),
     ]
-    assert found.complete
 
 
 def test_results_do_not_depend_on_the_number_of_workers(folder):
     loaded = Setup(folder).load()
-    alone, together = (sweep(loaded, grid("lru,eamc"), workers) for workers in (1, 2))
-    assert alone == together
+    alone, together = (played(loaded, grid("lru,eamc,clock"), workers) for workers in (1, 2))
+    assert alone.rows == together.rows
+    assert alone.bound == together.bound
 
 
 def test_all_requests_are_reported_as_played(folder):
     loaded, told = Setup(folder).load(), []
-    sweep(loaded, grid("lru,belady"), advance=told.append)
+    played(loaded, grid("lru,belady"), advance=told.append)
     assert sum(told) == 4 * 4
 
 
 def test_belady_is_drawn_unasked_but_gets_no_row(folder):
-    found = sweep(Setup(folder).load(), grid("lru"))
+    found = played(Setup(folder).load(), grid("lru"))
     assert {row["policy"] for row in found.rows} == {"lru"}
     assert [row["cache_experts"] for row in found.bound] == [16, 32]
     assert {row["policy"] for row in found.bound} == {"belady"}
-    asked = sweep(Setup(folder).load(), grid("lru,belady"))
+    asked = played(Setup(folder).load(), grid("lru,belady"))
     assert [row for row in asked.rows if row["policy"] == "belady"] == found.bound == asked.bound
 
 
 def test_an_oracle_never_wins(folder):
-    found = sweep(Setup(folder).load(), grid("belady,lru+oracle1,lfu,lru"))
+    found = played(Setup(folder).load(), grid("belady,lru+oracle1,lfu,lru"))
     assert {won.policy for won in found.winners} <= {"lfu", "lru"}
     best = min(row["tpot_mean_ms"] for row in found.rows if not row["oracle"] and row["cache_experts"] == 16)
     assert found.winners[0].predicted["tpot_mean_ms"] == best
-    assert sweep(Setup(folder).load(), grid("belady")).winners == []
+    assert played(Setup(folder).load(), grid("belady")).winners == []
 
 
 def test_equal_policies_are_won_by_the_first_typed(folder):
     everything_fits = {"100%": LAYERS * EXPERTS}
     for policies in ("lru,lfu", "lfu,lru"):
-        found = sweep(Setup(folder).load(), grid(policies, **everything_fits))
+        found = played(Setup(folder).load(), grid(policies, **everything_fits))
         assert found.winners[0].policy == policies.split(",")[0]
 
 
 def test_coverage_is_known_where_the_grid_holds_the_cell_without_prefetch(folder):
     loaded = Setup(folder).load()
-    lru, pair = sweep(loaded, grid("lru,lru+popular", **{"16": 16})).rows
+    lru, pair = played(loaded, grid("lru,lru+popular", **{"16": 16})).rows
     assert lru["prefetch_coverage"] is None
     assert pair["prefetch_coverage"] == (lru["misses"] - pair["misses"]) / lru["misses"]
-    assert sweep(loaded, grid("lfu,lru+popular", **{"16": 16})).rows[1]["prefetch_coverage"] is None
-    eamc = sweep(loaded, grid("eamc,eamc+none", **{"16": 16})).rows[0]
+    assert played(loaded, grid("lfu,lru+popular", **{"16": 16})).rows[1]["prefetch_coverage"] is None
+    eamc = played(loaded, grid("eamc,eamc+none", **{"16": 16})).rows[0]
     assert eamc["prefetch_coverage"] is not None
 
 
 def test_lookups_are_the_routing_of_the_trace(folder):
     loaded = Setup(folder).load()
     accesses = sum(len(request.experts) for request in Requests(loaded.trace))
-    for row in sweep(loaded, grid("lru,eamc")).rows:
+    for row in played(loaded, grid("lru,eamc")).rows:
         assert row["lookups"] == accesses == row["hits"] + row["late"] + row["misses"]
 
 
 def test_stall_and_compute_fill_the_time(folder):
-    for row in sweep(Setup(folder).load(), grid("lru,lru+popular,eamc")).rows:
+    for row in played(Setup(folder).load(), grid("lru,lru+popular,eamc")).rows:
         assert row["phase"] == "both"
         elapsed = (row["ttft_mean_ms"] + 12 * row["tpot_mean_ms"]) * 4
         assert row["gpu_idle_ms"] + row["compute_busy_ms"] == pytest.approx(elapsed)
@@ -111,30 +114,35 @@ def test_stall_and_compute_fill_the_time(folder):
 
 
 def test_untimed_counts_have_no_times(folder):
-    found = sweep(Setup(folder, untimed=True).load(), grid("lru,belady"))
+    found = played(Setup(folder, untimed=True).load(), grid("lru,belady"))
     assert all(row["tpot_mean_ms"] is None and row["hardware"] is None for row in found.rows)
     assert all(row["bytes_demand"] == row["misses"] * 73_728 for row in found.rows)
     assert found.judged_by == "misses"
 
 
 def test_a_prefill_is_judged_by_ttft_and_as_decode_by_tpot(prefill):
-    assert sweep(Setup(prefill).load(), grid()).judged_by == "ttft_mean_ms"
-    found = sweep(Setup(prefill, as_decode=True).load(), grid())
+    assert played(Setup(prefill).load(), grid()).judged_by == "ttft_mean_ms"
+    found = played(Setup(prefill, as_decode=True).load(), grid())
     assert found.judged_by == "tpot_mean_ms"
     assert all("as decode" in row["trace"] and row["phase"] == "decode" for row in found.rows)
 
 
+def saved(loaded, cells, folder):
+    """The files of a sweep of one table."""
+    table, store = Table(loaded, cells, folder), Store(folder)
+    sweep([table], store)
+    found = outcome(table, store)
+    return found, save([found], store, folder)
+
+
 def test_ttft_is_drawn_where_nothing_is_decoded(prefill, tmp_path):
-    loaded = Setup(prefill).load()
-    files = save(sweep(loaded, grid()), loaded, tmp_path)
+    _, files = saved(Setup(prefill).load(), grid(), tmp_path)
     assert [file.name for file in files if file.suffix == ".png"] == ["hit_rate.png", "ttft.png"]
 
 
 def test_all_files_are_written_and_the_winner_can_be_replayed(folder, tmp_path):
     setup = Setup(folder, requests=3, warmup_requests=1, chunk_bytes=4096, predictor_us=1.5, cold=True)
-    loaded = setup.load()
-    found = sweep(loaded, grid("lru,eamc:capacity=3"))
-    files = save(found, loaded, tmp_path)
+    found, files = saved(setup.load(), grid("lru,eamc:capacity=3"), tmp_path)
     expected = {"results.parquet", "requests.parquet", "winner.toml", "hit_rate.png", "tpot.png"}
     assert {file.name for file in files} == expected == {file.name for file in tmp_path.iterdir()}
     assert len(pd.read_parquet(tmp_path / "results.parquet")) == 4
@@ -144,21 +152,89 @@ def test_all_files_are_written_and_the_winner_can_be_replayed(folder, tmp_path):
     assert all(isinstance(won, Winner) and won.policy in ("lru", "eamc:capacity=3") for won in winners)
 
 
-def test_an_interrupted_sweep_keeps_what_was_finished_and_replaces_nothing(folder, tmp_path):
-    loaded = Setup(folder).load()
-    played = []
+def test_an_interrupted_sweep_keeps_what_was_finished_and_goes_on_to_the_same_files(folder, tmp_path):
+    loaded, whole, cut = Setup(folder).load(), tmp_path / "whole", tmp_path / "cut"
+    saved(loaded, grid("lru,lfu"), whole)
+    told = []
 
     def interrupt_in_the_third_cell(requests):
-        played.append(requests)
-        if len(played) == 10:
+        told.append(requests)
+        if len(told) == 10:
             raise KeyboardInterrupt
 
-    found = sweep(loaded, grid("lru,lfu"), advance=interrupt_in_the_third_cell)
-    assert not found.complete
-    assert [(row["cache_experts"], row["policy"]) for row in found.rows] == [(16, "lru"), (16, "lfu")]
-    save(found, loaded, tmp_path)
-    written = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
-    assert written == {"interrupted/results.parquet", "interrupted/requests.parquet"}
+    table = Table(loaded, grid("lru,lfu"), cut)
+    with pytest.raises(KeyboardInterrupt):
+        sweep([table], Store(cut), advance=interrupt_in_the_third_cell)
+    rows = pd.read_parquet(cut / "cells" / "results")
+    assert sorted(zip(rows["cache_experts"], rows["policy"], strict=True)) == [(16, "lfu"), (16, "lru")]
+    assert set(pd.read_parquet(cut / "cells" / "requests")["cell"]) == set(rows["cell"])
+    assert {file.name for file in cut.iterdir()} == {"cells"}
+    store, again = Store(cut), []
+    sweep([table], store, advance=again.append)
+    assert sum(again) == 4 * 4  # the two cells that were missing, and Belady's two
+    save([outcome(table, store)], store, cut)
+    for name in (RESULTS_FILE, REQUESTS_FILE):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    assert not (cut / "cells").exists()
+
+
+def test_a_larger_grid_plays_only_what_a_finished_sweep_has_not(folder, tmp_path):
+    loaded = Setup(folder).load()
+    first, _ = saved(loaded, grid("lru", **{"25%": 16}), tmp_path)
+    table, store, told = Table(loaded, grid("lru,lfu"), tmp_path), Store(tmp_path, [tmp_path]), []
+    sweep([table], store, advance=told.append)
+    assert sum(told) == 4 * (4 - 1 + 2)
+    found = outcome(table, store)
+    assert found.rows[0] == first.rows[0]
+    save([found], store, tmp_path)
+    assert len(pd.read_parquet(tmp_path / REQUESTS_FILE)) == 4 * 4
+
+
+def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path):
+    mine = tmp_path / "mine.py"
+    text = "from policies.contract import ScorePolicy\nclass Mine(ScorePolicy):\n    name = 'mine'\n"
+    mine.write_text(text)
+    one = Setup(folder, hardware="a5000").load()
+    cells = [
+        (one, parse("lru"), 16),
+        (one, parse("lru"), 17),
+        (one, parse("lru+none"), 16),
+        (one, parse("eamc:capacity=3"), 16),
+        (one, parse(f"{mine}:Mine"), 16),
+        *[
+            (Setup(folder, **changed).load(), parse("lru"), 16)
+            for changed in (
+                {"hardware": "h200"},
+                {"predictor_us": 1.0},
+                {"cold": True},
+                {"untimed": True},
+                {"chunk_bytes": 4096},
+                {"requests": 3},
+                {"warmup_requests": 1},
+            )
+        ],
+        (Setup(prefill, as_decode=True).load(), parse("lru"), 16),
+        (Setup(prefill).load(), parse("lru"), 16),
+    ]
+    keys = [key(*cell) for cell in cells]
+    assert len(set(keys)) == len(cells)
+    assert keys[0] == key(Setup(folder, hardware="a5000", engine="simpy").load(), parse("lru"), 16)
+    mine.write_text(text + "    # changed\n")
+    _digest.cache_clear()
+    assert key(*cells[4]) != keys[4]
+
+
+def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, tmp_path):
+    tables = [Table(Setup(folder, hardware=name).load(), grid("lru"), tmp_path / name) for name in ("a5000", "h200")]
+    store = Store(tmp_path)
+    sweep(tables, store, Local(2))
+    save([outcome(table, store) for table in tables], store, tmp_path)
+    together = pd.read_parquet(tmp_path / RESULTS_FILE)
+    assert together["hardware"].tolist() == ["a5000", "a5000", "h200", "h200"]
+    for name in ("a5000", "h200"):
+        alone = pd.read_parquet(tmp_path / name / RESULTS_FILE)
+        pd.testing.assert_frame_equal(alone, together[together["hardware"] == name].reset_index(drop=True))
+        assert winner.read(tmp_path / name)[0].hardware == name
 
 
 def test_a_setup_that_cannot_be_is_refused(folder):
@@ -176,7 +252,7 @@ def test_a_setup_that_cannot_be_is_refused(folder):
 
 def test_a_predictor_cost_slows_every_event(folder):
     plain, slow = (
-        sweep(Setup(folder, predictor_us=cost).load(), grid("lru", **{"100%": 64})).rows[0] for cost in (0.0, 100.0)
+        played(Setup(folder, predictor_us=cost).load(), grid("lru", **{"100%": 64})).rows[0] for cost in (0.0, 100.0)
     )
     steps = 4 * 13
     assert slow["stall_predictor_ms"] == pytest.approx(steps * LAYERS * 0.1)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from traces.errors import InputError
 from traces.schema import KEY, REQUESTS, ROUTING, VERSION
+from traces.shards import Shards
+from traces.steps import RequestSteps
+from traces.stream import pieces
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import TraceWriter, write_trace
@@ -32,11 +37,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refuses(folder: Path, *parts: str) -> None:
-    with pytest.raises(InputError) as error:
-        Trace.read(folder)
-    for part in parts:
-        assert part in str(error.value)
-    assert "\n" not in str(error.value)
+    """Read whole, or played from its files."""
+    for read in (Trace.read, play):
+        with pytest.raises(InputError) as error:
+            read(folder)
+        for part in parts:
+            assert part in str(error.value)
+        assert "\n" not in str(error.value)
+
+
+def play(folder: Path) -> list[RequestSteps]:
+    trace = Shards.open(folder)
+    return [trace.steps(i) for i in range(len(trace.requests))]
 
 
 def rewrite(file: Path, change: Callable[[pa.Table], pa.Table]) -> None:
@@ -144,7 +156,7 @@ def test_a_null_among_the_requests(folder: Path, name: str) -> None:
     refuses(folder, REQUESTS, f"'{name}' holds nulls")
 
 
-@pytest.mark.parametrize("name", ["request", "phase", "experts"])
+@pytest.mark.parametrize("name", ["request", "position", "step", "phase", "experts"])
 def test_a_null_in_the_routing(folder: Path, name: str) -> None:
     rewrite(folder / PART, with_column(name, lambda rows: [None, *rows[1:]]))
     refuses(folder, ROUTING, f"'{name}' holds nulls")
@@ -206,6 +218,52 @@ def test_fewer_rows_than_a_request_lists(folder: Path) -> None:
     refuses(folder, "request 2", "output_tokens", "4 listed, 3 there")
 
 
+def test_a_phase_that_there_is_not(folder: Path) -> None:
+    rewrite(folder / PART, with_column("phase", lambda rows: [*rows[:-1], 2]))
+    refuses(folder, "phase 2 is neither prefill (0) nor decode (1)")
+
+
+def test_counts_alone_with_routing(folder: Path) -> None:
+    meta = replace(GOOD.meta, mode="aggregate").encode()
+    for name in (REQUESTS, PART):
+        rewrite(folder / name, lambda t: t.replace_schema_metadata(meta))
+    refuses(folder, "EAMs only, but has 21 rows of routing")
+    rewrite(folder / PART, lambda t: t.slice(0, 0))
+    rewrite(folder / REQUESTS, with_column("eam_decode", lambda rows: [rows[0], None, rows[2]]))
+    refuses(folder, REQUESTS, "'eam_decode' holds nulls")
+
+
+def test_a_null_among_the_embeddings(folder: Path) -> None:
+    write_trace(replace(GOOD, embedding=np.zeros((3, 2), np.float16)), folder, overwrite=True)
+    rewrite(folder / REQUESTS, with_column("embedding", lambda rows: [rows[0], None, rows[2]]))
+    refuses(folder, REQUESTS, "'embedding' holds nulls")
+
+
+def test_a_lookahead_that_no_gate_picks(folder: Path) -> None:
+    picks = GOOD.experts.copy()
+    picks[9, 1] = 5
+    write_trace(replace(GOOD, lookahead=picks), folder, overwrite=True)
+    wanted = "lookahead of token row 9, MoE layer 1: expert ids [5, 5]"
+    with pytest.raises(InputError, match=re.escape(wanted)):
+        Trace.read(folder, ["lookahead"])
+    with pytest.raises(InputError, match=re.escape(wanted)):
+        play(folder)
+    trace = Shards.open(folder, lookahead=False)
+    assert [trace.steps(i).lookahead for i in range(3)] == [None] * 3
+
+
+def test_what_is_wrong_is_told_in_the_same_words(folder: Path) -> None:
+    """Of several faults, whether it is read whole or played."""
+    rewrite(folder / PART, with_column("position", lambda rows: [*rows[:9], 0, *rows[10:-1], 0]))
+    rewrite(folder / PART, with_column("experts", lambda rows: [[0, 6, 0, 1], *rows[1:]]))
+    told = []
+    for read in (Trace.read, play, lambda path: list(pieces(path))):
+        with pytest.raises(InputError) as error:
+            read(folder)
+        told.append(str(error.value))
+    assert told == [f"{folder}: the tokens of request 1 are out of order at position 0"] * 3
+
+
 def test_a_prompt_of_another_length(folder: Path) -> None:
     rewrite(folder / REQUESTS, with_column("prompt_tokens", lambda rows: [3, 2, 3]))
     refuses(folder, "request 1", "prompt_tokens", "2 listed, 3 there")
@@ -219,6 +277,11 @@ def test_an_id_of_a_request_twice(folder: Path) -> None:
 def test_tokens_out_of_order(folder: Path) -> None:
     rewrite(folder / PART, with_column("position", lambda rows: [1, 0, *rows[2:]]))
     refuses(folder, "request 0", "out of order")
+
+
+def test_a_prefill_after_a_decode(folder: Path) -> None:
+    rewrite(folder / PART, with_column("phase", lambda rows: [0, 0, 1, 0, *rows[4:]]))
+    refuses(folder, "request 0", "out of order at position 3")
 
 
 def test_writing_over_a_trace_needs_a_word(folder: Path) -> None:

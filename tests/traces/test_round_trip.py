@@ -88,7 +88,7 @@ def test_a_trace_resumed_wherever_it_stopped_is_the_same_trace(trace: Trace, dat
 def test_routing_of_unlisted_requests_is_dropped_when_a_trace_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("traces.writer.ROW_GROUP", 8)
+    monkeypatch.setattr("traces.writer.FILE_ROWS", 8)
     trace = synthetic(3, 4, 2, 4, 2, seed=0)
     other = synthetic(3, 4, 2, 4, 2, seed=1)
     writer = TraceWriter(tmp_path / "t", trace.meta)
@@ -120,7 +120,7 @@ def test_pieces_of_a_trace_are_the_trace(trace: Trace, rows: int, requests: int,
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as small:
         small.setattr("traces.stream.ROWS", rows)
         small.setattr("traces.stream.REQUESTS", requests)
-        small.setattr("traces.writer.ROW_GROUP", group)
+        small.setattr("traces.writer.FILE_ROWS", group)
         path = Path(folder) / "trace"
         write_trace(trace, path)
         found, first = list(pieces(path, EXTRA)), 0
@@ -168,7 +168,7 @@ def test_rows_on_disk_are_in_the_order_of_execution(tmp_path: Path) -> None:
 
 
 def test_a_full_row_group_starts_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("traces.writer.ROW_GROUP", 10)
+    monkeypatch.setattr("traces.writer.FILE_ROWS", 10)
     trace = synthetic(7, 4, 2, 4, 2, seed=0)
     with TraceWriter(tmp_path / "t", trace.meta) as writer:
         for r in range(7):

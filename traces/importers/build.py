@@ -10,12 +10,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import check_order, first_fault
+from traces.check import first_fault
 from traces.errors import InputError, located
 from traces.facts import text, texts, whole
 from traces.importers.dump import Counts, Dump
 from traces.importers.layers import HINT, first_dense, parse_layer_map
 from traces.importers.source import LONGEST_PROMPT, Request, Source, count
+from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
@@ -51,7 +52,9 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     requests = _frame(source, dump, phase)
     _check_ids(replace(dump, experts=experts), meta, layers)
     position = dump.position if dump.position is not None else _positions(dump.offsets, phase, requests)
-    check_order(dump.offsets, phase, position, str(source.path))
+    index = Index(len(requests))
+    index.add(np.repeat(np.arange(len(requests)), np.diff(dump.offsets)), position, phase)
+    index.check_order(str(source.path))
     if dump.step is not None:
         _check_steps(dump, dump.step)
     ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts

@@ -1,0 +1,92 @@
+"""The trials of a search on disk, by optuna's journal storage: each is one line, written when it is over.
+
+What searches is a study in memory that has the same trials; so a journal holds none that is under way, and one that
+was cut off anywhere is a beginning of the whole.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from traces.errors import InputError
+
+NAME = "trials.log"
+STUDY = "moe-sim tune"
+
+WORKERS = "--workers"
+"""One of the words for what a search depends on."""
+
+WHAT = "searched"
+"""Attribute of the study: what a search depends on, by the words for it."""
+
+
+def optuna() -> Any:
+    """The package, its own logging silent. InputError where it is not installed."""
+    try:
+        module = importlib.import_module("optuna")
+    except ImportError as error:
+        raise InputError("moe-sim tune needs optuna: pip install 'moe-expert-cache[tune]'") from error
+    module.logging.set_verbosity(module.logging.CRITICAL)
+    return module
+
+
+class Journal:
+    """The journal in `folder`, if there is one; it is made by `begin`. InputError for a file that is none."""
+
+    def __init__(self, folder: Path) -> None:
+        self._optuna = optuna()
+        self.path = folder / NAME
+        self._study: Any = self._found() if self.path.exists() else None
+
+    @property
+    def searched(self) -> dict[str, str]:
+        """What its search depends on; empty if there is none."""
+        return dict(self._study.user_attrs.get(WHAT, {})) if self._study else {}
+
+    @property
+    def workers(self) -> int | None:
+        """How many played its trials, drawn together; None if there are none."""
+        return int(self.searched[WORKERS]) if self.trials else None
+
+    @property
+    def trials(self) -> list[Any]:
+        """Of optuna, in their order."""
+        return list(self._study.get_trials(deepcopy=False)) if self._study else []
+
+    def begin(self, searched: Mapping[str, str]) -> None:
+        """Make it, unless it is there; one without trials becomes this search's."""
+        with self._writing():
+            if self._study is None:
+                self._study = self._optuna.create_study(study_name=STUDY, storage=self._storage())
+            if not self.trials:
+                self._study.set_user_attr(WHAT, dict(searched))
+
+    def add(self, trial: Any) -> None:
+        """A trial of optuna that is over."""
+        with self._writing():
+            self._study.add_trial(trial)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"cannot write to {self.path}: {error.strerror or error}") from error
+
+    def _found(self) -> Any:
+        """The study in the file; None where a search was cut off before it had made one."""
+        try:
+            if not self.path.stat().st_size:
+                return None
+            study = self._optuna.load_study(study_name=STUDY, storage=self._storage())
+            with self.path.open("r+b") as file:  # a line that was not written to its end
+                file.truncate(file.read().rfind(b"\n") + 1)
+        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+            raise InputError(f"{self.path} is no journal that moe-sim tune writes: {error}") from error
+        return study
+
+    def _storage(self) -> Any:
+        journal, file = self._optuna.storages.journal, str(self.path)
+        return self._optuna.storages.JournalStorage(journal.JournalFileBackend(file, journal.JournalFileOpenLock(file)))

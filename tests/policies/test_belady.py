@@ -1,0 +1,78 @@
+"""What Belady knows of the future, and what it takes to know it."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.belady import NEVER, Belady
+from policies.contract import Options, Shape
+from traces.steps import RequestSteps
+from traces.synthetic import synthetic
+
+
+def slow_next_uses(requests: list[RequestSteps], per_access: bool) -> list[list[int]]:
+    """By request and access, the number of the next event of the run with the same expert, by looking for it."""
+    events: list[set[int]] = []
+    at = []
+    for request in requests:
+        ends = list(range(len(request.experts) + 1)) if per_access else request.offsets.tolist()
+        here = []
+        for first, last in pairwise(ends):
+            here += [(len(events), expert) for expert in request.experts[first:last].tolist()]
+            events.append(set(request.experts[first:last].tolist()))
+        at.append(here)
+
+    def after(number: int, expert: int) -> int:
+        found = [later for later in range(number + 1, len(events)) if expert in events[later]]
+        return 1 + found[0] if found else NEVER  # events are numbered from 1
+
+    return [[after(number, expert) for number, expert in here] for here in at]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 18), st.integers(0, 3), st.integers(0, 2), st.booleans(), st.integers(0, 99))
+def test_next_uses_are_those_that_a_search_through_the_whole_run_finds(
+    requests: int, tokens: int, prompt: int, per_access: bool, seed: int
+) -> None:
+    trace = synthetic(requests, tokens, 2, 7, 2, seed=seed, prompt_tokens=prompt)
+    run = [trace.steps(i) for i in range(requests)]
+    belady = Belady(Shape(2, 7), Options())
+    belady.foresee(run, per_access)
+    for i, wanted in enumerate(slow_next_uses(run, per_access)):
+        belady.begin_request(i)
+        assert belady.following.tolist() == wanted
+
+
+def test_requests_may_begin_in_any_order() -> None:
+    trace = synthetic(11, 3, 2, 7, 2, seed=0)
+    run = [trace.steps(i) for i in range(11)]
+    belady = Belady(Shape(2, 7), Options())
+    belady.foresee(run, per_access=False)
+    wanted = slow_next_uses(run, per_access=False)
+    for i in (4, 0, 10, 4, 9, 5):
+        belady.begin_request(i)
+        assert belady.following.tolist() == wanted[i]
+
+
+def test_an_empty_run_can_be_foreseen() -> None:
+    belady = Belady(Shape(2, 7), Options())
+    belady.foresee([], per_access=False)
+    assert (belady.keep[0] == -NEVER).all()
+
+
+@pytest.mark.parametrize("requests", [16, 100])
+def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(requests: int) -> None:
+    L, E = 4, 16
+    trace = synthetic(requests, 40, L, E, 4, seed=0)
+    belady = Belady(Shape(L, E), Options())
+    belady.foresee([trace.steps(i) for i in range(requests)], per_access=False)
+    most = 0
+    for i in range(requests):
+        belady.begin_request(i)
+        held = [*vars(belady).values(), *belady._after.values()]
+        most = max(most, sum(array.nbytes for array in held if isinstance(array, np.ndarray)))
+    eams, request, scores = 2 * int(requests**0.5) * L * E * 8, 40 * L * 4 * 8, 3 * L * E * 8
+    assert eams < most <= eams + request + scores + 8 * requests

@@ -1,0 +1,71 @@
+from sim.diagnosis import lines
+
+BELADY = [{"cache_experts": 16, "hit_rate": 0.8}]
+
+
+def a_row(**changed):
+    """A cell that nothing ails: few misses, a GPU that hardly waits, nothing fetched in vain."""
+    row = {
+        "policy": "lru",
+        "oracle": False,
+        "phase": "decode",
+        "cache_experts": 16,
+        "cache_fraction": 0.25,
+        "lookups": 1000,
+        "misses": 100,
+        "hit_rate": 0.9,
+        "bytes_demand": 100,
+        "bytes_prefetch": 100,
+        "bytes_wasted": 10,
+        "gpu_idle_ms": 10.0,
+        "compute_busy_ms": 90.0,
+        "stall_demand_ms": 10.0,
+        "stall_late_ms": 0.0,
+        "stall_behind_prefetch_ms": 0.0,
+        "stall_predictor_ms": 0.0,
+    }
+    return {**row, **changed}
+
+
+def said(demand=0.1, bound=BELADY, **changed):
+    return lines([a_row(**changed)], bound, demand)
+
+
+def test_a_cell_that_nothing_ails_gets_no_line():
+    assert said() == []
+
+
+def test_misses_are_the_policys_where_belady_has_far_fewer_and_else_the_working_sets():
+    (policys,) = said(misses=450, hit_rate=0.55)
+    assert policys == "lru at 16 (25%): 45% of lookups miss, the policy's doing: Belady hits 80%, not 55%"
+    (working_sets,) = said(misses=450, hit_rate=0.55, bound=[{"cache_experts": 16, "hit_rate": 0.6}])
+    assert "the working set's doing: Belady hits 60%, a larger cache would help" in working_sets
+    (unknown,) = said(misses=450, hit_rate=0.55, bound=[])
+    assert unknown == "lru at 16 (25%): 45% of lookups miss"
+
+
+def test_below_one_tokens_demand_that_is_the_reason_but_not_of_a_prefill():
+    (line,) = said(demand=0.3, misses=900, hit_rate=0.1)
+    assert "the cache is below one token's demand (30%)" in line
+    (prefill,) = said(demand=0.3, misses=900, hit_rate=0.1, phase="prefill")
+    assert "demand" not in prefill
+
+
+def test_an_idle_gpu_is_told_with_what_it_waits_for_most_first():
+    (line,) = said(
+        gpu_idle_ms=90.0, compute_busy_ms=10.0, stall_demand_ms=20.0, stall_late_ms=68.0, stall_predictor_ms=2.0
+    )
+    assert line.endswith(
+        "the GPU waits 90% of the time: 68% for prefetches that came late, 20% for experts that nobody fetched early"
+    )
+    assert said(gpu_idle_ms=None, compute_busy_ms=None) == []
+
+
+def test_bytes_moved_in_vain_are_told():
+    (line,) = said(bytes_wasted=80)
+    assert line == "lru at 16 (25%): 40% of the bytes moved were prefetched in vain"
+    assert said(bytes_demand=None, bytes_prefetch=None, bytes_wasted=None) == []
+
+
+def test_oracles_are_not_judged():
+    assert said(oracle=True, misses=900, hit_rate=0.1, bytes_wasted=200) == []

@@ -1,0 +1,182 @@
+"""The command `moe-sim run`: its figures against the same cell of a sweep, its windows, and bad input."""
+
+import gzip
+import json
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from policies.registry import parse
+from sim import timeline_window
+from sim.cells import Setup
+from sim.cli import main
+from sim.results import summarise
+from sim.timeline_window import WHOLE, Window
+from traces.steps import DECODE, PREFILL
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    made = synthetic(4, tokens=8, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=3)
+    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), home / "tiny")
+    (home / "file").touch()
+    return home
+
+
+@pytest.fixture
+def moe_sim_run(home, tmp_path, monkeypatch, capsys):
+    """Runs the command in a folder of its own; status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["moe-sim", "run", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return command
+
+
+def steps_of(path):
+    """Names of the steps in a timeline, and its description."""
+    text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    shown = json.loads(text)
+    steps = [e for e in shown["traceEvents"] if e["ph"] == "X" and "phase" in e["args"]]
+    return [(e["name"], e["args"]["request"]) for e in steps], shown["otherData"]
+
+
+def test_the_row_is_the_cells_on_either_engine_and_with_a_timeline(moe_sim_run, home, tmp_path):
+    loaded = Setup(trace=str(home / "tiny"), warmup_requests=1).load()
+    log = loaded.log(parse("lru+popular"), 24)
+    expected, _ = summarise(log, loaded.cell(parse("lru+popular"), 24), loaded.trace.requests)
+    cell = (str(home / "tiny"), "--policy", "lru+popular", "--cache-size", "50%", "--warmup-requests", "1", "--json")
+    for more in ((), ("--engine", "simpy"), ("--timeline", "out.json")):
+        status, out, err = moe_sim_run(*cell, *more)
+        assert status == 0, err
+        row = json.loads(out)
+        for column, value in expected.items():
+            assert row[column] == value, column
+    assert row["misses"] > 0
+    prefills = log.step_ns[(log.phase == PREFILL) & (log.request >= 1)] / 1e6
+    assert len(prefills) == 3
+    assert row["ttft_p95_ms"] == pytest.approx(np.percentile(prefills, 95))
+    assert row["ttft_max_ms"] == prefills.max()
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_the_block_adds_up_and_says_which_defaults_it_took(moe_sim_run, home):
+    status, out, err = moe_sim_run(str(home / "tiny"))
+    assert status == 0
+    assert "taking policy eamc-blend, cache size 25%, hardware a5000" in err
+    lines = {line.split()[0]: line for line in out.splitlines()[1:]}
+    shares = [float(word.rstrip("%,")) for name in ("compute", "stalls") for word in lines[name].split() if "%" in word]
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(100, abs=0.4)
+    hits = [float(word.rstrip("%,")) for word in lines["lookups"].split() if "%" in word]
+    assert sum(hits) == pytest.approx(100, abs=0.2)
+    assert "wrong=1.0" in lines["evict"]
+    assert moe_sim_run(str(home / "tiny"), "--quiet") == (0, "", "")
+
+
+def test_tokens_choose_decode_steps_of_the_whole_run_and_play_stops_after_them(moe_sim_run, home, tmp_path):
+    status, out, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json.gz", "--tokens", "9:11", "--json")
+    assert status == 0, err
+    steps, about = steps_of(tmp_path / "out.json.gz")
+    assert [name for name, _ in steps] == ["decode 9", "decode 10"]
+    assert json.loads(out)["requests"] == 2
+    assert about["policy"] == "eamc-blend"
+    assert "figures are of that" in err
+
+
+def test_requests_choose_whole_requests(moe_sim_run, home, tmp_path):
+    status, _, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--window-requests", "2:", "--no-slots")
+    assert status == 0, err
+    steps, _ = steps_of(tmp_path / "out.json")
+    assert [name for name, _ in steps] == [
+        *("prefill", *(f"decode {n}" for n in range(16, 24))),
+        *("prefill", *(f"decode {n}" for n in range(24, 32))),
+    ]
+    assert len({request for _, request in steps}) == 2
+    assert '"slot 0"' not in (tmp_path / "out.json").read_text()
+
+
+def test_a_long_run_shows_its_beginning_unasked_and_is_played_whole(moe_sim_run, home, tmp_path):
+    with patch.object(timeline_window, "SHOWN_WHOLE", 9), patch.object(timeline_window, "FIRST", 3):
+        status, out, err = moe_sim_run(str(home / "tiny"), "--timeline", "out.json", "--json")
+    assert status == 0
+    assert "first 3 decode steps" in err
+    steps, _ = steps_of(tmp_path / "out.json")
+    assert [name for name, _ in steps] == ["prefill", "decode 0", "decode 1", "decode 2"]
+    assert json.loads(out)["requests"] == 4
+
+
+def test_unasked_a_run_of_at_most_two_thousand_steps_is_shown_whole():
+    class Steps:
+        def __init__(self, *phases):
+            self.phase = np.array(phases, np.uint8)
+
+    assert timeline_window.unasked([Steps(*[DECODE] * 1_000), Steps(*[DECODE] * 1_000)]) == WHOLE
+    assert timeline_window.unasked([Steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
+    assert timeline_window.unasked([Steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "window"),
+    [("5:9", (5, 9)), (":4", (0, 4)), ("7:", (7, None)), (":", (0, None))],
+)
+def test_either_end_of_a_window_may_be_left_out(text, window):
+    assert timeline_window.asked(text, None) == Window("decode steps", *window)
+    assert timeline_window.asked(None, text) == Window("requests", *window)
+    assert timeline_window.asked(None, None) is None
+
+
+SHOW = ("--timeline", "out.json")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--policy", "lruu"), "unknown policy 'lruu'; did you mean lru"),
+        (("--cache-size", "49"), "it has 49 slots for the model's 48 experts"),
+        (("--hardware", "a500"), "unknown hardware profile 'a500'"),
+        (("--warmup-requests", "4"), "4 warm-up requests leave none of 4"),
+        (("--chunk-bytes", "many"), "--chunk-bytes 'many' is no number of bytes"),
+        (("--engine", "compild"), "unknown engine 'compild'"),
+        (("--policy", "clock", "--engine", "compiled"), "--engine compiled does not play clock"),
+        ((*SHOW, "--engine", "compiled"), "--timeline is played on the SimPy engine"),
+        ((*SHOW, "--tokens", "5:3"), "--tokens 5:3 holds nothing"),
+        ((*SHOW, "--tokens", "5:5"), "--tokens 5:5 holds nothing"),
+        ((*SHOW, "--tokens", "5"), "--tokens '5' is no window: give FROM:TO"),
+        ((*SHOW, "--tokens", "-5:-3"), "--tokens '-5:-3' is no window"),
+        ((*SHOW, "--tokens", "9999:"), "--tokens begins at 9999: the run has"),
+        ((*SHOW, "--window-requests", "4:5"), "--window-requests begins at 4: the run has 4 requests"),
+        ((*SHOW, "--tokens", "1:2", "--window-requests", "1:2"), "a timeline has one window"),
+        (("--tokens", "1:2"), "--timeline out.json"),
+        (("--no-slots",), "--timeline out.json"),
+        (("--timeline", "."), "it is a folder"),
+        (("--timeline", "absent/out.json"), "cannot write absent/out.json"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(moe_sim_run, home, tmp_path, arguments, complaint):
+    status, out, err = moe_sim_run(str(home / "tiny"), "--quiet", *arguments)
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert err.startswith("moe-sim: error: ")
+    assert err.count("\n") == 1
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_run_that_is_interrupted_leaves_no_timeline(moe_sim_run, home, tmp_path):
+    with patch("sim.timeline_model.play", side_effect=KeyboardInterrupt):
+        status, out, err = moe_sim_run(str(home / "tiny"), *SHOW, "--quiet")
+    assert (status, out) == (130, "")
+    assert "interrupted" in err
+    assert not any(tmp_path.iterdir())

@@ -1,0 +1,305 @@
+"""`moe-sim sensitivity` against closed forms: traces whose TPOT can be written down, and what nothing can change."""
+
+import dataclasses
+import json
+import math
+import sys
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from policies.registry import parse
+from sim.cells import Setup
+from sim.cli import main
+from sim.hardware import hardware
+from sim.options import having, options, written
+from sim.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
+from sim.timing import Roofline, host_link
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+LAYERS, EXPERTS = 3, 4
+TOKEN = LAYERS * EXPERTS
+EXPERT_BYTES = 73_728
+SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": EXPERT_BYTES}
+
+LINK_ALONE = """
+title = "a machine on which only the link takes time"
+link_bandwidth_gb_per_s = 2.0
+link_latency_us = {latency_us}
+memory_gib = 24.0
+memory_bandwidth_gb_per_s = 1e9
+compute_tflop_per_s = 1e9
+launch_us = 0.0
+framework_us_per_layer = 0.0
+host_compute_tflop_per_s = 1.0
+host_memory_bandwidth_gb_per_s = 100.0
+disk_bandwidth_gb_per_s = 1.0
+disk_latency_us = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """`every`: each token needs every expert; `some`: 3 of 16 a layer; `prompts`: no decode."""
+    home = tmp_path_factory.mktemp("home")
+    shapes = {
+        "every": synthetic(3, tokens=6, layers=LAYERS, experts=EXPERTS, top_k=EXPERTS, seed=1),
+        "some": synthetic(4, tokens=12, layers=4, experts=16, top_k=3, seed=3, prompt_tokens=6),
+        "prompts": synthetic(2, tokens=0, layers=4, experts=16, top_k=3, seed=3, prompt_tokens=6),
+    }
+    for name, made in shapes.items():
+        write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), home / name)
+    for name, latency in (("link.toml", 0.0), ("latency.toml", EXPERT_BYTES / 2.0 / 1_000)):
+        (home / name).write_text(LINK_ALONE.format(latency_us=latency))
+    (home / "file").touch()
+    return home
+
+
+def measured(home, trace, policy="lru", slots=TOKEN // 2, step=0.2, **setup):
+    """Effects by parameter, and everything else that was found."""
+    point = point_of(Setup(home / trace, **setup).load(), parse(policy), slots)
+    variants, left_out = plan(point, step)
+    found = sensitivity(point, variants)
+    return {effect.parameter.name: effect for effect in found.effects}, found, left_out
+
+
+def test_where_all_misses_and_only_bytes_take_time_tpot_is_bytes_over_bandwidth(home):
+    """LRU over half of what each token needs misses at every lookup; elasticities are then -1 and +1, all others 0."""
+    effects, found, left_out = measured(home, "every", hardware=str(home / "link.toml"))
+    assert found.row["misses"] == found.row["lookups"] == 3 * 6 * TOKEN
+    assert found.row["tpot_mean_ms"] == pytest.approx(TOKEN * EXPERT_BYTES / 2.0 / 1e6, rel=1e-3)
+    for name, elasticity in (("link bandwidth", -1), ("expert size", 1)):
+        assert effects[name].elasticity == pytest.approx(elasticity, abs=1e-3)
+    down, up = effects["link bandwidth"].changes
+    assert (down, up) == pytest.approx((1 / 0.8 - 1, 1 / 1.2 - 1), rel=1e-2)
+    assert {effect.parameter.name for effect in found.effects[:2]} == {"link bandwidth", "expert size"}
+    assert all(effect.largest < 1e-3 for effect in found.effects[2:])
+    assert "cache size" in {effect.parameter.name for effect in found.idle}
+    assert [text.split(" is 0, ")[0] for text in left_out] == [
+        *("link latency", "kernel launch", "framework"),
+        "predictor",
+    ]
+
+
+def test_latency_and_bytes_share_the_elasticity(home):
+    """T = latency + bytes / bandwidth with both halves equal: moved by f, T changes by (f - 1) / 2."""
+    effects, _, _ = measured(home, "every", hardware=str(home / "latency.toml"), step=0.5)
+    for name, factors in (("link latency", (0.5, 1.5)), ("link bandwidth", (1 / 0.5, 1 / 1.5))):
+        down, up = ((1 + factor) / 2 for factor in factors)
+        assert effects[name].changes == pytest.approx((down - 1, up - 1), rel=1e-3)
+        assert effects[name].elasticity == pytest.approx(math.log(up / down) / math.log(1.5 / 0.5), rel=1e-3)
+
+
+def test_one_more_slot_is_worth_everything_where_it_completes_a_token(home):
+    """One slot short, LRU misses one expert of each layer; with it, none."""
+    setup = {"warmup_requests": 1, "hardware": str(home / "link.toml")}
+    effects, found, _ = measured(home, "every", slots=TOKEN - 1, **setup)
+    assert found.row["misses"] == 2 * 6 * LAYERS
+    size = found.effects[0]
+    assert size is effects["cache size"]
+    assert (size.down[0], size.here[0], size.up[0]) == (9, TOKEN - 1, TOKEN)
+    everything = sensitivity(point_of(Setup(home / "every", **setup).load(), parse("lru"), TOKEN), []).row
+    assert everything["misses"] == 0
+    assert size.up[1] == everything["tpot_mean_ms"] < 1e-3
+
+
+def test_with_the_whole_model_cached_the_link_has_no_effect_at_all(home):
+    effects, found, _ = measured(home, "every", slots=TOKEN, warmup_requests=1, predictor_us=3.0)
+    idle = {effect.parameter.name for effect in found.idle}
+    assert {"link bandwidth", "link latency"} <= idle
+    assert {"kernel launch", "framework", "memory bandwidth", "predictor"}.isdisjoint(idle)
+    assert effects["cache size"].up is None, "there is no larger one"
+    steps_us = LAYERS * 3.0
+    change = 0.2 * steps_us / 1_000 / found.row["tpot_mean_ms"]
+    assert effects["predictor"].changes == pytest.approx((-change, change))
+
+
+def test_the_machines_parameters_are_the_fields_that_durations_depend_on(home):
+    """Of a profile's numbers, moving one of MACHINE changes some duration; moving any other changes none."""
+    loaded = Setup(home / "some").load()
+    machine = hardware("a5000")
+
+    def durations(one):
+        timing = Roofline(one, loaded.profile)
+        computed = [(timing.dense_ns(0, n, n), timing.expert_ns(n), timing.combine_ns(n)) for n in (1, 10**7)]
+        return computed, timing.head_ns(1), host_link(one, loaded.profile)
+
+    numbers = [field.name for field in dataclasses.fields(machine) if isinstance(getattr(machine, field.name), float)]
+    assert len(numbers) == 11
+    read = {
+        name
+        for name in numbers
+        if durations(replace(machine, **{name: 2 * getattr(machine, name)})) != durations(machine)
+    }
+    assert read == set(MACHINE)
+
+
+def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
+    """Options, chunk and cache size by another way; the predictor's cost is held, also where options move it."""
+    policy, setup = "eamc:cosine=rows:replacement=k-means", {"chunk_bytes": 20_000, "warmup_requests": 1}
+    effects, _, left_out = measured(home, "some", policy, 16, **setup)
+    loaded = Setup(home / "some", **setup).load()
+    cost = loaded.predictor_us(parse(policy))
+    assert cost != loaded.predictor_us(parse(f"{policy}:capacity=96")), "not the preset that was measured any more"
+    for name, typed, slots, changed in (
+        ("capacity", f"{policy}:capacity=96", 16, {}),
+        ("cache size", policy, 13, {}),
+        ("chunk", policy, 16, {"chunk_bytes": 16_000}),
+        ("predictor", policy, 16, {"predictor_us": round(0.8 * cost, 3)}),
+    ):
+        same = Setup(home / "some", **{**setup, "predictor_us": cost, **changed}).load()
+        row = sensitivity(point_of(same, parse(typed), slots), []).row
+        assert effects[name].down[1] == row["tpot_mean_ms"], name
+    assert effects["matches"].down is None
+    assert effects["matches"].up[0] == 2
+    assert "matches at 0, which may stand for all" in left_out
+    assert "depth is 0, which no factor changes" in left_out
+
+
+def test_a_value_that_the_policy_refuses_is_left_out_and_said_so(home):
+    effects, _, left_out = measured(home, "some", "s3fifo:small=0.9", 16, requests=1)
+    assert (effects["small"].down[0], effects["small"].up) == (0.72, None)
+    assert any(text.startswith("small at 1.08: s3fifo needs small above 0 and below 1") for text in left_out)
+
+
+def test_a_layers_own_slots_cannot_become_fewer_than_the_layers(home):
+    effects, _, left_out = measured(home, "some", "lru@layer", 4, requests=1)
+    assert effects["cache size"].down is None
+    assert effects["cache size"].up[0] == 5
+    assert any("cannot be divided among 4 layers" in text for text in left_out)
+
+
+def test_where_nothing_is_decoded_ttft_counts(home):
+    _, found, _ = measured(home, "prompts", slots=16)
+    assert found.metric == "ttft_mean_ms"
+    assert found.felt
+
+
+def test_neither_the_number_of_workers_nor_the_engine_changes_a_figure(home):
+    """Machines, setups and options made on the spot reach threads and other processes alike."""
+    rows = []
+    for engine, workers in (("auto", 1), ("auto", 2), ("simpy", 2)):
+        loaded = Setup(home / "some", engine=engine, requests=2).load()
+        point = point_of(loaded, parse("lru+markov"), 16)
+        variants, _ = plan(point, 0.3)
+        rows.append(sensitivity(point, variants, workers).rows())
+    assert rows[0] == rows[1] == rows[2]
+    assert len(rows[0]) > 15
+
+
+def test_rows_are_the_point_and_each_cell_played_and_the_picture_is_drawn(home, tmp_path):
+    _, found, _ = measured(home, "some", "lru+markov", 16, requests=2)
+    files = save(found, tmp_path)
+    assert (
+        {file.name for file in files}
+        == {"sensitivity.parquet", "sensitivity.png"}
+        == {p.name for p in tmp_path.iterdir()}
+    )
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    frame = pd.read_parquet(files[0])
+    assert list(frame.columns) == ROWS.names
+    assert frame["parameter"].isna().tolist() == [True] + [False] * (len(frame) - 1)
+    here = frame["tpot_mean_ms"].iloc[0]
+    assert (frame["tpot_mean_ms"] / here - 1).iloc[1:].tolist() == pytest.approx(frame["change"].iloc[1:].tolist())
+    link = frame[frame["parameter"] == "link bandwidth"]
+    assert link["value"].tolist() == [19.2, 28.8]
+    assert frame["change"].abs().max() == found.effects[0].largest
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "moved"),
+    [
+        ("eamc:capacity=5", {"capacity": 7}, "eamc:capacity=7"),
+        ("eamc:capacity=5:matches=2@layer", {"capacity": 7}, "eamc:matches=2:capacity=7@layer"),
+        ("expert-map+previous", {"evict.depth": 2, "capacity": 9}, "expert-map:depth=2:capacity=9+previous"),
+        ("expert-map+previous", {"prefetch.budget": 0.5}, "expert-map+previous:budget=0.5"),
+        ("eamc+eamc", {"capacity": 7}, "eamc:capacity=7+eamc:capacity=7"),
+        ("eamc+none", {"eps": 1e30}, "eamc:eps=1e30+none"),
+        ("eamc-v1", {"split": False}, "eamc-v1:split=false"),
+        ("random:seed=3", {"seed": 4}, "random:seed=4"),
+    ],
+)
+def test_options_are_typed_where_they_belong(text, names, moved):
+    policy = parse(text)
+    known = {option.name: option for option in options(policy)}
+    changed = having(policy, {known[name]: value for name, value in names.items()})
+    assert changed.text == moved
+    again = {option.name: option.value for option in options(changed)}
+    assert {name: again[name] for name in names} == names
+    untouched = {option.name: option.value for option in options(policy) if option.name not in names}
+    assert {name: again[name] for name in untouched} == untouched
+
+
+def test_written_values_are_read_back_as_they_are():
+    for value in (True, False, 3, 0.1, 1e-8, 1.5e300, -math.inf, "rows"):
+        assert "+" not in written(value)
+        read = {bool: lambda text: text == "true"}.get(type(value), type(value))
+        assert read(written(value)) == value
+
+
+@pytest.fixture
+def command(home, tmp_path, monkeypatch, capsys):
+    """Runs `moe-sim sensitivity` in a folder of its own: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["moe-sim", "sensitivity", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return run
+
+
+def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_path):
+    asked = (home / "every", "--policy", "lru", "--cache-size", "50%", "--hardware", home / "latency.toml")
+    status, out, err = command(*asked, "--workers", "1")
+    assert status == 0, err
+    ranked = [line.split("(")[0].strip() for line in out.splitlines() if "GB/s)" in line or "(MB)" in line]
+    assert ranked[0] == "link bandwidth"
+    assert "what helps most: expert size at 0.059 MB, TPOT -10.0%" in out
+    assert "no effect: " in out
+    assert "left out: kernel launch is 0" in out
+    assert {file.name for file in (tmp_path / "results/every/sensitivity").iterdir()} == {
+        "sensitivity.parquet",
+        "sensitivity.png",
+    }
+    status, out, err = command(*asked, "--quiet", "--json", "--out", "json")
+    assert (status, err.count("\n")) == (0, 1), "one warning: the cache is below a token's demand"
+    told = json.loads(out)
+    assert told["metric"] == "tpot_mean_ms"
+    assert {each["parameter"] for each in told["parameters"]} >= {"link bandwidth", "cache size", "expert size"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--step", "100%"], "--step 100%: a step is above 0% and below 100%"),
+        (["--step", "0%"], "--step 0%"),
+        (["--step", "0.2"], "as in 20%"),
+        (["--policy", "lruu"], "unknown policy 'lruu'; did you mean lru"),
+        (["--cache-size", "0"], "a cache of 0 is impossible"),
+        (["--hardware", "a500"], "unknown hardware profile 'a500'"),
+        (["--chunk-bytes", "many"], "--chunk-bytes 'many' is no number of bytes"),
+        (["--predictor-us", "-1"], "--predictor-us -1"),
+        (["--requests", "9"], "cannot give the first 9"),
+        (["--policy", "lru+gate"], "has no lookahead column"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(command, home, tmp_path, arguments, complaint):
+    status, out, err = command(home / "some", *arguments, "--quiet")
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert err.startswith("moe-sim: error: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_option_that_a_half_does_not_have_is_no_option():
+    assert [option.name for option in options(parse("lru"))] == []
+    with pytest.raises(InputError, match="needs a capacity"):
+        having(parse("eamc"), {next(iter(options(parse("eamc")))): 0})

@@ -1,0 +1,537 @@
+"""Timelines against the log of the run, its timing and the format's rules; a replay's against the simulator's."""
+
+import dataclasses
+import gzip
+import io
+import itertools
+import json
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replay.driver import Driver, Plan
+from replay.virtual import VirtualDevice
+from sim import model, timeline_model
+from sim.log import STALLS, Ended, Run, RunLog, joined
+from sim.timeline import Timeline, writing
+from sim.timeline_residency import ResidencyTracks
+from sim.timeline_window import WHOLE, Window
+from tests.sim.test_kernel import Drawn, draw_run
+from traces.errors import InputError
+from traces.steps import DECODE
+
+SEEDS = range(400)
+PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
+"""Policies that name their victims in Python, which the generator does not draw."""
+
+Event = dict[str, Any]
+
+
+class Slice(NamedTuple):
+    name: str
+    began: int
+    ended: int
+    args: dict[str, Any]
+
+    @property
+    def lasted(self) -> int:
+        return self.ended - self.began
+
+
+def ns(us: Decimal | int) -> int:
+    exact = Decimal(us) * 1_000
+    assert exact == int(exact)
+    return int(exact)
+
+
+def parsed(text: str) -> list[Event]:
+    events: list[Event] = json.loads(text, parse_float=Decimal)
+    return events
+
+
+class Shown:
+    """The events of a timeline by the names of their tracks; of each track in the order of the file."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self.events = events
+        self.processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        self.threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+        self.tracks: dict[str, list[Slice]] = defaultdict(list)
+        for e in events:
+            if e["ph"] == "X":
+                one = Slice(e["name"], ns(e["ts"]), ns(e["ts"]) + ns(e["dur"]), e["args"])
+                self.tracks[self.threads[e["tid"]]].append(one)
+        self.instants = [e for e in events if e["ph"] == "i"]
+        self.counters = [e for e in events if e["ph"] == "C"]
+
+    @property
+    def slots(self) -> dict[str, list[Slice]]:
+        return {name: slices for name, slices in self.tracks.items() if name.startswith("slot ")}
+
+    @property
+    def steps(self) -> list[tuple[Slice, list[Slice], list[Slice]]]:
+        """Each with its layers and its parts: a step is written before what is in it."""
+        found: list[tuple[Slice, list[Slice], list[Slice]]] = []
+        for one in self.tracks["compute"]:
+            if "phase" in one.args:
+                found.append((one, [], []))
+            else:
+                found[-1][1 if one.name.startswith("layer ") else 2].append(one)
+        return found
+
+
+def watch(run: Drawn, window: Window = WHOLE, slots: bool = True) -> tuple[Shown, list[RunLog]]:
+    file = io.StringIO()
+    timeline = Timeline(file)
+    names = [f"request {i}" for i in range(len(run.requests))]
+
+    def play(played: Run, ended: Ended) -> None:
+        timeline_model.play(played, ended, timeline, names, window, slots)
+
+    logs = run.on(play)
+    return Shown(parsed(f"[{file.getvalue()}]")), logs
+
+
+def drawn(seed: int) -> Drawn:
+    run = draw_run(random.Random(seed).randint)
+    return run._replace(policy=PLAIN[seed // 10 % len(PLAIN)], one_scale=False) if seed % 10 == 0 else run
+
+
+@cache
+def watched(seed: int) -> tuple[Drawn, Shown, RunLog]:
+    run = drawn(seed)
+    shown, parts = watch(run)
+    return run, shown, joined(parts)
+
+
+def assert_logs_equal(ours: RunLog, theirs: RunLog) -> None:
+    for field in dataclasses.fields(RunLog):
+        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), field.name)
+
+
+def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
+    for seed in SEEDS:
+        run, shown, log = watched(seed)
+        try:
+            check(run, shown, log)
+        except AssertionError as error:
+            raise AssertionError(f"drawn({seed}), {run.policy}: {error}") from error
+
+
+# The run
+
+
+def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
+    for seed in SEEDS:
+        run, _, log = watched(seed)
+        assert_logs_equal(log, joined(run.on(model.play)))
+        if seed % 10 < 2:
+            assert_logs_equal(joined(watch(run, slots=False)[1]), log)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: st.DataObject) -> None:
+    run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
+    shown, parts = watch(run)
+    log = joined(parts)
+    assert_logs_equal(log, joined(run.on(model.play)))
+    for check in (fills_its_steps, takes_the_timings_durations, agrees_on_the_link, agrees_on_slots, is_well_formed):
+        check(run, shown, log)
+
+
+# The compute stream
+
+
+def fills_its_steps(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """Parts and stalls follow one another without a gap, and sum to what the log says of each step."""
+    steps = shown.steps
+    assert [step.lasted for step, _, _ in steps] == log.step_ns.tolist()
+    clock = 0
+    for row, (step, layers, parts) in enumerate(steps):
+        assert step.began == clock
+        assert len(layers) == run.shape.layers
+        ends = [clock, *(part.ended for part in parts)]
+        assert [part.began for part in parts] == ends[:-1]
+        clock += step.lasted
+        assert ends[-1] == step.ended == clock
+        stalls = [part for part in parts if part.name.startswith("stall: ")]
+        by_cause = [sum(part.lasted for part in stalls if part.name == f"stall: {cause}") for cause in STALLS]
+        assert by_cause == log.stall_ns[row].tolist()
+        assert sum(part.lasted for part in parts) - sum(by_cause) == log.compute_busy_ns[row]
+        outcomes = Counter(part.args["lookup"] for part in parts if "lookup" in part.args)
+        counted = {"hit": log.hits[row], "late": log.late[row], "miss": log.misses[row]}
+        assert {name: outcomes[name] for name in counted} == counted
+
+
+def takes_the_timings_durations(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """Each part lasts what the timing says; each expert of the trace is computed once an event, on its tokens."""
+    timing, L = run.timing, run.shape.layers
+    laid_out = [(request, step) for request in run.requests for step in range(len(request.tokens))]
+    for (request, step), (whole, layers, parts) in zip(laid_out, shown.steps, strict=True):
+        tokens, context = int(request.tokens[step]), int(request.context[step])
+        assert (whole.args["tokens"], whole.args["context"]) == (tokens, context)
+        assert whole.args["request"] == f"request {request.request}"
+        bounds = request.offsets[step * L : step * L + L + 1].tolist()
+        for number, (layer, first, last) in enumerate(zip(layers, bounds, bounds[1:], strict=False)):
+            routed = dict(zip(request.experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True))
+            computed = [p for p in parts if p.args.get("layer") == number and "lookup" in p.args]
+            assert {p.args["expert"]: p.args["tokens"] for p in computed} == routed
+            assert len(computed) == len(routed)
+            assert all(p.lasted == timing.expert_ns(p.args["tokens"]) for p in computed)
+            assert all(layer.began <= p.began and p.ended <= layer.ended for p in computed)
+            assert all(p.args["expert"] == number * run.shape.experts + p.args["expert_in_layer"] for p in computed)
+        dense = [p.lasted for p in parts if p.name == "dense"]
+        assert dense == [timing.dense_ns(layer, tokens, context) for layer in range(L)]
+        combine = timing.combine_ns(tokens)
+        assert [p.lasted for p in parts if p.name == "combine"] == [combine] * (L if combine else 0)
+        assert [p.lasted for p in parts if p.name == "head"] == [timing.head_ns(tokens)]
+    assert len(shown.steps) == len(log.step_ns)
+
+
+def test_compute_and_stalls_fill_each_step_and_sum_to_its_log() -> None:
+    each(fills_its_steps)
+
+
+def test_every_part_lasts_what_the_timing_says() -> None:
+    each(takes_the_timings_durations)
+
+
+def test_lookups_of_each_step_are_a_counter() -> None:
+    def check(run: Drawn, shown: Shown, log: RunLog) -> None:
+        counted = [e["args"] for e in shown.counters if e["name"] == "lookups"]
+        rows = zip(log.hits.tolist(), log.late.tolist(), log.misses.tolist(), strict=True)
+        assert counted == [{"hits": hits, "late": late, "misses": misses} for hits, late, misses in rows]
+
+    each(check)
+
+
+# The link
+
+
+def agrees_on_the_link(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """Its slices sum to the log's busy time, step by step; transfers and bytes are the log's; a pause lasts."""
+    chunks = shown.tracks["link"]
+    assert all(a.ended <= b.began for a, b in itertools.pairwise(chunks))
+    busy = np.zeros(len(log.step_ns), np.int64)
+    ends = np.cumsum(log.step_ns).tolist()
+    for row, (began, ended) in enumerate(zip([0, *ends], ends, strict=False)):
+        busy[row] = sum(max(0, min(one.ended, ended) - max(one.began, began)) for one in chunks)
+    assert busy.tolist() == log.link_busy_ns.tolist()
+    first = [one for one in chunks if one.args["bytes"] == one.args["bytes_so_far"]]
+    started = Counter("demand" if one.args["transfer"] == "demand" else "prefetch" for one in first)
+    assert started["demand"] == log.demand_transfers.sum()
+    assert started["prefetch"] == log.prefetch_transfers.sum()
+    victims = [one.args["victim"] for one in chunks if "victim" in one.args]
+    assert victims == [f"L{v // run.shape.experts} e{v % run.shape.experts}" for v in log.evictions.tolist()]
+    ended_whole = [one for one in chunks if not one.args.get("unfinished")]
+    arrived = [one for one in ended_whole if one.args["bytes_so_far"] == one.args["bytes_of_expert"]]
+    assert sum(one.args["transfer"] == "late" for one in arrived) == log.late.sum()
+    for one in ended_whole:
+        upto, sent = one.args["bytes_so_far"], one.args["bytes"]
+        assert one.lasted == run.link.used_ns(upto) - run.link.used_ns(upto - sent)
+    assert len(chunks) - len(ended_whole) <= len(run.requests)
+    pauses = shown.tracks["paused prefetch"]
+    assert all(a.ended <= b.began for a, b in itertools.pairwise(pauses))
+    for pause in pauses:
+        inside = [one for one in chunks if pause.began <= one.began and one.ended <= pause.ended and one.lasted]
+        assert all(one.args["transfer"] == "demand" for one in inside)
+        assert sum(one.lasted for one in inside) <= pause.lasted
+
+
+def test_the_link_is_busy_as_long_as_the_log_says_step_by_step() -> None:
+    each(agrees_on_the_link)
+
+
+# Slots
+
+
+def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """One expert a slot at a time, one slot an expert; evictions, transfers, first uses and waste are the log's."""
+    slots = shown.slots
+    tracks = sum(name.startswith("slot ") for name in shown.threads.values())
+    assert tracks == sum(run.run.policy.divide(run.shape, run.slots))
+    assert set(slots) <= {f"slot {i}" for i in range(tracks)}
+    for slices in slots.values():
+        assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
+    everything = [one for slices in slots.values() for one in slices]
+    by_expert = defaultdict(list)
+    for one in sorted(everything, key=lambda one: (one.began, one.ended)):
+        by_expert[one.args["expert"]].append(one)
+    for held in by_expert.values():
+        assert all(a.ended <= b.began for a, b in itertools.pairwise(held))
+    transfers = log.demand_transfers.sum() + log.prefetch_transfers.sum()
+    assert sum(one.name.startswith("loading ") for one in everything) == transfers
+    in_file = [e for e in shown.events if e["ph"] == "X" and shown.threads[e["tid"]].startswith("slot ")]
+    assert [e["args"]["expert"] for e in in_file if "evicted_for" in e["args"]] == log.evictions.tolist()
+    assert sum(bool(one.args.get("wasted")) for one in everything) == log.prefetch_wasted.sum()
+    used = [e for e in shown.instants if e["name"] == "first use"]
+    assert len(used) == log.prefetch_used.sum()
+    loading = sum(one.lasted for one in everything if one.name.startswith("loading "))
+    paused = sum(one.lasted for one in shown.tracks["paused prefetch"])
+    assert loading == log.link_busy_ns.sum() + paused
+
+
+def test_slots_hold_one_expert_each_and_lose_what_the_log_says_was_evicted() -> None:
+    each(agrees_on_slots)
+
+
+def test_queues_end_empty_and_at_most_two_transfers_are_under_way() -> None:
+    seen: Counter[str] = Counter()
+
+    def check(run: Drawn, shown: Shown, log: RunLog) -> None:
+        for e in shown.counters:
+            if e["name"] != "lookups":
+                seen[e["name"], e["args"]["n"] > 0] += 1
+        under_way = [e["args"]["n"] for e in shown.counters if e["name"] == "transfers under way"]
+        assert all(0 <= n <= 2 for n in under_way)
+        pauses = shown.tracks["paused prefetch"]
+        assert (2 in under_way) == bool(pauses)
+        demands = [e["args"]["n"] for e in shown.counters if e["name"] == "queued demands"]
+        assert demands[-1:] in ([], [0])
+
+    each(check)
+    assert all(seen[name, True] > 100 for name in ("queued demands", "queued prefetches", "transfers under way"))
+
+
+# The file
+
+
+def is_well_formed(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """What Perfetto asks of an event, and of the slices of a track: they nest, or follow one another."""
+    numbers = [*shown.processes, *shown.threads]
+    assert len(set(numbers)) == len(numbers)
+    assert 0 not in numbers
+    for e in shown.events:
+        assert e["ph"] in ("X", "i", "C", "M")
+        assert e["name"]
+        assert e["pid"] in shown.processes
+        assert isinstance(e["args"], dict)
+        if e["ph"] != "M":
+            assert e["ts"] >= 0
+        if e["ph"] == "X":
+            assert e["dur"] >= 0
+        if e["ph"] in ("X", "i"):
+            assert e["tid"] in shown.threads
+    for slices in shown.tracks.values():
+        nests(slices)
+
+
+def nests(slices: Iterable[Slice]) -> None:
+    """As Perfetto stacks them: sorted by begin, of one begin the longer first, else in the order of the file."""
+    stack: list[Slice] = []
+    for one in sorted(slices, key=lambda one: (one.began, -one.lasted)):
+        while stack and stack[-1].ended <= one.began:
+            stack.pop()
+        assert not stack or one.ended <= stack[-1].ended, (stack[-1], one)
+        stack.append(one)
+
+
+def test_every_event_is_well_formed_and_slices_nest() -> None:
+    each(is_well_formed)
+
+
+def test_the_random_runs_show_everything_that_there_is_to_show() -> None:
+    seen: Counter[str] = Counter()
+    for seed in SEEDS:
+        run, shown, _ = watched(seed)
+        chunks = shown.tracks["link"]
+        seen["chunks"] += any(one.args["bytes"] < one.args["bytes_of_expert"] for one in chunks)
+        seen["late"] += any(one.args["transfer"] == "late" for one in chunks)
+        seen["pauses"] += any(one.lasted for one in shown.tracks["paused prefetch"])
+        seen["unfinished"] += any(one.args.get("unfinished") for one in chunks)
+        seen["cut off"] += any(one.args.get("unfinished") for one in chunks[:-1])
+        seen["victims"] += any("victim" in one.args for one in chunks)
+        seen["wasted"] += any(one.args.get("wasted") for slices in shown.slots.values() for one in slices)
+        seen["discarded"] += any(one.args.get("discarded") for slices in shown.slots.values() for one in slices)
+        seen["first use"] += bool(shown.instants)
+        seen["one slot"] += run.slots == 1
+        seen["no time"] += any(not one.lasted for one in shown.tracks["compute"])
+        for cause in STALLS[:4]:
+            seen[f"stall: {cause}"] += any(one.name == f"stall: {cause}" for one in shown.tracks["compute"])
+    assert len(seen) == 15
+    assert min(seen.values()) >= 4, seen
+
+
+def test_without_slots_everything_else_is_as_with_them() -> None:
+    def others(of: Shown) -> list[tuple[str, str, Any, Any]]:
+        return [
+            (e["ph"], e["name"], e.get("ts"), e.get("dur"))
+            for e in of.events
+            if e["ph"] != "M" and not of.threads.get(e.get("tid"), "").startswith("slot ")
+        ]
+
+    shown = 0
+    for seed in range(40):
+        run, full, _ = watched(seed)
+        bare, _ = watch(run, slots=False)
+        assert not bare.slots
+        assert not bare.instants
+        shown += len(full.slots)
+        assert others(bare) == others(full)
+    assert shown > 40
+
+
+def waiting(shown: Shown) -> dict[str, list[tuple[Decimal, int]]]:
+    """Of each queue the moments when it changed, and what it then was."""
+    found = {}
+    for name in ("queued demands", "queued prefetches", "transfers under way"):
+        last = {e["ts"]: e["args"]["n"] for e in shown.counters if e["name"] == name}
+        found[name] = [
+            (at, n) for (at, n), before in zip(last.items(), [0, *last.values()], strict=False) if n != before
+        ]
+    return found
+
+
+def test_a_replay_shows_the_same_slots_and_queues_as_the_simulator() -> None:
+    """On the virtual device, whose runs equal the simulator's: tracks of residency know no engine."""
+    compared = 0
+    for seed in range(100):
+        run = drawn(seed)._replace(one_scale=False)
+        theirs, _ = watch(run)
+        link, file = run.link, io.StringIO()
+        sizes = run.slots, run.run.policy, link.expert_bytes, link.chunk_bytes
+        plan = Plan(run.requests, run.shape, *sizes, run.cold, run.window)
+        device, timeline = VirtualDevice(run.timing, link), Timeline(file)
+        driver = Driver(plan, device)
+        tracks = ResidencyTracks(timeline, driver.machine, run.shape, device.now, "measured", slots=True)
+        timeline.open(0)
+        driver.run(lambda row: None)
+        tracks.show_unfinished()
+        ours = Shown(parsed(f"[{file.getvalue()}]"))
+        assert set(ours.processes.values()) == {"measured: queues", "measured: slots"}
+        assert ours.slots == theirs.slots, seed
+        assert waiting(ours) == waiting(theirs), seed
+        compared += len(ours.slots)
+    assert compared > 100
+
+
+# Windows
+
+
+def clipped(slices: Iterable[Slice], opens: int, closes: int) -> Counter[tuple[Any, int, int]]:
+    """What remains of them between two moments, by expert; what lasts no time is left out."""
+    cut = [(one, max(one.began, opens), min(one.ended, closes)) for one in slices]
+    return Counter((one.args.get("expert", one.name), began, ended) for one, began, ended in cut if began < ended)
+
+
+@pytest.mark.parametrize("of", ["decode steps", "requests"])
+def test_a_window_shows_what_the_whole_timeline_shows_between_its_ends(of: Literal["decode steps", "requests"]) -> None:
+    compared = stopped = 0
+    for seed in SEEDS:
+        run, full, log = watched(seed)
+        ends_request = np.append(log.request[1:], -1) != log.request
+        counted = log.phase == DECODE if of == "decode steps" else ends_request[: len(log.request)]
+        moments = [0, *np.cumsum(log.step_ns)[counted].tolist()]
+        if len(moments) < 2 or len(np.unique(log.request)) < len(run.requests):
+            continue  # nothing decoded; or a request without steps, whose end is no step's
+        chance = random.Random(seed)
+        first = chance.randrange(len(moments) - 1)
+        last = chance.randrange(first + 1, len(moments))
+        part, logs = watch(run, Window(of, first, last, stops=bool(seed % 2)))
+        opens, closes = moments[first], moments[last]
+        assert part.threads == full.threads
+        for name in full.threads.values():
+            assert clipped(part.tracks[name], opens, closes) == clipped(full.tracks[name], opens, closes), (seed, name)
+            assert all(opens <= one.began and one.ended <= closes for one in part.tracks[name])
+            compared += len(part.tracks[name])
+        assert all(opens <= ns(e["ts"]) <= closes for e in (*part.counters, *part.instants))
+        played = joined(logs)
+        if seed % 2 == 0:
+            assert_logs_equal(played, log)
+        else:
+            upto = log.request == log.request[np.flatnonzero(counted)[last - 1]]
+            assert len(played.step_ns) == np.flatnonzero(upto)[-1] + 1
+            assert played.step_ns.tolist() == log.step_ns[: len(played.step_ns)].tolist()
+            stopped += len(logs) < len(run.requests)
+    assert compared > 10_000
+    assert stopped > 30
+
+
+# Writing
+
+
+def test_times_are_microseconds_to_the_nanosecond() -> None:
+    file = io.StringIO()
+    timeline = Timeline(file)
+    track = timeline.track(timeline.process("p"), "t")
+    timeline.open(0)
+    for began, ended in ((0, 1), (29, 1_001), (10**15 + 1, 10**15 + 3)):
+        timeline.slice(track, "s", began, ended, {})
+    assert [(s.began, s.ended) for s in Shown(parsed(f"[{file.getvalue()}]")).tracks["t"]] == [
+        (0, 1),
+        (29, 1_001),
+        (10**15 + 1, 10**15 + 3),
+    ]
+    assert '"ts":0.029,"dur":0.972' in file.getvalue()
+
+
+def test_a_slice_is_cut_where_the_timeline_opens_and_dropped_outside() -> None:
+    file = io.StringIO()
+    timeline = Timeline(file)
+    process = timeline.process("p")
+    track = timeline.track(process, "t")
+    timeline.slice(track, "before it opens", 0, 5, {})
+    timeline.instant(track, "before it opens", 5, {})
+    timeline.counter(process, "before it opens", 5, {"n": 1})
+    timeline.open(10)
+    timeline.slice(track, "ended before", 2, 9, {})
+    timeline.slice(track, "ended as it opened", 2, 10, {})
+    timeline.slice(track, "cut", 2, 12, {})
+    timeline.slice(track, "no time, as it opens", 10, 10, {})
+    timeline.close()
+    timeline.slice(track, "after it closed", 11, 12, {})
+    shown = Shown(parsed(f"[{file.getvalue()}]"))
+    assert shown.tracks["t"] == [Slice("cut", 10, 12, {}), Slice("no time, as it opens", 10, 10, {})]
+    assert not shown.instants
+    assert not shown.counters
+
+
+def test_a_file_is_one_json_object_and_the_same_zipped(tmp_path: Path) -> None:
+    for name in ("a.json", "a.json.gz"):
+        with writing(tmp_path / name, lambda: {"policy": 'l"ru', "hardware": None}) as timeline:
+            track = timeline.track(timeline.process("prócess"), "t")
+            timeline.open(0)
+            timeline.slice(track, "s", 1, 2, {"left out": None, "expert": 3})
+    text = (tmp_path / "a.json").read_text()
+    assert gzip.decompress((tmp_path / "a.json.gz").read_bytes()).decode() == text
+    whole = json.loads(text)
+    assert whole["otherData"] == {"policy": 'l"ru'}
+    place = {"pid": 1, "tid": 2, "ts": 0.001, "dur": 0.001}
+    assert whole["traceEvents"][-1] == {"ph": "X", "name": "s", **place, "args": {"expert": 3}}
+
+
+def test_events_are_written_as_they_come(tmp_path: Path) -> None:
+    sizes = []
+    with writing(tmp_path / "a.json", dict) as timeline:
+        track = timeline.track(timeline.process("p"), "t")
+        timeline.open(0)
+        for i in range(20_000):
+            timeline.slice(track, "s", i, i + 1, {})
+            if i % 5_000 == 0:
+                sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
+    assert sorted(set(sizes)) == sizes
+
+
+def test_nothing_is_left_of_a_timeline_that_was_interrupted(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("before")
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "a.json", dict):
+        raise KeyboardInterrupt
+    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
+    assert (tmp_path / "a.json").read_text() == "before"
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, complaint in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "cannot write")):
+        with pytest.raises(InputError, match=complaint), writing(path, dict):
+            raise AssertionError("nothing was to be played")

@@ -1,0 +1,441 @@
+"""`moe-sim tune` on policies whose best option is known, and what a search that is cut off comes to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from policies.contract import Shape
+from policies.registry import parse
+from sim import config
+from sim.cells import Setup
+from sim.cli import main
+from sim.journal import NAME, Journal
+from sim.search_space import Choices, Range, space_of
+from sim.sweep import play_cell
+from sim.tune import Halves, Search, save, tune
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+pytest.importorskip("optuna")
+
+COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
+SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+LAYERS, EXPERTS, USED, TOP_K, SLOTS = 3, 16, 12, 2, 12
+SHAPE = Shape(LAYERS, EXPERTS)
+
+MINE = '''
+"""Policies whose best option is known."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.contract import Prefetcher, ScorePolicy
+from traces.errors import InputError
+
+
+@dataclass(frozen=True)
+class WastefulOptions:
+    number: int = 1
+    at_most: int = 16
+
+    def __post_init__(self):
+        if self.number > self.at_most:
+            raise InputError(f"wasteful: {self.number} is more than {self.at_most}")
+
+
+class Wasteful(Prefetcher):
+    """Fetches experts that are never used; 9 is the best number, since then it fetches none."""
+
+    Options = WastefulOptions
+
+    def propose(self, event):
+        unused = np.arange(12, 16) + event.layer * self.shape.experts
+        wrong = unused[: abs(self.options.number - 9)]
+        return wrong, np.ones(len(wrong))
+
+
+@dataclass(frozen=True)
+class LuckyOptions:
+    lucky: bool = False
+
+
+class Lucky(ScorePolicy):
+    """LRU from request 2 on, its contrary before; lucky the other way round."""
+
+    Options = LuckyOptions
+
+    def observe(self, event):
+        sign = 1 if (event.request < 2) == self.options.lucky else -1
+        self.keep[0, event.experts] = sign * event.serial
+'''
+
+
+def written(folder, requests, tokens):
+    """A trace that uses the first experts of each layer only."""
+    made = synthetic(requests, tokens, LAYERS, USED, TOP_K, seed=3)
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", experts=EXPERTS, **SIZES)), folder)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("home")
+    written(home / "tiny", requests=4, tokens=8)
+    (home / "mine.py").write_text(MINE)
+    return home
+
+
+def search_of(home, policy, space, trials=10, seed=0, workers=1, **setup):
+    spec = parse(policy)
+    halves = Halves.of(Setup(home / "tiny", **setup))
+    return Search(halves, spec, SLOTS, space_of(spec, SHAPE, space), trials, seed, workers)
+
+
+def found_by(search, folder):
+    """What a search finds that keeps its journal in `folder`."""
+    folder.mkdir(exist_ok=True)
+    return tune(search, Journal(folder), lambda played: None)
+
+
+def metrics(setup, policy):
+    row, _ = play_cell(setup.load(), parse(policy), SLOTS, lambda played: None)
+    return row["tpot_mean_ms"]
+
+
+def test_the_known_best_is_found_and_judged_on_the_other_requests(home, tmp_path):
+    """No early fetch at all is lru alone, which a cell of it says on either half."""
+    mine = f"lru+{home / 'mine.py'}:Wasteful"
+    found = found_by(search_of(home, mine, "number=0..16", trials=25), tmp_path / "a")
+    assert found.best.policy == f"{mine}:number=9"
+    first, both = Setup(home / "tiny", requests=2), Setup(home / "tiny", requests=4, warmup_requests=2)
+    for judged, policy in ((found.typed, mine), (found.best, "lru")):
+        assert (judged.first, judged.second) == (metrics(first, policy), metrics(both, policy))
+    assert found.best.first < found.typed.first
+    assert found.best.second < found.typed.second
+    assert found.gains[1] == pytest.approx(1 - found.best.second / found.typed.second)
+    assert not found.overfit
+    values = {trial.options["number"]: trial.value for trial in found.trials}
+    assert min(values, key=values.get) == 9
+    assert len(values) > 5, "it did not have to try them all"
+
+
+def test_what_fits_the_first_half_alone_is_told_from_what_helps(home, tmp_path):
+    found = found_by(search_of(home, f"{home / 'mine.py'}:Lucky", "lucky=true|false", trials=4), tmp_path / "a")
+    assert found.best.policy.endswith(":lucky=true")
+    assert found.best.first < found.typed.first
+    assert found.best.second > found.typed.second
+    assert found.overfit
+    assert found.gains[0] > 0 > found.gains[1]
+
+
+def test_the_policy_as_typed_is_the_best_where_no_trial_is_better(home, tmp_path):
+    mine = f"lru+{home / 'mine.py'}:Wasteful:number=9"
+    found = found_by(search_of(home, mine, "number=10..16", trials=3), tmp_path / "a")
+    assert found.best == found.typed
+    assert not found.improved
+    assert not found.overfit
+    assert found.gains == (0, 0)
+
+
+def test_what_the_policy_refuses_is_pruned_and_told(home, tmp_path):
+    mine = f"lru+{home / 'mine.py'}:Wasteful"
+    search = search_of(home, mine, "number=1..16:at_most=4|16", trials=16)
+    found = found_by(search, tmp_path / "a")
+    refused = [trial for trial in found.trials if trial.value is None]
+    assert 0 < len(refused) < 16
+    for trial in found.trials:
+        wanted = f"wasteful: {trial.options['number']} is more than {trial.options['at_most']}"
+        assert trial.refusal == (wanted if trial.options["number"] > trial.options["at_most"] else "")
+    frame = pd.read_parquet(save(found, search, tmp_path))
+    assert frame["state"].tolist() == ["pruned" if trial.value is None else "complete" for trial in found.trials]
+    assert frame["value"].isna().sum() == len(refused)
+    assert frame["number"].tolist() == [trial.options["number"] for trial in found.trials]
+    with pytest.raises(InputError, match=r"refuses all 3 trials, the last so: wasteful: 1[0-6] is more than 9"):
+        found_by(search_of(home, f"{mine}:at_most=9", "number=10..16", trials=3), tmp_path / "b")
+
+
+def test_seed_and_number_of_workers_make_the_search(home, tmp_path):
+    space = "capacity=10..1000:matches=1..5:cosine=flat|rows:threshold=0.0..0.9"
+    one, again, other, alone = (
+        found_by(search_of(home, "eamc", space, 16, seed, workers), tmp_path / name).trials
+        for name, seed, workers in (("a", 1, 2), ("b", 1, 2), ("c", 2, 2), ("d", 1, 1))
+    )
+    assert one == again
+    assert one != other
+    assert one != alone
+    assert len({trial.policy for trial in one}) > 8
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 12])
+def test_a_search_that_goes_on_anywhere_has_the_same_end(home, tmp_path, cut):
+    """Also from within a batch, from a line that was half written, and with more trials than were asked for first."""
+    search = search_of(home, "eamc", "capacity=10..1000:threshold=0.0..0.9", 14, 5, 3)
+    whole = found_by(search, tmp_path / "whole")
+    lines = (tmp_path / "whole" / NAME).read_bytes().splitlines(keepends=True)
+    head = len(lines) - 14
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / NAME).write_bytes(b"".join(lines[: head + cut]) + lines[head + cut][:20])
+    journal = Journal(tmp_path / "cut")
+    assert len(journal.trials) == cut
+    played = []
+    assert tune(search, journal, played.append) == whole
+    assert sum(played) <= search.requests(cut)
+    assert len(Journal(tmp_path / "cut").trials) == 14
+    assert found_by(replace(search, trials=17), tmp_path / "cut") == found_by(
+        replace(search, trials=17), tmp_path / "new"
+    )
+
+
+def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
+    from sim import tune as module
+
+    played = []
+
+    def counted(loaded, policy, slots, advance):
+        played.append((loaded.setup, policy.text))
+        return play_cell(loaded, policy, slots, advance)
+
+    monkeypatch.setattr(module, "play_cell", counted)
+    found = found_by(search_of(home, "eamc", "cosine=flat|rows", 12, workers=3), tmp_path / "a")
+    assert len(played) == len(set(played)) <= 5
+    assert {trial.policy for trial in found.trials} == {"eamc:cosine=flat", "eamc:cosine=rows"}
+
+
+def test_untimed_misses_count(home, tmp_path):
+    found = found_by(search_of(home, "lru+popular@layer", "n=1..2", 2, untimed=True), tmp_path / "a")
+    assert found.metric == "misses"
+    found = found_by(search_of(home, "lrfu", "decay=0.0001..1", 12, untimed=True), tmp_path / "b")
+    setup = Setup(home / "tiny", requests=2, untimed=True).load()
+    for trial in found.trials:
+        row, _ = play_cell(setup, parse(trial.policy), SLOTS, lambda played: None)
+        assert trial.value == row["misses"]
+    assert found.typed.second > 0
+
+
+def test_an_odd_request_is_judged_and_one_alone_is_too_few(home):
+    halves = Halves.of(Setup(home / "tiny", requests=3))
+    assert (len(halves.first.trace.requests), halves.second.setup.warmup_requests) == (1, 1)
+    assert len(halves.second.trace.requests) == 3
+    with pytest.raises(InputError, match="has 1 request: half of them tune"):
+        Halves.of(Setup(home / "tiny", requests=1))
+
+
+def described(space):
+    return {
+        each.option.name: (each.low, each.high, each.log) if isinstance(each, Range) else each.values for each in space
+    }
+
+
+def test_a_typed_space_is_read_by_the_options_types():
+    space = space_of(
+        parse("eamc"), SHAPE, "capacity=10..1000:matches=1..5:threshold=-1..0.5:split=true|FALSE:eps=0|1e-8"
+    )
+    assert described(space) == {
+        "capacity": (10, 1000, True),
+        "matches": (1, 5, False),
+        "threshold": (-1.0, 0.5, False),
+        "split": (True, False),
+        "eps": (0.0, 1e-8),
+    }
+    assert isinstance(space[0].low, int)
+    assert isinstance(space[4], Choices)
+    again = space_of(parse("eamc"), SHAPE, ":".join(each.text for each in space))
+    assert again == space
+    both = space_of(parse("expert-map+previous"), SHAPE, "evict.depth=1..3:prefetch.budget=0.5|inf")
+    assert described(both) == {"evict.depth": (1, 3, False), "prefetch.budget": (0.5, float("inf"))}
+
+
+def test_drawn_decimals_are_short_and_stay_in_their_range():
+    (dimension,) = space_of(parse("lrfu"), SHAPE, "decay=0.0001..0.12345")
+    assert dimension.log
+    assert dimension.value(0.0123456789) == 0.01235
+    (whole,) = space_of(parse("clock"), SHAPE, "bits=1..8")
+    assert whole.value(3) == 3
+
+
+def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
+    eamc = described(space_of(parse("eamc:keep=ratio"), SHAPE, None))
+    assert eamc["capacity"] == (15, 960, True)
+    assert eamc["matches"] == (1, 8, False)
+    assert eamc["split"] == (False, True)
+    assert eamc["cosine"] == ("flat", "rows")
+    assert {"keep", "threshold", "depth", "collection"}.isdisjoint(eamc), "stated, zero, all, a file"
+    assert described(space_of(parse("multi-criteria"), SHAPE, None))["recency"] == (0.05, 0.8, True)
+    assert described(space_of(parse("clock"), SHAPE, None)) == {"bits": (1, 8, False)}
+    assert described(space_of(parse("s3fifo"), SHAPE, None))["small"] == (0.0125, 0.8, True)
+    markov = described(space_of(parse("random+markov"), SHAPE, None))
+    assert set(markov) == {"n"}, "no seed, no depth of 0, no infinite budget, no threshold of -inf"
+
+
+@pytest.mark.parametrize(
+    ("policy", "search", "complaint"),
+    [
+        ("lru", None, "lru has no options to search"),
+        ("random", None, "no option of random has a scale to search on"),
+        ("eamc", "capacty=1..5", "unknown option of eamc 'capacty'; did you mean capacity"),
+        ("expert-map+previous", "depth=1..2", "did you mean evict.depth or prefetch.depth"),
+        ("eamc", "capacity", "write capacity=LOW..HIGH or capacity=A|B|C"),
+        ("eamc", "capacity=", "write capacity=LOW..HIGH"),
+        ("eamc", "capacity=5..5", "a range is from a number to a higher one"),
+        ("eamc", "threshold=0..inf", "a range is from a number to a higher one"),
+        ("eamc", "capacity=1.5..7", "'1.5' is not a whole number"),
+        ("eamc", "cosine=a..b", "cosine is no quantity"),
+        ("eamc", "split=0..1", "split is no quantity"),
+        ("eamc", "split=yes|no", "'yes' is not true or false"),
+        ("eamc", "cosine=flat|rosw", "unknown cosine in --search 'rosw'; did you mean rows"),
+        ("eamc", "capacity=1..5:capacity=1..6", "--search names capacity twice"),
+        ("eamc", ":", "--search names no option"),
+    ],
+)
+def test_a_space_that_there_is_not_is_refused(policy, search, complaint):
+    with pytest.raises(InputError) as refused:
+        space_of(parse(policy), SHAPE, search)
+    assert complaint in str(refused.value)
+
+
+@pytest.fixture
+def command(home, tmp_path, monkeypatch, capsys):
+    """Runs `moe-sim tune` on the trace in a folder of its own: status, standard output, standard error."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["moe-sim", "tune", str(home / "tiny"), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, told.err
+
+    return run
+
+
+ASKED = ("--policy", "eamc", "--search", "capacity=2..40:matches=1|2", "--trials", "6", "--workers", "2")
+
+
+def test_the_command_tells_writes_and_goes_on(command, tmp_path):
+    status, out, err = command(*ASKED)
+    assert status == 0, err
+    assert "searching capacity=2..40:matches=1|2; of 4 requests the first half tunes" in err
+    assert "Trial" not in err, "optuna's own words"
+    assert "6 trials; tuned on 2 requests of tiny, judged on the 2 after them" in out
+    folder = tmp_path / "results" / "tiny" / "tune"
+    assert {file.name for file in folder.iterdir()} == {"trials.log", "trials.parquet", "best.toml"}
+    frame = pd.read_parquet(folder / "trials.parquet")
+    assert list(frame.columns) == ["trial", "capacity", "matches", "policy", "state", "value", "refusal"]
+    assert len(frame) == 6
+    asked = config.Config(**config.read(folder / "best.toml"))
+    assert len(asked.policies) == 1
+    assert asked.specs()
+    before = frame["policy"].tolist()
+    status, _, err = command(*ASKED)
+    assert (status, err.count("\n")) == (2, 1)
+    assert "holds 6 trials: go on with --resume, or name another folder with --out" in err
+    for flag, value in (("--search", "capacity=2..41"), ("--seed", "3"), ("--cache-size", "30%"), ("--policy", "lrfu")):
+        other = ["decay=0.1..0.2"] * (flag == "--policy")
+        status, _, err = command(
+            *ASKED, "--resume", flag, value, *[text for each in other for text in ("--search", each)]
+        )
+        assert (status, err.count("\n")) == (2, 1)
+        assert f"holds a search with another {flag}" in err
+    status, _, err = command(*ASKED, "--resume", "--cold")
+    assert "holds a search with another setup, file or version" in err
+    assert pd.read_parquet(folder / "trials.parquet")["policy"].tolist() == before
+    more = [each for each in ASKED if each not in ("--workers",)][:-1]
+    more[more.index("6")] = "8"
+    status, out, err = command(*more, "--resume", "--json", "--quiet")
+    assert (status, err.count("warning")) == (0, err.count("\n"))
+    assert [trial["policy"] for trial in json.loads(out)["trials"]][:6] == before
+
+
+def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
+    lucky = f"{home / 'mine.py'}:Lucky"
+    status, _, err = command("--policy", lucky, "--trials", "4", "--workers", "1", "--quiet", "--cache-size", SLOTS)
+    assert status == 0
+    assert "warning: on the second half the best is no better than the policy as typed" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--policy", "lru"], "lru has no options to search"),
+        (["--policy", "eamcc"], "unknown policy 'eamcc'; did you mean eamc"),
+        (["--search", "distance=1..x"], "'x' is not a number"),
+        (["--cache-size", "0"], "a cache of 0 is impossible"),
+        (["--requests", "1"], "has 1 request"),
+        (["--hardware", "a500"], "unknown hardware profile 'a500'"),
+        (["--policy", "lru+gate"], "has no lookahead column"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(command, tmp_path, arguments, complaint):
+    status, out, err = command(*arguments, "--quiet")
+    assert (status, out) == (2, "")
+    assert complaint in err
+    assert err.startswith("moe-sim: error: ")
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_optuna_the_command_says_what_to_install(command, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    status, _, err = command("--policy", "eamc")
+    assert (status, err) == (2, "moe-sim: error: moe-sim tune needs optuna: pip install 'moe-expert-cache[tune]'\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["abc", "abc\n", '{"op_code": 77}\n'])
+def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_path, text):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / NAME).write_text(text)
+    status, _, err = command(*ASKED, "--out", "out", "--resume")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "trials.log is no journal that moe-sim tune writes" in err
+    assert (tmp_path / "out" / NAME).read_text() == text
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
+def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(home, tmp_path):
+    written(tmp_path / "long", requests=8, tokens=60)
+    asked = ["tune", "long", "--policy", f"lru+{home / 'mine.py'}:Wasteful", "--cache-size", "25%", "--quiet"]
+    asked += ["--trials", "24", "--workers", "1", "--search", "number=0..16:at_most=4..1000", "--predictor-us", "0"]
+    log = tmp_path / "cut" / NAME
+
+    def start(*arguments):
+        return subprocess.Popen([*COMMAND, *asked, *arguments], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+
+    def trials():
+        return log.read_text().count('"user_attrs"') if log.exists() else 0
+
+    whole = start("--out", "whole")
+    for number, status, resume in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, 130, ["--resume"])):
+        before = trials()
+        running = start("--out", "cut", *resume)
+        while running.poll() is None and trials() < before + 3:
+            time.sleep(0.01)
+        os.kill(running.pid, number)
+        _, told = running.communicate(timeout=300)
+        assert running.returncode == status
+        assert before < len(Journal(log.parent).trials) < 24
+        assert not (log.parent / "trials.parquet").exists()
+    kept = len(Journal(log.parent).trials)
+    assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: go on with --resume\n"
+    for process in (whole, start("--out", "cut", "--resume")):
+        _, told = process.communicate(timeout=300)
+        assert process.returncode == 0, told
+    ended = [(tmp_path / name / "trials.parquet").read_bytes() for name in ("whole", "cut")]
+    assert ended[0] == ended[1]
+
+
+def test_a_journal_without_trials_is_in_nobodys_way(home, tmp_path):
+    one, other = (search_of(home, "eamc", space, 2) for space in ("capacity=5..6", "capacity=7..8"))
+    Journal(tmp_path).begin(one.searched())
+    assert Journal(tmp_path).workers is None
+    tune(other, Journal(tmp_path), lambda played: None)
+    assert Journal(tmp_path).searched == other.searched()
+    assert Journal(tmp_path).workers == 1

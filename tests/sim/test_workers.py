@@ -1,0 +1,173 @@
+"""Cells in threads, processes and on a real Dask cluster; each plays what one thread alone would."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from policies.registry import parse
+from sim import workers
+from sim.cells import Setup
+from sim.results import REQUESTS_FILE, RESULTS_FILE
+from sim.store import Store
+from sim.sweep import Grid, Table, outcome, save, sweep
+from sim.workers import Cluster, Local, Task
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+GRID = Grid(tuple(map(parse, ("lru", "clock", "eamc", "lru+popular"))), {"25%": 16, "50%": 32})
+REQUESTS = 12
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    made = synthetic(REQUESTS, tokens=60, layers=4, experts=16, top_k=3, seed=3, prompt_tokens=6)
+    folder = tmp_path_factory.mktemp("traces") / "tiny"
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), folder)
+    return Setup(folder).load()
+
+
+def files(loaded, folder, players, advance=None):
+    table, store = Table(loaded, GRID, folder), Store(folder)
+    sweep([table], store, players, advance)
+    save([outcome(table, store)], store, folder)
+    return [(folder / name).read_bytes() for name in (RESULTS_FILE, REQUESTS_FILE)]
+
+
+@pytest.fixture(scope="module")
+def alone(loaded, tmp_path_factory):
+    return files(loaded, tmp_path_factory.mktemp("alone"), Local(1))
+
+
+@pytest.mark.parametrize("engine", ["auto", "simpy"])
+def test_three_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path, engine):
+    told = []
+    setup = replace(loaded.setup, engine=engine)
+    assert files(setup.load(), tmp_path, Local(3), told.append) == alone
+    assert sum(told) == REQUESTS * len(GRID.cells())
+
+
+def test_compiled_cells_run_in_this_process_and_python_in_others(loaded):
+    tasks = [Task(loaded, process_of_cell, (parse(policy),), loaded.compiled(parse(policy))) for policy in PLACES]
+    found = dict(Local(2).results(tasks, lambda requests: None))
+    assert [found[i] == os.getpid() for i in range(len(tasks))] == list(PLACES.values())
+
+
+PLACES = {"lru": True, "clock": False, "eamc-blend": True, "sieve+markov": False}
+"""Policies: whether threads play them."""
+
+
+def process_of_cell(loaded, policy, advance):
+    return os.getpid()
+
+
+def test_a_machine_made_on_the_spot_goes_to_other_processes_too(loaded):
+    assert loaded.hardware
+    other = replace(loaded, hardware=replace(loaded.hardware, link_bandwidth_gb_per_s=1.5))
+    tasks = [Task(one, link_of, (), compiled) for one in (loaded, other) for compiled in (True, False)]
+    found = dict(Local(2).results(tasks, lambda requests: None))
+    assert [found[i] for i in range(4)] == [24, 24, 1.5, 1.5]
+
+
+def link_of(loaded, advance):
+    return loaded.hardware.link_bandwidth_gb_per_s
+
+
+def test_an_error_in_a_cell_ends_the_others_and_is_told(loaded):
+    for compiled in (True, False):
+        tasks = [Task(loaded, fails, (i,), compiled) for i in range(6)]
+        with pytest.raises(InputError, match="cell 2 failed"):
+            list(Local(2).results(tasks, lambda requests: None))
+
+
+def fails(loaded, number, advance):
+    if number == 2:
+        raise InputError(f"cell {number} failed")
+    for _ in range(3):
+        advance(1)
+
+
+def test_stopping_ends_threads_and_processes_at_their_next_request(loaded):
+    for compiled in (True, False):
+        tasks = [Task(loaded, endless, (i,), compiled) for i in range(4)]
+        playing = Local(2).results(tasks, lambda requests: None)
+        assert next(playing)[0] == 0
+        began = time.monotonic()
+        playing.close()
+        assert time.monotonic() - began < 60
+        assert threading.active_count() < 5
+
+
+def endless(loaded, number, advance):
+    while number:
+        time.sleep(0.01)
+        advance(1)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded):
+    tasks = [Task(loaded, killed, (i,), False) for i in range(2)]
+    with pytest.raises(InputError, match="a worker process was killed"):
+        list(Local(2).results(tasks, lambda requests: None))
+
+
+def killed(loaded, number, advance):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    distributed = pytest.importorskip("distributed")
+    root = str(Path(__file__).parents[2])
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, dashboard_address=":0", env={"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    ) as made:
+        yield made
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+def test_a_cluster_that_loses_a_worker_loses_nothing_and_counts_nothing_twice(loaded, alone, tmp_path, cluster):
+    told = []
+
+    def kill_one(requests):
+        told.append(requests)
+        if len(told) == 2:
+            os.kill(next(iter(cluster.workers.values())).pid, signal.SIGKILL)
+
+    assert files(loaded, tmp_path, Cluster(cluster.scheduler_address), kill_one) == alone
+    assert sum(told) == REQUESTS * len(GRID.cells())
+
+
+def test_a_scheduler_that_dies_is_told_in_one_line_and_what_was_finished_is_kept(loaded, tmp_path):
+    distributed = pytest.importorskip("distributed")
+    table, store = Table(loaded, GRID, tmp_path), Store(tmp_path)
+    with distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=":0") as doomed:
+        players = Cluster(doomed.scheduler_address)
+        with pytest.raises(InputError, match="is gone: go on with --resume"):
+            sweep([table], store, players, lambda requests: doomed.close())
+    assert 1 <= len(Store(tmp_path)) < len(GRID.cells())
+
+
+def test_a_cluster_with_another_version_or_no_workers_is_refused(loaded, cluster, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr("sim.results.commit", lambda: "another")
+    with pytest.raises(InputError, match="cells would mix versions"):
+        Cluster(cluster.scheduler_address)
+    with (
+        distributed.LocalCluster(n_workers=0, dashboard_address=":0") as empty,
+        pytest.raises(InputError, match="has no workers"),
+    ):
+        Cluster(empty.scheduler_address)
+
+
+def test_no_dask_is_told_with_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(InputError, match=r"moe-expert-cache\[cluster\]"):
+        workers.Cluster("tcp://127.0.0.1:1")

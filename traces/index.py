@@ -1,0 +1,96 @@
+"""Where the rows of each request lie: one pass over the columns that number and order them.
+
+Rows lie in the order of execution, in which requests that ran together in a batch alternate, and requests come in any
+order. Held is a little for each request, nothing for a row. What is wrong with the columns that are passed is told.
+"""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numba import njit
+from numpy.typing import NDArray
+
+from traces.check import check_requests, check_unique
+from traces.errors import InputError, located
+from traces.reader import CORE, Folder
+from traces.schema import AGGREGATE, TraceMeta
+from traces.steps import DECODE, PREFILL
+
+ROWS = 65_536
+"""Rows of the files that are looked at together."""
+
+NONE = -1
+
+
+class Index:
+    """The rows of each of R requests; rows of other requests are passed over.
+
+    Phases that there are not are counted as decode until `check` refuses them.
+    """
+
+    def __init__(self, requests: int):
+        self.counts = np.zeros((2, requests), np.int64)  # rows of each phase
+        self.first = np.full(requests, NONE, np.int64)  # number of the first row; NONE: it has no rows
+        self.last = np.full(requests, NONE, np.int64)  # number of the last row
+        self._seen = 0  # rows
+        self._latest = np.zeros((2, requests), np.int64)  # position and phase of the last row
+        self._faults = np.array([0, NONE, 0], np.int64)  # the greatest phase; a request out of order, and its position
+
+    @staticmethod
+    def of(folder: Folder, requests: pd.DataFrame) -> "Index":
+        """Of the rows of a folder, which lists `requests`; checked. Raises InputError."""
+        index = Index(len(requests))
+        for table in folder.routing.batches([name for name in CORE if name != "experts"], ROWS):
+            index.add(*(table.column(name).to_numpy() for name in ("request", "position", "phase")))
+        index.check(folder.meta, requests, folder.path)
+        return index
+
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[R + 1] of the rows, were they grouped by request."""
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts.sum(axis=0))])
+
+    def add(self, request: NDArray[Any], position: NDArray[np.uint32], phase: NDArray[np.uint8]) -> None:
+        """Look at the next rows."""
+        request = request.astype(np.int64)
+        _add(request, position, phase, self._seen, self.counts, self.first, self.last, self._latest, self._faults)
+        self._seen += len(request)
+
+    def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
+        """Hold what was seen against the requests as they are listed. Raises InputError."""
+        if meta.mode == AGGREGATE:
+            with located(where):
+                check_unique(requests["id"])
+            if rows := int(self.counts.sum()):
+                raise InputError(f"{where} says that it holds EAMs only, but has {rows} rows of routing")
+            return
+        if self._faults[0] > DECODE:
+            raise InputError(f"{where}: phase {self._faults[0]} is neither prefill (0) nor decode (1)")
+        check_requests(requests, self.counts[PREFILL], self.counts[DECODE], where)
+        self.check_order(where)
+
+    def check_order(self, where: str) -> None:
+        """Within a request, positions ascend and no prefill follows a decode. Raises InputError."""
+        _, request, position = self._faults.tolist()
+        if request != NONE:
+            raise InputError(f"{where}: the tokens of request {request} are out of order at position {position}")
+
+
+@njit(cache=True, nogil=True)
+def _add(
+    request: Any, position: Any, phase: Any, seen: int, counts: Any, first: Any, last: Any, latest: Any, faults: Any
+) -> None:
+    """The arrays are those of an Index; of the requests out of order, the first one is noted."""
+    for t in range(len(request)):
+        r, p = request[t], np.int64(phase[t])
+        if r >= len(first):
+            continue
+        faults[0] = max(faults[0], p)
+        if first[r] == NONE:
+            first[r] = seen + t
+        elif (position[t] <= latest[0, r] or p < latest[1, r]) and (faults[1] == NONE or r < faults[1]):
+            faults[1], faults[2] = r, position[t]
+        counts[min(p, DECODE), r] += 1
+        last[r] = seen + t
+        latest[0, r], latest[1, r] = position[t], p

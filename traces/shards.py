@@ -1,0 +1,167 @@
+"""A trace of any size, local or at a URL, played request by request without being held: what engines and sweeps need
+of a trace, under the names that `traces.trace.Trace` has.
+
+Opening passes once over the columns that number and order the rows (`traces.index`). A request is put together from the
+blocks that it overlaps (`traces.blocks`), and its routing is checked when it is first asked for, as `Trace.read` would.
+Memory: some blocks, and a few hundred bytes a request, whatever the number of tokens.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from traces.blocks import Arrays, Blocks
+from traces.check import check_ids, check_lookahead
+from traces.errors import InputError
+from traces.index import Index
+from traces.reader import open_folder
+from traces.schema import AGGREGATE, TraceMeta
+from traces.steps import PREFILL, Int, RequestSteps, steps_of_rows
+from traces.trace import Phases
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """R requests and T tokens of a model with L MoE layers of E experts, top-k; the tokens stay on disk.
+
+    Several threads may play it at once, each going through the requests as it likes; going forward is quickest. Where
+    rows of a request are far apart, all between them is decoded for it. Pickled, it is opened anew at the same place.
+    """
+
+    name: str  # of the trace's folder
+    path: str  # as it was given
+    meta: TraceMeta
+    fingerprint: str  # tells whether the trace was replaced by another (`traces.reader`)
+    requests: pd.DataFrame  # [R] as those of a Trace
+    offsets: Int  # [R + 1] request r has the tokens offsets[r] to offsets[r + 1], counted by request
+    prompts: Int  # [R] tokens that are played as one prefill
+    has_lookahead: bool  # whether the requests' steps tell what gates pick ahead of time
+    _span: Int  # [2, R] first and last row in the files
+    _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
+    _rows: Blocks
+    _eams: Blocks  # by request
+
+    @staticmethod
+    def open(path: Path | str, lookahead: bool = True) -> "Shards":
+        """Open a trace folder, a path or a URL; `lookahead`: read that column too, if it is there.
+
+        Routing of requests that are not listed is left out: its writer was killed before they were whole.
+        Raises InputError with what is wrong, where, and what to do; so does `steps` for what the routing shows.
+        """
+        folder = open_folder(path)
+        requests = folder.listing()
+        index = Index.of(folder, requests)
+        eams = Blocks(folder.listed, folder.list_columns, passing=True)
+        if folder.meta.mode == AGGREGATE:
+            for n in range(len(eams)):
+                eams[n]
+        has_lookahead = lookahead and "lookahead" in folder.optional
+        columns = ["request", "position", "phase", "experts", *(["lookahead"] if has_lookahead else [])]
+        return Shards(
+            name=folder.location.name,
+            path=folder.path,
+            meta=folder.meta,
+            fingerprint=folder.fingerprint,
+            requests=requests,
+            offsets=index.offsets,
+            prompts=index.counts[PREFILL],
+            has_lookahead=has_lookahead,
+            _span=np.stack([index.first, index.last]),
+            _checked=np.zeros(len(requests), bool),
+            _rows=Blocks(folder.routing, columns, by_request),
+            _eams=eams,
+        )
+
+    @property
+    def layers(self) -> int:
+        """L: MoE layers."""
+        return self.meta.layers
+
+    @property
+    def num_experts(self) -> int:
+        """E: routed experts of a layer."""
+        return self.meta.experts
+
+    @property
+    def top_k(self) -> int:
+        """k: experts that a token may choose in a layer."""
+        return self.meta.top_k
+
+    @cached_property
+    def phases(self) -> Phases:
+        """Which phases the trace holds."""
+        prefilled = int(self.prompts.sum())
+        return "decode" if not prefilled else "both" if prefilled < self.offsets[-1] else "prefill"
+
+    def head(self, n: int) -> "Shards":
+        """The first `n` requests."""
+        if not 1 <= n <= len(self.requests):
+            raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
+        return replace(
+            self,
+            requests=self.requests.iloc[:n],
+            offsets=self.offsets[: n + 1],
+            prompts=self.prompts[:n],
+            _span=self._span[:, :n],
+            _checked=self._checked[:n],
+        )
+
+    def as_decode(self) -> "Shards":
+        """The same tokens with the prefill played token by token, as if decoded; the name says so.
+
+        Routing is causal, so each token's experts are those that it would have had. It is still no decode:
+        the model did not write these tokens.
+        """
+        if self.phases == "decode":
+            raise InputError(f"{self.name} holds no prefill that could be played as decode: leave --as-decode out")
+        return replace(self, name=f"{self.name} (prefill as decode)", prompts=np.zeros_like(self.prompts))
+
+    def steps(self, i: int) -> RequestSteps:
+        """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one.
+
+        Raises InputError if its routing is wrong, or cannot be read (any more).
+        """
+        rows = self._rows_of(i)
+        if not self._checked[i]:
+            self._check(i, rows)
+            self._checked[i] = True
+        shape = self.num_experts, self.meta.sentinel
+        return steps_of_rows(i, rows["experts"], rows["position"], int(self.prompts[i]), *shape, rows.get("lookahead"))
+
+    def _rows_of(self, i: int) -> Arrays:
+        """The rows of request `i`, by column; of one in several blocks copies, lest it hold all of these."""
+        first, last = np.searchsorted(self._rows.starts, self._span[:, i], "right") - 1
+        parts = []
+        for n in range(first, last + 1):
+            block = self._rows[n] if n >= 0 else self._rows.empty
+            own = slice(*(int(np.searchsorted(block["request"], np.uint32(i), side)) for side in ("left", "right")))
+            parts.append({name: array[own] if first == last else array[own].copy() for name, array in block.items()})
+        rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
+        if len(rows["request"]) != self.offsets[i + 1] - self.offsets[i]:
+            raise InputError(f"{self.path} was changed while it was read: request {i} has another number of tokens now")
+        for name in {"experts", "lookahead"} & rows.keys():
+            rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
+        return rows
+
+    def _check(self, i: int, rows: Arrays) -> None:
+        """What `Trace.read` holds the ids of a request against."""
+        n = int(np.searchsorted(self._eams.starts, i, "right")) - 1
+        block, row = self._eams[n], i - self._eams.starts[n]
+        eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]
+        ends = np.array([0, len(rows["experts"])])
+        check_ids(self.meta, rows["experts"], ends, rows["phase"], eams, self.path, first=i)
+        if "lookahead" in rows:
+            check_lookahead(self.meta, rows["lookahead"], self.path, first=int(self.offsets[i]))
+
+
+def by_request(rows: Arrays) -> Arrays:
+    """The rows of a block, those of each request together and in their order."""
+    request = rows["request"]
+    if (request[1:] >= request[:-1]).all():
+        return rows
+    order = np.argsort(request, kind="stable")
+    return {name: array[order] for name, array in rows.items()}
