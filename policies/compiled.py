@@ -39,6 +39,14 @@ def allocating(function: Callable[P, R]) -> Callable[P, R]:
     return _kept(function, _nrt=True)
 
 
+def inlined(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function that makes no arrays into its callers.
+
+    For the guard of something rarer on the hot path: a call hands over every array as nine words.
+    """
+    return _kept(function, _nrt=False, forceinline=True)
+
+
 def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     made: Any = njit(cache=True, nogil=True, **options)(function)
     if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT

@@ -18,23 +18,24 @@ from policies.contract import Float, Int
 from policies.scores import on_evict, on_insert, on_lookup
 
 # Rows of m. By expert:
-STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION = range(6)
+STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, BEFORE, AFTER = range(8)
 # by partition (its slots are FIRST to END - 1; SHUT: the attempt that found no slot in it);
-FIRST, END, FREE, SHUT = range(6, 10)
+FIRST, END, FREE, SHUT = range(8, 12)
 # by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, QUEUE, HITS, ONE = range(10, 15)
-ROWS = 15
+HELD, DEMANDS, QUEUE, HITS, ONE = range(12, 17)
+ROWS = 17
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet, so a pin is
 # READY and WANTED; UNUSED one that was prefetched and not looked up since; PROPOSED the last proposal that named it.
 ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
 
 # Single numbers, m[ONE, ...]
-SLOTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(10)
+# (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
+SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(11)
 # and the counters of the run:
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(10, 17)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(11, 18)
 COUNTERS = slice(N_HITS, N_WASTED + 1)
-WIDTH = 17  # columns that row ONE needs
+WIDTH = 18  # columns that row ONE needs
 
 PRIORITY = 2  # row of `keep`
 
@@ -42,15 +43,17 @@ NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
 
 
-def new(total: int, partitions: Sequence[int]) -> Int:
+def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
     """The machine of a model of `total` experts, everything absent.
 
     partitions: slots of each; the experts are divided among them evenly, in ascending ids.
+    listed: the residents of each partition are kept in a list (see `first_listed`).
     """
     slots, n = sum(partitions), len(partitions)
-    m = np.zeros((ROWS, max(total, slots, WIDTH)), np.int64)
+    m = np.zeros((ROWS, max(total + n, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
-    m[ONE, SLOTS] = slots
+    m[BEFORE] = m[AFTER] = np.arange(m.shape[1])
+    m[ONE, SLOTS], m[ONE, LISTS] = slots, total * listed
     m[PARTITION, :total] = np.arange(total) * n // total
     m[FREE, :n] = partitions
     m[END, :n] = np.cumsum(partitions)
@@ -67,28 +70,67 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
     """
     one = m[ONE]
     one[SERIAL] += 1
-    one[NEXT_DEMAND] = one[LAST_DEMAND] = 0
-    hits = 0
+    hits = misses = 0
     for i in range(first, last):
         expert = experts[i]
         state = m[STATE, expert]
         if state == READY:
             m[HITS, hits] = expert
             hits += 1
-        elif state == LOADING:
-            one[N_LATE] += 1
-        else:
+        elif state != LOADING:
             m[STATE, expert] = DEMANDED
-            m[DEMANDS, one[LAST_DEMAND]] = expert
-            one[LAST_DEMAND] += 1
+            m[DEMANDS, misses] = expert
+            misses += 1
         if m[UNUSED, expert]:
             m[UNUSED, expert] = 0
             one[N_USED] += 1
         m[WANTED, expert] = 1
+        score = keep[0, expert]
         on_lookup(rule, keep, expert, one[SERIAL])
+        if one[LISTS] and state >= LOADING and keep[0, expert] != score:
+            unlink(m, expert)
+            link(m, keep, expert)
+    one[NEXT_DEMAND], one[LAST_DEMAND] = 0, misses
     one[N_HITS] += hits
-    one[N_MISSES] += one[LAST_DEMAND]
+    one[N_LATE] += last - first - hits - misses
+    one[N_MISSES] += misses
     return hits
+
+
+@compiled
+def link(m: Int, keep: Float, expert: int) -> None:
+    """Put `expert` in its place in its partition's list, which it walks from the end."""
+    end = m[ONE, LISTS] + m[PARTITION, expert]
+    score, before = keep[0, expert], m[BEFORE, end]
+    while before != end and (keep[0, before] > score or (keep[0, before] == score and before > expert)):
+        before = m[BEFORE, before]
+    after = m[AFTER, before]
+    m[BEFORE, expert], m[AFTER, expert] = before, after
+    m[AFTER, before] = m[BEFORE, after] = expert
+
+
+@compiled
+def unlink(m: Int, expert: int) -> None:
+    """Take `expert` out of its partition's list."""
+    before, after = m[BEFORE, expert], m[AFTER, expert]
+    m[AFTER, before], m[BEFORE, after] = after, before
+
+
+@compiled
+def first_listed(m: Int, partition: int, shielded: bool) -> int:
+    """`least` where residents are listed: of the list, in the order of (score, id), the first that may go.
+
+    That is a step or two: what is pinned, loading or protected was used, or started, of late and stands near the end.
+    So does whatever `link` puts in its place, since only a rule of `policies.scores.LISTED` has lists: under it a score
+    that changes becomes the greatest of all, but for ties within an event.
+    """
+    end = m[ONE, LISTS] + partition
+    expert: int = m[AFTER, end]
+    while expert != end:
+        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, expert) == shielded:
+            return expert
+        expert = m[AFTER, expert]
+    return NO_EXPERT
 
 
 @compiled
@@ -185,6 +227,8 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
 
     Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
     """
+    if m[ONE, LISTS]:
+        return first_listed(m, partition, shielded)
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf
     for slot in range(m[FIRST, partition], m[END, partition]):
@@ -226,6 +270,8 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     one[STARTS] += 1
     one[ACTIVE] = expert
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
+    if one[LISTS]:
+        link(m, keep, expert)
 
 
 @compiled
@@ -238,6 +284,8 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     m[SLOT, expert] = NO_EXPERT
     m[FREE, m[PARTITION, expert]] += 1
     on_evict(rule, keep, expert)
+    if m[ONE, LISTS]:
+        unlink(m, expert)
 
 
 @compiled

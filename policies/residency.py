@@ -34,6 +34,7 @@ import numpy as np
 from policies import core
 from policies.contract import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core import BLOCKED, NO_EXPERT
+from policies.scores import LISTED
 
 
 class Residency:
@@ -56,10 +57,10 @@ class Residency:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
         self.one_scale = one_scale
-        self.m = m = core.new(shape.total, partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
+        self.m = m = core.new(shape.total, partitions, rule in LISTED and not policy.observes)
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
         self._wanted = m[core.WANTED]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies import core, dispatch, limits
-from policies.compiled import compiled
+from policies.compiled import compiled, inlined
 from policies.contract import Float, Int, Shape
 from policies.core import BLOCKED
 from policies.dispatch import KINDS, NONE, Minds, Told
@@ -100,13 +100,19 @@ def used_ns(n: Int, sent: int) -> int:
     return ns
 
 
-@compiled
+@inlined
 def act(run: Machine) -> None:
     """Rule 5, if the link is free."""
     n = run.n
     if n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
-        expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
-        turn_to(run, expert, victim, prefetch)
+        take(run)
+
+
+@compiled
+def take(run: Machine) -> None:
+    """The free link takes what comes next."""
+    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
+    turn_to(run, expert, victim, prefetch)
 
 
 @compiled
@@ -200,18 +206,25 @@ def link_event(run: Machine) -> None:
 
 
 @compiled
+def hit_event(run: Machine) -> None:
+    """The hit has ended that a stuck transfer waits for."""
+    m, n = run.m, run.n
+    n[NOW] = n[HIT_END]
+    n[HIT_END] = NEVER
+    m[core.WANTED, m[core.HITS, n[UNPINNED]]] = 0
+    n[UNPINNED] += 1
+    act(run)
+
+
+@inlined
 def advance(run: Machine, until: int) -> None:
     """Let everything happen that ends up to `until`, which is the present then."""
-    m, n = run.m, run.n
+    n = run.n
     while n[LINK_END] <= until or n[HIT_END] <= until:
         if n[LINK_END] <= n[HIT_END]:
             link_event(run)
         else:
-            n[NOW] = n[HIT_END]
-            n[HIT_END] = NEVER
-            m[core.WANTED, m[core.HITS, n[UNPINNED]]] = 0
-            n[UNPINNED] += 1
-            act(run)
+            hit_event(run)
     n[NOW] = until
 
 

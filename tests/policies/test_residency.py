@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import core
-from policies.contract import Int, Options, RetentionPolicy, Shape
+from policies import core, scores
+from policies.contract import Int, Options, RetentionPolicy, ScorePolicy, Shape
 from policies.core import BLOCKED, NO_EXPERT
 from policies.registry import parse
 from policies.residency import Residency
@@ -94,6 +94,7 @@ class Drive:
         held = [e for e in m[core.HELD, :slots].tolist() if e != NO_EXPERT]
         assert len(held) == len(set(held)) <= slots
         assert slots - len(held) == m[core.FREE].sum()
+        assert not m[core.ONE, core.LISTS] or listed(machine, core.AFTER) == by_score(machine)
         states = m[core.STATE, : machine.policy.shape.total]
         assert sorted(held) == np.flatnonzero(states >= core.LOADING).tolist()
         assert int((states == core.LOADING).sum()) <= 2, "one on the link and one paused, at most"
@@ -103,11 +104,32 @@ class Drive:
         assert prefetched == used + wasted + len(unused)
 
 
+def listed(machine: Residency, onward: int) -> list[list[int]]:
+    """The machine's list of each partition, in the direction of the row `onward` (core.AFTER or core.BEFORE)."""
+    m, found = machine.m, []
+    for end in range(m[core.ONE, core.LISTS], m[core.ONE, core.LISTS] + np.count_nonzero(m[core.END])):
+        found.append([])
+        expert = m[onward, end]
+        while expert != end:
+            found[-1].append(int(expert))
+            expert = m[onward, expert]
+    return found
+
+
+def by_score(machine: Residency) -> list[list[int]]:
+    """What each partition holds, ascending (score, id)."""
+    m = machine.m
+    partitions = zip(m[core.FIRST], m[core.END], strict=True)
+    held = [[e for e in m[core.HELD, first:end].tolist() if e != NO_EXPERT] for first, end in partitions if end]
+    return [sorted(experts, key=lambda e: (machine.keep[0, e], e)) for experts in held]
+
+
 @st.composite
 def runs(draw):
-    """A shape, a cache, a policy, and events with proposals; small, so that slots are fought for."""
+    """A shape, slots of each partition, a policy, and events with proposals; small, so that slots are fought for."""
     shape = Shape(draw(st.integers(1, 3)), draw(st.integers(1, 5)))
-    slots = draw(st.integers(1, shape.total))
+    one_for_each = st.tuples(*[st.integers(1, shape.experts)] * shape.layers)
+    slots = draw(st.tuples(st.integers(1, shape.total)) | one_for_each)
     policy = draw(st.sampled_from(["lru", "lfu", "fifo", "lifo"]))
     events = []
     for layer in draw(st.lists(st.integers(0, shape.layers - 1), max_size=12)):
@@ -120,9 +142,9 @@ def runs(draw):
     return shape, slots, policy, events, draw(st.booleans())
 
 
-def machine_of(shape: Shape, slots: int, policy: str, one_scale: bool) -> Residency:
+def machine_of(shape: Shape, slots: tuple[int, ...], policy: str, one_scale: bool) -> Residency:
     retention = Lifo(shape, Options()) if policy == "lifo" else parse(policy).build(shape)[0]
-    return Residency(shape, (slots,), retention, one_scale)
+    return Residency(shape, slots, retention, one_scale)
 
 
 @given(runs(), st.data())
@@ -165,7 +187,7 @@ def test_a_pinned_or_loading_expert_is_never_evicted(run, choices):
 @given(runs(), st.data())
 def test_one_slot_suffices(run, choices):
     shape, _, policy, events, one_scale = run
-    drive = Drive(machine_of(shape, 1, policy, one_scale), choices)
+    drive = Drive(machine_of(shape, (1,), policy, one_scale), choices)
     for experts, proposal in events:
         drive.event(experts, proposal)
     assert len(drive.served) == sum(len(experts) for experts, _ in events)
@@ -203,6 +225,7 @@ def test_a_cold_end_leaves_nothing_behind_and_wastes_what_was_not_used(run, choi
         drive.event(experts, proposal)
     drive.machine.end_request(cold=True)
     assert len(drive.machine.resident()) == 0
+    assert not any(listed(drive.machine, core.AFTER)) or policy in ("lfu", "lifo")
     _, _, _, _, prefetched, used, wasted = drive.machine.counters()
     assert prefetched == used + wasted
     assert drive.machine.next_transfer()[0] == NO_EXPERT
@@ -229,15 +252,46 @@ def test_the_compiled_victim_is_the_one_that_the_definition_names(run):
 
 
 def _victim_by_definition(machine: Residency) -> int | None:
-    if machine.m[core.FREE, 0]:
+    m = machine.m
+    partition = m[core.PARTITION, m[core.DEMANDS, m[core.ONE, core.NEXT_DEMAND]]]
+    if m[core.FREE, partition]:
         return NO_EXPERT
-    offered = core.evictable(machine.m, 0, False)
+    offered = core.evictable(m, partition, False)
     return machine.policy.victim(offered) if len(offered) else None
+
+
+@pytest.mark.parametrize(("policy", "order"), [("lru", [3, 0, 1, 2]), ("fifo", [0, 3, 1, 2])])
+def test_residents_are_listed_by_score_and_then_by_id_in_both_directions(policy, order):
+    machine = machine_of(Shape(1, 5), (4,), policy, False)
+    for experts in ([0], [3], [0, 1, 2]):
+        machine.route(np.array(experts, np.int64), 0, len(experts))
+        while machine.next_transfer()[0] >= 0:
+            machine.arrived()
+        for expert in experts:
+            machine.computed(expert)
+    assert listed(machine, core.AFTER) == [order] == by_score(machine)
+    assert listed(machine, core.BEFORE) == [order[::-1]]
+
+
+def test_a_policy_that_observes_is_not_listed_since_it_may_write_its_scores():
+    class Contrary(ScorePolicy):
+        name = "contrary"
+        rule = scores.LRU
+
+    machine = Residency(Shape(1, 3), (2,), Contrary(Shape(1, 3), Options()))
+    for expert in (0, 1):
+        machine.route(np.array([expert], np.int64), 0, 1)
+        machine.next_transfer()
+        machine.arrived()
+        machine.computed(expert)
+    machine.keep[0, :2] = [9, 8]
+    machine.route(np.array([2], np.int64), 0, 1)
+    assert machine.next_transfer() == (2, 1, False)
 
 
 def test_a_cache_without_slots_is_refused():
     with pytest.raises(ValueError, match="at least one slot"):
-        machine_of(Shape(1, 1), 0, "lru", False)
+        machine_of(Shape(1, 1), (0,), "lru", False)
 
 
 def test_a_victim_that_was_not_offered_is_an_error():
