@@ -31,7 +31,17 @@ def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
 
 
 def play(engine: str, run: Run, ended: Ended) -> None:
-    """Play a run on `engine`; `ended` is told of each request. InputError where it cannot play the policy."""
+    """Play a run on `engine`; `ended` is told of each request.
+
+    InputError where it cannot play the policy, or where a time is beyond what a clock of 64 bits counts.
+    """
+    try:
+        _play(engine, run, ended)
+    except OverflowError as error:
+        raise InputError(f"{run.policy.text}: {error}: do the profiles mean such times and sizes?") from error
+
+
+def _play(engine: str, run: Run, ended: Ended) -> None:
     if engine != SIMPY:
         from sim import kernel
 

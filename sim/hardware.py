@@ -29,10 +29,16 @@ class Hardware:
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
 
 
+SLOWEST_LINK = 0.001
+"""GB/s: what is slower is a slip of the pen."""
+
+
 def hardware(text: str) -> Hardware:
     """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
     path = profiles.find("hardware", "hardware", text)
     machine = profiles.read(Hardware, path)
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
+    if machine.link_bandwidth_gb_per_s < SLOWEST_LINK:
+        raise InputError(f"{path}: link_bandwidth_gb_per_s is below {SLOWEST_LINK}: no link is so slow")
     return machine

@@ -138,9 +138,13 @@ class Link:
         return self.latency_ns - (-sent_bytes * self.ns_per_byte_num // self.ns_per_byte_den)
 
 
+LINK_STEPS = 10**6
+"""Of a GB/s: a bandwidth is rounded to the nearest whole fraction with at most so many parts, to stay exact."""
+
+
 def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None = None) -> Link:
     """The profile's link as whole numbers, carrying experts of `model`."""
-    per_byte = 1 / Fraction(repr(hardware.link_bandwidth_gb_per_s))
+    per_byte = 1 / Fraction(hardware.link_bandwidth_gb_per_s).limit_denominator(LINK_STEPS)
     return Link(
         latency_ns=math.ceil(hardware.link_latency_us * 1_000),
         ns_per_byte_num=per_byte.numerator,

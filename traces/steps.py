@@ -126,7 +126,7 @@ def prefill_step(
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
     """[tokens, L, k] laid out flat, an event for each (token, layer)."""
     tokens, L, _ = chosen.shape
-    ascending = np.sort(chosen.astype(np.int64), axis=-1)
+    ascending = np.sort(chosen, axis=-1).astype(np.int64)
     here = ascending != sentinel
     ids = ascending + (np.arange(L, dtype=np.int64) * E)[None, :, None]
     offsets = np.zeros(tokens * L + 1, np.int64)

@@ -51,6 +51,7 @@ def test_a_machine_may_be_a_file(tmp_path):
         ("memory_gib = 24.0", "memory_gb = 24.0", "unknown key 'memory_gb'; did you mean memory_gib"),
         ("launch_us = 2.5", "launch_us = -1", "launch_us = -1: must be at least 0"),
         ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 24e9", "is above memory_bandwidth_gb_per_s"),
+        ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 1e-9", "is below 0.001: no link is so slow"),
         ("memory_gib = 24.0", "memory_gib = ", "cannot be read as TOML"),
     ],
 )

@@ -368,6 +368,10 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
     with pytest.raises(OverflowError, match="62 bits"):
         kernel.simulate(Run([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link))
+    endless = Run([trace.steps(0)], 2, 5, 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
+    for name in engine.ENGINES[:2]:
+        with pytest.raises(InputError, match="do the profiles mean such times"):
+            engine.simulate(name, endless)
 
 
 SECOND_PROCESS = """

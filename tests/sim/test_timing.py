@@ -14,6 +14,13 @@ BARE = replace(A5000, launch_us=0.0, framework_us_per_layer=0.0)
 MIXTRAL = model("mixtral-8x7b")
 
 
+def test_a_bandwidth_is_a_small_fraction_however_it_was_computed():
+    exact, computed = (host_link(replace(A5000, link_bandwidth_gb_per_s=gb), MIXTRAL) for gb in (28.8, 24.0 * 1.2))
+    assert 24.0 * 1.2 != 28.8
+    assert exact == computed
+    assert (exact.ns_per_byte_num, exact.ns_per_byte_den) == (5, 144)
+
+
 def test_a_transfer_takes_latency_and_its_bytes_rounded_up():
     link = Link(latency_ns=8_000, ns_per_byte_num=1, ns_per_byte_den=24, expert_bytes=100)
     assert link.used_ns(24) == 8_001
