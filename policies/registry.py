@@ -209,17 +209,6 @@ class PolicySpec:
         resolved = self.resolved()
         return next((resolved[half]["seed"] for half in ("evict", "prefetch") if "seed" in resolved[half]), None)
 
-    def seeded(self, seed: int) -> "PolicySpec":
-        """The same policy drawing from `seed`, as typed; itself if it draws nothing, or names a seed."""
-        if self.seed is None or "seed=" in self.text:
-            return self
-        policy, at, scope = self.text.partition("@")
-        typed = policy.split("+")
-        drawing = [i for i, half in enumerate(("evict", "prefetch")[: len(typed)]) if "seed" in self.resolved()[half]]
-        for half in drawing:
-            typed[half] = _joined(typed[half], f"seed={seed}")
-        return parse("+".join(typed) + at + scope)
-
     def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
         """Slots of each partition of a cache of `slots` experts. InputError where the scope cannot have it so."""
         cls = _scope(self.scope)

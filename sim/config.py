@@ -21,6 +21,7 @@ import tomli_w
 from policies.registry import SHARED, PolicySpec, parse
 from sim import profiles
 from sim.cells import Setup
+from sim.options import SEED, having, options
 from sim.quantities import parse_bytes
 from sim.results import commit, replacing
 from traces.errors import InputError, unknown
@@ -120,12 +121,18 @@ class Config:
 def specs(policies: Sequence[str], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
     """Policies as typed, each once; `scope` is of those that name none. InputError for one that there is not."""
     found = (
-        parse(text).within(SHARED if scope is None else scope).seeded(seed)
+        _seeded(parse(text).within(SHARED if scope is None else scope), seed)
         for typed in policies
         for text in alternatives(typed)
         for seed in seeds
     )
     return list({spec.text: spec for spec in found}.values())
+
+
+def _seeded(policy: PolicySpec, seed: int) -> PolicySpec:
+    """The same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
+    drawn = {option: seed for option in options(policy) if option.key == SEED and not option.stated}
+    return having(policy, drawn) if drawn else policy
 
 
 def alternatives(text: str) -> Iterator[str]:
