@@ -1,8 +1,7 @@
-"""A trace ten times as long takes no more memory: the peak of a process that plays one of 0.5 M tokens from its shards,
-and of one that plays 5 M, and how long opening and going through them takes.
+"""A trace ten times as long takes no more memory: the peak of a process that goes through one of 0.5 M tokens from its
+shards, or sweeps it, and of one that does so with 5 M.
 
 Tokens are of 26 layers x top-6 of 64. Both draw their routing from one small pool, so that little is written.
-`python -m benchmarks.streaming --play FOLDER` is one of the two processes.
 """
 
 import argparse
@@ -16,6 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
+from policies.registry import parse
+from sim import kernel
+from sim.cells import Setup
+from sim.sweep import grid_of, played
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.writer import TraceWriter
@@ -37,44 +40,59 @@ def write(path: Path, pieces: int) -> None:
             writer.add(replace(piece, requests=names, step=step + np.uint32(n * (DECODED + 1))))
 
 
-def play(path: str) -> None:
-    """Open a trace and go through it; print seconds to open, seconds to play, accesses and the peak in MB."""
+def walk(path: str) -> None:
+    """Open a trace and go through it; print seconds and the peak in MB."""
     began = time.perf_counter()
     trace = Shards.open(path)
-    opened = time.perf_counter()
-    accesses = sum(len(trace.steps(i).experts) for i in range(len(trace.requests)))
-    played = time.perf_counter()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(opened - began, played - opened, accesses, peak)
+    for i in range(len(trace.requests)):
+        trace.steps(i)
+    report(began)
 
 
-def measure(path: Path) -> tuple[float, float, int, float]:
-    """What `play` prints, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.streaming", "--play", str(path)]
-    opened, played, accesses, peak = subprocess.run(command, capture_output=True, check=True).stdout.split()
-    return float(opened), float(played), int(accesses), float(peak)
+def sweep(path: str) -> None:
+    """Sweep a trace under LRU, and Belady for the bound; the same."""
+    kernel.prepare()
+    began = time.perf_counter()
+    loaded = Setup(path, model_profile="deepseek-v2-lite").load()
+    played(loaded, grid_of(loaded, [parse("lru")], ["25%"]))
+    report(began)
+
+
+def report(began: float) -> None:
+    print(time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3)
+
+
+DOES = {"walk": walk, "sweep": sweep}
+
+
+def measure(what: str, path: Path) -> tuple[float, float]:
+    """Seconds and MB of one of the above, in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.streaming", what, str(path)]
+    took, peak = subprocess.run(command, capture_output=True, check=True).stdout.split()
+    return float(took), float(peak)
 
 
 def main() -> None:
-    peaks = []
+    peaks: dict[str, list[float]] = {what: [] for what in DOES}
     for name, pieces in PIECES.items():
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace"
             write(path, pieces)
-            opened, played, accesses, peak = measure(path)
             disk = sum(file.stat().st_size for file in path.rglob("*.parquet")) / 1e6
-        peaks.append(peak)
-        tokens = pieces * REQUESTS * (PROMPT + DECODED)
-        ids = tokens * LAYERS * TOP_K / 1e6
-        print(
-            f"a trace of {name} tokens ({ids:.0f} MB of ids, {disk:.0f} MB on disk, {accesses:,} accesses): "
-            f"opened in {opened:.1f} s, gone through in {played:.1f} s, peak {peak:.0f} MB"
-        )
-    print(f"ten times the tokens take {peaks[1] / peaks[0]:.2f} times the memory (at most {BOUND})")
+            ids = pieces * REQUESTS * (PROMPT + DECODED) * LAYERS * TOP_K / 1e6
+            print(f"a trace of {name} tokens, {ids:.0f} MB of ids, {disk:.0f} MB on disk:", end="")
+            for what in DOES:
+                took, peak = measure(what, path)
+                peaks[what].append(peak)
+                print(f" {what} {took:.1f} s, peak {peak:.0f} MB;", end="", flush=True)
+            print()
+    for what, (short, long) in peaks.items():
+        print(f"{what}: ten times the tokens take {long / short:.2f} times the memory (at most {BOUND})")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--play")
-    path = parser.parse_args().play
-    play(path) if path else main()
+    parser.add_argument("what", choices=DOES, nargs="?")
+    parser.add_argument("trace", nargs="?")
+    asked = parser.parse_args()
+    DOES[asked.what](asked.trace) if asked.what else main()

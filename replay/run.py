@@ -18,6 +18,7 @@ from policies.registry import PolicySpec
 from replay.device import Device
 from replay.driver import Plan, Row, play
 from replay.virtual import VirtualDevice
+from sim import engine
 from sim.cells import Loaded, Requests
 from sim.log import Run, RunLog
 from sim.quantities import show_bytes
@@ -204,13 +205,10 @@ def _device(kind: str) -> Callable[..., Device]:
 
 
 def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -> list[Prediction]:
-    """The simulator on this machine as measured, and on the hardware profile; nothing where SimPy is missing."""
-    try:
-        from sim.model import simulate
-    except ModuleNotFoundError as error:
-        if error.name != "simpy":
-            raise
-        return []
+    """The simulator on this machine as measured, and on the hardware profile.
+
+    Nothing where SimPy is missing and the compiled engine does not play the policy.
+    """
     loaded, plan = choice.loaded, choice.plan
     assert loaded.hardware
     machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing(choice.policy), loaded.link)]
@@ -218,20 +216,16 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
         machines.insert(0, ("this machine as measured", *measured))
 
     def row(machine: str, timing: Timing, link: Link) -> ResultRow:
-        log: RunLog = simulate(
-            Run(
-                plan.requests,
-                plan.shape.layers,
-                plan.shape.experts,
-                plan.slots,
-                plan.policy,
-                timing,
-                link,
-                plan.cold,
-                experts_per_layer=choice.window(timing, link),
-            )
+        shape = plan.shape.layers, plan.shape.experts
+        played = Run(
+            plan.requests, *shape, plan.slots, plan.policy, timing, link, plan.cold, choice.window(timing, link)
         )
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        return summarise(log, there, loaded.trace.requests)[0]
+        return summarise(engine.simulate(engine.AUTO, played), there, loaded.trace.requests)[0]
 
-    return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]
+    try:
+        return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]
+    except ModuleNotFoundError as error:
+        if error.name != "simpy":
+            raise
+        return []

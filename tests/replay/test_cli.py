@@ -97,12 +97,21 @@ def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> N
     assert run.first_steps(loaded, 10**9) is loaded
 
 
-def test_without_simpy_the_run_goes_on_and_says_so(command, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("lru", "predicted for a5000: TPOT mean"),
+        ("clock", "predicted: nothing, for simpy is not installed; replayed: TPOT"),
+    ],
+)
+def test_without_simpy_the_compiled_engine_predicts_and_what_it_does_not_play_runs_on(
+    command, monkeypatch: pytest.MonkeyPatch, policy: str, told: str
+) -> None:
     monkeypatch.delitem(sys.modules, "sim.model", raising=False)
     monkeypatch.setitem(sys.modules, "simpy", None)
-    status, out, _ = command("--policy", "lru", "--device", "virtual", "--requests", "1")
+    status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0
-    assert out.splitlines()[-1].startswith("predicted: nothing, for simpy is not installed; replayed: TPOT")
+    assert out.splitlines()[-1].startswith(told)
 
 
 @pytest.fixture
