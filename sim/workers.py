@@ -7,6 +7,7 @@ a cluster every cell is a task: its worker reads the trace by its path or URL, o
 
 import logging
 import multiprocessing
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -233,6 +234,14 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
 
 def _begin(counter: Any) -> None:
     _worker["counter"] = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
 
 
 @contextmanager

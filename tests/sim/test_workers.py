@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -120,6 +121,32 @@ def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded):
 
 def killed(loaded, number, advance):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+ORPHANS = """
+import os, sys, time
+from sim.cells import Setup
+from sim.workers import Local, Task
+from tests.sim.test_workers import endless, process_of_cell
+loaded = Setup(sys.argv[1]).load()
+tasks = [Task(loaded, process_of_cell, (None,), False)] + [Task(loaded, endless, (1,), False)] * 2
+for _, pid in Local(2).results(tasks, lambda requests: None):
+    print(pid, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_processes_end_with_the_sweep_that_is_killed(loaded):
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", ORPHANS, loaded.setup.trace]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as sweeping:
+        worker = Path("/proc") / sweeping.stdout.readline().strip()
+        assert worker.exists()
+        sweeping.kill()
+    ends = time.monotonic() + 30
+    while worker.exists() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not worker.exists()
 
 
 @pytest.fixture(scope="module")
