@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare
 	$(BIN)/moe-trace record --out demo/trace --overwrite
-	$(BIN)/moe-sim sweep demo/trace --cache-sizes 10%,25%,50% --out demo/sweep
+	$(BIN)/moe-sim sweep demo/trace --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
 	$(BIN)/moe-replay --from demo/sweep --device cpu --out demo/replay-cpu
 	@echo

@@ -11,16 +11,15 @@ when play comes to it, and a request once more when it begins. Memory is that of
 from math import isqrt
 
 import numpy as np
-from numba import njit
 
-from policies.compiled import compiled
+from policies.compiled import allocating, compiled
 from policies.contract import NO_INTS, Event, Float, Int, Options, Requests, ScorePolicy, Shape
 from policies.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _next_uses(offsets: Int, experts: Int, number: int, upcoming: Int) -> Int:
     """For each access of a request, backwards: the event of the next one to the same expert.
 

@@ -131,10 +131,13 @@ class ScorePolicy(RetentionPolicy):
 
     keep: float64[3, L*E]: primary and secondary score of every expert, resident or not (the third row is the
     residency machine's: priorities of queued prefetches). `rule` names the compiled bookkeeping of
-    `policies.scores` that keeps the scores up to date; a policy without one writes them in `observe`.
+    `policies.scores` that keeps the scores up to date; a policy without one writes them in `observe`. `listed` says
+    that the rule alone writes scores, the second all equal, and that one that changes becomes the greatest of all: the
+    residency machine then keeps residents in a list. A class says so of itself; those that inherit from it do not.
     """
 
     rule: ClassVar[int] = 0
+    listed: ClassVar[bool] = False
 
     def __init__(self, shape: Shape, options: object) -> None:
         super().__init__(shape, options)

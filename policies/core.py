@@ -11,9 +11,8 @@ or one for each layer): a free slot, and a victim, are of the expert's partition
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
-from policies.compiled import compiled
+from policies.compiled import allocating, compiled
 from policies.contract import Float, Int
 from policies.scores import on_evict, on_insert, on_lookup
 
@@ -121,8 +120,8 @@ def first_listed(m: Int, partition: int, shielded: bool) -> int:
     """`least` where residents are listed: of the list, in the order of (score, id), the first that may go.
 
     That is a step or two: what is pinned, loading or protected was used, or started, of late and stands near the end.
-    So does whatever `link` puts in its place, since only a rule of `policies.scores.LISTED` has lists: under it a score
-    that changes becomes the greatest of all, but for ties within an event.
+    So does whatever `link` puts in its place, since only policies that are `listed` have lists: a score that changes
+    becomes the greatest of all there, but for ties within an event.
     """
     end = m[ONE, LISTS] + partition
     expert: int = m[AFTER, end]
@@ -200,7 +199,7 @@ def protected(m: Int, expert: int) -> bool:
     return unused and m[PROPOSED, expert] == m[ONE, PROPOSAL]
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def evictable(m: Int, partition: int, shielded: bool) -> Int:
     """Ascending ids of a partition's READY experts that nothing pins: the protected ones (`shielded`), or the others.
 
@@ -389,7 +388,7 @@ def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     return expert, victim
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     clear_queue(m)

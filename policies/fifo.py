@@ -14,3 +14,4 @@ class FIFO(ScorePolicy):
 
     rule = scores.FIFO
     observes = False
+    listed = True

@@ -14,3 +14,4 @@ class LRU(ScorePolicy):
 
     rule = scores.LRU
     observes = False
+    listed = True

@@ -34,7 +34,6 @@ import numpy as np
 from policies import core
 from policies.contract import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core import BLOCKED, NO_EXPERT
-from policies.scores import LISTED
 
 
 class Residency:
@@ -60,7 +59,7 @@ class Residency:
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
-        self.m = m = core.new(shape.total, partitions, rule in LISTED and not policy.observes)
+        self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
         self._wanted = m[core.WANTED]

@@ -11,9 +11,6 @@ from policies.compiled import compiled
 from policies.contract import Float
 
 NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
-LISTED = (LRU, FIFO)
-"""Rules under which a score that changes becomes the greatest of all, so that the residency machine keeps residents in
-a list in that order; not under a policy that observes, which may write scores of its own."""
 
 OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
 

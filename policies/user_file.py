@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 import zlib
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +77,15 @@ def _module(path: str, changed_ns: int) -> ModuleType:
         said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}") from error
     return module
+
+
+def told(error: Exception, names: Iterable[str], during: str) -> InputError | None:
+    """What a policy in one of the files `names` raised, in one line with the place; None for another error."""
+    for name in filter(is_in_a_file, names):
+        path = str(Path(name.rpartition(":")[0]).resolve())
+        if line := _line(path, error).strip():
+            return InputError(f"{path}:{line} {type(error).__name__}: {error}, in {during}")
+    return None
 
 
 def _line(path: str, error: BaseException) -> str:

@@ -53,7 +53,7 @@ def replay() -> None:
 
 @app.command()
 def run(
-    trace: Annotated[Path | None, typer.Option(help="Folder of a trace; the shipped one if left out.")] = None,
+    trace: Annotated[str | None, typer.Option(help="Folder or URL of a trace; the shipped one if left out.")] = None,
     policy: Annotated[str | None, typer.Option(help=f"As moe-sim names it (eamc, lru+eamc); else {POLICY}.")] = None,
     cache_size: Annotated[
         str | None, typer.Option(help=f"A share (25%), experts (64) or bytes (8GiB); else {CACHE_SIZE}.")
@@ -112,7 +112,9 @@ def run(
     if not quiet:
         for note in (*wish.notes, _scope(wish, choice, device), *_unpriced(choice)):
             console.note(note)
-    folder = out or Path("results") / f"{Path(choice.loaded.setup.trace).resolve().name}-replay"
+    from traces.location import name_of
+
+    folder = out or Path("results") / f"{name_of(choice.loaded.setup.trace)}-replay"
     _replay(choice, folder, as_json, quiet)
 
 
@@ -131,7 +133,7 @@ class Wish:
 def _typed(policy: str | None, cache_size: str | None, given: Mapping[str, object]) -> Wish:
     from sim.cells import Setup
 
-    setup = Setup(**{"trace": demo_trace(), **given})  # type: ignore[arg-type]  # by name, from the options
+    setup = Setup(**{"trace": str(demo_trace()), **given})  # type: ignore[arg-type]  # by name, from the options
     defaults = {
         f"the shipped trace {setup.trace}": "trace" not in given,
         f"policy {POLICY}": not policy,

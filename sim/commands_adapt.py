@@ -33,7 +33,7 @@ PAPER = {
 
 
 def adapt(
-    trace: Annotated[Path | None, typer.Argument(help="Folder of a trace; the shipped one if left out.")] = None,
+    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
     policies: Annotated[str, typer.Option(help="Names or FILE.py:CLASS.")] = POLICIES,
     scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
     by: Annotated[str, typer.Option(help="The label whose values are the groups: dataset or task.")] = "dataset",
@@ -68,18 +68,19 @@ def adapt(
     from sim.results import writable
     from sim.sweep import grid_of
     from traces.errors import InputError
+    from traces.location import name_of
 
     protocol = Protocol(by, warmup, after, window, pairs, seed)
-    path = trace or demo_trace()
+    path = trace or str(demo_trace())
     setup = Setup(
-        trace=str(path), model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
+        trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
     )
     loaded = setup.load()
     grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_size))
     if len(grid.sizes) > 1:
         raise InputError(f"--cache-size {cache_size}: one size at a time")
     planned = plan(loaded.whole, protocol)
-    folder = out or Path("results") / path.resolve().name / "adaptation"
+    folder = out or Path("results") / name_of(path) / "adaptation"
     writable(folder, NAMES)
     for warning in report.warnings(loaded, grid):
         console.warn(warning)

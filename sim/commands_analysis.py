@@ -20,7 +20,7 @@ SCOPE_HELP = "What shares the slots: global, layer or layer:profile=TRACE; of po
 
 
 def analyze(
-    trace: Annotated[Path | None, typer.Argument(help="Folder of a trace; the shipped one if left out.")] = None,
+    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
     policies: Annotated[str, typer.Option(help="Whose misses to split.")] = "lru,lfu,eamc",
     scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
     cache_sizes: Annotated[
@@ -47,12 +47,13 @@ def analyze(
     from sim.config import listed, specs
     from sim.results import writable
     from sim.sweep import grid_of
+    from traces.location import name_of
 
-    path = trace or demo_trace()
-    setup = Setup(trace=str(path), model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
+    path = trace or str(demo_trace())
+    setup = Setup(trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
     loaded = setup.load()
     grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_sizes))
-    folder = out or Path("results") / path.resolve().name / "analysis"
+    folder = out or Path("results") / name_of(path) / "analysis"
     writable(folder, ["misses.parquet"])
     with report.progress(to_play(grid) * len(loaded.trace.requests), quiet) as advance:
         found = analyse(loaded, grid, advance)

@@ -84,7 +84,9 @@ def sensitivity(
     slots = parse_cache_size(cache_size or CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
-    folder = out or Path("results") / Path(setup.trace).resolve().name / "sensitivity"
+    from traces.location import name_of
+
+    folder = out or Path("results") / name_of(setup.trace) / "sensitivity"
     writable(folder, NAMES)
     if not quiet:
         say_what_was_taken(trace, policy, cache_size, hardware)

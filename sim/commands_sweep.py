@@ -34,7 +34,7 @@ def sweep(
         list[str] | None, typer.Argument(help="Folders or URLs of traces; the shipped one if left out.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with any of the options below; these go first.")
+        Path | None, typer.Option(help="TOML file that says what to play (keys: sim/README.md); flags override it.")
     ] = None,
     policies: Annotated[
         str | None,
@@ -53,7 +53,7 @@ def sweep(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: play no cell again that --out holds.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what an unfinished sweep left there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells that --out holds.")] = False,
     requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
     warmup_requests: Annotated[int | None, typer.Option(help="The first N are played, but not counted.")] = None,
     as_decode: Annotated[bool | None, typer.Option("--as-decode", help="Play a prefill token by token.")] = None,
@@ -87,6 +87,8 @@ def sweep(
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
     from sim.config import listed, read
+    from sim.store import only_one
+    from traces.location import name_of
 
     if workers is not None and workers < 1:
         raise InputError(f"--workers {workers}: at least one process has to work")
@@ -110,13 +112,14 @@ def sweep(
     asked = {**(read(config) if config else {}), **{name: value for name, value in given.items() if value is not None}}
     made, taken = _with_defaults(asked)
     _ask(made.cells, yes)
-    folder = out or Path("results") / ("sweep" if len(made.traces) > 1 else Path(made.traces[0]).resolve().name)
+    folder = out or Path("results") / ("sweep" if len(made.traces) > 1 else name_of(made.traces[0]))
     tables = _tables(made, folder)
     if not quiet:
         _say_what_was_taken(taken, tables)
     players = _workers(workers, scheduler)
-    store = _open(tables, folder, resume, overwrite)
-    _run(made, tables, store, players, as_json, quiet)
+    with only_one(folder):
+        store = _open(tables, folder, resume, overwrite)
+        _run(made, tables, store, players, as_json, quiet)
 
 
 def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, list[str]]":
@@ -177,11 +180,14 @@ def _tables(config: "Config", folder: Path) -> "list[Table]":
 
 def _folders(loaded: "Sequence[Loaded]") -> list[str]:
     """A name for each trace and machine: of what differs."""
+    from sim.store import NAME
+
     traces, machines = {each.setup.trace for each in loaded}, {each.setup.hardware for each in loaded}
     names: list[str] = []
     for each in loaded:
         machine = [each.hardware.name] if each.hardware and len(machines) > 1 else []
         name = "-".join([each.trace.name] * (len(traces) > 1) + machine)
+        name = f"{name}-trace" if name == NAME else name  # the store's
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names
 
@@ -205,20 +211,24 @@ def _say_what_was_taken(taken: list[str], tables: "list[Table]") -> None:
 
 
 def _open(tables: "list[Table]", folder: Path, resume: bool, overwrite: bool) -> "Store":
-    """What is already there, if it is wanted. InputError where it would be lost unasked."""
-    from sim.results import writable
-    from sim.store import Store, unfinished
+    """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
+    from sim.store import Store, drop
 
-    writable(folder)
-    left = unfinished(folder)
-    if left and overwrite and not resume:
-        Store(folder).clear()
-    elif left and not resume:
+    if overwrite and not resume:
+        drop(folder)
+    found = Store(folder)
+    if len(found) and not resume:
         raise InputError(
-            f"{folder} holds {left} cells of a sweep that did not end: go on with --resume, drop them with "
-            "--overwrite, or name another folder with --out"
+            f"{folder} holds {len(found)} finished cells: go on with --resume, drop them with --overwrite, "
+            "or name another folder with --out"
         )
-    return Store(folder, [table.folder for table in tables] if resume else [])
+    wanted = {key for table in tables for key in table.tasks()}
+    if others := [key for key in found if key not in wanted]:
+        raise InputError(
+            f"{folder} holds {len(others)} cells that this sweep does not have (other options, files or code): "
+            "drop all with --overwrite, or name another folder with --out"
+        )
+    return found
 
 
 def _workers(workers: int | None, scheduler: str | None) -> "Workers":
@@ -252,18 +262,23 @@ def _run(
         with report.progress(sum(task.requests for task in tasks.values()), quiet) as advance:
             sweep(tables, store, workers, advance)
     except KeyboardInterrupt:
-        ended = sum(key in store for table in tables for key in table.tasks())
-        console.fail(
-            "moe-sim", f"interrupted with {ended} cells finished, in {folder / 'cells'}: go on with --resume", 130
-        )
+        console.fail("moe-sim", f"interrupted{_kept(store)}", 130)
+    except InputError as error:
+        raise InputError(f"{error}{_kept(store)}") from error
     outcomes = [outcome(table, store) for table in tables]
     files = save(outcomes, store, folder)
     if as_json:
         typer.echo(json.dumps([row for found in outcomes for row in found.rows], indent=1))
     elif not quiet:
         _print(outcomes)
-        written = f"wrote {', '.join([*(file.name for file in files), NAME])} to {folder}"
+        names = [str(file.relative_to(folder)) for file in files] if len(tables) == 1 else [files[0].name]
+        folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
+        written = f"wrote {', '.join([*names, NAME, *folders])} to {folder}"
         console.out.print(written, markup=False, soft_wrap=True)
+
+
+def _kept(store: "Store") -> str:
+    return f" ({len(store)} finished cells are kept in {store.folder}: go on with --resume)" if len(store) else ""
 
 
 def _print(outcomes: "Sequence[Outcome]") -> None:
@@ -275,3 +290,4 @@ def _print(outcomes: "Sequence[Outcome]") -> None:
         loaded = found.table.loaded
         for line in diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts):
             console.out.print(line, markup=False, soft_wrap=True)
+        console.out.print()

@@ -81,6 +81,7 @@ def tune(
     from sim.sweep import Grid
     from sim.tune import BEST, TRIALS, Halves, Search, save
     from sim.tune import tune as run
+    from traces.location import name_of
 
     setup = Setup(
         trace=trace or str(demo_trace()),
@@ -93,7 +94,7 @@ def tune(
         chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
         predictor_us=predictor_us,
     )
-    folder = out or Path("results") / Path(setup.trace).resolve().name / "tune"
+    folder = out or Path("results") / name_of(setup.trace) / "tune"
     journal = Journal(folder)
     spec, size = parse(policy or POLICY), cache_size or CACHE_SIZE
     halves = Halves.of(setup)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from policies.scope import SCOPES
 from sim.quantities import parse_cache_size
-from sim.results import REQUESTS, RESULTS
+from sim.results import REQUESTS, RESULTS, tables_below
 from traces.errors import InputError, unknown
 
 CONFIDENCE = 0.95
@@ -97,7 +97,7 @@ def read(folder: Path) -> list[Played]:
         try:
             tables.append(pd.read_parquet(folder / name, columns=schema.names))
         except FileNotFoundError as error:
-            raise InputError(f"{folder} holds no {name}: name the folder that moe-sim sweep wrote") from error
+            raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
         except (OSError, ValueError) as error:
             raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
     cells, requests = tables

@@ -25,6 +25,7 @@ from sim.options import SEED, having, options
 from sim.quantities import parse_bytes
 from sim.results import commit, replacing
 from traces.errors import InputError, unknown
+from traces.location import absolute
 
 NAME = "sweep.toml"
 
@@ -52,16 +53,11 @@ class Config:
     engine: str = "auto"
 
     def __post_init__(self) -> None:
-        for field, option in (
-            ("traces", "TRACE"),
-            ("policies", "--policies"),
-            ("cache_sizes", "--cache-sizes"),
-            ("seeds", "--seeds"),
-        ):
-            if not getattr(self, field):
-                raise InputError(f"{option} names none{_EXAMPLES[field]}")
-        if not self.untimed and not self.hardware:
-            raise InputError("--hardware names none: write a5000 (moe-sim hardware lists them)")
+        for name, (option, example) in _EXAMPLES.items():
+            if not getattr(self, name):
+                raise InputError(f"{option} names none: {example}")
+        if wrong := [seed for seed in self.seeds if not 0 <= seed < 2**63]:
+            raise InputError(f"--seeds {wrong[0]}: a seed is a whole number from 0 to below 2**63")
 
     @property
     def cells(self) -> int:
@@ -72,8 +68,8 @@ class Config:
 
     @property
     def machines(self) -> tuple[str, ...]:
-        """Hardware that makes a difference: untimed, none does."""
-        return self.hardware[:1] if self.untimed else self.hardware
+        """Hardware that makes a difference, each once: untimed, none does."""
+        return self.hardware[:1] if self.untimed else tuple(dict.fromkeys(self.hardware))
 
     def specs(self) -> list[PolicySpec]:
         """The policies, each once, in the order of the rows. InputError for one that there is not."""
@@ -82,7 +78,7 @@ class Config:
     def setups(self) -> Iterator[Setup]:
         """One for each trace and machine."""
         chunk = self.chunk_bytes
-        for trace, machine in itertools.product(self.traces, self.machines):
+        for trace, machine in itertools.product(dict.fromkeys(self.traces), self.machines):
             yield Setup(
                 trace=trace,
                 hardware=machine,
@@ -101,7 +97,7 @@ class Config:
         """The same with paths that hold wherever one stands."""
         return dataclasses.replace(
             self,
-            traces=tuple(trace if "://" in trace else str(Path(trace).resolve()) for trace in self.traces),
+            traces=tuple(map(absolute, self.traces)),
             hardware=tuple(_absolute("hardware", machine) for machine in self.machines),
             model_profile=None if self.model_profile is None else _absolute("models", self.model_profile),
         )
@@ -160,7 +156,9 @@ def read(path: Path) -> dict[str, Any]:
         wanted = [name for name in ("str", "int", "float", "bool") if name in kinds[key]]
         for each in value if listed else [value]:
             if not any(_is(each, name) for name in wanted):
-                raise InputError(f"{path}: {key} cannot be {each!r}")
+                raise InputError(
+                    f"{path}: {key} cannot be {each!r}: {' or '.join(_KINDS[name] for name in wanted)} is needed"
+                )
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -172,6 +170,9 @@ _EXAMPLES = {
     "seeds": ("--seeds", "write 1,2,3"),
 }
 """What a sweep needs at least one of: its flag, and how to write it."""
+
+
+_KINDS = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
 def listed(text: str | None) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ WASTED = 0.3
 """Of the bytes over the link, prefetched and never looked up."""
 
 MINOR = 0.05
-"""Of the time: a stall that is not worth a word."""
+"""Of the time or of lookups: what is not worth a word."""
 
 
 def lines(rows: Sequence[Row], bound: Sequence[Row], demand: float) -> list[str]:
@@ -49,7 +49,8 @@ def _misses(row: Row, best: float | None, demand: float) -> list[str]:
     missed = row["misses"] / row["lookups"]
     if missed < MANY_MISSES:
         return []
-    text = f"{missed:.0%} of lookups miss"
+    late = row["late"] / row["lookups"]
+    text = f"{missed:.0%} of lookups miss" + (f", {late:.0%} come late" if late >= MINOR else "")
     if row["phase"] != "prefill" and row["cache_fraction"] < demand:
         return [f"{text}, the cache is below one token's demand ({demand:.0%})"]
     if best is None:

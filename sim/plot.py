@@ -1,5 +1,6 @@
 """The pictures of a sweep: hit rate and latency against cache size, with Belady as the bound."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +46,7 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
     for i, policy in enumerate(policies):
         points = _points([row for row in rows if row["policy"] == policy], column)
         colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        axes.plot(*points, color=colour, marker=marker, label=policy, linewidth=1.6, markersize=5)
+        axes.plot(*points, color=colour, marker=marker, label=wrapped(policy), linewidth=1.6, markersize=5)
     if bound:
         axes.plot(*_points(bound, column), "--.", color=BOUND_COLOUR, linewidth=1.3, label="belady (bound)")
     if any(row["phase"] != "prefill" for row in rows):
@@ -61,6 +62,14 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
     axes.set_title(f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests", fontsize=9)
     drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
     return drawing
+
+
+def wrapped(policy: str, width: int = 28) -> str:
+    """A policy as typed, broken before its options so that a legend has room for it."""
+    lines = [""]
+    for part in re.split(r"(?=[:+@])", policy):
+        lines[-1:] = [lines[-1] + part] if len(lines[-1]) + len(part) <= width else [lines[-1], part]
+    return "\n".join(filter(None, lines))
 
 
 def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:

@@ -6,6 +6,7 @@ linearly between the two nearest ranks (NumPy's default). Overlap takes the stal
 a prefetch as exposed transfer time. Tokens per second: all tokens counted over the time of their steps.
 """
 
+import hashlib
 import json
 import math
 import subprocess
@@ -284,6 +285,16 @@ def commit() -> str:
     return version("moe-expert-cache")
 
 
+@cache
+def sources() -> str:
+    """Digest of this project's code that a result depends on, edited or committed."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(path for package in ("traces", "policies", "sim") for path in (root / package).rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def writable(folder: Path, names: Iterable[str] = (RESULTS_FILE, REQUESTS_FILE)) -> None:
     """Make `folder` and see that files of these names can be written there; InputError if not."""
     try:
@@ -295,6 +306,14 @@ def writable(folder: Path, names: Iterable[str] = (RESULTS_FILE, REQUESTS_FILE))
             raise InputError(f"cannot write {folder / name}: a folder of that name is in the way")
         with replacing(folder / name, keep=False) as file:
             file.touch()
+
+
+def tables_below(folder: Path) -> str:
+    """What to say of a folder that holds no table itself: which folders in it do."""
+    below = sorted(str(file.parent) for file in folder.glob(f"*/{REQUESTS_FILE}"))
+    if below:
+        return f"it holds several sweeps: name one of {', '.join(below)}"
+    return "name a folder that moe-sim sweep has written"
 
 
 @contextmanager

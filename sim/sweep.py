@@ -19,6 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from policies import user_file
 from policies.registry import PolicySpec, parse
 from sim import plot, results, winner
 from sim.cells import Loaded
@@ -29,6 +30,7 @@ from sim.store import Store
 from sim.winner import Winner
 from sim.workers import Advance, Local, Task, Workers
 from traces.errors import InputError
+from traces.reader import open_folder
 
 BELADY = "belady"
 
@@ -127,7 +129,8 @@ def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, 
 
 def outcome(table: Table, store: Store) -> Outcome:
     """What was found of a table whose cells have all been played."""
-    cells = {cell: store.row(key) for cell, key in zip(table.grid.cells(), table.tasks(), strict=True)}
+    found = (store.row(key) for key in table.tasks())
+    cells = {cell: {**row, "prefetch_coverage": None} for cell, row in zip(table.grid.cells(), found, strict=True)}
     for policy, slots in table.grid.asked():
         without = _misses_without_prefetch(policy, slots, table.grid, cells)
         if without is not None:
@@ -176,7 +179,12 @@ def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -
         summary.add(log)
         played(1)
 
-    loaded.play(policy, slots, ended)
+    try:
+        loaded.play(policy, slots, ended)
+    except Exception as error:
+        if told := user_file.told(error, (policy.evict, policy.prefetch), f"{policy.text} at {slots} experts"):
+            raise told from error
+        raise
     return summary.row(), summary.requests()
 
 
@@ -192,30 +200,36 @@ def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
         "machine": [dataclasses.asdict(part) if part else None for part in (loaded.hardware, loaded.profile)],
         "predictor_us": loaded.predictor_us(policy),
         "policy": [policy.text, resolved],
-        "files": {name: _digest(name) for name in _texts([policy.evict, policy.prefetch, resolved])},
+        "files": [_sources(name) for name in (policy.evict, policy.prefetch)]
+        + [_digest(text) for text in _texts(resolved)],
         "slots": slots,
-        "code": results.commit(),
+        "code": results.sources(),
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def _texts(value: Any) -> list[str]:
-    """All texts in it, of which some name files: a policy's own, a profile, a collection."""
-    if isinstance(value, dict):
-        return _texts(list(value.values()))
-    if isinstance(value, list):
-        return [text for each in value for text in _texts(each)]
-    return [value] if isinstance(value, str) else []
+def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
+    """Options that are texts, of which some name files: a profile, a collection, a predictor."""
+    options = (value for half in resolved.values() for name, value in half.items() if name != "name")
+    return [value for value in options if isinstance(value, str)]
+
+
+@cache
+def _sources(name: str) -> str | None:
+    """Of a policy in a file of its own: the digest of that file and the modules beside it."""
+    if not user_file.is_in_a_file(name):
+        return None
+    beside = sorted(Path(name.rpartition(":")[0]).resolve().parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()
 
 
 @cache
 def _digest(name: str) -> str | None:
-    """Of a file's content, of a folder's names and sizes; None of what is neither. FILE.py:CLASS names FILE.py."""
-    path = Path(name if name and Path(name).exists() else name.partition(".py:")[0] + ".py")
-    if path.is_dir():
-        found = [(str(file.relative_to(path)), file.stat().st_size) for file in sorted(path.rglob("*.parquet"))]
-        return hashlib.sha256(repr(found).encode()).hexdigest()
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    """Of a file's or a trace's content; None of what is neither."""
+    path = Path(name)
+    if not name or not path.exists():
+        return None
+    return open_folder(path).fingerprint if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _labelled(requests: pa.Table, key: str) -> pa.Table:

@@ -14,8 +14,9 @@ from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from sim.cells import Setup
-from sim.results import Row, replacing
+from sim.results import Row, replacing, tables_below
 from traces.errors import InputError
+from traces.location import absolute
 
 NAME = "winner.toml"
 
@@ -64,7 +65,7 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
 
 def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -> None:
     """Write winner.toml, whole or not at all."""
-    asked = {**dataclasses.asdict(setup), "trace": _absolute(setup.trace)}
+    asked = {**dataclasses.asdict(setup), "trace": absolute(setup.trace)}
     if Path(setup.hardware).is_file():
         asked["hardware"] = str(Path(setup.hardware).resolve())
     if setup.model_profile and Path(setup.model_profile).is_file():
@@ -92,13 +93,9 @@ def read(folder: Path) -> tuple[Setup, list[Winner]]:
         setup = _checked(Setup, table["setup"])
         return setup, [_checked(Winner, winner) for winner in table.get("winner", [])]
     except FileNotFoundError:
-        raise InputError(f"{folder} holds no {NAME}: name a folder that moe-sim sweep has written") from None
+        raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is not what moe-sim sweep writes: {error}") from error
-
-
-def _absolute(trace: str) -> str:
-    return trace if "://" in trace else str(Path(trace).resolve())
 
 
 def _checked(cls: Callable[..., T], values: dict[str, Any]) -> T:

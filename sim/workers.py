@@ -22,11 +22,17 @@ from typing import Any, Generic, Protocol, TypeVar
 from sim.cells import Loaded, Setup
 from sim.hardware import Hardware
 from sim.models import ModelProfile
+from sim.results import sources
+from traces import console
 from traces.errors import InputError
+from traces.location import absolute
 
 Advance = Callable[[int], None]
 
 T = TypeVar("T")
+
+LOOK = 100
+"""Looks at what has ended, ten a second, between two at whether a cluster still has workers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class Task(Generic[T]):
     @property
     def elsewhere(self) -> tuple[Any, ...]:
         """What another process needs of it: names and profiles, not the trace."""
-        return self.loaded.setup, (self.loaded.hardware, self.loaded.profile), self.play, self.arguments
+        setup, machine = self.loaded.setup, (self.loaded.hardware, self.loaded.profile)
+        return replace(setup, trace=absolute(setup.trace)), machine, self.play, self.arguments
 
     @property
     def requests(self) -> int:
@@ -105,6 +112,8 @@ class Cluster:
             import distributed
         except ImportError as error:
             raise InputError("--scheduler needs Dask: pip install 'moe-expert-cache[cluster]'") from error
+        if "://" not in address:
+            raise InputError(f"--scheduler {address}: write it as tcp://HOST:8786")
         self.address = address
         self._distributed: Any = distributed
         logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what is wrong is told once, below
@@ -124,7 +133,9 @@ class Cluster:
 
         at_a_time = 4 * max(1, sum(self._client.nthreads().values()))
         try:
-            for finished in _as_completed(submit, tasks, at_a_time):
+            for turn, finished in enumerate(_as_completed(submit, tasks, at_a_time), 1):
+                if turn % LOOK == 0 and not self._client.nthreads():
+                    console.warn(f"{self.address} has no workers any more: waiting; Ctrl-C keeps what is finished")
                 for place, result in finished:
                     advance(tasks[place].requests)
                     yield place, result
@@ -138,10 +149,8 @@ class Cluster:
             self._client.close(timeout=2)
 
     def _check_workers(self) -> None:
-        from sim.results import commit
-
         try:
-            found = self._client.run(_commit, on_error="return")
+            found = self._client.run(_version, on_error="return")
         except (OSError, TimeoutError) as error:
             raise InputError(f"the Dask scheduler at {self.address} is gone: {error}") from error
         if not found:
@@ -149,8 +158,8 @@ class Cluster:
         for worker, answer in found.items():
             if isinstance(answer, Exception):
                 raise InputError(f"{worker} cannot import this package, install it there: {answer}")
-            if answer != commit():
-                raise InputError(f"{worker} runs {answer}, this is {commit()}: cells would mix versions")
+            if answer != sources():
+                raise InputError(f"{worker} runs another version of this package: cells would mix versions")
 
 
 class _Stopped(Exception):  # noqa: N818
@@ -171,7 +180,11 @@ def _as_completed(
         if not running:
             return
         done, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
-        yield sorted((running.pop(future), future.result()) for future in done)
+        ended = sorted(((running.pop(future), future) for future in done), key=lambda each: each[0])
+        failed = [future for _, future in ended if future.cancelled() or future.exception()]
+        yield [(place, future.result()) for place, future in ended if future not in failed]
+        for future in failed:
+            future.result()
 
 
 Machine = tuple[Hardware | None, ModelProfile | None]
@@ -195,10 +208,9 @@ def _anywhere(setup: Setup, machine: Machine, play: Callable[..., T], arguments:
     return play(_on(setup, machine), *arguments, lambda requests: None)
 
 
-def _commit() -> str:
-    from sim.results import commit
-
-    return commit()
+def _version() -> str:
+    """Of the code, where it is called."""
+    return sources()
 
 
 _worker: dict[str, Any] = {}

@@ -102,6 +102,16 @@ class Location:
         return f"{self.root}/{file}" if file else self.root
 
 
+def absolute(path: str) -> str:
+    """The same place wherever one stands: a URL as it is, a path from the root."""
+    return path if "://" in path else str(Path(path).resolve())
+
+
+def name_of(path: str) -> str:
+    """Of a trace's folder or URL: its last part."""
+    return absolute(path).rstrip("/").rsplit("/", 1)[-1]
+
+
 def _last(opened: IO[bytes], size: int, count: int) -> bytes:
     opened.seek(max(0, size - count))
     return opened.read()

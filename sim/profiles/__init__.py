@@ -13,6 +13,9 @@ from traces.errors import InputError, unknown
 
 T = TypeVar("T")
 
+MOST = 10**15
+"""Of any number: beyond, times leave the range of a clock of 64 bits, and nothing is so large."""
+
 MAY_BE_ZERO = {"zero": True}
 """Field metadata: 0 is possible here. All other numbers are above 0."""
 
@@ -63,8 +66,9 @@ def _checked(value: object, kind: Any, zero: bool, where: str) -> object:
     if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
         return tuple(value)
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise InputError(f"{where} = {value}: must be {'at least' if zero else 'above'} 0 and finite")
+        if abs(value) > MOST or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            least = "at least" if zero else "above"
+            raise InputError(f"{where} = {value}: must be {least} 0 and finite, at most {MOST:.0e}")
         if kind is float:
             return float(value)
         if isinstance(value, int):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from policies import core, scores
 from policies.contract import Int, Options, RetentionPolicy, ScorePolicy, Shape
 from policies.core import BLOCKED, NO_EXPERT
+from policies.lru import LRU
 from policies.registry import parse
 from policies.residency import Residency
 
@@ -273,12 +274,19 @@ def test_residents_are_listed_by_score_and_then_by_id_in_both_directions(policy,
     assert listed(machine, core.BEFORE) == [order[::-1]]
 
 
-def test_a_policy_that_observes_is_not_listed_since_it_may_write_its_scores():
-    class Contrary(ScorePolicy):
-        name = "contrary"
-        rule = scores.LRU
+class Contrary(ScorePolicy):
+    name = "contrary"
+    rule = scores.LRU
+    observes = False
 
-    machine = Residency(Shape(1, 3), (2,), Contrary(Shape(1, 3), Options()))
+
+class Heir(LRU):
+    name = "heir"
+
+
+@pytest.mark.parametrize("cls", [Contrary, Heir])
+def test_a_policy_that_does_not_say_that_it_is_listed_may_write_its_scores(cls):
+    machine = Residency(Shape(1, 3), (2,), cls(Shape(1, 3), Options()))
     for expert in (0, 1):
         machine.route(np.array([expert], np.int64), 0, 1)
         machine.next_transfer()

@@ -108,6 +108,7 @@ def test_without_simpy_the_compiled_engine_predicts_and_what_it_does_not_play_ru
     command, monkeypatch: pytest.MonkeyPatch, policy: str, told: str
 ) -> None:
     monkeypatch.delitem(sys.modules, "sim.model", raising=False)
+    monkeypatch.delattr("sim.model", raising=False)
     monkeypatch.setitem(sys.modules, "simpy", None)
     status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0

@@ -1,6 +1,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
+from sim.store import only_one
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -51,6 +53,7 @@ def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
 def test_json_is_the_rows_and_quiet_is_quiet(home):
     arguments = ("sweep", "tiny", "--policies", "lru", "--cache-sizes", "24", "--out", "json", "--workers", "1")
     rows = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
+    arguments += ("--overwrite",)
     frame = pd.read_parquet(home / "json" / "results.parquet")
     assert [row["tpot_mean_ms"] for row in rows] == frame["tpot_mean_ms"].tolist()
     done = moe_sim(*arguments, "--quiet", cwd=home)
@@ -239,3 +242,56 @@ def test_conformance_writes_whole_files_only(home, tmp_path):
     done = moe_sim("conformance", "broken.jsonl", "--out", "results.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_what_another_sweep_has_finished_is_neither_replaced_nor_thinned_out_unasked(home, tmp_path):
+    def swept(*arguments):
+        return moe_sim("sweep", str(home / "tiny"), "--cache-sizes", "24", "--out", "o", "-q", *arguments, cwd=tmp_path)
+
+    assert swept("--policies", "lru,lfu", "--hardware", "a5000,h200").returncode == 0
+    before = (tmp_path / "o/results.parquet").read_bytes()
+    refused = {
+        "holds 4 finished cells: go on with --resume, drop them with --overwrite": ("--policies", "lru,lfu"),
+        "holds 3 cells that this sweep does not have": ("--policies", "lru", "--resume"),
+    }
+    for complaint, arguments in refused.items():
+        done = swept(*arguments)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert complaint in done.stderr
+        assert (tmp_path / "o/results.parquet").read_bytes() == before
+    (tmp_path / "o/mine.txt").touch()
+    assert swept("--policies", "lru", "--overwrite").returncode == 0
+    assert len(pd.read_parquet(tmp_path / "o/results.parquet")) == 1
+    names = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml", "hit_rate.png", "tpot.png", "mine.txt"}
+    assert {file.name for file in (tmp_path / "o").iterdir()} == names
+
+
+def test_two_sweeps_do_not_write_to_one_folder(home, tmp_path):
+    with only_one(tmp_path / "o"):
+        done = moe_sim("sweep", str(home / "tiny"), "--out", "o", "--resume", "-q", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "another sweep is writing to o" in done.stderr
+    assert not any((tmp_path / "o").iterdir())
+
+
+def test_a_trace_called_cells_keeps_its_results(home, tmp_path):
+    for name in ("cells", "other"):
+        shutil.copytree(home / "tiny", tmp_path / name)
+    done = moe_sim("sweep", "cells", "other", "--policies", "lru", "--cache-sizes", "24", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("cells-trace", "other"):
+        assert len(pd.read_parquet(tmp_path / "o" / name / "results.parquet")) == 1
+
+
+def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from policies.contract import ScorePolicy\n\n\nclass Mine(ScorePolicy):\n    def observe(self, event):\n"
+        "        self.nothing += 1\n"
+    )
+    asked = ("sweep", str(home / "tiny"), "--policies", "lru,mine.py:Mine", "--cache-sizes", "24", "--out", "o", "-q")
+    asked += ("--predictor-us", "1")
+    for workers in ("1", "2"):
+        done = moe_sim(*asked, "--workers", workers, "--resume", cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "mine.py:6: AttributeError: 'Mine' object has no attribute 'nothing'" in done.stderr
+        assert "in mine.py:Mine at 24 experts" in done.stderr

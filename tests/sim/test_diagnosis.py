@@ -13,6 +13,7 @@ def a_row(**changed):
         "cache_fraction": 0.25,
         "lookups": 1000,
         "misses": 100,
+        "late": 0,
         "hit_rate": 0.9,
         "bytes_demand": 100,
         "bytes_prefetch": 100,
@@ -40,6 +41,8 @@ def test_misses_are_the_policys_where_belady_has_far_fewer_and_else_the_working_
     assert policys == "lru at 16 (25%): 45% of lookups miss, the policy's doing: Belady hits 80%, not 55%"
     (working_sets,) = said(misses=450, hit_rate=0.55, bound=[{"cache_experts": 16, "hit_rate": 0.6}])
     assert "the working set's doing: Belady hits 60%, a larger cache would help" in working_sets
+    (late,) = said(misses=450, late=100, hit_rate=0.45)
+    assert late.startswith("lru at 16 (25%): 45% of lookups miss, 10% come late, the policy's doing")
     (unknown,) = said(misses=450, hit_rate=0.55, bound=[])
     assert unknown == "lru at 16 (25%): 45% of lookups miss"
 

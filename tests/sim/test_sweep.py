@@ -9,7 +9,7 @@ from sim import winner
 from sim.cells import Requests, Setup
 from sim.results import REQUESTS_FILE, RESULTS_FILE
 from sim.store import Store
-from sim.sweep import Grid, Table, _digest, key, outcome, played, save, sweep
+from sim.sweep import Grid, Table, _sources, key, outcome, played, save, sweep
 from sim.winner import Winner
 from sim.workers import Local
 from traces.errors import InputError
@@ -181,7 +181,7 @@ def test_an_interrupted_sweep_keeps_what_was_finished_and_goes_on_to_the_same_fi
 def test_a_larger_grid_plays_only_what_a_finished_sweep_has_not(folder, tmp_path):
     loaded = Setup(folder).load()
     first, _ = saved(loaded, grid("lru", **{"25%": 16}), tmp_path)
-    table, store, told = Table(loaded, grid("lru,lfu"), tmp_path), Store(tmp_path, [tmp_path]), []
+    table, store, told = Table(loaded, grid("lru,lfu"), tmp_path), Store(tmp_path), []
     sweep([table], store, advance=told.append)
     assert sum(told) == 4 * (4 - 1 + 2)
     found = outcome(table, store)
@@ -220,7 +220,7 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     assert len(set(keys)) == len(cells)
     assert keys[0] == key(Setup(folder, hardware="a5000", engine="simpy").load(), parse("lru"), 16)
     mine.write_text(text + "    # changed\n")
-    _digest.cache_clear()
+    _sources.cache_clear()
     assert key(*cells[4]) != keys[4]
 
 

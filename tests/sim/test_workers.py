@@ -98,12 +98,14 @@ def fails(loaded, number, advance):
 def test_stopping_ends_threads_and_processes_at_their_next_request(loaded):
     for compiled in (True, False):
         tasks = [Task(loaded, endless, (i,), compiled) for i in range(4)]
-        playing = Local(2).results(tasks, lambda requests: None)
+        playing, threads = Local(2).results(tasks, lambda requests: None), set(threading.enumerate())
         assert next(playing)[0] == 0
         began = time.monotonic()
         playing.close()
         assert time.monotonic() - began < 60
-        assert threading.active_count() < 5
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
 
 
 def endless(loaded, number, advance):
@@ -184,7 +186,7 @@ def test_a_scheduler_that_dies_is_told_in_one_line_and_what_was_finished_is_kept
 
 def test_a_cluster_with_another_version_or_no_workers_is_refused(loaded, cluster, monkeypatch):
     distributed = pytest.importorskip("distributed")
-    monkeypatch.setattr("sim.results.commit", lambda: "another")
+    monkeypatch.setattr("sim.workers.sources", lambda: "another")
     with pytest.raises(InputError, match="cells would mix versions"):
         Cluster(cluster.scheduler_address)
     with (
