@@ -190,6 +190,30 @@ def test_a_larger_grid_plays_only_what_a_finished_sweep_has_not(folder, tmp_path
     assert len(pd.read_parquet(tmp_path / REQUESTS_FILE)) == 4 * 4
 
 
+def test_a_cell_without_its_requests_is_not_finished(folder, tmp_path):
+    table, store = Table(Setup(folder).load(), grid("lru"), tmp_path), Store(tmp_path)
+    sweep([table], store)
+    lost = next(iter(table.tasks()))
+    (tmp_path / "cells" / "requests" / f"{lost}.parquet").unlink()
+    assert lost in store
+    assert lost not in Store(tmp_path)
+    assert len(Store(tmp_path)) == len(store) - 1
+
+
+def test_coverage_does_not_outlive_the_cell_that_it_was_measured_against(folder, tmp_path):
+    loaded = Setup(folder).load()
+    both, _ = saved(loaded, grid("lru,lru+popular", **{"16": 16}), tmp_path)
+    assert both.rows[1]["prefetch_coverage"] is not None
+    alone = outcome(Table(loaded, grid("lru+popular,belady", **{"16": 16}), tmp_path), filled(loaded, tmp_path))
+    assert alone.rows[0]["prefetch_coverage"] is None
+
+
+def filled(loaded, folder):
+    store = Store(folder)
+    sweep([Table(loaded, grid("lru+popular,belady", **{"16": 16}), folder)], store)
+    return store
+
+
 def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path):
     mine = tmp_path / "mine.py"
     text = "from policies.contract import ScorePolicy\nclass Mine(ScorePolicy):\n    name = 'mine'\n"
