@@ -1,5 +1,6 @@
 """The command `moe-sim sweep`: from flags and a TOML file to results on disk, a table and a winner."""
 
+import itertools
 import json
 import os
 import sys
@@ -112,7 +113,8 @@ def sweep(
     asked = {**(read(config) if config else {}), **{name: value for name, value in given.items() if value is not None}}
     made, taken = _with_defaults(asked)
     _ask(made.cells, yes)
-    folder = out or Path("results") / ("sweep" if len(made.traces) > 1 else name_of(made.traces[0]))
+    name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
+    folder = out or _free(Path("results"), name, resume or overwrite, quiet)
     tables = _tables(made, folder)
     if not quiet:
         _say_what_was_taken(taken, tables)
@@ -120,6 +122,19 @@ def sweep(
     with only_one(folder):
         store = _open(tables, folder, resume, overwrite)
         _run(made, tables, store, players, as_json, quiet)
+
+
+def _free(parent: Path, name: str, taken: bool, quiet: bool) -> Path:
+    """The folder of that name or, unless it may be `taken`, the first one behind it without a sweep."""
+    from sim.store import held
+
+    names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
+    folder = next(parent / each for each in names if taken or not held(parent / each))
+    if folder.name != name and not quiet:
+        console.note(
+            f"{parent / name} holds a sweep, this one goes to {folder} (--resume, --overwrite or --out choose)"
+        )
+    return folder
 
 
 def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, list[str]]":

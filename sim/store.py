@@ -95,6 +95,11 @@ class Store:
                 self._rows[key], self._tables[key] = row, requests
 
 
+def held(folder: Path) -> bool:
+    """Whether a sweep has ended in `folder`, or has begun to."""
+    return (folder / NAME).exists() or (folder / RESULTS_FILE).exists()
+
+
 def drop(folder: Path) -> None:
     """Remove all that sweeps have written in `folder`, and nothing else."""
     _clear(folder)

@@ -171,7 +171,7 @@ def test_a_trace_without_the_column_is_refused_in_one_line_before_anything_runs(
     trace = replace(trace, meta=replace(trace.meta, **sizes))
     write_trace(replace(trace, lookahead=None), tmp_path / "plain")
     write_trace(trace, tmp_path / "ahead")
-    arguments = ("--policies", "lru,lru+gate", "--cache-sizes", "6", "--workers", "1", "--out", "out")
+    arguments = ("--policies", "lru,lru+gate", "--cache-sizes", "6", "--workers", "1", "--out", "out", "--overwrite")
     done = moe_sim("sweep", "plain", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     told = "lru+gate: the trace plain has no lookahead column; record it with `moe-trace record --lookahead`"

@@ -84,7 +84,7 @@ def test_the_walk_through_holds_what_its_sentences_say():
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[-1])
 def test_every_command_of_the_walk_through_runs(home, command):
-    extra = ["--workers", "1", "--out", "out", "--json"] if command[0] == "moe-sim" else []
+    extra = ["--workers", "1", "--out", "out", "--overwrite", "--json"] if command[0] == "moe-sim" else []
     done = run([*command, *extra], home)
     assert done.returncode == 0, done.stdout + done.stderr
     if extra:

@@ -197,7 +197,7 @@ def moe_sim(*arguments, cwd):
 
 
 def test_a_cost_that_nobody_knows_is_told_in_one_line_and_may_be_given(folder):
-    asked = ("--policies", "lru,mine.py:Mine", "--workers", "1", "--out", "own", "--json")
+    asked = ("--policies", "lru,mine.py:Mine", "--workers", "1", "--out", "own", "--overwrite", "--json")
     done = moe_sim(*asked, cwd=folder.parent)
     assert done.stderr.count("mine.py:Mine") == 1, done.stderr
     assert "nobody has measured what mine.py:Mine costs an event" in done.stderr
