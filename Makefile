@@ -30,7 +30,7 @@ test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
 test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2
 
-fuzz: $(READY) ## the compiled engine against SimPy on 50,000 random runs: about 20 minutes on two cores
+fuzz: $(READY) ## the compiled engine against SimPy on 50,000 random runs: a minute or two on two cores
 	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py -k seeded_random_runs
 
 lint: $(READY)
