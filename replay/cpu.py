@@ -5,14 +5,15 @@ allocated once; the link is memcpy. It exercises everything but the CUDA calls; 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Thread
 
 import numpy as np
 import torch
 
-from replay.device import Completion, Device, Kind, nothing_under_way
+from replay.device import Completion, Device, Kind, nothing_under_way, stuck
 from replay.network import Network
 from replay.store import HostStore
 
@@ -34,7 +35,9 @@ class CpuDevice(Device):
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._outcomes: Outcomes = SimpleQueue()
         self._link, self._compute = Stream("link", self._outcomes), Stream("compute", self._outcomes)
-        self._copies = self._computes = 0  # under way
+        self._copies: deque[Completion] = deque()  # under way
+        self._computes: deque[Completion] = deque()
+        self._stuck = False
 
     def now(self) -> int:
         """Wall clock."""
@@ -43,8 +46,9 @@ class CpuDevice(Device):
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """memcpy on the link's thread."""
         target, source = self.pool[slot, first:last], self.store[expert][first:last]
-        self._copies += 1
-        self._link.submit(Completion(Kind.COPY, expert), lambda: np.copyto(target, source))
+        completion = Completion(Kind.COPY, expert)
+        self._copies.append(completion)
+        self._link.submit(completion, lambda: np.copyto(target, source))
 
     def dense(self, layer: int, tokens: int, context: int) -> None:
         """One matmul of the layer's dense weights."""
@@ -68,15 +72,20 @@ class CpuDevice(Device):
 
     def next_completion(self) -> Completion:
         """Whichever thread is done first; what a thread raised is raised here."""
-        if not self._copies + self._computes:
+        if not (self._copies or self._computes):
             raise nothing_under_way()
-        outcome = self._outcomes.get()
+        try:
+            outcome = self._outcomes.get(timeout=self.watchdog_s)
+        except Empty:
+            self._stuck = True
+            oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
+            raise stuck(self.watchdog_s, oldest) from None
         if isinstance(outcome, Exception):
             raise outcome
         if outcome.kind is Kind.COPY:
-            self._copies -= 1
+            self._copies.popleft()
         else:
-            self._computes -= 1
+            self._computes.popleft()
         return outcome
 
     def discard_copies(self) -> None:
@@ -85,12 +94,12 @@ class CpuDevice(Device):
             self.next_completion()
 
     def close(self) -> None:
-        """End both threads."""
-        self._link.close()
-        self._compute.close()
+        """End both threads, but for one that is stuck: nobody can end that, and it ends with the process."""
+        self._link.close(wait=not self._stuck)
+        self._compute.close(wait=not self._stuck)
 
     def _multiply(self, completion: Completion, work: Callable[[], None]) -> None:
-        self._computes += 1
+        self._computes.append(completion)
         self._compute.submit(completion, work)
 
     def _checked(self, expert: int, slot: int, tokens: int) -> None:
@@ -116,10 +125,11 @@ class Stream(Thread):
         """Do `work`, then report `completion`."""
         self._work.put((completion, work))
 
-    def close(self) -> None:
+    def close(self, wait: bool) -> None:
         """End once what was submitted is done."""
         self._work.put(None)
-        self.join()
+        if wait:
+            self.join()
 
     def run(self) -> None:
         """The thread. OpenMP keeps a number of threads for each of ours, so what holds for the process is set anew."""

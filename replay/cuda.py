@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from replay.device import Completion, Device, Kind, nothing_under_way
+from replay.device import Completion, Device, Kind, nothing_under_way, stuck
 from replay.network import Network
 from replay.store import HostStore
 from sim.quantities import show_bytes
@@ -48,6 +48,7 @@ class CudaDevice(Device):
         self._copies: Pending = deque()
         self._computes: Pending = deque()
         self._spare: list[torch.cuda.Event] = []
+        self._stuck = False
         torch.cuda.synchronize()
 
     def now(self) -> int:
@@ -99,12 +100,15 @@ class CudaDevice(Device):
         """Poll the oldest event of each stream: no thread to wake, no synchronise."""
         if not (self._copies or self._computes):
             raise nothing_under_way()
-        while True:
+        began = time.monotonic()
+        while time.monotonic() - began < self.watchdog_s:
             for pending in (self._copies, self._computes):
                 if pending and _has_ended(pending[0][1]):
                     completion, event = pending.popleft()
                     self._spare.append(event)
                     return completion
+        self._stuck = True
+        raise stuck(self.watchdog_s, [pending[0][0] for pending in (self._copies, self._computes) if pending])
 
     def discard_copies(self) -> None:
         """Let the chunks under way end, and forget them."""
@@ -113,7 +117,12 @@ class CudaDevice(Device):
         self._copies.clear()
 
     def close(self) -> None:
-        """Let the GPU end, and unregister host memory, also where the GPU has failed."""
+        """Let the GPU end, and unregister host memory, also where the GPU has failed.
+
+        Not where it is stuck: waiting for it would be for ever, and it may still read the memory.
+        """
+        if self._stuck:
+            return
         try:
             torch.cuda.synchronize()
         finally:

@@ -6,8 +6,11 @@ clock, threads and CUDA streams polled by one thread all fit. Everything else is
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
+
+from traces.errors import InputError
 
 
 class Kind(IntEnum):
@@ -28,9 +31,14 @@ class Completion(NamedTuple):
     expert: int = -1
 
 
+WATCHDOG_S = 60.0
+"""Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
+
+
 class Device(ABC):
     """Two streams, submitted to without waiting; completions of each arrive in the order of submission."""
 
+    watchdog_s: float = WATCHDOG_S
     chunks_in_flight: int = 1
     """How many chunks the driver may have submitted at once."""
     predictor_takes_time: bool = True
@@ -66,7 +74,10 @@ class Device(ABC):
 
     @abstractmethod
     def next_completion(self) -> Completion:
-        """Wait for the next completion. RuntimeError where nothing is under way."""
+        """Wait for the next completion.
+
+        RuntimeError where nothing is under way, InputError where nothing ends within `watchdog_s`.
+        """
 
     @abstractmethod
     def discard_copies(self) -> None:
@@ -75,6 +86,13 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+def stuck(seconds: float, oldest: Iterable[Completion]) -> InputError:
+    """Nothing has ended for too long; `oldest` of each stream are under way."""
+    named = [(each.kind.name.lower(), each.expert) for each in oldest]
+    waiting = " and ".join(kind if expert < 0 else f"{kind} of expert {expert}" for kind, expert in named)
+    return InputError(f"the device is stuck: nothing has ended for {seconds:g} s, under way since: {waiting}")
 
 
 def nothing_under_way() -> RuntimeError:

@@ -1,6 +1,7 @@
 """The CPU device: real bytes, real matrices. Structure is asserted, never times."""
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,6 +39,9 @@ PROFILE = dataclasses.replace(
 )
 
 
+SIZE = PROFILE.expert_bytes
+
+
 class WatchedCpu(CpuDevice):
     """A CPU device that also checks every submission and completion."""
 
@@ -72,6 +76,20 @@ def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None
         assert network.finite()
     finally:
         made.close()
+
+
+@pytest.mark.parametrize("stuck_in", ["copy of expert", "router"])
+def test_a_copy_or_a_compute_that_never_ends_is_told_in_one_line_with_what_it_was(stuck_in, monkeypatch):
+    go_on, told = threading.Event(), f"stuck: nothing has ended for 0.2 s, under way since: {stuck_in}"
+    plan = Plan(Requests(synthetic(1, 3, layers=L, experts=E, top_k=K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE)
+    place = (Network, "dense") if stuck_in == "router" else (np, "copyto")
+    with device(4) as made:
+        made.watchdog_s = 0.2
+        monkeypatch.setattr(*place, lambda *_: go_on.wait())
+        with pytest.raises(InputError, match=told) as caught:
+            play(plan, made)
+    assert "\n" not in str(caught.value)
+    go_on.set()
 
 
 def replay(slots: int, policy: str, top_k: int = K, cold: bool = False, chunks: int = 4, prompt: int = 5) -> RunLog:
