@@ -5,7 +5,7 @@
 
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,13 +81,18 @@ def run(
     ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare slots with the host at each use (slow).")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the weights; else 0.")] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="File for what happened when, measured and predicted (.json, .json.gz).")
+    ] = None,
+    no_slots: Annotated[bool, typer.Option("--no-slots", help="A timeline without a track for each slot.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON, not as a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
     """Play a trace through a policy on a device, in closed loop.
 
     Writes results.parquet (the columns of a sweep, then the device's), requests.parquet and per_token.csv.
-    The last line sets predicted beside measured.
+    The last line sets predicted beside measured. A timeline opens at https://ui.perfetto.dev; of a run of more than
+    2,000 steps it shows the first 100 tokens.
 
     [b]moe-replay --policy eamc --cache-size 25%[/b]
 
@@ -115,7 +120,7 @@ def run(
     from traces.location import name_of
 
     folder = out or Path("results") / f"{name_of(choice.loaded.setup.trace)}-replay"
-    _replay(choice, folder, as_json, quiet)
+    _replay(choice, folder, timeline, not no_slots, as_json, quiet)
 
 
 @dataclass(frozen=True)
@@ -204,12 +209,13 @@ def _unpriced(choice: "Choice") -> list[str]:
     return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
 
 
-def _replay(choice: "Choice", folder: Path, as_json: bool, quiet: bool) -> None:
+def _replay(choice: "Choice", folder: Path, timeline: Path | None, slots: bool, as_json: bool, quiet: bool) -> None:
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
     from replay.run import run
     from sim.cells import Requests
     from sim.results import writable
+    from sim.timeline import writing
 
     is_new = not folder.exists()
     writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
@@ -224,7 +230,8 @@ def _replay(choice: "Choice", folder: Path, as_json: bool, quiet: bool) -> None:
                 played += 1
                 advance()
 
-            outcome = run(choice, on_step)
+            with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
+                outcome = run(choice, on_step, shown, slots)
     except KeyboardInterrupt:
         kept = f": they are in {folder / report.STEPS}" if played else ""
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)

@@ -14,6 +14,7 @@ import numpy as np
 from policies.contract import Float, Int, Requests, Shape
 from policies.pair import Pair
 from policies.registry import PolicySpec
+from policies.residency import Residency
 from replay.device import Completion, Device, Kind
 from replay.pump import Pump, Transfer
 from sim.log import STALLS, RunLog
@@ -48,9 +49,20 @@ class Plan:
     experts_per_layer: float | None = None  # of `sim.timing`, on this device; a prefetch budget needs it
 
 
-def play(plan: Plan, device: Device, on_step: Callable[[Row], None] | None = None) -> RunLog:
-    """Play the requests one after another on `device`; `on_step` gets the row of each step that has ended."""
-    return Driver(plan, device).run(on_step or (lambda row: None))
+def play(
+    plan: Plan,
+    device: Device,
+    on_step: Callable[[Row], None] | None = None,
+    watch: Callable[[Residency], None] | None = None,
+) -> RunLog:
+    """Play the requests one after another on `device`.
+
+    `on_step` gets the row of each step that has ended; `watch` the residency machine before anything is played.
+    """
+    driver = Driver(plan, device)
+    if watch:
+        watch(driver.machine)
+    return driver.run(on_step or (lambda row: None))
 
 
 class Driver:

@@ -17,16 +17,18 @@ from policies.contract import Shape
 from policies.registry import PolicySpec
 from replay.device import Device
 from replay.driver import Plan, Row, play
+from replay.timeline import ObservedDevice
 from replay.virtual import VirtualDevice
-from sim import engine
+from sim import engine, timeline_window
 from sim.cells import Loaded, Requests
 from sim.log import Run, RunLog
 from sim.quantities import show_bytes
 from sim.results import Cell, summarise
 from sim.results import Row as ResultRow
+from sim.timeline import Timeline
 from sim.timing import Link, Timing, experts_per_layer
 from traces.errors import InputError, unknown
-from traces.steps import PREFILL
+from traces.steps import DECODE, PREFILL
 
 DEVICES = ("auto", "virtual", "cpu", "cuda")
 DEFAULT_STEPS = 1_000
@@ -118,8 +120,16 @@ def first_steps(loaded: Loaded, steps: int) -> Loaded:
     return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
 
 
-def run(choice: Choice, on_step: Callable[[Row], None] | None = None) -> Outcome:
-    """Replay. InputError where the machine cannot: no memory, no device, weights that it cannot multiply."""
+def run(
+    choice: Choice,
+    on_step: Callable[[Row], None] | None = None,
+    timeline: Timeline | None = None,
+    slots: bool = True,
+) -> Outcome:
+    """Replay. InputError where the machine cannot: no memory, no device, weights that it cannot multiply.
+
+    timeline: shows the run and, where SimPy is there, what was predicted of it; `slots`: with a track for each slot.
+    """
     loaded, plan = choice.loaded, choice.plan
     assert loaded.hardware
     cell = loaded.cell(choice.policy, choice.slots)
@@ -131,18 +141,61 @@ def run(choice: Choice, on_step: Callable[[Row], None] | None = None) -> Outcome
             measured = measure(device, plan, choice.most_tokens)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
             plan = replace(plan, experts_per_layer=choice.window(*measured))
-        log = play(plan, device, on_step)
+        log = _shown(plan, device, on_step, timeline, slots) if timeline else play(plan, device, on_step)
     row, by_request = summarise(log, cell, loaded.trace.requests)
     row |= {"device": choice.device, **facts, **_moved(log, plan, measured[1] if measured else None)}
     counted = log.request >= cell.warmup_requests
     host_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
     row["host_ms"] = int(host_ns[counted].sum()) / 1e6
+    if timeline:
+        _show_prediction(choice, measured, timeline, slots)
     predictions = _predict(choice, cell, measured)
     if predictions:
         first = predictions[0]
         row["predicted_for"] = first.machine
         row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     return Outcome(row, by_request, predictions)
+
+
+def _shown(
+    plan: Plan, device: Device, on_step: Callable[[Row], None] | None, timeline: Timeline, slots: bool
+) -> RunLog:
+    """Play onto a timeline: a short run whole, of a longer one the beginning, as `moe-sim run` would."""
+    window, shown = timeline_window.unasked(plan.requests), 0
+    observed = ObservedDevice(device, timeline, plan.shape, slots)
+
+    def ended(row: Row) -> None:
+        nonlocal shown
+        shown += row[1] == DECODE or window.of == "requests"
+        if window.last is not None and shown >= window.last:
+            observed.finish()
+        if on_step:
+            on_step(row)
+
+    log = play(plan, observed, ended, observed.watch)
+    observed.finish()
+    return log
+
+
+def _show_prediction(choice: Choice, measured: tuple[Timing, Link] | None, timeline: Timeline, slots: bool) -> None:
+    """The same part of the simulated run, on the machine as measured, else as its profile says."""
+    try:
+        from sim import timeline_model
+    except ModuleNotFoundError as error:
+        if error.name != "simpy":
+            raise
+        return
+    loaded, plan = choice.loaded, choice.plan
+    timing, link = measured or (loaded.timing(choice.policy), loaded.link)
+    window = replace(timeline_window.unasked(plan.requests), stops=True)
+    names = loaded.trace.requests["id"].astype(str).tolist()
+    timeline_model.play(_as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
+
+
+def _as_run(choice: Choice, timing: Timing, link: Link) -> Run:
+    plan, carried = choice.plan, choice.window(timing, link)
+    shape = plan.shape.layers, plan.shape.experts
+    return Run(plan.requests, *shape, plan.slots, plan.policy, timing, link, plan.cold, carried)
 
 
 def _moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
@@ -209,19 +262,15 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
 
     Nothing where SimPy is missing and the compiled engine does not play the policy.
     """
-    loaded, plan = choice.loaded, choice.plan
+    loaded = choice.loaded
     assert loaded.hardware
     machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing(choice.policy), loaded.link)]
     if measured:
         machines.insert(0, ("this machine as measured", *measured))
 
     def row(machine: str, timing: Timing, link: Link) -> ResultRow:
-        shape = plan.shape.layers, plan.shape.experts
-        played = Run(
-            plan.requests, *shape, plan.slots, plan.policy, timing, link, plan.cold, choice.window(timing, link)
-        )
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        return summarise(engine.simulate(engine.AUTO, played), there, loaded.trace.requests)[0]
+        return summarise(engine.simulate(engine.AUTO, _as_run(choice, timing, link)), there, loaded.trace.requests)[0]
 
     try:
         return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]
