@@ -30,11 +30,13 @@ ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
 
 # Single numbers, m[ONE, ...]
 # (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
-SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED = range(11)
+SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
+    range(12)
+)
 # and the counters of the run:
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(11, 18)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(12, 19)
 COUNTERS = slice(N_HITS, N_WASTED + 1)
-WIDTH = 18  # columns that row ONE needs
+WIDTH = 19  # columns that row ONE needs
 
 PRIORITY = 2  # row of `keep`
 
@@ -57,7 +59,7 @@ def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
     m[FREE, :n] = partitions
     m[END, :n] = np.cumsum(partitions)
     m[FIRST, 1:n] = m[END, : n - 1]
-    m[ONE, ACTIVE] = m[ONE, PAUSED] = NO_EXPERT
+    m[ONE, ACTIVE] = m[ONE, PAUSED] = m[ONE, LANDING] = NO_EXPERT
     return m
 
 
@@ -356,10 +358,18 @@ def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int,
 
 
 @compiled
+def land(m: Int) -> None:
+    """The last bytes of the transfer on the link are sent, and the link takes others behind them: it `arrived` next."""
+    m[ONE, LANDING] = m[ONE, ACTIVE]
+    m[ONE, ACTIVE] = NO_EXPERT
+
+
+@compiled
 def arrived(m: Int) -> bool:
     """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
-    expert = m[ONE, ACTIVE]
-    m[ONE, ACTIVE] = NO_EXPERT
+    which = ACTIVE if m[ONE, LANDING] == NO_EXPERT else LANDING
+    expert = m[ONE, which]
+    m[ONE, which] = NO_EXPERT
     m[STATE, expert] = READY
     awaited: bool = m[WANTED, expert] == 1
     return awaited
@@ -393,7 +403,7 @@ def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     clear_queue(m)
     one = m[ONE]
-    one[ACTIVE] = one[PAUSED] = NO_EXPERT
+    one[ACTIVE] = one[PAUSED] = one[LANDING] = NO_EXPERT
     left = np.sort(m[HELD, : one[SLOTS]].copy())
     left = left[np.searchsorted(left, 0) :]
     for expert in left:

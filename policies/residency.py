@@ -9,13 +9,14 @@ Theory of operation. An expert is ABSENT, QUEUED (a proposed prefetch), DEMANDED
     ABSENT --propose--> QUEUED --start--> LOADING --arrived--> READY --evicted--> ABSENT
        '------route----> DEMANDED --start----^
 
-One transfer is on the link at a time. An engine calls
+One transfer is on the link at a time, and on a device another behind the last bytes of the first. An engine calls
 
     route        when a router is known                      (rules 1 to 3)
     propose      with the prefetcher's answer                (rule 4)
     next_transfer whenever the link is free and after each of the other calls   (rules 5 and 6)
     interrupt    at a chunk boundary of a prefetch           (rule 5)
-    arrived      when a transfer has ended
+    land         when the rest of a transfer is sent, and the link takes more behind it (devices alone)
+    arrived      when a transfer has ended, the one that landed first
     computed     when an expert's compute in its event has ended (rule 2)
     end_request  after the last head of a request            (rule 10)
 
@@ -62,6 +63,7 @@ class Residency:
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
+        self.land: Callable[[], None] = partial(core.land, m)
         self._wanted = m[core.WANTED]
         self.computed_hits: Callable[[int, int], None] = partial(core.computed_hits, m)
         self.route: Callable[[Int, int, int], int] = (

@@ -209,7 +209,7 @@ class Driver:
             self._pump()
 
     def _pump(self) -> None:
-        if not self.pump.busy:
+        if not self.pump.on_link:
             self._charge()
         self.pump.act()
 
@@ -222,14 +222,14 @@ class Driver:
         """
         now = self.device.now()
         elapsed, self._since = now - self._since, now
-        if self.pump.busy:
+        if self.pump.on_link:
             self._link_ns += elapsed
         if self._predicting:
             self._stall_ns[PREDICTOR] += elapsed
         elif self._computing:
             self._compute_ns += elapsed
-        elif self._missing and self.pump.active:
-            self._stall_ns[self._cause(self.pump.active)] += elapsed
+        elif self._missing and self.pump.on_link:
+            self._stall_ns[self._cause(self.pump.on_link)] += elapsed
 
     def _cause(self, transfer: Transfer) -> int:
         """Why the compute stream waits for an expert."""

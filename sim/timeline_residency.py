@@ -68,7 +68,8 @@ class ResidencyTracks:
             process = timeline.process(f"{group}: slots")
             self._tracks = [timeline.track(process, f"slot {i}") for i in range(machine.m[core.ONE, core.SLOTS])]
         self._held: dict[int, Held] = {}
-        self._arriving = core.NO_EXPERT
+        self._arriving = self._landing = core.NO_EXPERT
+        after(machine, "land", lambda _: self._land())
         after(machine, "route", lambda hits, experts, first, last: self._looked_up(experts[first:last]))
         after(machine, "propose", lambda _, *proposal: self._count())
         after(machine, "next_transfer", lambda started: self._turned_to(*started))
@@ -111,11 +112,17 @@ class ResidencyTracks:
 
     def _arrived(self) -> None:
         """Told twice of one arrival where the machine's `arrived_and_next` calls its `arrived`."""
-        held = self._held.get(self._arriving)
-        self._arriving = core.NO_EXPERT
+        if self._landing != core.NO_EXPERT:
+            expert, self._landing = self._landing, core.NO_EXPERT
+        else:
+            expert, self._arriving = self._arriving, core.NO_EXPERT
+        held = self._held.get(expert)
         if held:
             self._show(held)
             held.since, held.ready = self._now(), True
+
+    def _land(self) -> None:
+        self._landing, self._arriving = self._arriving, core.NO_EXPERT
 
     def _arrived_and_next(self, answer: tuple[bool, int, int, bool]) -> None:
         self._arrived()
@@ -125,7 +132,7 @@ class ResidencyTracks:
         if cold:
             for expert in list(self._held):
                 self._leave(expert, discarded=True)
-            self._arriving = core.NO_EXPERT
+            self._arriving = self._landing = core.NO_EXPERT
         self._count()
 
     def _leave(self, expert: int, **why: object) -> None:
@@ -143,7 +150,7 @@ class ResidencyTracks:
         counts = {
             "queued demands": int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND]),
             "queued prefetches": int((m[core.STATE, : self._shape.total] == core.QUEUED).sum()),
-            "transfers under way": int(one[core.ACTIVE] != core.NO_EXPERT) + int(one[core.PAUSED] != core.NO_EXPERT),
+            "transfers under way": int((one[[core.LANDING, core.ACTIVE, core.PAUSED]] != core.NO_EXPERT).sum()),
         }
         for name, waiting in counts.items():
             if self._waiting.get(name) != waiting:

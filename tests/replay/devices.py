@@ -68,6 +68,7 @@ class AnyOrder(Device):
         self._link: deque[Completion] = deque()
         self._compute: deque[Completion] = deque()
         self._now = 0
+        self.behind_a_copy: list[int] = []  # chunks in flight when one ends
 
     def now(self) -> int:
         self._now += self._random.randint(0, 3)
@@ -100,6 +101,8 @@ class AnyOrder(Device):
     def next_completion(self) -> Completion:
         stream = self._random.choice([stream for stream in (self._link, self._compute) if stream])
         completion = stream.popleft()
+        if completion.kind is Kind.COPY:
+            self.behind_a_copy.append(len(self._link))
         self.watch.ended(completion)
         return completion
 
