@@ -118,4 +118,7 @@ def _last(opened: IO[bytes], size: int, count: int) -> bytes:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    said = str(error) or type(error).__name__
+    if "range requests" in said:  # fsspec's advice is for its own callers
+        return "its server does not answer byte ranges: copy the trace here, or serve it otherwise"
+    return said

@@ -114,6 +114,22 @@ def told(url: str) -> str:
     return str(error.value)
 
 
+class Plain(SimpleHTTPRequestHandler):
+    """Python's file server as it is: it gives whole files alone."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_a_web_server_without_byte_ranges_is_told_with_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="fsspec reads http with aiohttp, which is not there")
+    write_trace(synthetic(20, 500, 8, 64, 6, seed=0), tmp_path / "t")  # larger than what is fetched at once
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Plain, directory=str(tmp_path))) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        assert "does not answer byte ranges: copy the trace here" in told(f"http://127.0.0.1:{server.server_port}/t")
+        server.shutdown()
+
+
 def test_a_web_server_that_does_not_answer_or_lacks_the_trace_is_told(served: str, tmp_path: Path) -> None:
     assert told(f"{served}/none").startswith(f"no trace at {served}/none: there is no such folder")
     (tmp_path / "empty").mkdir()
