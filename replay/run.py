@@ -28,7 +28,7 @@ from sim.results import Row as ResultRow
 from sim.timeline import Timeline
 from sim.timing import Link, Timing, experts_per_layer
 from traces.errors import InputError, unknown
-from traces.steps import DECODE, PREFILL
+from traces.steps import DECODE
 
 DEVICES = ("auto", "virtual", "cpu", "cuda")
 DEFAULT_STEPS = 1_000
@@ -110,10 +110,8 @@ def choose_device(text: str) -> str:
 
 def first_steps(loaded: Loaded, steps: int) -> Loaded:
     """The first requests, as many as hold `steps` steps and all that are warm-up and one more."""
-    trace = loaded.whole
-    in_prefill = np.concatenate([[0], np.cumsum(trace.phase == PREFILL)])[trace.offsets]
-    prefilled = np.diff(in_prefill)
-    played = np.cumsum(np.diff(trace.offsets) - prefilled + (prefilled > 0))
+    trace = loaded.trace
+    played = np.cumsum(np.diff(trace.offsets) - trace.prompts + (trace.prompts > 0))
     enough = max(int(np.searchsorted(played, steps)) + 1, loaded.setup.warmup_requests + 1)
     if enough >= len(trace.requests):
         return loaded

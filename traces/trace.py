@@ -127,6 +127,12 @@ class Trace:
         decoded = int(np.count_nonzero(self.phase == DECODE))
         return "decode" if decoded == len(self.phase) else "both" if decoded else "prefill"
 
+    @property
+    def prompts(self) -> NDArray[np.int64]:
+        """[R] tokens of each request that are played as one prefill."""
+        before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.phase == PREFILL)])
+        return np.diff(before[self.offsets])
+
     def eams(self, phase: int) -> NDArray[np.int64]:
         """Expert activation matrices, tokens per expert: int64[R, L, E]. `phase`: PREFILL or DECODE."""
         if self.aggregate is not None:

@@ -50,6 +50,7 @@ def assert_same(whole: Trace, shards: Shards, order: Iterator[int] | None = None
         assert getattr(whole, name) == getattr(shards, name), name
     pd.testing.assert_frame_equal(whole.requests, shards.requests)
     np.testing.assert_array_equal(whole.offsets, shards.offsets)
+    np.testing.assert_array_equal(whole.prompts, shards.prompts)
     for i in order or range(len(whole.requests)):
         assert_same_steps(whole.steps(i), shards.steps(i))
 
