@@ -339,7 +339,7 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
     tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
     played = Local(workers).results(tasks, advance or (lambda requests: None))
     done: dict[int, Float] = {}
-    with suppress(KeyboardInterrupt), closing(played):  # type: ignore[type-var]  # a generator
+    with suppress(KeyboardInterrupt), closing(played):
         done.update(played)
     found = {
         (run, policy): done.get(i * len(policies) + j)

@@ -101,7 +101,7 @@ class Loaded:
     @cached_property
     def fingerprint(self) -> str:
         """Of the trace's files: another one for other content."""
-        return open_folder(self.setup.trace).fingerprint
+        return self.trace.fingerprint if isinstance(self.trace, Shards) else open_folder(self.setup.trace).fingerprint
 
     @property
     def all_experts(self) -> int:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sim import cell_flags as flags
 from sim.timeline_window import REQUESTS, TOKENS
-from traces import console, demo_trace
+from traces import console
 from traces.errors import InputError
 from traces.steps import PREFILL
 
@@ -19,34 +20,21 @@ if TYPE_CHECKING:
     from sim.results import Row
     from sim.timeline_window import Window
 
-POLICY = "eamc-blend"
-CACHE_SIZE = "25%"
-HARDWARE = "a5000"
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
 
 
 def run(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"A name or FILE.py:CLASS; lru+eamc pairs retention and prefetch; else {POLICY}.")
-    ] = None,
-    cache_size: Annotated[
-        str | None, typer.Option(help=f"A share (25%), experts (64) or bytes (8GiB); else {CACHE_SIZE}.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help=f"A profile or TOML file; else {HARDWARE}.")] = None,
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    warmup_requests: Annotated[int, typer.Option(help="The first N are played, but not counted.")] = 0,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False,
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
-    ] = None,
-    predictor_us: Annotated[
-        float | None, typer.Option(help="Of the policy's own work, an event; else as measured (make bench).")
-    ] = None,
+    trace: flags.Trace = None,
+    policy: flags.Policy = None,
+    cache_size: flags.CacheSize = None,
+    hardware: flags.Hardware = None,
+    model_profile: flags.ModelProfile = None,
+    requests: flags.Requests = None,
+    warmup_requests: flags.WarmupRequests = 0,
+    as_decode: flags.AsDecode = False,
+    cold: flags.Cold = False,
+    chunk_bytes: flags.ChunkBytes = None,
+    predictor_us: flags.PredictorUs = None,
     engine: Annotated[
         str, typer.Option(help="auto, simpy, or compiled, which is the same, faster, for built-in policies.")
     ] = "auto",
@@ -73,8 +61,8 @@ def run(
     """
     from policies.registry import parse
     from sim import report, timeline_window
-    from sim.cells import Requests, Setup
-    from sim.quantities import parse_bytes, parse_cache_size
+    from sim.cells import Requests
+    from sim.quantities import parse_cache_size
     from sim.sweep import Grid
 
     window = timeline_window.asked(tokens, window_requests)
@@ -82,33 +70,33 @@ def run(
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     if timeline and engine == "compiled":
         raise InputError("--timeline is played on the SimPy engine, with the same result: leave --engine compiled out")
-    setup = Setup(
-        trace=trace or str(demo_trace()),
-        hardware=hardware or HARDWARE,
+    setup = flags.setup_of(
+        trace,
+        hardware,
+        chunk_bytes,
         model_profile=model_profile,
         requests=requests,
         warmup_requests=warmup_requests,
         as_decode=as_decode,
         cold=cold,
-        chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
         predictor_us=predictor_us,
         engine=engine,
     )
-    loaded, spec = setup.load(), parse(policy or POLICY)
-    slots = parse_cache_size(cache_size or CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
+    loaded, spec = setup.load(), parse(policy or flags.POLICY)
+    slots = parse_cache_size(cache_size or flags.CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
     loaded.require(spec, slots)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
     if not quiet:
         defaults = {
             f"the shipped trace {setup.trace}": not trace,
-            f"policy {POLICY}": not policy,
-            f"cache size {CACHE_SIZE}": not cache_size,
-            f"hardware {HARDWARE}": not hardware,
+            f"policy {flags.POLICY}": not policy,
+            f"cache size {flags.CACHE_SIZE}": not cache_size,
+            f"hardware {flags.HARDWARE}": not hardware,
         }
         if taken := [text for text, left_out in defaults.items() if left_out]:
             console.note(f"taking {', '.join(taken)}")
-    for warning in report.warnings(loaded, Grid((spec,), {cache_size or CACHE_SIZE: slots})):
+    for warning in report.warnings(loaded, Grid((spec,), {cache_size or flags.CACHE_SIZE: slots})):
         console.warn(warning)
     if timeline:
         window = window or timeline_window.unasked(Requests(loaded.trace))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.commands_run import CACHE_SIZE, HARDWARE, POLICY
+from sim import cell_flags as flags
 from traces import console, demo_trace
 from traces.errors import InputError
 
@@ -23,29 +23,19 @@ METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "miss
 
 
 def sensitivity(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
-    policy: Annotated[
-        str | None, typer.Option(help=f"A name or FILE.py:CLASS; lru+eamc pairs retention and prefetch; else {POLICY}.")
-    ] = None,
-    cache_size: Annotated[
-        str | None, typer.Option(help=f"A share (25%), experts (64) or bytes (8GiB); else {CACHE_SIZE}.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help=f"A profile or TOML file; else {HARDWARE}.")] = None,
+    trace: flags.Trace = None,
+    policy: flags.Policy = None,
+    cache_size: flags.CacheSize = None,
+    hardware: flags.Hardware = None,
     step: Annotated[str, typer.Option(help="How far each parameter is moved, down and up.")] = "20%",
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
+    model_profile: flags.ModelProfile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for table and plot; else results/NAME/sensitivity.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    warmup_requests: Annotated[int, typer.Option(help="The first N are played, but not counted.")] = 0,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False,
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
-    ] = None,
-    predictor_us: Annotated[
-        float | None, typer.Option(help="Of the policy's own work, an event; else as measured (make bench).")
-    ] = None,
+    requests: flags.Requests = None,
+    warmup_requests: flags.WarmupRequests = 0,
+    as_decode: flags.AsDecode = False,
+    cold: flags.Cold = False,
+    chunk_bytes: flags.ChunkBytes = None,
+    predictor_us: flags.PredictorUs = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Cells at a time; else one for each core.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
@@ -61,36 +51,34 @@ def sensitivity(
     """
     from policies.registry import parse
     from sim import report
-    from sim.cells import Setup
-    from sim.quantities import parse_bytes, parse_cache_size
+    from sim.quantities import parse_cache_size
     from sim.results import writable
     from sim.sensitivity import NAMES, plan, point_of, save
     from sim.sensitivity import sensitivity as measure
     from sim.sweep import Grid
+    from traces.location import name_of
 
     share = _share(step)
-    setup = Setup(
-        trace=trace or str(demo_trace()),
-        hardware=hardware or HARDWARE,
+    setup = flags.setup_of(
+        trace,
+        hardware,
+        chunk_bytes,
         model_profile=model_profile,
         requests=requests,
         warmup_requests=warmup_requests,
         as_decode=as_decode,
         cold=cold,
-        chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
         predictor_us=predictor_us,
     )
-    loaded, spec = setup.load(), parse(policy or POLICY)
-    slots = parse_cache_size(cache_size or CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
+    loaded, spec = setup.load(), parse(policy or flags.POLICY)
+    slots = parse_cache_size(cache_size or flags.CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
-    from traces.location import name_of
-
     folder = out or Path("results") / name_of(setup.trace) / "sensitivity"
     writable(folder, NAMES)
     if not quiet:
         say_what_was_taken(trace, policy, cache_size, hardware)
-    for warning in report.warnings(loaded, Grid((spec,), {cache_size or CACHE_SIZE: slots})):
+    for warning in report.warnings(loaded, Grid((spec,), {cache_size or flags.CACHE_SIZE: slots})):
         console.warn(warning)
     compile_if_needed(loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
     with report.progress((1 + len(variants)) * len(loaded.trace.requests), quiet) as advance:
@@ -116,9 +104,9 @@ def say_what_was_taken(trace: str | None, policy: str | None, cache_size: str | 
     """Which defaults stand for what was not typed."""
     defaults = {
         f"the shipped trace {demo_trace()}": trace,
-        f"policy {POLICY}": policy,
-        f"cache size {CACHE_SIZE}": cache_size,
-        f"hardware {HARDWARE}": hardware,
+        f"policy {flags.POLICY}": policy,
+        f"cache size {flags.CACHE_SIZE}": cache_size,
+        f"hardware {flags.HARDWARE}": hardware,
     }
     if taken := [text for text, given in defaults.items() if not given]:
         console.note(f"taking {', '.join(taken)}")

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands_run import CACHE_SIZE, HARDWARE, POLICY
+from sim import cell_flags as flags
 from sim.commands_sensitivity import METRICS, compile_if_needed, milliseconds, say_what_was_taken
-from traces import console, demo_trace
+from traces import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ LEADERS = 5
 
 
 def tune(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
+    trace: flags.Trace = None,
     policy: Annotated[
-        str | None, typer.Option(help=f"A name or FILE.py:CLASS; options stated stay as they are; else {POLICY}.")
+        str | None, typer.Option(help=f"A name or FILE.py:CLASS; options stated stay as they are; else {flags.POLICY}.")
     ] = None,
     search: Annotated[
         str | None,
@@ -36,25 +36,17 @@ def tune(
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Sets of options to try.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
-    cache_size: Annotated[
-        str | None, typer.Option(help=f"A share (25%), experts (64) or bytes (8GiB); else {CACHE_SIZE}.")
-    ] = None,
-    hardware: Annotated[str | None, typer.Option(help=f"A profile or TOML file; else {HARDWARE}.")] = None,
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
+    cache_size: flags.CacheSize = None,
+    hardware: flags.Hardware = None,
+    model_profile: flags.ModelProfile = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME/tune.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the search that --out holds.")] = False,
     requests: Annotated[int | None, typer.Option(help="Only the first N requests, halved.")] = None,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False,
+    as_decode: flags.AsDecode = False,
+    cold: flags.Cold = False,
     untimed: Annotated[bool, typer.Option("--untimed", help="Search for the fewest misses, exact; no times.")] = False,
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
-    ] = None,
-    predictor_us: Annotated[
-        float | None, typer.Option(help="Of the policy's own work, an event; else as measured (make bench).")
-    ] = None,
+    chunk_bytes: flags.ChunkBytes = None,
+    predictor_us: flags.PredictorUs = None,
     workers: Annotated[
         int | None, typer.Option(min=1, help="Trials at a time, drawn together; else one for each core.")
     ] = None,
@@ -73,9 +65,8 @@ def tune(
     from policies.contract import Shape
     from policies.registry import NO_PREFETCH, parse
     from sim import report
-    from sim.cells import Setup
     from sim.journal import Journal
-    from sim.quantities import parse_bytes, parse_cache_size
+    from sim.quantities import parse_cache_size
     from sim.results import writable
     from sim.search_space import space_of
     from sim.sweep import Grid
@@ -83,20 +74,20 @@ def tune(
     from sim.tune import tune as run
     from traces.location import name_of
 
-    setup = Setup(
-        trace=trace or str(demo_trace()),
-        hardware=hardware or HARDWARE,
+    setup = flags.setup_of(
+        trace,
+        hardware,
+        chunk_bytes,
         model_profile=model_profile,
         requests=requests,
         as_decode=as_decode,
         cold=cold,
         untimed=untimed,
-        chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
         predictor_us=predictor_us,
     )
     folder = out or Path("results") / name_of(setup.trace) / "tune"
     journal = Journal(folder)
-    spec, size = parse(policy or POLICY), cache_size or CACHE_SIZE
+    spec, size = parse(policy or flags.POLICY), cache_size or flags.CACHE_SIZE
     halves = Halves.of(setup)
     loaded = halves.first
     slots = parse_cache_size(size, loaded.all_experts, loaded.expert_bytes)

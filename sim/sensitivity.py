@@ -220,7 +220,7 @@ def sensitivity(
         Task(each.loaded, play_cell, (each.policy, each.slots), each.loaded.compiled(each.policy)) for each in points
     ]
     playing = Local(workers).results(tasks, advance or (lambda played: None))
-    with closing(playing):  # type: ignore[type-var]  # a generator
+    with closing(playing):
         played = {place: row for place, (row, _) in playing}
     here, rows = played[0], [played[place] for place in range(1, len(points))]
     judged_by = metric([here])

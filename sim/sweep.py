@@ -109,7 +109,7 @@ def sweep(
     tasks = missing(tables, store)
     keys = list(tasks)
     playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda played: None))
-    with closing(playing):  # type: ignore[type-var]  # a generator
+    with closing(playing):
         for place, (row, requests) in playing:
             store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
 

@@ -220,7 +220,7 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
 def _rows(workers: Local, cells: Sequence[tuple[Loaded, PolicySpec]], slots: int, advance: Advance) -> list[Row]:
     """Of cells, in their order."""
     tasks = [Task(loaded, play_cell, (policy, slots), loaded.compiled(policy)) for loaded, policy in cells]
-    with closing(workers.results(tasks, advance)) as playing:  # type: ignore[type-var]  # a generator
+    with closing(workers.results(tasks, advance)) as playing:
         rows = {place: row for place, (row, _) in playing}
     return [rows[place] for place in range(len(cells))]
 

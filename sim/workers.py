@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +30,9 @@ from traces.location import absolute
 Advance = Callable[[int], None]
 
 T = TypeVar("T")
+
+Played = Generator[tuple[int, T], None, None]
+"""(place of a task, its result), as they finish; who closes it, as Ctrl-C does, stops what is running."""
 
 LOOK = 100
 """Looks at what has ended, ten a second, between two at whether a cluster still has workers."""
@@ -59,8 +62,9 @@ class Task(Generic[T]):
 class Workers(Protocol):
     """What plays tasks."""
 
-    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Iterator[tuple[int, T]]:
-        """(place of the task, its result), as they finish; `advance` is told of requests played, from any thread."""
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """Play them; `advance` is told of requests played, from any thread."""
+        ...
 
 
 class Local:
@@ -69,8 +73,8 @@ class Local:
     def __init__(self, workers: int) -> None:
         self.workers = workers
 
-    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Iterator[tuple[int, T]]:
-        """As `Workers` says. Leaving the iterator, as Ctrl-C does, stops what is running."""
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """As `Workers` says."""
         if min(self.workers, len(tasks)) <= 1:
             for place, task in enumerate(tasks):
                 yield place, task.play(task.loaded, *task.arguments, advance)
@@ -123,7 +127,7 @@ class Cluster:
             raise InputError(f"no Dask scheduler answers at {address}: {error}") from error
         self._check_workers()
 
-    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Iterator[tuple[int, T]]:
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
         executor = self._client.get_executor(pure=False)
 

@@ -21,11 +21,11 @@ from traces.index import Index
 from traces.reader import open_folder
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import PREFILL, Int, RequestSteps, steps_of_rows
-from traces.trace import Phases
+from traces.trace import OfAModel, Phases
 
 
 @dataclass(frozen=True, eq=False)
-class Shards:
+class Shards(OfAModel):
     """R requests and T tokens of a model with L MoE layers of E experts, top-k; the tokens stay on disk.
 
     Several threads may play it at once, each going through the requests as it likes; going forward is quickest. Where
@@ -75,21 +75,6 @@ class Shards:
             _rows=Blocks(folder.routing, columns, by_request),
             _eams=eams,
         )
-
-    @property
-    def layers(self) -> int:
-        """L: MoE layers."""
-        return self.meta.layers
-
-    @property
-    def num_experts(self) -> int:
-        """E: routed experts of a layer."""
-        return self.meta.experts
-
-    @property
-    def top_k(self) -> int:
-        """k: experts that a token may choose in a layer."""
-        return self.meta.top_k
 
     @cached_property
     def phases(self) -> Phases:

@@ -25,8 +25,29 @@ from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
 Phases = Literal["prefill", "decode", "both"]
 
 
+class OfAModel:
+    """What a trace says of its model's shape."""
+
+    meta: TraceMeta
+
+    @property
+    def layers(self) -> int:
+        """L: MoE layers."""
+        return self.meta.layers
+
+    @property
+    def num_experts(self) -> int:
+        """E: routed experts of a layer."""
+        return self.meta.experts
+
+    @property
+    def top_k(self) -> int:
+        """k: experts that a token may choose in a layer."""
+        return self.meta.top_k
+
+
 @dataclass(frozen=True, eq=False)
-class Trace:
+class Trace(OfAModel):
     """R requests and T tokens of a model with L MoE layers of E experts, top-k.
 
     `requests` has the columns id, dataset, task ("" if unlabelled), prompt_tokens (<NA> if unknown),
@@ -95,21 +116,6 @@ class Trace:
             aggregate=aggregate,
             **arrays,
         )
-
-    @property
-    def layers(self) -> int:
-        """L: MoE layers."""
-        return self.meta.layers
-
-    @property
-    def num_experts(self) -> int:
-        """E: routed experts of a layer."""
-        return self.meta.experts
-
-    @property
-    def top_k(self) -> int:
-        """k: experts that a token may choose in a layer."""
-        return self.meta.top_k
 
     @property
     def sentinel(self) -> int:

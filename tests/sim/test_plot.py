@@ -1,6 +1,6 @@
 import pytest
 
-from sim.plot import draw, figure
+from sim.plot import draw, figure, wrapped
 
 
 def rows(policy, **columns):
@@ -40,3 +40,11 @@ def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
     assert list(lines) == ["lru", "eamc", "belady (bound)", "one token's experts"]
     assert list(lines["lru"].get_xdata()) == pytest.approx([10, 25, 50])
     assert list(lines["lru"].get_ydata()) == [90, 75, 50]
+
+
+def test_a_long_policy_is_broken_before_its_options_and_nothing_of_it_is_lost():
+    policy = "eamc:capacity=300:matches=5:cosine=rows:threshold=0.25+oracle:horizon=9@layer"
+    lines = wrapped(policy).split("\n")
+    assert "".join(lines) == policy
+    assert max(map(len, lines)) <= 28
+    assert wrapped("lru+popular:n=2") == "lru+popular:n=2"
