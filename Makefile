@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all fuzz bench lint format clean
+.PHONY: demo test test-all fuzz bench gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -45,6 +45,10 @@ format: $(READY)
 
 bench: $(READY) ## speeds as ratios measured in one run
 	$(BIN)/python -m benchmarks
+
+# Needs no network and nothing installed beyond what a GPU machine has (README, "On a GPU"): no .venv is made.
+gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, at most 8 minutes
+	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
 
 clean:
 	rm -rf $(VENV) demo

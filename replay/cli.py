@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from replay.commands_calibrate import calibrate
+from replay.commands_compare import compare
 from traces import console, demo_trace
 from traces.errors import InputError
 
@@ -79,12 +81,26 @@ def run(
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts, where memory is short.")
     ] = None,
+    pin: Annotated[str, typer.Option(help="require, or best-effort: go on with slower copies where it is refused.")] = (
+        "require"
+    ),
+    dense: Annotated[str, typer.Option(help="real, or none: the experts alone.")] = "real",
+    weights: Annotated[
+        Path | None, typer.Option(help="Folder of a safetensors checkpoint; else random weights of its shapes.")
+    ] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare slots with the host at each use (slow).")] = False,
     seed: Annotated[int | None, typer.Option(help="Of the weights; else 0.")] = None,
     timeline: Annotated[
         Path | None, typer.Option(help="File for what happened when, measured and predicted (.json, .json.gz).")
     ] = None,
     no_slots: Annotated[bool, typer.Option("--no-slots", help="A timeline without a track for each slot.")] = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and layers for NVIDIA's profilers.")] = False,
+    min_gbps: Annotated[
+        float | None, typer.Option(help="Fail where the link, while busy, reached less (GB/s).")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that --out holds, behind its last whole request.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON, not as a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
@@ -113,14 +129,21 @@ def run(
     }
     given = {key: value for key, value in asked.items() if value is not None}
     wish = _of_sweep(from_, policy, cache_size, given) if from_ else _typed(policy, cache_size, given)
-    choice = _choose(wish, device, host_dedup, verify)
+    asked_of_device = {"host_dedup": host_dedup, "verify": verify, "dense": dense, "weights": weights, "pin": pin}
+    choice = replace(_choose(wish, device), **asked_of_device, nvtx=nvtx)  # type: ignore[arg-type]  # by name
     if not quiet:
         for note in (*wish.notes, _scope(wish, choice, device), *_unpriced(choice)):
             console.note(note)
     from traces.location import name_of
 
     folder = out or Path("results") / f"{name_of(choice.loaded.setup.trace)}-replay"
-    _replay(choice, folder, timeline, not no_slots, as_json, quiet)
+    if resume and (timeline or choice.device == "virtual"):
+        raise InputError("--resume: a timeline needs the whole run, and one on a logical clock takes seconds")
+    reached = _replay(choice, folder, timeline, not no_slots, as_json, quiet, resume).row["copy_gb_per_s"]
+    if min_gbps is not None and reached is not None and reached < min_gbps:
+        console.fail(
+            "moe-replay", f"the link reached {reached:.4g} GB/s while busy, less than --min-gbps {min_gbps:g}", 1
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +194,7 @@ def _of_sweep(folder: Path, policy: str | None, cache_size: str | None, given: M
     return Wish(setup, policy or best.policy, size, best.cache_experts, True, () if policy else (note,))
 
 
-def _choose(wish: Wish, device: str, host_dedup: int | None, verify: bool) -> "Choice":
+def _choose(wish: Wish, device: str) -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
     from policies.registry import parse
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
@@ -189,7 +212,7 @@ def _choose(wish: Wish, device: str, host_dedup: int | None, verify: bool) -> "C
         )
     if not wish.whole and chosen != "virtual":
         loaded = first_steps(loaded, DEFAULT_STEPS)
-    return Choice(loaded, policy, slots, chosen, host_dedup, verify)
+    return Choice(loaded, policy, slots, chosen)
 
 
 def _scope(wish: Wish, choice: "Choice", asked: str) -> str:
@@ -209,7 +232,9 @@ def _unpriced(choice: "Choice") -> list[str]:
     return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
 
 
-def _replay(choice: "Choice", folder: Path, timeline: Path | None, slots: bool, as_json: bool, quiet: bool) -> None:
+def _replay(
+    choice: "Choice", folder: Path, timeline: Path | None, slots: bool, as_json: bool, quiet: bool, resume: bool
+) -> "Outcome":
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
     from replay.run import run
@@ -219,10 +244,16 @@ def _replay(choice: "Choice", folder: Path, timeline: Path | None, slots: bool, 
 
     is_new = not folder.exists()
     writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
-    steps = sum(len(request.tokens) for request in Requests(choice.loaded.trace))
-    played = 0
+    each = {request.request: len(request.tokens) for request in Requests(choice.loaded.trace)}
+    steps, key = sum(each.values()), choice.key
+    done = report.done_before(folder, key, each) if resume else []
+    if len(done) == steps:
+        raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+    played = len(done)
+    if done and not quiet:
+        console.note(f"going on behind {played} of {steps} steps")
     try:
-        with report.step_writer(folder) as write, report.progress(steps, quiet) as advance:
+        with report.step_writer(folder, key, done) as write, report.progress(steps, quiet, played) as advance:
 
             def on_step(row: list[int]) -> None:
                 nonlocal played
@@ -231,7 +262,7 @@ def _replay(choice: "Choice", folder: Path, timeline: Path | None, slots: bool, 
                 advance()
 
             with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
-                outcome = run(choice, on_step, shown, slots)
+                outcome = run(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
         kept = f": they are in {folder / report.STEPS}" if played else ""
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
@@ -244,6 +275,7 @@ def _replay(choice: "Choice", folder: Path, timeline: Path | None, slots: bool, 
         typer.echo(json.dumps(report.as_json(outcome), indent=1))
     elif not quiet:
         _tell(outcome, folder)
+    return outcome
 
 
 def _tell(outcome: "Outcome", folder: Path) -> None:
@@ -257,6 +289,10 @@ def _tell(outcome: "Outcome", folder: Path) -> None:
         f"wrote results.parquet, requests.parquet, {report.STEPS} to {folder}", soft_wrap=True, markup=False
     )
     console.out.print(report.last_line(outcome), soft_wrap=True, markup=False)
+
+
+app.command()(calibrate)
+app.command()(compare)
 
 
 def main() -> None:

@@ -6,25 +6,31 @@ allocated once; the link is memcpy. It exercises everything but the CUDA calls; 
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
+from threading import Event as Flag
 from threading import Thread
 
 import numpy as np
 import torch
 
-from replay.device import Completion, Device, Kind, nothing_under_way, stuck
+from replay.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
 from replay.network import Network
 from replay.store import HostStore
 
-Work = tuple[Completion, Callable[[], None]]
+Item = tuple[Completion, Callable[[], None], Flag | None]
 Outcomes = SimpleQueue[Completion | Exception]
+
+
+TAIL_BYTES = 256 << 10
+"""memcpy takes some 50 us for it, about what threads take to hand over."""
 
 
 class CpuDevice(Device):
     """Threads and memcpy. With `verify`, each expert's bytes are compared with the store's when it computes."""
 
-    chunks_in_flight = 2
+    tail_bytes = TAIL_BYTES
 
     def __init__(self, store: HostStore, network: Network, slots: int, verify: bool = False) -> None:
         self.store = store
@@ -37,39 +43,47 @@ class CpuDevice(Device):
         self._link, self._compute = Stream("link", self._outcomes), Stream("compute", self._outcomes)
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
+        self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
         self._stuck = False
 
     def now(self) -> int:
         """Wall clock."""
         return time.perf_counter_ns()
 
+    @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """memcpy on the link's thread."""
         target, source = self.pool[slot, first:last], self.store[expert][first:last]
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        self._link.submit(completion, lambda: np.copyto(target, source))
+        landed = Flag()
+        if last == self.store.expert_bytes:
+            self._landing[expert] = landed
+        self._link.submit(completion, lambda: np.copyto(target, source), landed)
 
+    @timed
     def dense(self, layer: int, tokens: int, context: int) -> None:
-        """One matmul of the layer's dense weights."""
-        self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens))
+        """The real shapes."""
+        self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens, context))
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        """The expert in its slot."""
-        if self._verify:
-            self._multiply(Completion(Kind.EXPERT, expert), lambda: self._checked(expert, slot, tokens))
-        else:
-            weights = self._weights[slot]
-            self._multiply(Completion(Kind.EXPERT, expert), lambda: self._network.expert(weights, tokens))
+    @timed
+    def experts(self, works: Sequence[Work]) -> None:
+        """One after another, each when it has landed."""
+        for expert, slot, tokens in works:
+            work = partial(self._expert, expert, slot, tokens, self._landing.get(expert))
+            self._multiply(Completion(Kind.EXPERT, expert), work)
 
+    @timed
     def combine(self, tokens: int) -> None:
         """Add up."""
         self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens))
 
+    @timed
     def head(self, tokens: int) -> None:
         """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
+    @timed
     def next_completion(self) -> Completion:
         """Whichever thread is done first; what a thread raised is raised here."""
         if not (self._copies or self._computes):
@@ -102,10 +116,15 @@ class CpuDevice(Device):
         self._computes.append(completion)
         self._compute.submit(completion, work)
 
-    def _checked(self, expert: int, slot: int, tokens: int) -> None:
-        self._require(expert, slot)
+    def _expert(self, expert: int, slot: int, tokens: int, landed: Flag | None) -> None:
+        """On the compute thread."""
+        if landed:
+            landed.wait()
+        if self._verify:
+            self._require(expert, slot)
         self._network.expert(self._weights[slot], tokens)
-        self._require(expert, slot)
+        if self._verify:
+            self._require(expert, slot)
 
     def _require(self, expert: int, slot: int) -> None:
         if not self.store.holds(expert, self.pool[slot, : self.store.expert_bytes]):
@@ -117,13 +136,13 @@ class Stream(Thread):
 
     def __init__(self, name: str, outcomes: Outcomes) -> None:
         super().__init__(name=name, daemon=True)
-        self._work: SimpleQueue[Work | None] = SimpleQueue()
+        self._work: SimpleQueue[Item | None] = SimpleQueue()
         self._outcomes = outcomes
         self.start()
 
-    def submit(self, completion: Completion, work: Callable[[], None]) -> None:
-        """Do `work`, then report `completion`."""
-        self._work.put((completion, work))
+    def submit(self, completion: Completion, work: Callable[[], None], flag: Flag | None = None) -> None:
+        """Do `work`, then report `completion`, then set the flag, also where the work fails."""
+        self._work.put((completion, work, flag))
 
     def close(self, wait: bool) -> None:
         """End once what was submitted is done."""
@@ -136,9 +155,11 @@ class Stream(Thread):
         torch.set_num_threads(torch.get_num_threads())
         with torch.inference_mode():
             while item := self._work.get():
-                completion, work = item
+                completion, work, flag = item
                 try:
                     work()
                     self._outcomes.put(completion)
                 except Exception as error:
                     self._outcomes.put(error)
+                if flag:
+                    flag.set()

@@ -1,155 +1,200 @@
 """The CUDA device: registered host memory, one copy stream, one compute stream, polled by the driver's own thread.
 
-Copy engines know no priorities, so at most two chunks are in flight and nothing else copies host to device. Slots and
-slabs are allocated once. A copy waits, on the device, for the last use of its slot; compute waits for the slot's ready
-event. Host memory is registered in the slabs that it is, not taken from torch's pinned allocator, which rounds up to
-powers of two.
+Copy engines know no priorities, so at most two pieces are in flight and nothing else copies host to device: what a
+kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the event
+behind an expert's last piece; a slot is taken anew only when its last use was seen to have ended.
+The host's memory was registered before (`replay.pinning`).
+
+A decoded token goes in few launches (`replay.launches`), longer steps kernel by kernel.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
-from replay.device import Completion, Device, Kind, nothing_under_way, stuck
+from replay.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
+from replay.gpu import Event, Gpu, Stream
+from replay.launches import Launches
 from replay.network import Network
 from replay.store import HostStore
-from sim.quantities import show_bytes
-from traces.errors import InputError
 
-Pending = deque[tuple[Completion, torch.cuda.Event]]
+TAIL_BYTES = 2 << 20
+"""The host answers within some 40 us, in which a PCIe 5.0 x16 link moves so much."""
 
-# torch annotates none of these.
-_new_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
-_new_stream: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-_has_ended: Callable[[torch.cuda.Event], bool] = torch.cuda.Event.query
-_driver: Callable[[], Any] = torch.cuda.cudart
+
+class Pending(NamedTuple):
+    """Submitted work and the event behind it; experts of one launch share it, and the last of them gives it back."""
+
+    completion: Completion
+    event: Event
+    last: bool = True
 
 
 class CudaDevice(Device):
     """One GPU. With `verify`, each expert's bytes are compared with the store's when it computes (slow)."""
 
-    chunks_in_flight = 2
+    tail_bytes = TAIL_BYTES
 
-    def __init__(self, store: HostStore, network: Network, slots: int, verify: bool = False) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        network: Network,
+        slots: int,
+        gpu: Gpu,
+        launches: Launches,
+        verify: bool = False,
+    ) -> None:
         self.store = store
+        self.gpu = gpu
         self._network = network
+        self._launches = launches
         self._verify = verify
-        self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device="cuda")  # fails sooner than pinning
+        self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device=gpu.device)  # never zeros
         self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
-        self._registered: list[int] = []
-        self._register()
         self._weights = [network.weights(slot) for slot in self.pool]
-        self._link, self._compute = _new_stream(), _new_stream()
-        self._ready = [_new_event() for _ in range(slots)]
-        self._last_use = [_new_event() for _ in range(slots)]
-        self._copies: Pending = deque()
-        self._computes: Pending = deque()
-        self._spare: list[torch.cuda.Event] = []
-        self._stuck = False
-        torch.cuda.synchronize()
+        self._compute, self._link = gpu.compute_stream(), gpu.stream()
+        self._copies: deque[Pending] = deque()
+        self._computes: deque[Pending] = deque()
+        self._landing: dict[int, Event] = {}  # behind the last piece of an expert
+        self._spare: list[Event] = []
+        gpu.synchronize()
+
+    def prepare(self, contexts: Iterable[int]) -> None:
+        """Capture graphs."""
+        self._launches.prepare(contexts)
 
     def now(self) -> int:
         """Wall clock of the host."""
         return time.perf_counter_ns()
 
+    @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        """One asynchronous copy; the slot is ready behind its last chunk."""
-        with torch.cuda.stream(self._link):
-            if first == 0:
-                self._link.wait_event(self._last_use[slot])
-            source = self._host[expert % self.store.distinct]
-            self.pool[slot, first:last].copy_(source[first:last], non_blocking=True)
-            if last == self.store.expert_bytes:
-                self._ready[slot].record()
-            self._record(self._copies, Completion(Kind.COPY, expert))
+        """One asynchronous copy."""
+        target, source = self.pool[slot, first:last], self._host[expert % self.store.distinct][first:last]
+        if first == 0:
+            self._copying(expert, slot)
+        self._link.run(lambda: target.copy_(source, non_blocking=True))
+        event = self._mark(self._link, self._copies, Completion(Kind.COPY, expert))
+        self._copied()
+        if last == self.store.expert_bytes:
+            self._landing[expert] = event
 
+    @timed
     def dense(self, layer: int, tokens: int, context: int) -> None:
-        """One matmul of the layer's dense weights; its event is the causality gate."""
-        with torch.cuda.stream(self._compute), torch.inference_mode():
-            self._network.dense(layer, tokens)
-            self._record(self._computes, Completion(Kind.ROUTER))
+        """The real shapes; its event is the causality gate."""
+        one = tokens == 1
+        self._compute.run(
+            self._launches.dense(layer, context) if one else partial(self._network.dense, layer, tokens, context)
+        )
+        self._mark(self._compute, self._computes, Completion(Kind.ROUTER))
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        """The expert in its slot."""
-        with torch.cuda.stream(self._compute), torch.inference_mode():
-            self._compute.wait_event(self._ready[slot])
-            if self._verify:
-                self._require(expert, slot)
-            self._network.expert(self._weights[slot], tokens)
-            if self._verify:
-                self._require(expert, slot)
-            self._last_use[slot].record()
-            self._record(self._computes, Completion(Kind.EXPERT, expert))
+    @timed
+    def experts(self, works: Sequence[Work]) -> None:
+        """What is there in as few launches as possible; each that is landing behind its own arrival."""
+        here = [work for work in works if work[0] not in self._landing]
+        for group in self._grouped(here):
+            self._launch(group)
+        for work in works:
+            if (event := self._landing.get(work[0])) is not None:
+                self._compute.wait(event)
+                self._launch([work])
 
+    @timed
     def combine(self, tokens: int) -> None:
         """Add up."""
-        with torch.cuda.stream(self._compute), torch.inference_mode():
-            self._network.combine(tokens)
-            self._record(self._computes, Completion(Kind.COMBINE))
+        self._compute.run(self._launches.combine if tokens == 1 else partial(self._network.combine, tokens))
+        self._mark(self._compute, self._computes, Completion(Kind.COMBINE))
 
+    @timed
     def head(self, tokens: int) -> None:
         """The vocabulary."""
-        with torch.cuda.stream(self._compute), torch.inference_mode():
-            self._network.head(tokens)
-            self._record(self._computes, Completion(Kind.HEAD))
+        self._compute.run(self._launches.head if tokens == 1 else partial(self._network.head, tokens))
+        self._mark(self._compute, self._computes, Completion(Kind.HEAD))
 
+    @timed
     def next_completion(self) -> Completion:
-        """Poll the oldest event of each stream: no thread to wake, no synchronise."""
-        if not (self._copies or self._computes):
+        """Poll the oldest event of each stream: no thread to wake, no synchronise.
+
+        Copies are looked at again when compute has ended: one that it waited for had ended before.
+        """
+        copies, computes = self._copies, self._computes
+        if not (copies or computes):
             raise nothing_under_way()
         began = time.monotonic()
         while time.monotonic() - began < self.watchdog_s:
-            for pending in (self._copies, self._computes):
-                if pending and _has_ended(pending[0][1]):
-                    completion, event = pending.popleft()
-                    self._spare.append(event)
-                    return completion
-        self._stuck = True
-        raise stuck(self.watchdog_s, [pending[0][0] for pending in (self._copies, self._computes) if pending])
+            if copies and copies[0].event.query():
+                return self._ended(copies)
+            if computes and computes[0].event.query():
+                return self._ended(copies if copies and copies[0].event.query() else computes)
+        self.gpu.is_stuck = True
+        raise stuck(self.watchdog_s, [pending[0].completion for pending in (copies, computes) if pending])
 
     def discard_copies(self) -> None:
-        """Let the chunks under way end, and forget them."""
+        """Let the pieces under way end, and forget them."""
         self._link.synchronize()
-        self._spare += [event for _, event in self._copies]
-        self._copies.clear()
+        while self._copies:
+            self._ended(self._copies)
 
     def close(self) -> None:
-        """Let the GPU end, and unregister host memory, also where the GPU has failed.
+        """Let the GPU end; not where it is stuck, for waiting for it would be for ever."""
+        if not self.gpu.is_stuck:
+            self.gpu.synchronize()
 
-        Not where it is stuck: waiting for it would be for ever, and it may still read the memory.
-        """
-        if self._stuck:
-            return
-        try:
-            torch.cuda.synchronize()
-        finally:
-            while self._registered:
-                _driver().cudaHostUnregister(self._registered.pop())
+    def _grouped(self, works: list[Work]) -> Iterable[list[Work]]:
+        """One launch each."""
+        if self._launches.experts and all(tokens == 1 for _, _, tokens in works):
+            return [works] if works else []
+        return [[work] for work in works]
 
-    def _record(self, pending: Pending, completion: Completion) -> None:
-        """On the current stream."""
-        event = self._spare.pop() if self._spare else _new_event()
-        event.record()
-        pending.append((completion, event))
+    def _launch(self, works: list[Work]) -> None:
+        """One launch, with a completion for each expert."""
+        slots = [slot for _, slot, _ in works]
+        tokens = works[0][2]
+        if self._verify:
+            self._compute.run(lambda: self._require(works))
+        if self._launches.experts and tokens == 1:
+            self._compute.run(partial(self._launches.experts, *self._in_memory(slots)))
+        else:
+            weights = self._weights[slots[0]]
+            self._compute.run(lambda: self._network.expert(weights, tokens))
+        if self._verify:
+            self._compute.run(lambda: self._require(works))
+        *others, final = [Completion(Kind.EXPERT, expert) for expert, _, _ in works]
+        event = self._spare.pop() if self._spare else self.gpu.event()
+        self._compute.record(event)
+        self._computes.extend(Pending(completion, event, last=False) for completion in others)
+        self._computes.append(Pending(final, event))
 
-    def _register(self) -> None:
-        """Pin every slab at its true size; InputError where the driver refuses."""
-        for slab in self.store.slabs:
-            refused = int(_driver().cudaHostRegister(slab.ctypes.data, slab.nbytes, 0))
-            if refused:
-                pinned = len(self._registered)
-                self.close()
-                raise InputError(
-                    f"the driver refused to pin host memory (CUDA error {refused}) after {pinned} of "
-                    f"{len(self.store.slabs)} slabs, {show_bytes(self.store.nbytes)} in all: raise the limit of "
-                    "locked memory, or share buffers with --host-dedup"
-                )
-            self._registered.append(slab.ctypes.data)
+    def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
+        """What a fused launch reads: uint8[n, stride] and rows of it."""
+        return self.pool, slots
 
-    def _require(self, expert: int, slot: int) -> None:
-        content = self.pool[slot, : self.store.expert_bytes].cpu().numpy()
-        if not self.store.holds(expert, content):
-            raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
+    def _copying(self, expert: int, slot: int) -> None:
+        """A transfer into a slot begins (for `replay.baselines`)."""
+
+    def _copied(self) -> None:
+        """A piece was submitted (for `replay.baselines`)."""
+
+    def _mark(self, stream: Stream, pending: deque[Pending], completion: Completion) -> Event:
+        event = self._spare.pop() if self._spare else self.gpu.event()
+        stream.record(event)
+        pending.append(Pending(completion, event))
+        return event
+
+    def _ended(self, pending: deque[Pending]) -> Completion:
+        completion, event, last = pending.popleft()
+        if last:
+            self._spare.append(event)
+        if self._landing.get(completion.expert) is event:
+            del self._landing[completion.expert]
+        return completion
+
+    def _require(self, works: list[Work]) -> None:
+        for expert, slot, _ in works:
+            content = self.pool[slot, : self.store.expert_bytes].cpu().numpy()
+            if not self.store.holds(expert, content):
+                raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")

@@ -1,16 +1,24 @@
 """The one interface between the driver and whatever moves bytes and multiplies matrices.
 
 A device has two streams. The compute stream runs what it is given in the order in which it is given; the link copies
-chunks in the order in which they are given. The driver submits work and asks for the next completion, so a logical
-clock, threads and CUDA streams polled by one thread all fit. Everything else is shared by all devices.
+pieces in the order in which they are given. An expert's compute may be submitted while its last piece is flying: the
+device holds it, and all that is submitted behind it, back until that piece has ended. The driver submits work and asks
+for the next completion, so a logical clock, threads and CUDA streams polled by one thread all fit. Everything else is
+shared by all devices.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import NamedTuple
+from functools import wraps
+from time import perf_counter_ns
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from traces.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D", bound="Device")
 
 
 class Kind(IntEnum):
@@ -31,18 +39,29 @@ class Completion(NamedTuple):
     expert: int = -1
 
 
+Work = tuple[int, int, int]
+"""An expert's compute: expert, the slot that holds it, tokens."""
+
 WATCHDOG_S = 60.0
 """Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
 
 
 class Device(ABC):
-    """Two streams, submitted to without waiting; completions of each arrive in the order of submission."""
+    """Two streams, submitted to without waiting; completions of each arrive in the order of submission.
+
+    What ended before something else began is reported before it: a copy before the compute that waited for it.
+    """
 
     watchdog_s: float = WATCHDOG_S
-    chunks_in_flight: int = 1
-    """How many chunks the driver may have submitted at once."""
+    tail_bytes: int = 0
+    """The next piece is submitted when at most this much is flying: what the host takes to answer, in bytes."""
+    inside_ns: int = 0
+    """Time that the host has spent in calls of this device, waiting included; 0 on a clock of its own."""
     predictor_takes_time: bool = True
     """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
+
+    def prepare(self, contexts: Iterable[int]) -> None:  # noqa: B027  most have nothing to prepare
+        """Before a run: tokens are going to be decoded at these context lengths."""
 
     @abstractmethod
     def now(self) -> int:
@@ -61,8 +80,11 @@ class Device(ABC):
         return False
 
     @abstractmethod
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        """Compute: `tokens` tokens through `expert`, which is in `slot` and stays there until this ends."""
+    def experts(self, works: Sequence[Work]) -> None:
+        """Compute: each expert on its tokens; one completion for each, in this order.
+
+        An expert is in its slot, or its last piece is flying, and stays there until its completion.
+        """
 
     @abstractmethod
     def combine(self, tokens: int) -> None:
@@ -86,6 +108,20 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+def timed(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P], T]:
+    """Count the time in this call as the device's, not as the host's bookkeeping."""
+
+    @wraps(method)
+    def call(self: D, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        began = perf_counter_ns()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.inside_ns += perf_counter_ns() - began
+
+    return call
 
 
 def stuck(seconds: float, oldest: Iterable[Completion]) -> InputError:

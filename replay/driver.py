@@ -2,12 +2,14 @@
 
 Work is submitted, completions are handled; all decisions are the residency machine's. The causality gate: the routing
 of a layer is touched only after the completion of that layer's dense part. The compute stream keeps submission order,
-so hits go in at once, arrivals behind them, and combine and the next dense part behind the last arrival, unwaited for.
+so hits go in at once, and each other expert behind them as soon as its last piece is on its way: the device waits for
+it, the host does not. Combine and the next layer's dense part follow likewise.
 """
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -15,7 +17,7 @@ from policies.contract import Float, Int, Requests, Shape
 from policies.pair import Pair
 from policies.registry import PolicySpec
 from policies.residency import Residency
-from replay.device import Completion, Device, Kind
+from replay.device import Completion, Device, Kind, Work
 from replay.pump import Pump, Transfer
 from sim.log import STALLS, RunLog
 from traces.steps import RequestSteps
@@ -34,6 +36,8 @@ COLUMNS = (
 Row = list[int]
 T = TypeVar("T")
 
+NO_EXPERT = -1  # in the compute stream's queue: other work
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -49,53 +53,108 @@ class Plan:
     experts_per_layer: float | None = None  # of `sim.timing`, on this device; a prefetch budget needs it
 
 
+class Deciding(Protocol):
+    """Who decides: a policy (`policies.pair.Pair`), or a script of what one has decided (`replay.lockstep`)."""
+
+    def residency(self, slots: int) -> Residency:
+        """The machine over a cache of `slots` experts."""
+        ...
+
+    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+        """The request is about to be played."""
+        ...
+
+    def begin_step(self, step: int, phase: int) -> None:
+        """A step of it is about to be played."""
+        ...
+
+    def observe(self, layer: int, first: int, last: int) -> None:
+        """Rule 3."""
+        ...
+
+    def propose(self) -> tuple[Int, Float] | None:
+        """Rule 4."""
+        ...
+
+    def end_request(self) -> None:
+        """Its last step has ended."""
+        ...
+
+
 def play(
     plan: Plan,
     device: Device,
     on_step: Callable[[Row], None] | None = None,
     watch: Callable[[Residency], None] | None = None,
+    policy: Deciding | None = None,
+    done: Sequence[Row] = (),
+    clock: Device | None = None,
 ) -> RunLog:
     """Play the requests one after another on `device`.
 
-    `on_step` gets the row of each step that has ended; `watch` the residency machine before anything is played.
+    `on_step` gets the row of each step that has ended; `watch` the residency machine before anything is played;
+    `policy` decides, if not the plan's. `done`: rows of the first requests, whole, which are not played again but
+    decided once more on `clock`, a logical one (`Driver.resume`).
     """
-    driver = Driver(plan, device)
+    driver = Driver(plan, clock if clock and done else device, policy)
     if watch:
         watch(driver.machine)
-    return driver.run(on_step or (lambda row: None))
+    if clock and done:
+        driver.resume(done, device)
+    return driver.run(on_step or (lambda row: None), done)
 
 
 class Driver:
     """One run: residency machine, pump, what is under way on the compute stream, and where the time went."""
 
-    def __init__(self, plan: Plan, device: Device) -> None:
+    def __init__(self, plan: Plan, device: Device, policy: Deciding | None = None) -> None:
+        """`policy`: who decides, if not the plan's policy."""
         self.plan = plan
         self.device = device
-        self.policy = Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer)
+        self.policy: Deciding = policy or Pair(
+            plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer
+        )
         self.machine = self.policy.residency(plan.slots)
         self.pump = Pump(self.machine, device, plan.expert_bytes, plan.chunk_bytes)
         self._proposal: tuple[Int, Float] | None = None
-        self._tokens: dict[int, int] = {}  # of each expert of the current event
-        self._missing = 0  # experts of the current event that have not arrived
-        self._computing = 0  # items under way on the compute stream
+        self._tokens: dict[int, int] = {}  # of each expert of the current event that was not submitted yet
+        self._computing: deque[int] = deque()  # submitted to the compute stream: experts and NO_EXPERT
+        self._landing: set[int] = set()  # of these the experts whose last piece is flying
         self._predicting = False
         self._since = 0  # time up to here is accounted for
         self._stall_ns = [0] * len(STALLS)
         self._link_ns = self._compute_ns = 0
 
-    def run(self, on_step: Callable[[Row], None]) -> RunLog:
-        """Play everything; the run ends with the last head."""
-        rows: list[Row] = []
-        last = len(self.plan.requests) - 1
-        for ordinal in range(last + 1):
-            for row in self._request(ordinal, cold=self.plan.cold and ordinal != last):
+    def run(self, on_step: Callable[[Row], None], done: Sequence[Row] = ()) -> RunLog:
+        """Play everything; the run ends with the last head. `done`: rows of its first requests, see `resume`."""
+        rows = list(done)
+        for ordinal in range(_requests(done), len(self.plan.requests)):
+            for row in self.steps(ordinal):
                 rows.append(row)
                 on_step(row)
         return self._log(rows)
 
-    def _request(self, ordinal: int, cold: bool) -> Iterator[Row]:
-        """Its steps, one by one; what happens to a row between two steps takes none of their time."""
+    def resume(self, done: Sequence[Row], device: Device) -> None:
+        """Go on on `device` behind requests that were played there before: `done`, their rows, as they were measured.
+
+        So far this drives a logical clock, on which they are decided anew: so the policy learns what it had learned,
+        and slots hold what they held, but for decisions that time has changed. Then the device gets their experts.
+        """
+        for ordinal in range(_requests(done)):
+            for _ in self.steps(ordinal):
+                pass
+        while self.pump.on_link:
+            self._handle(self.device.next_completion())
+        self.device = device
+        self.pump.go_on(device)
+        for expert in self.machine.resident().tolist():
+            device.copy(expert, self.machine.slot(expert), 0, self.plan.expert_bytes)
+            device.next_completion()
+
+    def steps(self, ordinal: int) -> Iterator[Row]:
+        """Play a request's steps, one by one; what happens to a row between two steps takes none of their time."""
         request = self.plan.requests[ordinal]
+        cold = self.plan.cold and ordinal < len(self.plan.requests) - 1
         self.policy.begin_request(ordinal, request)
         steps = len(request.tokens)
         for step in range(steps):
@@ -125,15 +184,15 @@ class Driver:
         offsets = request.offsets[step * layers : (step + 1) * layers + 1].tolist()
         self.policy.begin_step(step, int(request.phase[step]))
         for layer in range(layers):
-            self._submitting()
+            self._submitting(NO_EXPERT)
             device.dense(layer, tokens, context)
             self._until(Kind.ROUTER)
             self._routed(request, layer, offsets[layer], offsets[layer + 1])
-            while self._missing:
+            while self._tokens:
                 self._handle(device.next_completion())
-            self._submitting()
+            self._submitting(NO_EXPERT)
             device.combine(tokens)
-        self._submitting()
+        self._submitting(NO_EXPERT)
         device.head(tokens)
         self._until(Kind.HEAD)
 
@@ -142,19 +201,18 @@ class Driver:
         hits = self.machine.route(request.experts, first, last)
         experts, counts = request.experts[first:last].tolist(), request.counts[first:last].tolist()
         self._tokens = dict(zip(experts, counts, strict=True))
-        self._missing = last - first - hits
         self._ask(lambda: self.policy.observe(layer, first, last))
         if self.device.predictor_takes_time:
-            self._pump()
+            self._charge()
+            self.pump.act()
         self._proposal = self._ask(self.policy.propose)
         self._predicting = self.device.predict()
         if self._predicting:
-            self._computing += 1
+            self._computing.append(NO_EXPERT)
         else:
             self._proposal_arrives()
 
-        for expert in self.machine.hits(hits):
-            self._compute(expert)
+        self._compute(self.machine.hits(hits))
         self._pump()
 
     def _ask(self, policy: Callable[[], T]) -> T:
@@ -170,14 +228,17 @@ class Driver:
         if self._proposal is not None:
             self.machine.propose(*self._proposal)
 
-    def _compute(self, expert: int) -> None:
-        self._submitting()
-        self.device.expert(expert, self.machine.slot(expert), self._tokens[expert])
+    def _compute(self, experts: list[int]) -> None:
+        """Submit experts of the event, which are in their slots or landing."""
+        if experts:
+            works: list[Work] = [(expert, self.machine.slot(expert), self._tokens.pop(expert)) for expert in experts]
+            self._submitting(*experts)
+            self.device.experts(works)
 
-    def _submitting(self) -> None:
+    def _submitting(self, *experts: int) -> None:
         """Something is about to be submitted to the compute stream."""
         self._charge()
-        self._computing += 1
+        self._computing.extend(experts)
 
     # Completions
 
@@ -193,13 +254,12 @@ class Driver:
         """One completion, with the transfers and computes that it lets start."""
         self._charge()
         if completion.kind is Kind.COPY:
-            arrived = self.pump.chunk_ended()
+            arrived = self.pump.piece_ended()
             if arrived is not None:
-                self._missing -= 1
-                self._compute(arrived)
+                self._landing.discard(arrived)
             self._pump()
             return
-        self._computing -= 1
+        self._computing.popleft()
         if completion.kind is Kind.EXPERT:
             self.machine.computed(completion.expert)
             self._pump()
@@ -209,9 +269,14 @@ class Driver:
             self._pump()
 
     def _pump(self) -> None:
+        """Let the link act; what lands of the event is computed behind what was submitted before."""
         if not self.pump.on_link:
             self._charge()
         self.pump.act()
+        if self._tokens:
+            landing = [expert for expert in self.pump.landing() if expert in self._tokens]
+            self._landing.update(landing)
+            self._compute(landing)
 
     # Where the time went
 
@@ -226,9 +291,9 @@ class Driver:
             self._link_ns += elapsed
         if self._predicting:
             self._stall_ns[PREDICTOR] += elapsed
-        elif self._computing:
+        elif self._computing and self._computing[0] not in self._landing:
             self._compute_ns += elapsed
-        elif self._missing and self.pump.on_link:
+        elif (self._computing or self._tokens) and self.pump.on_link:
             self._stall_ns[self._cause(self.pump.on_link)] += elapsed
 
     def _cause(self, transfer: Transfer) -> int:
@@ -252,3 +317,8 @@ class Driver:
             expert_bytes=self.plan.expert_bytes,
             evictions=np.array(self.pump.evictions, np.int64),
         )
+
+
+def _requests(rows: Sequence[Row]) -> int:
+    """How many these are of."""
+    return len({row[0] for row in rows})

@@ -6,19 +6,18 @@ from pathlib import Path
 
 import torch
 
+from replay.gpu import Gpu
 from replay.store import HostStore
 from sim.results import Row
 
 
-def facts(device: str, store: HostStore) -> Row:
+def facts(gpu: Gpu | None, store: HostStore) -> Row:
     """Columns of a replay's row that the machine decides."""
-    cuda = device == "cuda"
     return {
-        "device_name": torch.cuda.get_device_name() if cuda else _processor(),
-        "driver": _driver() if cuda else None,
+        "device_name": gpu.name if gpu else _processor(),
+        "driver": driver() if gpu else None,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
-        "host_pinned": cuda,
         "host_experts": store.distinct,
     }
 
@@ -33,7 +32,8 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
+    """Version of the GPU's; None where nobody says."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()

@@ -1,155 +1,304 @@
-"""What this machine takes for each piece of work, measured through the device itself just before the run.
+"""What this machine takes for each part of a step and for a transfer, measured through the device that replays.
 
-The simulator given these figures predicts this machine, so that prediction and measurement can be compared where no
-profile describes the hardware. It knows nothing of the run to come: contention between copies and compute and the
-host's handing over from one stream to the other are what the two differ by.
+Each kind of work is timed alone (`replay.meter`), transfers go through the pump itself. Then the real loop plays tokens
+that miss nothing and tokens that miss everything (`replay.host_time`): what those take beyond the sum of their parts is
+the host's, a turnaround for each layer (from the end of a router to the start of what is submitted in answer) and a
+launch for each expert. So the tables give both as they were measured.
+
+Medians count, not minima: the run to be predicted is disturbed as the measurement is. How far the repeats of a figure
+lie from their median, in the mean over all figures, is the noise.
 """
 
-from bisect import bisect_left
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
-from statistics import median
-from time import perf_counter_ns
+from statistics import mean
+from time import monotonic, perf_counter_ns
+from typing import cast
+
+import numpy as np
 
 from policies.pair import Pair
+from policies.residency import Residency
 from replay.device import Device
-from replay.driver import Plan
-from sim.timing import Link
+from replay.driver import COLUMNS, Plan, Row, play
+from replay.host_time import with_host
+from replay.meter import AT_LEAST, ENOUGH_NS, Meter, rising
+from replay.pump import Pump
+from replay.virtual import VirtualDevice
+from sim.measured import Curve, MeasuredModel, MeasuredTiming, Surface
+from sim.timing import Link, Timing
+from traces.steps import DECODE
 
-REPEATS = 24
-WARM_UP = 2
-BURST, ONE = 8, 1
-LONG_NS = 100_000_000
-"""A burst that would take longer is no burst: one piece at a time."""
-ENOUGH_NS = 400_000_000
-"""Work that takes long is repeated less often than REPEATS, but at least three times."""
+CYCLE_BYTES = 1 << 30
+"""Repeats go round so many bytes of slots (and all layers), so that caches hold no more than in a run."""
+TRANSFERS, TRANSFER_REPEATS = 8, 7
+CONTEXTS = 6
+LADDER = 4
+"""From one number of tokens to the next."""
 
-POLICY_EVENTS = 500
-
-Table = tuple[tuple[int, int], ...]  # (tokens, ns), ascending
+FIRST_STEPS = 2
+"""Of a run on the logical clock that are not counted, besides the first tenth."""
+POLICY_S = 2.0
+SLOWEST = 0.01
+"""Of a policy's steps, so many of the slowest are not counted: the machine was elsewhere, or compiled."""
 
 
 @dataclass(frozen=True)
-class MeasuredTiming:
-    """Durations, interpolated between the token counts that were measured; contexts do not matter here."""
+class Measurement:
+    """What was found of a model, and by what share single repeats differ from it in the mean."""
 
-    first_dense: Table
-    other_dense: Table
-    expert: Table
-    combine: Table
-    head: int
-    predictor_ns: int  # of the policy, on the host
-
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
-        """The layer's matmul; all layers but the first are of one size."""
-        return interpolate(self.other_dense if layer else self.first_dense, tokens)
-
-    def expert_ns(self, tokens: int) -> int:
-        """One expert on `tokens` tokens."""
-        return interpolate(self.expert, tokens)
-
-    def combine_ns(self, tokens: int) -> int:
-        """Adding up."""
-        return interpolate(self.combine, tokens)
-
-    def head_ns(self, tokens: int) -> int:
-        """The vocabulary for one token, whatever the step."""
-        return self.head
+    model: MeasuredModel
+    noise: float
 
 
 def measure(device: Device, plan: Plan, most_tokens: int) -> tuple[MeasuredTiming, Link]:
-    """Time each kind of work alone, submission and completion included. Fills some slots.
+    """Durations on `device` for steps of up to `most_tokens` tokens, the plan's policy included, and the link."""
+    model = measure_model(device, plan, most_tokens, "this machine").model
+    link = model.link(plan.chunk_bytes)
+    return model.timing(policy_ns(plan, model.timing(), link)), link
 
-    Repeats go round slots and layers, so that caches hold no more than they do in a run.
-    """
-    sizes = [1]
-    while sizes[-1] < most_tokens:
-        sizes.append(min(sizes[-1] * 4, most_tokens))
-    layers, places, expert_bytes = plan.shape.layers, min(plan.slots, REPEATS), plan.expert_bytes
 
-    def table(work: Callable[[int, int], None]) -> Table:
-        took = [_time(device, lambda i, n=tokens: work(i, n)) for tokens in sizes]  # type: ignore[misc]
-        return tuple(zip(sizes, never_less(took), strict=True))
-
-    def copy(i: int, size: int) -> None:
-        device.copy(i % places, i % places, 0, size)
-
-    for place in range(places):
-        copy(place, expert_bytes)
-        device.next_completion()
-    whole = _time(device, lambda i: copy(i, expert_bytes), ONE)  # as the pump does: the next when one has ended
-    part_bytes = -(-expert_bytes // 4)
-    part = _time(device, lambda i: copy(i, part_bytes), ONE)
-    first_dense = table(lambda i, n: device.dense(0, n, n))
-    timing = MeasuredTiming(
+def measure_model(device: Device, plan: Plan, most_tokens: int, name: str) -> Measurement:
+    """Measure everything but policies. Leaves whole experts in some slots."""
+    meter = Meter(device)
+    places = min(plan.slots, max(2 * top_k(plan), -(-CYCLE_BYTES // plan.expert_bytes)))
+    transfer_ns, latency_ns = _transfers(meter, plan.expert_bytes, places)
+    contexts = decoded_contexts(plan)
+    device.prepare(contexts)
+    sizes, behind = [1, *ladder(most_tokens)], _behind(plan)
+    decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
+    late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
+    first_dense, dense = _dense(meter, plan.shape.layers, [decode, whole, late])
+    model = MeasuredModel(
+        model=name,
+        expert_bytes=plan.expert_bytes,
+        transfer_ns=transfer_ns,
+        latency_ns=latency_ns,
+        turnaround_ns=0,
+        launch_ns=0,
         first_dense=first_dense,
-        other_dense=table(lambda i, n: device.dense(1 + i % (layers - 1), n, n)) if layers > 1 else first_dense,
-        expert=table(lambda i, n: device.expert(i % places, i % places, n)),
-        combine=table(lambda i, n: device.combine(n)),
-        head=_time(device, lambda i: device.head(1)),
-        predictor_ns=policy_ns(plan),
+        dense=dense,
+        expert=_experts(meter, min(top_k(plan), places), places, sizes),
+        combine=_by_tokens(meter, sizes, device.combine),  # behind the experts: it takes their sum away
+        head=_by_tokens(meter, sizes, device.head),
     )
-    moving_ns = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
-    moving_ns = min(max(moving_ns, 1), whole)
-    return timing, Link(whole - moving_ns, moving_ns, expert_bytes, expert_bytes, plan.chunk_bytes)
+    return Measurement(with_host(meter, plan, model, top_k(plan), contexts[0]), mean(meter.spreads))
 
 
-def policy_ns(plan: Plan) -> int:
-    """Median time for which an event occupies a fresh policy, over the first events: it has learned little by then."""
-    policy = Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer)
-    if policy.silent:
-        return 0
-    took = [0]
+# Which points
+
+
+def top_k(plan: Plan) -> int:
+    """Experts that a token chooses in a layer, as far as the first requests show."""
+    most = 1
+    for ordinal in range(min(len(plan.requests), 8)):
+        request = plan.requests[ordinal]
+        so_far = np.concatenate([[0], np.cumsum(request.counts)])[request.offsets]
+        chosen = np.diff(so_far).reshape(-1, plan.shape.layers).max(axis=1, initial=0)
+        most = max(most, int((chosen // np.maximum(request.tokens, 1)).max(initial=1)))
+    return min(most, plan.shape.experts)
+
+
+def decoded_contexts(plan: Plan) -> list[int]:
+    """Up to CONTEXTS of the contexts at which the plan decodes single tokens, from its shortest to its longest.
+
+    Of its own ones, because what a device has prepared for a run then serves here too. Where it decodes none: 1.
+    """
+    found: set[int] = set()
     for ordinal in range(len(plan.requests)):
         request = plan.requests[ordinal]
-        policy.begin_request(ordinal, request)
-        for place in range(len(request.offsets) - 1):
-            step, layer = divmod(place, plan.shape.layers)
-            first, last = request.offsets[place : place + 2].tolist()
-            policy.begin_step(step, int(request.phase[step]))
-            began = perf_counter_ns()
-            policy.observe(layer, first, last)
-            policy.propose()
-            took.append(perf_counter_ns() - began)
-        if len(took) > POLICY_EVENTS:
-            break
-        policy.end_request()
-    return int(median(took))
+        found.update(np.unique(request.context[request.tokens == 1]).tolist())
+    contexts = np.array(sorted(found or {1}))
+    wanted = np.linspace(contexts[0], contexts[-1], CONTEXTS)
+    nearest = np.abs(contexts[:, None] - wanted).argmin(axis=0)
+    return [int(context) for context in np.unique(contexts[nearest])]
 
 
-def never_less(took: list[int]) -> list[int]:
-    """Work on fewer tokens takes no longer: a time above one for more tokens was disturbed, and is replaced by it."""
-    return list(accumulate(reversed(took), min))[::-1]
+def ladder(most_tokens: int) -> list[int]:
+    """Numbers of tokens above one, up to `most_tokens`."""
+    sizes = [2]
+    while sizes[-1] < most_tokens:
+        sizes.append(min(sizes[-1] * LADDER, most_tokens))
+    return sizes if most_tokens > 1 else []
 
 
-def interpolate(table: Table, tokens: int) -> int:
-    """Linear between the nearest two; `tokens` lies within the table."""
-    at = bisect_left(table, (tokens, 0))
-    more, more_ns = table[at]
-    if more == tokens:
-        return more_ns
-    less, less_ns = table[at - 1]
-    return less_ns + (more_ns - less_ns) * (tokens - less) // (more - less)
+def _behind(plan: Plan) -> int:
+    """The longest context of a step of several tokens that has others before it; 0: there is none."""
+    longest = 0
+    for ordinal in range(len(plan.requests)):
+        request = plan.requests[ordinal]
+        late = (request.tokens > 1) & (request.context > request.tokens)
+        longest = max(longest, int(request.context[late].max(initial=0)))
+    return longest
 
 
-def _time(device: Device, submit: Callable[[int], None], in_flight: int = BURST) -> int:
-    """Time of one piece of work among others like it; `submit` gets the repeat's number.
+# Each part alone
 
-    Short work comes in bursts, at most `in_flight` at once: in a run too, a stream that works seldom wakes from sleep.
-    The shortest counts: what disturbs a measurement only ever makes it longer.
+
+def _by_tokens(meter: Meter, sizes: Sequence[int], work: Callable[[int], None]) -> Curve:
+    def submitting(tokens: int) -> Callable[[int], int]:
+        def submit(number: int) -> int:
+            work(tokens)
+            return 1
+
+        return submit
+
+    return _curve(sizes, [meter.of(submitting(tokens), tokens) for tokens in sizes])
+
+
+def _experts(meter: Meter, together: int, places: int, sizes: Sequence[int]) -> Curve:
+    """One of `together` that are launched at once, going round the slots."""
+
+    def submitting(tokens: int) -> Callable[[int], int]:
+        def submit(number: int) -> int:
+            group = [(number * together + one) % places for one in range(together)]
+            meter.device.experts([(place, place, tokens) for place in group])
+            return together
+
+        return submit
+
+    return _curve(sizes, [meter.of(submitting(tokens), tokens) // together for tokens in sizes])
+
+
+def _curve(sizes: Sequence[int], took: list[int]) -> Curve:
+    """A single token stands for itself: a device may have other means for it."""
+    return tuple(zip(sizes, took[:1] + rising(took[1:]), strict=True))
+
+
+def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tuple[Surface, Surface]:
+    """Of layer 0, timed between others so that no cache keeps it, and of the others in the mean.
+
+    groups: of (tokens, context), each in the order in which times rise.
     """
+    dense = meter.device.dense
+
+    def other(number: int) -> int:
+        return 1 + number % (layers - 1) if layers > 1 else 0
+
+    def alone(point: tuple[int, int]) -> int:
+        def submit(number: int) -> int:
+            dense(other(number), *point)
+            return 1
+
+        return meter.of(submit, point[0], warm_up=layers)
+
+    def behind_the_first(point: tuple[int, int]) -> int:
+        def submit(number: int) -> int:
+            dense(0, *point)
+            dense(other(number), *point)
+            return 2
+
+        return meter.of(submit, point[0])
+
+    others, firsts = [], []
+    for points in groups:
+        here = rising([alone(point) for point in points])
+        both = rising([behind_the_first(point) for point in points])
+        others += [(*point, ns) for point, ns in zip(points, here, strict=True)]
+        firsts += [(*point, max(0, two - ns)) for point, two, ns in zip(points, both, here, strict=True)]
+    return tuple(sorted(firsts)), tuple(sorted(others))
+
+
+class Endless:
+    """What the pump asks of a residency machine, from one whose demands hardly end: each slot's own expert in turn."""
+
+    def __init__(self, places: int, transfers: int) -> None:
+        self._places = places
+        self._left = transfers
+        self._loading: deque[int] = deque()
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """Expert, no victim, no prefetch; nothing once the demands have ended, or while their slot is loading."""
+        expert = self._left % self._places
+        if not self._left or expert in self._loading:
+            return -1, -1, False
+        self._left -= 1
+        self._loading.append(expert)
+        return expert, -1, False
+
+    def slot(self, expert: int) -> int:
+        """Its own."""
+        return expert
+
+    def land(self) -> None:
+        """Nobody asks later."""
+
+    def arrived(self) -> None:
+        """In the order in which they were taken."""
+        self._loading.popleft()
+
+
+def _transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
+    """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots."""
+    part_bytes = -(-expert_bytes // 2)
+    part = _transfer_ns(meter, part_bytes, places)
+    whole = _transfer_ns(meter, expert_bytes, places)
+    _pumped(meter.device, expert_bytes, places, places)
+    moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
+    return max(whole, 1), max(whole, 1) - min(max(moving, 1), max(whole, 1))
+
+
+def _transfer_ns(meter: Meter, size: int, places: int) -> int:
+    """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
+    _pumped(meter.device, size, places, 2)
     took: list[int] = []
-    size = 1
-    while len(took) < WARM_UP + 3 or (len(took) < WARM_UP + REPEATS and sum(took) * size < ENOUGH_NS):
-        began, under_way = device.now(), min(size, in_flight)
-        for i in range(size):
-            if i >= under_way:
-                device.next_completion()
-            submit(len(took) * size + i)
-        for _ in range(under_way):
-            device.next_completion()
-        took.append((device.now() - began) // size)
-        if len(took) == WARM_UP:
-            size = BURST if took[-1] * BURST < LONG_NS else 1
-    return min(took[WARM_UP:])
+    while len(took) < AT_LEAST or (len(took) < TRANSFER_REPEATS and sum(took) * TRANSFERS < 4 * ENOUGH_NS):
+        ends = _pumped(meter.device, size, places, TRANSFERS + 1)
+        took.append((ends[-1] - ends[0]) // TRANSFERS)
+    return meter.settled(took)
+
+
+def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:
+    """Move so many through the pump; when each had arrived."""
+    pump = Pump(cast(Residency, Endless(places, transfers)), device, size, None)
+    ends: list[int] = []
+    pump.act()
+    while pump.on_link:
+        device.next_completion()
+        arrived = pump.piece_ended()
+        if arrived is not None:
+            ends.append(device.now())
+        pump.act()
+    return ends
+
+
+# Policies
+
+
+class Clocked(VirtualDevice):
+    """Transfers and compute on the logical clock, so that a policy meets what it would; host time on the wall's."""
+
+    def now(self) -> int:
+        """Wall clock."""
+        return perf_counter_ns()
+
+
+class _Enough(Exception):  # noqa: N818  no error, the end
+    """The policy has been timed for long enough."""
+
+
+def policy_ns(plan: Plan, timing: Timing, link: Link) -> int:
+    """What an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
+
+    The plan is played from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
+    tenth (compilation, empty collections) is not counted.
+    """
+    if Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer).silent:
+        return 0
+    phase, predictor = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
+    rows: list[tuple[int, int]] = []
+    until = monotonic() + POLICY_S
+
+    def ended(row: Row) -> None:
+        rows.append((row[phase], row[predictor]))
+        if monotonic() > until and len(rows) > 2 * FIRST_STEPS:
+            raise _Enough
+
+    with suppress(_Enough):
+        play(plan, Clocked(timing, link), ended)
+    steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
+    took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
+    counted = took[: len(took) - int(len(took) * SLOWEST)]
+    return int(mean(counted) / plan.shape.layers)

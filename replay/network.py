@@ -1,36 +1,76 @@
-"""The matrices that are really multiplied: a model's shapes with random weights, on any torch device.
+"""The matrices that are really multiplied: a model's shapes on any torch device, with random or loaded weights.
 
-Per layer one matmul reads as many dense weights as the layer has (attention projections, shared experts, router, the
-layers without experts before it); an expert is SwiGLU, or ReLU where it has no gate; the head is the vocabulary.
-Attention over the KV cache is not computed, so context length costs nothing here.
+`dense` has no data-dependent shapes and never asks the device for a value, so a decoded token's can be captured in a
+CUDA graph for each layer and bucket of contexts. Its buffers are allocated once; routing comes from the trace, so the
+router's own choice is computed and not used, and experts count with equal weights.
 """
 
 import torch
 from torch.nn import functional
 
+from replay.dense import Loaded, Source, Stack, Weights, activated, rms_norm
 from sim.models import ModelProfile
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 
-Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
+BUCKET = 256
+"""Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
+
+DENSE = ("real", "none")
 
 
 class Network:
-    """One hidden state that steps flow through. Steps are at most `max_tokens` long."""
+    """One state that steps flow through, of at most `max_tokens` tokens each, in contexts of at most `max_context`.
 
-    def __init__(self, profile: ModelProfile, device: torch.device, max_tokens: int, seed: int) -> None:
+    hidden: [max_tokens, H], what experts get. experts_out: float32[max_tokens, H] on every device, the sum of their
+    outputs, each times `router_weight`. dense: "real", or "none" for a model without its dense part, so that a big
+    model's experts can be replayed alone. loaded: a checkpoint, whose tensors are taken where names and shapes agree.
+    """
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        device: torch.device,
+        max_tokens: int,
+        max_context: int,
+        seed: int,
+        dense: str = "real",
+        loaded: Loaded | None = None,
+    ) -> None:
+        if dense not in DENSE:
+            raise unknown("dense part", dense, DENSE)
+        if profile.heads % (profile.kv_heads or profile.heads):
+            raise InputError(f"{profile.heads} heads cannot share {profile.kv_heads} kv_heads: see the model profile")
+        if device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, in the middle of a run
         self.profile = profile
         self.expert_dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
         dtype = dtype_of(profile.dense_bytes_per_parameter, "a dense")
-        rng = torch.Generator(device).manual_seed(seed)
-        H = profile.hidden_size
+        self.router_weight = 1 / profile.top_k
+        self._positions = -(-max(max_context, max_tokens) // BUCKET) * BUCKET
+        self._source = Source(device, dtype, seed, None if profile.encoder_moe_layers else loaded)
+        self._stack = Stack(profile, self._source, self._positions, max_tokens) if dense == "real" else None
+        self._residual = torch.ones(max_tokens, profile.hidden_size, device=device, dtype=dtype)
+        self.hidden = torch.ones_like(self._residual)
+        self.experts_out = torch.zeros_like(self._residual, dtype=torch.float32)
 
-        def random(rows: int) -> torch.Tensor:
-            return torch.randn(rows, H, generator=rng, device=device, dtype=dtype) * 0.02
+    @property
+    def nbytes(self) -> int:
+        """Of dense weights and KV cache. A network on the device `meta` tells it without taking them."""
+        return (self._source.parameters + self._source.cached) * self._source.dtype.itemsize
 
-        self._dense = [random(dense_rows(profile, layer)) for layer in range(profile.moe_layers)]
-        self._vocabulary = random(profile.vocabulary)
-        self._hidden = random(max_tokens)
-        self._experts_out = torch.zeros(max_tokens, H, device=device, dtype=dtype)
+    @property
+    def parameters(self) -> int:
+        """Of the dense part."""
+        return self._source.parameters
+
+    @property
+    def loaded_share(self) -> float:
+        """Of the dense parameters, those that the checkpoint gave."""
+        return self._source.loaded_parameters / max(1, self._source.parameters)
+
+    def bucket(self, tokens: int, context: int) -> int:
+        """The context that `dense` computes with: a prefill's own, else rounded up; its own bucket again."""
+        return context if tokens == context else min(-(-context // BUCKET) * BUCKET, self._positions)
 
     def weights(self, buffer: torch.Tensor) -> Weights:
         """An expert's matrices as views of its bytes. buffer: uint8[expert_bytes]."""
@@ -41,49 +81,46 @@ class Network:
         rows = (profile.expert_matrices - 1) * I
         return flat[: rows * H].view(rows, H), flat[rows * H :].view(H, I)
 
-    def dense(self, layer: int, tokens: int) -> None:
-        """The step's tokens through all dense weights of the layer; the result flows on, normalised."""
-        hidden = self._hidden[:tokens]
-        mixed = functional.linear(hidden, self._dense[layer])
-        width = min(mixed.shape[1], hidden.shape[1])
-        hidden[:, :width] += mixed[:, :width]
-        hidden[:] = functional.rms_norm(hidden, hidden.shape[-1:])
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        """From the combine of the MoE layer before, or the embedding, to this layer's router; `hidden` is new then.
+
+        In an encoder's layers nothing happens but in a prefill.
+        """
+        residual, hidden = self._residual[:tokens], self.hidden[:tokens]
+        if self._stack:
+            self._stack.before_router(layer, residual, hidden, self.bucket(tokens, context))
+        else:
+            hidden.copy_(rms_norm(residual))
 
     def expert(self, weights: Weights, tokens: int) -> None:
         """`tokens` tokens through one expert; its output is added to the event's."""
-        first = self._hidden[:tokens].to(self.expert_dtype)
-        self._experts_out[:tokens] += expert_output(weights, first, self.profile.expert_matrices)
+        output = expert_output(weights, self.hidden[:tokens].to(self.expert_dtype), self.profile.expert_matrices)
+        self.experts_out[:tokens].add_(output, alpha=self.router_weight)
 
     def combine(self, tokens: int) -> None:
-        """The experts' outputs join the hidden state, normalised."""
-        joined = self._hidden[:tokens] + self._experts_out[:tokens] / self.profile.top_k
-        self._hidden[:tokens] = functional.rms_norm(joined, joined.shape[-1:])
-        self._experts_out[:tokens] = 0
+        """The experts' outputs join the stream."""
+        out = self.experts_out[:tokens]
+        self._residual[:tokens] += out
+        out.zero_()
 
     def head(self, tokens: int) -> None:
-        """The last token's vocabulary logits, and the greatest."""
-        functional.linear(self._hidden[tokens - 1], self._vocabulary).argmax()
+        """The layers after the last experts, and the last token's vocabulary logits: the greatest comes next."""
+        residual, hidden = self._residual[:tokens], self.hidden[:tokens]
+        if self._stack:
+            self._stack.head(residual, hidden)
+        else:
+            hidden.copy_(rms_norm(residual))
 
     def finite(self) -> bool:
-        """Whether the hidden state holds neither NaN nor infinity."""
-        return bool(self._hidden.isfinite().all())
+        """Whether the state holds neither NaN nor infinity."""
+        state = (self._residual, self.hidden, self.experts_out)
+        return all(bool(each.isfinite().all()) for each in state)
 
 
 def expert_output(weights: Weights, tokens: torch.Tensor, matrices: int) -> torch.Tensor:
     """One expert on tokens [n, H] -> [n, H]; three matrices: down(silu(gate) * up), two: down(relu(up))."""
     first, down = weights
-    inner = functional.linear(tokens, first)
-    if matrices == 3:
-        gate, up = inner.chunk(2, dim=-1)
-        return functional.linear(functional.silu(gate) * up, down)
-    return functional.linear(functional.relu(inner), down)
-
-
-def dense_rows(profile: ModelProfile, layer: int) -> int:
-    """Rows of [rows, H] that hold the dense weights between the experts of the layer before and this router."""
-    plain = profile.dense_layers_before_each + (0 if layer else profile.leading_dense_layers)
-    parameters = profile.attention_parameters * (plain + 1) + profile.dense_layer_parameters * plain
-    return max(1, (parameters + profile.moe_layer_parameters) // profile.hidden_size)
+    return functional.linear(activated(first, tokens, matrices), down)
 
 
 def dtype_of(bytes_per_parameter: float, whose: str) -> torch.dtype:

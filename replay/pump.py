@@ -1,16 +1,19 @@
-"""The copy pump: turns the residency machine's transfers into chunks and keeps the link busy. Rule 5 over completions.
+"""The copy pump: turns the residency machine's transfers into pieces and keeps the link busy. Rule 5 over completions.
 
-Copy engines know no priorities, so the queue stays on the host (in the machine) and only as many chunks as the
-device names, one or two, are in flight. Demand goes as one copy, since nothing interrupts it; prefetches go in chunks.
-With two, an interrupted prefetch still receives the chunk that was already submitted, and the next transfer is chosen
-when the last chunk of the one before is on its way, so that the link never waits for the host.
+Copy engines know no priorities, so the queue stays on the host, in the machine. Each chunk (a demand is one chunk,
+since nothing interrupts it) goes as two pieces: its body, and a tail that flies no longer than the host takes to
+answer, right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link
+never waits for the host, and no choice is made earlier than that. A device whose host answers at once has no tails.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from policies.residency import Residency
 from replay.device import Device
+
+PIECES_IN_FLIGHT = 2
 
 
 @dataclass(slots=True)
@@ -24,71 +27,109 @@ class Transfer:
 
 
 class Pump:
-    """One transfer at a time, one more that was interrupted, and the chunks of both in flight."""
+    """One transfer that sends, one more that was interrupted, and the pieces in flight."""
 
     def __init__(self, machine: Residency, device: Device, expert_bytes: int, chunk_bytes: int | None) -> None:
         self._machine = machine
         self._device = device
+        self._tail_bytes = device.tail_bytes
         self._expert_bytes = expert_bytes
         self._chunk_bytes = min(chunk_bytes or expert_bytes, expert_bytes)
-        self._in_flight: deque[tuple[Transfer, int]] = deque()  # with the bytes moved once the chunk has ended
+        self._in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
+        self._flying_bytes = 0
+        self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
-        self.active: Transfer | None = None
+        self._active: Transfer | None = None
         self.evictions: list[int] = []
 
     @property
     def on_link(self) -> Transfer | None:
-        """The transfer whose chunk is on the link."""
+        """The transfer whose piece is on the link."""
         return self._in_flight[0][0] if self._in_flight else None
 
-    def act(self) -> None:
-        """Submit as many chunks as may be in flight; behind the last one of a transfer goes the next transfer."""
-        while len(self._in_flight) < self._device.chunks_in_flight:
-            if self.active and self.active.sent == self._expert_bytes:
-                self._machine.land()
-                self.active = None
-            if self.active is None and not self._next():
-                return
-            transfer = self.active
-            assert transfer
-            size = self._expert_bytes if transfer.demand else self._chunk_bytes
-            upto = min(transfer.sent + size, self._expert_bytes)
-            self._in_flight.append((transfer, upto))
-            self._device.copy(transfer.expert, transfer.slot, transfer.sent, upto)
-            transfer.sent = upto
+    def landing(self) -> Iterator[int]:
+        """Experts whose last piece is flying, in the order of their arrival."""
+        return (transfer.expert for transfer, _, upto in self._in_flight if upto == self._expert_bytes)
 
-    def chunk_ended(self) -> int | None:
-        """The oldest chunk in flight has ended; the expert that the current event waited for, if it is there now."""
-        transfer, upto = self._in_flight.popleft()
-        if upto == self._expert_bytes:
-            if transfer is self.active:
-                self.active = None
-            return transfer.expert if self._machine.arrived() else None
-        if transfer is self.active and transfer.sent < self._expert_bytes:
-            expert, victim = self._machine.interrupt()
-            if expert >= 0:
-                self._paused = transfer
-                self._begin(expert, victim, prefetch=False)
-        return None
+    def act(self) -> None:
+        """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
+        while self._has_room():
+            transfer = self._sending()
+            if transfer is None:
+                return
+            first = transfer.sent
+            upto, self._owes_tail = self._piece_end(transfer)
+            self._in_flight.append((transfer, first, upto))
+            self._flying_bytes += upto - first
+            transfer.sent = upto
+            self._device.copy(transfer.expert, transfer.slot, first, upto)
+
+    def piece_ended(self) -> int | None:
+        """The oldest piece in flight has ended; the expert that has arrived with it, if one has."""
+        transfer, first, upto = self._in_flight.popleft()
+        self._flying_bytes -= upto - first
+        if upto < self._expert_bytes:
+            return None
+        if transfer is self._active:
+            self._active = None
+        self._machine.arrived()
+        return transfer.expert
+
+    def go_on(self, device: Device) -> None:
+        """On another device, while nothing is on the link; what was evicted so far is forgotten."""
+        self._device, self._tail_bytes = device, device.tail_bytes
+        self.evictions = []
 
     def cut(self) -> None:
         """`--cold`: discard what is under way."""
         self._device.discard_copies()
         self._in_flight.clear()
-        self.active = self._paused = None
+        self._flying_bytes = 0
+        self._owes_tail = False
+        self._active = self._paused = None
 
-    def _next(self) -> bool:
+    def _has_room(self) -> bool:
+        """For a tail behind its own body at once; for what must be chosen when no more than a tail flies."""
+        if len(self._in_flight) == PIECES_IN_FLIGHT:
+            return False
+        return not self._in_flight or self._owes_tail or self._flying_bytes <= self._tail_bytes
+
+    def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
+        """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
+        if transfer.demand:
+            chunk_end = self._expert_bytes
+        else:
+            chunk_end = min((transfer.sent // self._chunk_bytes + 1) * self._chunk_bytes, self._expert_bytes)
+        has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
+        return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)
+
+    def _sending(self) -> Transfer | None:
+        """The transfer that the next piece is of."""
+        transfer = self._active
+        if transfer and transfer.sent == self._expert_bytes:
+            self._machine.land()
+            self._active = transfer = None
+        if transfer is None:
+            return self._next()
+        if not transfer.demand and transfer.sent % self._chunk_bytes == 0:
+            expert, victim = self._machine.interrupt()
+            if expert >= 0:
+                self._paused = transfer
+                return self._begin(expert, victim, prefetch=False)
+        return transfer
+
+    def _next(self) -> Transfer | None:
         """Take the transfer that comes next, if there is one."""
         expert, victim, prefetch = self._machine.next_transfer()
         if expert < 0:
-            return False
+            return None
         if self._paused and self._paused.expert == expert:
-            self.active, self._paused = self._paused, None
-        else:
-            self._begin(expert, victim, prefetch)
-        return True
+            self._active, self._paused = self._paused, None
+            return self._active
+        return self._begin(expert, victim, prefetch)
 
-    def _begin(self, expert: int, victim: int, prefetch: bool) -> None:
+    def _begin(self, expert: int, victim: int, prefetch: bool) -> Transfer:
         if victim >= 0:
             self.evictions.append(victim)
-        self.active = Transfer(expert, self._machine.slot(expert), demand=not prefetch)
+        self._active = Transfer(expert, self._machine.slot(expert), demand=not prefetch)
+        return self._active

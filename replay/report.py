@@ -1,7 +1,8 @@
 """What a replay writes and says: its files, a table, and the last line with predicted beside measured."""
 
 import csv
-from collections.abc import Callable, Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from replay.driver import COLUMNS
 from replay.driver import Row as StepRow
 from replay.run import Outcome
 from sim.quantities import show_bytes
-from sim.results import COUNT, MS, RESULTS, SHARE, TEXT, Row, write_rows, write_table
+from sim.results import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
 from traces import console
+from traces.errors import InputError
 
 SCHEMA = pa.schema(
     [
@@ -28,7 +30,11 @@ SCHEMA = pa.schema(
         ("chunk_bytes", COUNT),
         ("copy_gb_per_s", pa.float64()),  # bytes over the time in which the link was busy
         ("copy_gb_per_s_alone", pa.float64()),  # one expert, nothing else running, before the run
+        ("resumed_steps", COUNT),  # measured before a run was cut off, and kept
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
+        ("host_us_per_layer", pa.float64()),  # bookkeeping, the calls of the device apart, whatever runs beside it
+        ("dense", TEXT),  # real or none
+        ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
         ("predicted_hit_rate", SHARE),
@@ -36,15 +42,18 @@ SCHEMA = pa.schema(
 )
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
 
-RESULTS_FILE, REQUESTS_FILE, STEPS = "results.parquet", "requests.parquet", "per_token.csv"
+RESULTS_FILE, REQUESTS_FILE, STEPS, RUN_FILE = "results.parquet", "requests.parquet", "per_token.csv", "run.json"
 
 AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
 
 
 @contextmanager
-def step_writer(folder: Path) -> Iterator[Callable[[StepRow], None]]:
-    """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured."""
+def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterator[Callable[[StepRow], None]]:
+    """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured.
+
+    Beside it run.json says by `key` which run it is of, for `done_before`. The file begins with the rows `done`.
+    """
     with ExitStack() as opened:
         writers: list[Any] = []
 
@@ -52,12 +61,44 @@ def step_writer(folder: Path) -> Iterator[Callable[[StepRow], None]]:
             if not writers:
                 for old in (RESULTS_FILE, REQUESTS_FILE):
                     (folder / old).unlink(missing_ok=True)  # they would not be of this run
-                file = opened.enter_context((folder / STEPS).open("w", newline="", encoding="utf-8", buffering=1))
+                with replacing(folder / RUN_FILE) as part:
+                    part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
+                with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
+                    csv.writer(begun).writerows([COLUMNS, *done])
+                file = opened.enter_context((folder / STEPS).open("a", newline="", encoding="utf-8", buffering=1))
                 writers.append(csv.writer(file))
-                writers[0].writerow(COLUMNS)
             writers[0].writerow(row)
 
         yield write
+
+
+def done_before(folder: Path, key: str, steps: Mapping[int, int]) -> list[StepRow]:
+    """Rows of the requests that a run cut off has played whole; `steps` of each request, by its number, in order.
+
+    InputError where the folder holds another run, or rows that are none.
+    """
+    told, path = folder / RUN_FILE, folder / STEPS
+    if not path.exists():
+        return []
+    try:
+        was = json.loads(told.read_text(encoding="utf-8"))["key"] if told.exists() else None
+        with path.open(newline="", encoding="utf-8") as file:
+            header, *lines = csv.reader(file)
+        rows = [[int(value) for value in line] for line in lines if len(line) == len(COLUMNS)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder} holds no run that could go on ({error}): go on without --resume") from error
+    if was != key or tuple(header) != COLUMNS:
+        raise InputError(
+            f"{folder} holds another run (of another trace, policy, cache, device or code): name another --out, or go "
+            "on without --resume"
+        )
+    done: list[StepRow] = []
+    for request, count in steps.items():
+        of = [row for row in rows if row[0] == request]
+        if len(of) != count:
+            break
+        done += of
+    return done
 
 
 def save(outcome: Outcome, folder: Path) -> None:
@@ -68,11 +109,11 @@ def save(outcome: Outcome, folder: Path) -> None:
 
 
 @contextmanager
-def progress(steps: int, quiet: bool) -> Iterator[Callable[[], None]]:
+def progress(steps: int, quiet: bool, played: int = 0) -> Iterator[Callable[[], None]]:
     """A bar on standard error; yields what counts one more step."""
     columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
     with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-        task = bar.add_task("replay", total=steps)
+        task = bar.add_task("replay", total=steps, completed=played)
         yield lambda: bar.advance(task)
 
 
@@ -92,6 +133,7 @@ ROWS = {
     "stalled (ms)": ("gpu_idle_ms", "{:,.1f}"),
     "of it the predictor": ("stall_predictor_ms", "{:,.1f}"),
     "host alone (ms)": ("host_ms", "{:,.1f}"),
+    "host a layer (us)": ("host_us_per_layer", "{:,.1f}"),
     "link (GB/s)": ("copy_gb_per_s", "{:,.2f}"),
 }
 

@@ -6,23 +6,29 @@ on a real device it is done, on this host, and predicted from what its first eve
 logical clock, it takes what the simulator charges (`sim.predictors`).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 
-from policies.contract import Shape
+from policies.contract import Int, Shape
 from policies.registry import PolicySpec
 from replay.device import Device
 from replay.driver import Plan, Row, play
+from replay.pinning import REQUIRE
+from replay.pinning import check as check_pin
+from replay.quiet import undisturbed
 from replay.timeline import ObservedDevice
 from replay.virtual import VirtualDevice
 from sim import engine, timeline_window
 from sim.cells import Loaded, Requests
 from sim.log import Run, RunLog
-from sim.quantities import show_bytes
 from sim.results import Cell, summarise
 from sim.results import Row as ResultRow
 from sim.timeline import Timeline
@@ -30,7 +36,13 @@ from sim.timing import Link, Timing, experts_per_layer
 from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
+if TYPE_CHECKING:
+    from replay.stage import Needs
+
 DEVICES = ("auto", "virtual", "cpu", "cuda")
+DENSE = ("real", "none")
+"""Whether a model's dense part is computed beside its experts."""
+
 DEFAULT_STEPS = 1_000
 """Where nobody says how many requests, a real device plays the first ones that hold so many steps."""
 
@@ -48,6 +60,44 @@ class Choice:
     device: str  # one of DEVICES but auto
     host_dedup: int | None = None  # distinct host buffers; None: one for each expert
     verify: bool = False
+    dense: str = "real"  # one of DENSE
+    weights: Path | None = None  # a checkpoint; None: random ones
+    pin: str = REQUIRE  # host memory for a GPU
+    nvtx: bool = False
+
+    def __post_init__(self) -> None:
+        check_pin(self.pin)
+        if self.dense not in DENSE:
+            raise unknown("--dense", self.dense, DENSE)
+        if self.nvtx and self.device != "cuda":
+            raise InputError(f"--nvtx marks what a GPU is given, and the device is {self.device}")
+
+    @property
+    def key(self) -> str:
+        """Of all that decides what is measured: sixteen hexadecimal digits."""
+        from replay.record import key_of
+        from sim import sweep
+
+        device = [self.device, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
+        return key_of(cell=sweep.key(self.loaded, self.policy, self.slots), device=device)
+
+    @property
+    def needs(self) -> "Needs":
+        """For the stage."""
+        from replay.stage import Needs
+
+        assert self.loaded.profile
+        return Needs(
+            profile=self.loaded.profile,
+            device=self.device,
+            most_tokens=self.most_tokens,
+            most_context=self.most_context,
+            seed=self.loaded.setup.seed,
+            host_dedup=self.host_dedup,
+            dense=self.dense,
+            weights=self.weights,
+            pin=self.pin,
+        )
 
     @property
     def plan(self) -> Plan:
@@ -69,10 +119,28 @@ class Choice:
         """What a prefetch budget is a share of, on that machine."""
         return experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
 
+    @cached_property
+    def steps(self) -> Int:
+        """The distinct (tokens, context) of all steps: int64[n, 2], ascending."""
+        requests = Requests(self.loaded.trace)
+        each = [np.unique(np.stack([request.tokens, request.context], axis=1), axis=0) for request in requests]
+        return np.unique(np.concatenate([np.ones((1, 2), np.int64), *each]), axis=0)
+
     @property
     def most_tokens(self) -> int:
         """Of the longest step."""
-        return max(int(request.tokens.max(initial=1)) for request in Requests(self.loaded.trace))
+        return int(self.steps[:, 0].max())
+
+    @property
+    def most_context(self) -> int:
+        """Of the longest KV cache."""
+        return int(self.steps[:, 1].max())
+
+    @property
+    def contexts(self) -> list[int]:
+        """At which single tokens are decoded."""
+        found: list[int] = self.steps[self.steps[:, 0] == 1, 1].tolist()
+        return found
 
 
 @dataclass(frozen=True)
@@ -81,6 +149,7 @@ class Prediction:
 
     machine: str
     row: ResultRow
+    log: RunLog
 
 
 @dataclass(frozen=True)
@@ -88,6 +157,7 @@ class Outcome:
     """What a replay found. Rows are those of `sim.results`; the device's facts stand in the row as well."""
 
     row: ResultRow
+    log: RunLog
     requests: pa.Table  # rows of requests.parquet
     predictions: list[Prediction]  # the one to compare with first; empty where there is no simulator
 
@@ -123,15 +193,19 @@ def run(
     on_step: Callable[[Row], None] | None = None,
     timeline: Timeline | None = None,
     slots: bool = True,
+    done: Sequence[Row] = (),
 ) -> Outcome:
     """Replay. InputError where the machine cannot: no memory, no device, weights that it cannot multiply.
+
+    done: rows of the first requests, from a run cut off; what follows is played.
 
     timeline: shows the run and, where SimPy is there, what was predicted of it; `slots`: with a track for each slot.
     """
     loaded, plan = choice.loaded, choice.plan
     assert loaded.hardware
     cell = loaded.cell(choice.policy, choice.slots)
-    with open_device(choice) as (device, facts):
+    with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else plan):
+        device = opened
         measured: tuple[Timing, Link] | None = None
         if choice.device != "virtual":
             from replay.measure import measure
@@ -139,12 +213,25 @@ def run(
             measured = measure(device, plan, choice.most_tokens)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
             plan = replace(plan, experts_per_layer=choice.window(*measured))
-        log = _shown(plan, device, on_step, timeline, slots) if timeline else play(plan, device, on_step)
+        if choice.nvtx:
+            from replay.nvtx import MarkedDevice
+
+            device = MarkedDevice(device)
+        inside_ns, began_ns = device.inside_ns, perf_counter_ns()
+        if timeline:
+            log = _shown(plan, device, on_step, timeline, slots)
+        else:
+            clock = VirtualDevice(*(measured or (loaded.timing(choice.policy), loaded.link)))
+            log = play(plan, device, on_step, done=done, clock=clock)
+        host_ns = perf_counter_ns() - began_ns - (device.inside_ns - inside_ns)
     row, by_request = summarise(log, cell, loaded.trace.requests)
-    row |= {"device": choice.device, **facts, **_moved(log, plan, measured[1] if measured else None)}
+    row |= {"device": choice.device, **facts, **moved(log, plan, measured[1] if measured else None)}
     counted = log.request >= cell.warmup_requests
-    host_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
-    row["host_ms"] = int(host_ns[counted].sum()) / 1e6
+    alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
+    row["host_ms"] = int(alone_ns[counted].sum()) / 1e6
+    if choice.device != "virtual":
+        row["host_us_per_layer"] = host_ns / 1_000 / ((len(log.step_ns) - len(done)) * plan.shape.layers)
+        row["resumed_steps"] = len(done)
     if timeline:
         _show_prediction(choice, measured, timeline, slots)
     predictions = _predict(choice, cell, measured)
@@ -152,7 +239,7 @@ def run(
         first = predictions[0]
         row["predicted_for"] = first.machine
         row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
-    return Outcome(row, by_request, predictions)
+    return Outcome(row, log, by_request, predictions)
 
 
 def _shown(
@@ -187,16 +274,17 @@ def _show_prediction(choice: Choice, measured: tuple[Timing, Link] | None, timel
     timing, link = measured or (loaded.timing(choice.policy), loaded.link)
     window = replace(timeline_window.unasked(plan.requests), stops=True)
     names = loaded.trace.requests["id"].astype(str).tolist()
-    timeline_model.play(_as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
+    timeline_model.play(as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
 
 
-def _as_run(choice: Choice, timing: Timing, link: Link) -> Run:
+def as_run(choice: Choice, timing: Timing, link: Link) -> Run:
+    """The same cell for the simulator, on a machine with this timing and link."""
     plan, carried = choice.plan, choice.window(timing, link)
     shape = plan.shape.layers, plan.shape.experts
     return Run(plan.requests, *shape, plan.slots, plan.policy, timing, link, plan.cold, carried)
 
 
-def _moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
+def moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
     """Rates of the link: over the time in which it was busy, and of one expert while nothing else ran."""
     busy_ns = int(log.link_busy_ns.sum())
     transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
@@ -213,46 +301,10 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     if choice.device == "virtual":
         yield VirtualDevice(choice.loaded.timing(choice.policy), choice.loaded.link), {"device_name": None}
         return
-    import torch
+    from replay.stage import open_stage
 
-    from replay.machine import facts
-    from replay.network import Network, dtype_of
-    from replay.store import HostStore
-
-    loaded, seed = choice.loaded, choice.loaded.setup.seed
-    profile = loaded.profile
-    assert profile
-    gpu_bytes = choice.slots * profile.expert_bytes + profile.dense_bytes
-    needed = f"{choice.slots} slots and the dense weights"
-    smaller = "choose a smaller --cache-size"
-    try:
-        beside = (needed, gpu_bytes) if choice.device == "cpu" else ("", 0)
-        dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
-        store = HostStore(loaded.all_experts, profile.expert_bytes, dtype, seed, choice.host_dedup, *beside)
-        if choice.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is the link's
-        network = Network(profile, torch.device(choice.device), choice.most_tokens, seed)
-        device = _device(choice.device)(store, network, choice.slots, choice.verify)
-        try:
-            yield device, facts(choice.device, store)
-            if not network.finite():
-                raise InputError("the network's output is not finite: its figures are worth nothing (--seed N)")
-        finally:
-            device.close()
-    except (torch.OutOfMemoryError, MemoryError):
-        raise InputError(f"out of memory: {needed} alone need {show_bytes(gpu_bytes)}; {smaller}") from None
-    except torch.AcceleratorError as error:
-        raise InputError(f"the GPU reports an error, and the run cannot go on: {str(error).splitlines()[0]}") from error
-
-
-def _device(kind: str) -> Callable[..., Device]:
-    if kind == "cuda":
-        from replay.cuda import CudaDevice
-
-        return CudaDevice
-    from replay.cpu import CpuDevice
-
-    return CpuDevice
+    with open_stage(choice.needs) as stage, stage.device(choice.slots, choice.contexts, choice.verify) as device:
+        yield device, stage.facts
 
 
 def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -> list[Prediction]:
@@ -266,12 +318,13 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
     if measured:
         machines.insert(0, ("this machine as measured", *measured))
 
-    def row(machine: str, timing: Timing, link: Link) -> ResultRow:
+    def predicted(machine: str, timing: Timing, link: Link) -> Prediction:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        return summarise(engine.simulate(engine.AUTO, _as_run(choice, timing, link)), there, loaded.trace.requests)[0]
+        log = engine.simulate(engine.AUTO, as_run(choice, timing, link))
+        return Prediction(machine, summarise(log, there, loaded.trace.requests)[0], log)
 
     try:
-        return [Prediction(name, row(name, timing, link)) for name, timing, link in machines]
+        return [predicted(*each) for each in machines]
     except ModuleNotFoundError as error:
         if error.name != "simpy":
             raise

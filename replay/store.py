@@ -1,15 +1,17 @@
 """The host store: every expert's weights in host memory, one contiguous 256-byte-aligned buffer each.
 
-Anonymous memory in slabs of about 1 GiB, huge pages advised, first touched by several threads: what can be
-registered with a driver at its true size. Contents are stamps: expert e holds the window of one long random sequence
-that starts at e * 64 bytes, so any slot can be checked against its expert, and nothing is ever zero. Where host
-memory is short of the model, experts e, e + N, e + 2N, ... share a buffer (`--host-dedup N`): the same bytes are moved,
-but the host's caches see fewer of them, which every result states.
+Memory is anonymous, in slabs of about 1 GiB, huge pages advised, first touched by several threads: what can be
+registered with a driver at its true size. It is filled once with stamps, windows of one long random sequence that
+begin 64 bytes after each other, so that any slot can be checked against its expert and nothing is ever zero; stores of
+several models may lie over the same memory, one after another. Where memory is short of a model, its experts e, e + N,
+e + 2N, ... share a buffer (`--host-dedup N`): the same bytes are moved, but the host's caches see fewer of them, which
+every result states.
 """
 
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,48 +30,64 @@ RESERVE_BYTES = 512 << 20
 """Host memory left to everything else."""
 
 
-class HostStore:
-    """`distinct` buffers of `expert_bytes`, serving `total` experts. InputError where memory does not suffice.
+class HostMemory:
+    """`buffers` of `stride` bytes each, none across two slabs; filled with bfloat16 numbers, finite as float32 too."""
 
-    `beside_bytes` of the same memory are going to be taken for something else, named `beside`.
-    """
-
-    def __init__(
-        self,
-        total: int,
-        expert_bytes: int,
-        dtype: torch.dtype,
-        seed: int,
-        distinct: int | None = None,
-        beside: str = "",
-        beside_bytes: float = 0,
-    ) -> None:
-        self.distinct = total if distinct is None else distinct
-        if not 1 <= self.distinct <= total:
-            raise InputError(f"--host-dedup {distinct}: a model of {total} experts has 1 to {total} host buffers")
-        self.expert_bytes = expert_bytes
-        self.stride = -(-expert_bytes // ALIGNMENT) * ALIGNMENT
-        needed = f"a host store of {self.distinct} of {total} experts"
-        advice = "--host-dedup N shares N buffers between all experts"
-        if beside_bytes:
-            needed += f", beside {beside} of {show_bytes(beside_bytes)},"
-            advice += ", a smaller --cache-size makes do with less"
-        require_host_memory(self.nbytes + beside_bytes, needed, advice)
-        per_slab = max(1, SLAB_BYTES // self.stride)
-        self._per_slab = per_slab
-        counts = [min(per_slab, self.distinct - first) for first in range(0, self.distinct, per_slab)]
+    def __init__(self, buffers: int, stride: int, seed: int) -> None:
+        per_slab = max(1, SLAB_BYTES // stride)
+        sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
         try:
-            self.slabs = [_anonymous(count * self.stride) for count in counts]
+            self.slabs = [_anonymous(size) for size in sizes]
         except (OSError, MemoryError) as error:
+            raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
+        self.nbytes = sum(sizes)
+        self._fill(stride, seed)
+
+    def _fill(self, stride: int, seed: int) -> None:
+        """Normal numbers of a size that keeps activations finite, in windows that differ by buffer."""
+        places = [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab), stride)]
+        numbers = np.random.default_rng(seed).standard_normal((stride + len(places) * STAMP_BYTES) // 2 + 1, np.float32)
+        sequence = torch.from_numpy(numbers * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
+
+        def write(place: int) -> None:
+            np.copyto(places[place], sequence[place * STAMP_BYTES : place * STAMP_BYTES + stride])
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            list(threads.map(write, range(len(places))))
+
+
+class HostStore:
+    """`total` experts of `expert_bytes` over some memory, in `distinct` buffers; None: as many as fit."""
+
+    def __init__(self, memory: HostMemory, total: int, expert_bytes: int, distinct: int | None = None) -> None:
+        self.memory = memory
+        self.expert_bytes = expert_bytes
+        self.stride = stride_of(expert_bytes)
+        self._ends = list(accumulate(len(slab) // self.stride for slab in memory.slabs))
+        self.distinct = min(total, self._ends[-1]) if distinct is None else distinct
+        if not 1 <= self.distinct <= self._ends[-1]:
             raise InputError(
-                f"no host memory for {show_bytes(self.distinct * self.stride)} of experts: {error}"
-            ) from None
-        self._fill(dtype, seed)
+                f"a host memory of {show_bytes(memory.nbytes)} does not hold {max(1, self.distinct)} experts of "
+                f"{show_bytes(expert_bytes)}"
+            )
+        self._buffers = [self.padded(place)[:expert_bytes] for place in range(self.distinct)]
+
+    @classmethod
+    def of(cls, total: int, expert_bytes: int, seed: int, distinct: int | None = None) -> "HostStore":
+        """One for one model, with memory of its own; InputError where its numbers are impossible."""
+        buffers = total if distinct is None else distinct
+        if not 1 <= buffers <= total:
+            raise InputError(f"--host-dedup {distinct}: a model of {total} experts has 1 to {total} host buffers")
+        return cls(HostMemory(buffers, stride_of(expert_bytes), seed), total, expert_bytes, buffers)
 
     def __getitem__(self, expert: int) -> Bytes:
         """The buffer that serves `expert`: uint8[expert_bytes]."""
-        slab, place = divmod(expert % self.distinct, self._per_slab)
-        return self.slabs[slab][place * self.stride : place * self.stride + self.expert_bytes]
+        return self._buffers[expert % self.distinct]
+
+    def padded(self, place: int) -> Bytes:
+        """A buffer with what lies between it and the next one: uint8[stride]."""
+        slab, start = self._where(place)
+        return slab[start : start + self.stride]
 
     @property
     def nbytes(self) -> int:
@@ -80,20 +98,15 @@ class HostStore:
         """Whether `content` is `expert`, to the byte."""
         return np.array_equal(self[expert], content)
 
-    def _fill(self, dtype: torch.dtype, seed: int) -> None:
-        """Normal numbers of a size that keeps activations finite, in windows that differ by expert."""
-        length = self.expert_bytes + self.distinct * STAMP_BYTES
-        rng = np.random.default_rng(seed)
-        numbers = rng.standard_normal(-(-length // dtype.itemsize), dtype=np.float32)
-        numbers *= 0.02
-        sequence = torch.from_numpy(numbers).to(dtype).view(torch.uint8).numpy()
+    def _where(self, place: int) -> tuple[Bytes, int]:
+        """The slab, and the first byte in it."""
+        slab = int(np.searchsorted(self._ends, place, side="right"))
+        return self.memory.slabs[slab], (place - (self._ends[slab - 1] if slab else 0)) * self.stride
 
-        def write(expert: int) -> None:
-            start = expert * STAMP_BYTES
-            np.copyto(self[expert], sequence[start : start + self.expert_bytes])
 
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(write, range(self.distinct)))
+def stride_of(expert_bytes: int) -> int:
+    """From one expert's buffer to the next."""
+    return -(-expert_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _anonymous(size: int) -> Bytes:

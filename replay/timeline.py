@@ -1,15 +1,17 @@
 """A replay put onto a timeline: what the device's streams did, as the host saw it.
 
-A wrapper around any device hears what is submitted and what ends. A part of a stream lasts from its submission, or from
-the end of the part before if that is later, to its completion as polled; on a clock of its own (`virtual`) that is
-exact. Slots and queues are heard from the residency machine, as in a simulated run (`sim.timeline_residency`).
+A wrapper around any device hears what is submitted and what ends. A part of a stream lasts from its submission, from
+the end of the part before or, an expert, from its arrival, whichever is latest, to its completion as polled; on a clock
+of its own (`virtual`) that is exact. Slots and queues are heard from the residency machine, as in a simulated run
+(`sim.timeline_residency`).
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from policies.contract import Shape
 from policies.residency import Residency
-from replay.device import Completion, Device, Kind
+from replay.device import Completion, Device, Kind, Work
 from sim.timeline import Args, Timeline, Track
 from sim.timeline_residency import ResidencyTracks, expert_args, expert_name
 
@@ -24,7 +26,7 @@ class ObservedDevice(Device):
         self._timeline = timeline
         self._shape = shape
         self._slots = slots
-        self.chunks_in_flight = device.chunks_in_flight
+        self.tail_bytes = device.tail_bytes
         self.predictor_takes_time = device.predictor_takes_time
         process = timeline.process(f"{GROUP}: compute and link")
         self._steps, self._compute = (
@@ -32,6 +34,7 @@ class ObservedDevice(Device):
             Stream(timeline, timeline.track(process, "compute")),
         )
         self._link = Stream(timeline, timeline.track(process, "link"))
+        self._arrivals: dict[int, int] = {}  # when the latest piece of an expert ended
         self._step = 0  # number of the step under way
         self._began: int | None = None  # and when it began
         self._origin = device.now()
@@ -71,11 +74,13 @@ class ObservedDevice(Device):
             self._compute.submitted(now, "predictor", {})
         return takes_time
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        """One expert of an event."""
-        args = {**expert_args(expert, self._shape), "slot": slot, "tokens": tokens}
-        self._compute.submitted(self._elapsed(), expert_name(expert, self._shape), args)
-        self._device.expert(expert, slot, tokens)
+    def experts(self, works: Sequence[Work]) -> None:
+        """Each on its own, also where the device computes them together."""
+        now = self._elapsed()
+        for expert, slot, tokens in works:
+            args = {**expert_args(expert, self._shape), "slot": slot, "tokens": tokens}
+            self._compute.submitted(now, expert_name(expert, self._shape), args)
+        self._device.experts(works)
 
     def combine(self, tokens: int) -> None:
         """Of a layer."""
@@ -91,7 +96,11 @@ class ObservedDevice(Device):
         """The part that has ended is shown."""
         completion = self._device.next_completion()
         now = self._elapsed()
-        (self._link if completion.kind is Kind.COPY else self._compute).ended(now)
+        if completion.kind is Kind.COPY:
+            self._link.ended(now)
+            self._arrivals[completion.expert] = now
+        else:
+            self._compute.ended(now, self._arrivals.get(completion.expert, 0))
         if completion.kind is Kind.HEAD and self._began is not None:
             self._timeline.slice(self._steps, f"step {self._step}", self._began, now, {})
             self._step, self._began = self._step + 1, None
@@ -123,10 +132,10 @@ class Stream:
         """It follows what was submitted before."""
         self._parts.append((now, name, args))
 
-    def ended(self, now: int) -> None:
-        """The oldest part has ended."""
+    def ended(self, now: int, able: int = 0) -> None:
+        """The oldest part has ended; before `able` it could not begin."""
         submitted, name, args = self._parts.popleft()
-        self._timeline.slice(self._track, name, max(submitted, self._ended), now, args)
+        self._timeline.slice(self._track, name, max(submitted, self._ended, able), now, args)
         self._ended = now
 
     def discard(self) -> None:

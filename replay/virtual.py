@@ -1,12 +1,13 @@
 """The virtual device: a logical clock in place of hardware. It owns rule 15 for replay.
 
-Both streams are serial, so at most two things can end next, a chunk and the compute stream's first item: of one
-instant, the chunk comes first. Runs on it equal those of the simulator in every step and counter.
+Both streams are serial, so at most two things can end next, a piece and the compute stream's first item: of one
+instant, the piece comes first. Runs on it equal those of the simulator in every step and counter.
 """
 
 from collections import deque
+from collections.abc import Sequence
 
-from replay.device import Completion, Device, Kind, nothing_under_way
+from replay.device import Completion, Device, Kind, Work, nothing_under_way
 from sim.timing import Link, Timing
 
 
@@ -18,7 +19,7 @@ class VirtualDevice(Device):
         self._link = link
         self._now = 0
         self._compute: deque[tuple[Completion, int]] = deque()  # with durations; only the first one runs
-        self._compute_end = 0
+        self._compute_end: int | None = None  # None: nothing runs, the first one waits for the piece on the link
         self._copy: Completion | None = None
         self._copy_end = 0
         self.predictor_takes_time = timing.predictor_ns > 0
@@ -43,9 +44,10 @@ class VirtualDevice(Device):
             self._submit(Completion(Kind.PREDICTOR), self._timing.predictor_ns)
         return self.predictor_takes_time
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        """Its duration from the timing."""
-        self._submit(Completion(Kind.EXPERT, expert), self._timing.expert_ns(tokens))
+    def experts(self, works: Sequence[Work]) -> None:
+        """One after another, each with its duration from the timing."""
+        for expert, _, tokens in works:
+            self._submit(Completion(Kind.EXPERT, expert), self._timing.expert_ns(tokens))
 
     def combine(self, tokens: int) -> None:
         """Its duration from the timing."""
@@ -56,16 +58,17 @@ class VirtualDevice(Device):
         self._submit(Completion(Kind.HEAD), self._timing.head_ns(tokens))
 
     def next_completion(self) -> Completion:
-        """Advance the clock to the earlier of chunk and compute."""
-        if self._copy and not (self._compute and self._compute_end < self._copy_end):
+        """Advance the clock to the earlier of piece and compute."""
+        if self._copy and (self._compute_end is None or self._copy_end <= self._compute_end):
             ended, self._copy, self._now = self._copy, None, self._copy_end
+            if self._compute_end is None:
+                self._begin()
             return ended
-        if not self._compute:
+        if self._compute_end is None:
             raise nothing_under_way()
         ended, _ = self._compute.popleft()
-        self._now = self._compute_end
-        if self._compute:
-            self._compute_end = self._now + self._compute[0][1]
+        self._now, self._compute_end = self._compute_end, None
+        self._begin()
         return ended
 
     def discard_copies(self) -> None:
@@ -76,6 +79,13 @@ class VirtualDevice(Device):
         """Nothing is held."""
 
     def _submit(self, work: Completion, duration: int) -> None:
-        if not self._compute:
-            self._compute_end = self._now + duration
         self._compute.append((work, duration))
+        if len(self._compute) == 1:
+            self._begin()
+
+    def _begin(self) -> None:
+        """The first of the queue starts now, unless it is an expert that is still on the link."""
+        if self._compute:
+            work, duration = self._compute[0]
+            if work.kind is not Kind.EXPERT or self._copy != Completion(Kind.COPY, work.expert):
+                self._compute_end = self._now + duration

@@ -14,10 +14,11 @@ from policies.registry import PolicySpec
 from sim import engine, models
 from sim.hardware import Hardware, hardware
 from sim.log import Ended, Run, RunLog, joined
+from sim.measured import MeasuredModel
 from sim.models import ModelProfile
 from sim.predictors import cost_us
 from sim.results import Cell
-from sim.timing import Link, Roofline, experts_per_layer, host_link
+from sim.timing import Link, Roofline, Timing, experts_per_layer, host_link
 from traces.errors import InputError
 from traces.reader import open_folder
 from traces.schema import AGGREGATE
@@ -40,7 +41,7 @@ class Setup:
     untimed: bool = False
     seed: int = 0
     chunk_bytes: int | None = None  # None: the whole expert
-    predictor_us: float | None = None  # of every policy; None: of each as measured (`sim.predictors`)
+    predictor_us: float | None = None  # of every policy; None: of each as measured, there or at all (`sim.predictors`)
     engine: str = engine.AUTO  # that plays timed cells
 
     def __post_init__(self) -> None:
@@ -119,23 +120,35 @@ class Loaded:
         layers = self.profile.decode_layers if self.profile else self.trace.layers
         return layers * self.trace.top_k
 
+    @property
+    def measured(self) -> MeasuredModel | None:
+        """What was measured with this model on this machine, which then stands for its rates; None: nothing was."""
+        return self.hardware.measured_with(self.profile) if self.hardware and self.profile else None
+
     def predictor_us(self, policy: PolicySpec) -> float | None:
-        """What the policy's own work takes an event; None where neither the setup nor the shipped table says."""
+        """What the policy's own work takes an event, by the setup, the machine, or the shipped table; None: unknown."""
         if self.setup.predictor_us is not None:
             return self.setup.predictor_us
+        if self.measured and policy.text in self.measured.predictor_us:
+            return self.measured.predictor_us[policy.text]
         return cost_us(policy, self.trace.layers, self.trace.num_experts)
 
-    def timing(self, policy: PolicySpec) -> Roofline:
+    def timing(self, policy: PolicySpec) -> Timing:
         """Durations on this machine under a policy, whose work is free where its cost is unknown; timed setups only."""
         assert self.hardware
         assert self.profile
-        return Roofline(self.hardware, self.profile, round((self.predictor_us(policy) or 0.0) * 1_000))
+        predictor_ns = round((self.predictor_us(policy) or 0.0) * 1_000)
+        if self.measured:
+            return self.measured.timing(predictor_ns)
+        return Roofline(self.hardware, self.profile, predictor_ns)
 
     @property
     def link(self) -> Link:
         """This machine's host link; timed setups only."""
         assert self.hardware
         assert self.profile
+        if self.measured:
+            return self.measured.link(self.setup.chunk_bytes)
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
     def compiled(self, policy: PolicySpec) -> bool:
@@ -180,6 +193,13 @@ class Loaded:
         self.play(policy, slots, parts.append)
         return joined(parts)
 
+    @property
+    def _machine(self) -> str | None:
+        """The machine's name, and whether its times are measured or computed from rates."""
+        if self.hardware is None:
+            return None
+        return f"{self.hardware.name} (measured)" if self.measured else self.hardware.name
+
     def cell(self, policy: PolicySpec, slots: int) -> Cell:
         """What the rows of that cell say of it."""
         return Cell(
@@ -189,7 +209,7 @@ class Loaded:
             trace=self.trace.name,
             phase=self.trace.phases,
             model=self.profile.name if self.profile else self.trace.meta.model,
-            hardware=self.hardware.name if self.hardware else None,
+            hardware=self._machine,
             predictor_us=self.timing(policy).predictor_ns / 1_000 if self.hardware else None,
             cache_experts=slots,
             all_experts=self.all_experts,

@@ -2,12 +2,26 @@
 
 Rates are what a good kernel or copy reaches, not what the datasheet prints; each profile says where its
 values come from. GB and TFLOP are decimal (1 GB/s is one byte a nanosecond), GiB are binary.
+
+A profile that `moe-replay calibrate` wrote also holds what was measured there: of the machine, for people to read, and
+of each model that it was measured with, which then counts instead of the rates (`sim.measured`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from sim import profiles
+from sim import measured, profiles
+from sim.measured import MeasuredModel
+from sim.models import ModelProfile
 from traces.errors import InputError
+
+
+def _facts(value: object, where: str) -> dict[str, Any]:
+    """Anything, as a table."""
+    if isinstance(value, dict):
+        return value
+    raise InputError(f"{where}: must be a table, headed [calibration]")
 
 
 @dataclass(frozen=True)
@@ -27,6 +41,15 @@ class Hardware:
     host_memory_bandwidth_gb_per_s: float
     disk_bandwidth_gb_per_s: float
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
+    calibration: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=profiles.table(_facts))
+    measured: tuple[MeasuredModel, ...] = field(default=(), hash=False, metadata=profiles.table(measured.read))
+
+    def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
+        """What was measured with that model here, if it was, with experts of that size."""
+        return next(
+            (each for each in self.measured if (each.model, each.expert_bytes) == (profile.name, profile.expert_bytes)),
+            None,
+        )
 
 
 SLOWEST_LINK = 0.001

@@ -6,6 +6,7 @@ Every key carries its unit in its name; an unknown, missing or impossible one is
 import dataclasses
 import math
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -18,6 +19,13 @@ MOST = 10**15
 
 MAY_BE_ZERO = {"zero": True}
 """Field metadata: 0 is possible here. All other numbers are above 0."""
+
+Reader = Callable[[object, str], Any]
+
+
+def table(read: Reader) -> dict[str, Reader]:
+    """Field metadata: a table, or a list of them, that `read` makes of the file's, told where it stands there."""
+    return {"table": read}
 
 
 def names(kind: str) -> list[str]:
@@ -41,19 +49,21 @@ def read(cls: type[T], path: Path) -> T:
     """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem."""
     try:
         with path.open("rb") as file:
-            table = tomllib.load(file)
+            held = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as TOML: {error}") from error
     fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "name"}  # type: ignore[arg-type]
-    for key in table:
+    for key in held:
         if key not in fields:
             raise InputError(f"{path}: {unknown('key', key, fields)}")
     types = get_type_hints(cls)
     values: dict[str, Any] = {}
     for key, field in fields.items():
-        if key in table:
-            values[key] = _checked(table[key], types[key], bool(field.metadata.get("zero")), f"{path}: {key}")
-        elif field.default is dataclasses.MISSING:
+        if key in held and "table" in field.metadata:
+            values[key] = field.metadata["table"](held[key], f"{path}: {key}")
+        elif key in held:
+            values[key] = _checked(held[key], types[key], bool(field.metadata.get("zero")), f"{path}: {key}")
+        elif field.default is field.default_factory is dataclasses.MISSING:
             raise InputError(f"{path}: the key {key!r} is missing")
     made: T = cast(Any, cls)(name=path.stem, **values)
     return made

@@ -2,20 +2,21 @@
 
 import random
 from collections import deque
+from collections.abc import Sequence
 
 from policies.contract import Shape
-from replay.device import Completion, Device, Kind
+from replay.device import Completion, Device, Kind, Work
 
 
 class Watch:
     """What slots hold and what uses them, checked at every submission and completion."""
 
-    def __init__(self, shape: Shape, slots: int, expert_bytes: int, chunks_in_flight: int) -> None:
+    def __init__(self, shape: Shape, slots: int, expert_bytes: int, tail_bytes: int = 0) -> None:
         self.shape, self.slots, self.expert_bytes = shape, slots, expert_bytes
-        self.chunks_in_flight = chunks_in_flight
+        self.tail_bytes = tail_bytes
         self.content: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that have arrived)
         self.submitted: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that were submitted)
-        self.copies: deque[tuple[int, int, int]] = deque()  # expert, slot, last byte
+        self.copies: deque[tuple[int, int, int, int]] = deque()  # expert, slot, first byte, the one behind the last
         self.computing: deque[tuple[int, int]] = deque()  # expert, slot
         self.layer = -1  # the last one whose router has ended
         self.computed = 0
@@ -27,14 +28,20 @@ class Watch:
         if first:
             assert self.submitted[slot] == (expert, first), "goes on where another transfer was"
         else:
-            assert slot not in [target for _, target, _ in self.copies], "overwrites a slot that is loading"
+            assert slot not in [target for _, target, _, _ in self.copies], "overwrites a slot that is loading"
             self.content[slot] = expert, 0
         self.submitted[slot] = expert, last
-        self.copies.append((expert, slot, last))
-        assert len(self.copies) <= self.chunks_in_flight
+        assert len(self.copies) < (2 if self.tail_bytes else 1)
+        follows = self.copies and self.copies[-1] == (expert, slot, self.copies[-1][2], first)
+        assert follows or self.flying_bytes <= self.tail_bytes, "chooses before the tail flies"
+        self.copies.append((expert, slot, first, last))
+
+    @property
+    def flying_bytes(self) -> int:
+        return sum(last - first for _, _, first, last in self.copies)
 
     def expert(self, expert: int, slot: int) -> None:
-        assert self.content[slot] == (expert, self.expert_bytes), "computes what has not arrived"
+        assert self.submitted[slot] == (expert, self.expert_bytes), "computes what is not on its way"
         assert expert // self.shape.experts == self.layer, "computes a layer whose router has not ended"
         self.computing.append((expert, slot))
 
@@ -43,11 +50,13 @@ class Watch:
 
     def ended(self, completion: Completion) -> None:
         if completion.kind is Kind.COPY:
-            expert, slot, last = self.copies.popleft()
+            expert, slot, _, last = self.copies.popleft()
             assert expert == completion.expert
             self.content[slot] = expert, last
         elif completion.kind is Kind.EXPERT:
-            assert self.computing.popleft()[0] == completion.expert
+            expert, slot = self.computing.popleft()
+            assert expert == completion.expert
+            assert self.content[slot] == (expert, self.expert_bytes), "computed what has not arrived"
             self.computed += 1
         elif completion.kind is Kind.ROUTER:
             self.layer = (self.layer + 1) % self.shape.layers
@@ -58,17 +67,17 @@ class Watch:
 
 
 class AnyOrder(Device):
-    """Each completion is drawn from one of the two streams; time passes at random."""
+    """Each completion is drawn from one of the two streams, unless compute waits for a copy; time passes at random."""
 
     def __init__(self, watch: Watch, seed: int) -> None:
         self.watch = watch
-        self.chunks_in_flight = watch.chunks_in_flight
+        self.tail_bytes = watch.tail_bytes
         self.predictor_takes_time = seed % 2 == 0
         self._random = random.Random(seed)
         self._link: deque[Completion] = deque()
         self._compute: deque[Completion] = deque()
         self._now = 0
-        self.behind_a_copy: list[int] = []  # chunks in flight when one ends
+        self.behind_a_copy: list[int] = []  # pieces in flight when one ends
 
     def now(self) -> int:
         self._now += self._random.randint(0, 3)
@@ -88,9 +97,10 @@ class AnyOrder(Device):
         self._compute.append(Completion(Kind.PREDICTOR))
         return True
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        self.watch.expert(expert, slot)
-        self._compute.append(Completion(Kind.EXPERT, expert))
+    def experts(self, works: Sequence[Work]) -> None:
+        for expert, slot, _ in works:
+            self.watch.expert(expert, slot)
+            self._compute.append(Completion(Kind.EXPERT, expert))
 
     def combine(self, tokens: int) -> None:
         self._compute.append(Completion(Kind.COMBINE))
@@ -99,7 +109,10 @@ class AnyOrder(Device):
         self._compute.append(Completion(Kind.HEAD))
 
     def next_completion(self) -> Completion:
-        stream = self._random.choice([stream for stream in (self._link, self._compute) if stream])
+        streams = [self._link] if self._link else []
+        if self._compute and self._compute[0].expert not in [copy.expert for copy in self._link]:
+            streams.append(self._compute)
+        stream = self._random.choice(streams)
         completion = stream.popleft()
         if completion.kind is Kind.COPY:
             self.behind_a_copy.append(len(self._link))

@@ -2,10 +2,13 @@
 
 import json
 import re
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -216,11 +219,11 @@ def test_cuda_is_refused_where_there_is_none(command) -> None:
     assert run.choose_device("auto") == "cpu"
 
 
-def test_a_cache_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.store.available_memory_bytes", lambda: 512 << 20)
     status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
     assert status == 2
-    assert "--cache-size" in err
+    assert "--host-dedup" in err
 
 
 def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one(
@@ -230,7 +233,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     assert command(*arguments)[0] == 0
     play = run.play
 
-    def cut_off(plan, device, on_step):
+    def cut_off(plan, device, on_step, **other):
         steps = 0
 
         def interrupting(row: list[int]) -> None:
@@ -246,7 +249,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     status, _, err = command(*arguments)
     assert status == 130
     assert "interrupted after 5 of" in err.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "here").iterdir()] == ["per_token.csv"]
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"per_token.csv", "run.json"}
     assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
 
 
@@ -273,3 +276,36 @@ def test_every_prediction_names_its_own_machine(command) -> None:
         "this machine as measured": "this machine as measured",
         "a5000": "a5000",
     }
+
+
+def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: Path) -> None:
+    """SIGKILL in the middle, as soon as some steps are written; what was measured before stays to the digit."""
+    asked = ("--policy", "lru", "--device", "cpu", "--requests", "6", "--out", "here", "-q")
+    killed = subprocess.Popen([sys.executable, "-c", "from replay.cli import main; main()", *asked], cwd=tmp_path)
+    steps = tmp_path / "here" / "per_token.csv"
+    while not steps.exists() or len(steps.read_text().splitlines()) < 60:
+        assert killed.poll() is None, "ended before it was killed"
+        time.sleep(0.005)
+    killed.kill()
+    killed.wait()
+    before = steps.read_text().splitlines()
+    kept = [line for line in before[1:] if line.split(",")[0] == "0"]
+    assert command("--policy", "lfu", *asked[2:], "--resume")[0] == 2, "another run"
+    status, _, err = command(*asked, "--resume")
+    assert status == 0, err
+    after = steps.read_text().splitlines()
+    assert after[: 1 + len(kept)] == [before[0], *kept]
+    row = pq.read_table(tmp_path / "here" / "results.parquet").to_pylist()[0]
+    assert row["requests"] == 6
+    assert len(kept) <= row["resumed_steps"] < len(after) - 1
+    status, _, err = command(*asked, "--resume")
+    assert (status, "has ended" in err) == (2, True)
+
+
+def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp_path: Path) -> None:
+    asked = ("--policy", "lru", "--device", "virtual", "--requests", "1", "--out", "here", "-q")
+    assert command(*asked, "--min-gbps", "1")[0] == 0
+    status, _, err = command(*asked, "--min-gbps", "1000")
+    assert status == 1
+    assert re.fullmatch(r"moe-replay: error: the link reached [\d.]+ GB/s while busy, less than --min-gbps 1000\n", err)
+    assert (tmp_path / "here" / "results.parquet").exists()

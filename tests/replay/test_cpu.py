@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,10 +13,11 @@ from policies.contract import Shape
 from policies.registry import parse
 from replay import store as store_module
 from replay.cpu import CpuDevice
-from replay.device import Completion
+from replay.device import Completion, Work
 from replay.driver import Plan, play
 from replay.network import Network, dtype_of, expert_output
-from replay.store import STAMP_BYTES, HostStore
+from replay.stage import Needs, open_stage
+from replay.store import STAMP_BYTES, HostMemory, HostStore
 from sim.cells import Requests
 from sim.log import RunLog
 from sim.models import ModelProfile, model
@@ -55,9 +56,10 @@ class WatchedCpu(CpuDevice):
         self.watch.dense(layer)
         super().dense(layer, tokens, context)
 
-    def expert(self, expert: int, slot: int, tokens: int) -> None:
-        self.watch.expert(expert, slot)
-        super().expert(expert, slot, tokens)
+    def experts(self, works: Sequence[Work]) -> None:
+        for expert, slot, _ in works:
+            self.watch.expert(expert, slot)
+        super().experts(works)
 
     def next_completion(self) -> Completion:
         completion = super().next_completion()
@@ -67,10 +69,11 @@ class WatchedCpu(CpuDevice):
 
 @contextmanager
 def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None) -> Iterator[WatchedCpu]:
-    network = Network(profile, torch.device("cpu"), max_tokens=16, seed=0)
-    store = HostStore(L * E, profile.expert_bytes, network.expert_dtype, seed=0, distinct=dedup)
+    network = Network(profile, torch.device("cpu"), max_tokens=16, max_context=16, seed=0)
+    store = HostStore.of(L * E, profile.expert_bytes, seed=0, distinct=dedup)
     made = WatchedCpu(store, network, slots, verify=True)
-    made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.chunks_in_flight)
+    made.tail_bytes = profile.expert_bytes // 8
+    made.watch = Watch(Shape(L, E), slots, profile.expert_bytes, made.tail_bytes)
     try:
         yield made
         assert network.finite()
@@ -144,7 +147,7 @@ def test_an_expert_is_computed_as_in_float64() -> None:
     for matrices, bytes_per_parameter, tolerance in ((3, 4.0, 1e-5), (3, 2.0, 2e-2), (2, 4.0, 1e-5)):
         profile = dataclasses.replace(PROFILE, expert_matrices=matrices, expert_bytes_per_parameter=bytes_per_parameter)
         with device(1, profile) as made:
-            network = Network(profile, torch.device("cpu"), max_tokens=4, seed=0)
+            network = Network(profile, torch.device("cpu"), max_tokens=4, max_context=4, seed=0)
             weights = network.weights(torch.from_numpy(made.store[3].copy()))
             tokens = torch.randn(4, 32, generator=generator).to(network.expert_dtype)
             first, down = (matrix.double() for matrix in weights)
@@ -159,7 +162,7 @@ def test_an_expert_is_computed_as_in_float64() -> None:
 
 
 def test_experts_differ_and_fill_their_buffers() -> None:
-    store = HostStore(6, expert_bytes=1_000, dtype=torch.bfloat16, seed=1)
+    store = HostStore.of(6, expert_bytes=1_000, seed=1)
     stamps = {bytes(store[expert][:STAMP_BYTES]) for expert in range(6)}
     assert len(stamps) == 6
     assert all((store[expert] != 0).mean() > 0.9 for expert in range(6))
@@ -176,22 +179,36 @@ def test_host_buffers_can_be_shared() -> None:
 
 def test_slabs_hold_all_experts_where_one_slab_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "SLAB_BYTES", 4096)
-    store = HostStore(7, expert_bytes=1_000, dtype=torch.float32, seed=1)
-    assert [len(slab) for slab in store.slabs] == [4096, 3 * 1024]
+    store = HostStore.of(7, expert_bytes=1_000, seed=1)
+    assert [len(slab) for slab in store.memory.slabs] == [4096, 3 * 1024]
     assert len({store[expert].ctypes.data for expert in range(7)}) == 7
 
 
 def test_too_little_host_memory_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "available_memory_bytes", lambda: 10**9)
-    with pytest.raises(InputError, match="--host-dedup"):
-        HostStore(1_000, expert_bytes=10**6, dtype=torch.float32, seed=1)
+    needs = Needs(model("olmoe-1b-7b"), "cpu", most_tokens=1, most_context=1)
+    with pytest.raises(InputError, match="--host-dedup"), open_stage(needs):
+        pass
+
+
+def test_stores_of_two_models_lie_over_one_memory_and_share_buffers_where_it_is_short() -> None:
+    memory = HostMemory(6, 1_024, seed=2)
+    small, large = HostStore(memory, 100, 500), HostStore(memory, 4, 1_500)
+    assert (small.distinct, large.distinct) == (12, 4)
+    assert len({bytes(small[expert]) for expert in range(12)}) == 12
+    assert small[0].ctypes.data == large[0].ctypes.data
+    for store in (small, large):
+        at = sorted(store[expert].ctypes.data for expert in range(store.distinct))
+        assert (np.diff(at) >= store.expert_bytes).all()
+    with pytest.raises(InputError, match="does not hold 5 experts"):
+        HostStore(memory, 9, 1_500, distinct=5)
 
 
 def test_a_wrong_slot_is_noticed() -> None:
     with device(2) as made:
         made.watch.content[0] = made.watch.submitted[0] = 5, PROFILE.expert_bytes
         made.watch.layer = 5 // E
-        made.expert(5, 0, 1)
+        made.experts([(5, 0, 1)])
         with pytest.raises(RuntimeError, match="slot 0 computes as expert 5"):
             made.next_completion()
 

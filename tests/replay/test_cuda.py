@@ -1,37 +1,236 @@
-"""The CUDA device, where there is one."""
+"""The CUDA device: over streams that run in any order which their events allow, and over a GPU where there is one."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from policies.contract import Shape
 from policies.registry import parse
+from replay import launches
 from replay.cuda import CudaDevice
+from replay.device import Completion, Work
 from replay.driver import Plan, play
+from replay.gpu import Cuda, Gpu
+from replay.launches import Launches
 from replay.network import Network
-from replay.store import HostStore
+from replay.pinning import BEST_EFFORT, REQUIRE, pinned
+from replay.stage import Needs, open_stage
+from replay.store import HostMemory, HostStore
 from sim.cells import Requests
+from sim.log import RunLog
 from sim.models import model
+from sim.untimed import count
+from tests.replay.devices import Watch
+from tests.replay.fake_gpu import FakeGpu
+from traces.errors import InputError
 from traces.synthetic import synthetic
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+L, E, K = 3, 8, 2
+PROFILE = dataclasses.replace(
+    model("olmoe-1b-7b"),
+    moe_layers=L,
+    experts=E,
+    top_k=K,
+    hidden_size=32,
+    expert_intermediate_size=24,
+    heads=2,
+    head_size=16,
+    vocabulary=64,
+)
+SIZE = PROFILE.expert_bytes
 
-L, E, K = 4, 8, 2
+
+class Watched(CudaDevice):
+    """Checks every submission and completion."""
+
+    watch: Watch
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self.watch.copy(expert, slot, first, last)
+        super().copy(expert, slot, first, last)
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        self.watch.dense(layer)
+        super().dense(layer, tokens, context)
+
+    def experts(self, works: Sequence[Work]) -> None:
+        for expert, slot, _ in works:
+            self.watch.expert(expert, slot)
+        super().experts(works)
+
+    def next_completion(self) -> Completion:
+        completion = super().next_completion()
+        self.watch.ended(completion)
+        return completion
+
+
+@contextmanager
+def device(gpu: Gpu, slots: int) -> Iterator[Watched]:
+    with torch.inference_mode():
+        network = Network(PROFILE, gpu.device, max_tokens=16, max_context=64, seed=0)
+        store = HostStore.of(L * E, SIZE, seed=0)
+        with pinned(store.memory, REQUIRE, gpu):
+            made = Watched(store, network, slots, gpu, Launches(gpu, network), verify=True)
+            made.tail_bytes = SIZE // 8
+            made.watch = Watch(Shape(L, E), slots, SIZE, made.tail_bytes)
+            try:
+                yield made
+                assert network.finite()
+            finally:
+                made.close()
+
+
+@pytest.fixture(params=[0, 1, 2, "cuda"])
+def gpu(request: pytest.FixtureRequest) -> Gpu:
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return Cuda()
+    return FakeGpu(request.param)
+
+
+@pytest.fixture(params=[False, True], ids=["matmul", "fused"])
+def fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many experts went into each fused launch; the fused one is a loop here, unless the GPU is real."""
+    sizes: list[int] = []
+    if not request.param:
+        return sizes
+
+    def made(network: Network) -> launches.Fused:
+        def run(pool: torch.Tensor, slots: Sequence[int]) -> None:
+            sizes.append(len(slots))
+            for slot in slots:
+                network.expert(network.weights(pool[slot]), 1)
+
+        return run
+
+    monkeypatch.setattr(launches, "fused", made)
+    return sizes
+
+
+def replay(made: Watched, policy: str, cold: bool = False, prompt: int = 5, top_k: int = K) -> RunLog:
+    trace = synthetic(3, 12, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
+    requests = Requests(trace)
+    made.prepare({int(context) for request in requests for context in request.context[request.tokens == 1]})
+    plan = Plan(requests, Shape(L, E), len(made.pool), parse(policy), SIZE, SIZE // 3, cold)
+    return play(plan, made)
 
 
 @pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=4"])
-@pytest.mark.parametrize("cold", [False, True])
-def test_every_slot_holds_its_expert_whenever_it_computes(policy: str, cold: bool) -> None:
-    profile = dataclasses.replace(model("olmoe-1b-7b"), moe_layers=L, experts=E, top_k=K)
-    network = Network(profile, torch.device("cuda"), max_tokens=16, seed=0)
-    store = HostStore(L * E, profile.expert_bytes, network.expert_dtype, seed=0)
-    trace = synthetic(3, 12, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=5)
-    device = CudaDevice(store, network, 10, verify=True)
-    try:
-        plan = Plan(Requests(trace), Shape(L, E), 10, parse(policy), profile.expert_bytes, 1 << 20, cold)
-        log = play(plan, device)
-    finally:
-        device.close()
-    assert network.finite()
+@pytest.mark.parametrize(("slots", "cold"), [(1, False), (9, False), (9, True), (L * E, False)])
+def test_every_slot_holds_its_expert_whenever_it_computes(
+    gpu: Gpu, fused: list[int], policy: str, slots: int, cold: bool
+) -> None:
+    with device(gpu, slots) as made:
+        log = replay(made, policy, cold)
+        assert made.watch.computed == (log.hits + log.late + log.misses).sum()
     assert log.demand_transfers.sum() == log.misses.sum() > 0
+    assert not fused or slots == 1 or max(fused) == K, "experts at hand go in one launch"
+
+
+def test_without_prefetch_hits_and_misses_are_those_of_the_untimed_analysis(gpu: Gpu) -> None:
+    expected = count(Requests(synthetic(3, 12, layers=L, experts=E, top_k=1, seed=1)), L, E, 7, parse("lru"))
+    with device(gpu, 7) as made:
+        log = replay(made, "lru", prompt=0, top_k=1)
+    np.testing.assert_array_equal(log.hits, expected.hits)
+    np.testing.assert_array_equal(log.misses, expected.misses)
+
+
+def test_what_routing_does_not_decide_runs_as_graphs_and_the_host_waits_for_nothing_on_the_hot_path() -> None:
+    """Graph launches alone for decoded tokens, no synchronise but at opening and closing, events that are used anew."""
+    gpu = FakeGpu(3)
+    with device(gpu, 9) as made:
+        before = gpu.counts.copy()
+        log = replay(made, "eamc", prompt=0)
+        spent = gpu.counts - before
+    assert spent["replay"] == len(log.step_ns) * (2 * L + 1)
+    assert spent["synchronize"] == 0
+    assert spent["event"] <= 16
+    assert gpu.counts["synchronize"] == 2, "at opening and at closing"
+
+
+def test_nothing_is_copied_to_the_gpu_but_by_the_pump_and_nothing_pinned_by_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The bytes that the device copies are those that the pump asked for; torch's own ways are barred."""
+    copied: list[int] = []
+    real = torch.Tensor.copy_
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if non_blocking:
+            copied.append(source.nbytes)
+        return real(self, source)
+
+    def barred(*_: object, **__: object) -> None:
+        raise AssertionError("not on the hot path")
+
+    gpu = FakeGpu(4)
+    with device(gpu, 9) as made:
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+        for name in ("pin_memory", "cuda", "item", "tolist"):
+            monkeypatch.setattr(torch.Tensor, name, barred)
+        monkeypatch.setattr(torch, "tensor", barred)
+        log = replay(made, "lru+popular:n=4", prompt=0)
+        monkeypatch.undo()
+    assert sum(copied) == (log.demand_transfers + log.prefetch_transfers).sum() * SIZE - made_under_way(made)
+
+
+def made_under_way(made: Watched) -> int:
+    """Bytes of the last transfer that were not submitted when the run ended."""
+    return sum(SIZE - sent for _, sent in made.watch.submitted.values())
+
+
+def test_a_gpu_on_which_nothing_ends_is_told_in_one_line_and_left_alone() -> None:
+    gpu = FakeGpu(5, halt=60)
+    with device(gpu, 4) as made:
+        made.watchdog_s = 0.2
+        with pytest.raises(InputError, match=r"stuck: nothing has ended for 0\.2 s, under way since: ") as caught:
+            replay(made, "lru")
+    assert "\n" not in str(caught.value)
+    assert gpu.registered, "memory that it may still read stays registered"
+
+
+@pytest.mark.parametrize("refused", [0, 2])
+def test_pinning_refused_half_way_gives_everything_back(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.store.SLAB_BYTES", 4 * SIZE)
+    memory, gpu = HostMemory(11, SIZE, seed=0), FakeGpu(0, refuse=refused)
+    assert len(memory.slabs) == 3
+    with pytest.raises(InputError, match=rf"after {refused} of 3 slabs.*--host-dedup"), pinned(memory, REQUIRE, gpu):
+        pass
+    assert gpu.registered == []
+    with pinned(memory, BEST_EFFORT, gpu) as is_pinned:
+        assert not is_pinned
+        assert gpu.registered == []
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_out_of_gpu_memory_is_told_with_what_was_asked_for(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is taken where the driver knows, and in the middle where it did not."""
+    gpu = FakeGpu(0)
+
+    def ones(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    needs = Needs(PROFILE, "cuda", most_tokens=1, most_context=8)
+    with open_stage(needs, gpu=gpu) as stage:
+        if fails_at:
+            monkeypatch.setattr(torch, "ones", ones)
+        slots = 4 if fails_at else 10**6
+        told = rf"out of memory: {slots} slots.*smaller --cache-size"
+        with pytest.raises(InputError, match=told), stage.device(slots, [1]):
+            pass
+    assert gpu.registered == []
+
+
+def test_output_that_is_not_finite_is_refused() -> None:
+    needs = Needs(PROFILE, "cuda", most_tokens=1, most_context=8)
+    with (
+        open_stage(needs, gpu=FakeGpu(0)) as stage,
+        pytest.raises(InputError, match="not finite"),
+        stage.device(9, [1]),
+    ):
+        stage.network.hidden[0, 3] = float("nan")

@@ -7,8 +7,10 @@ import pytest
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay.driver import Plan, play
+from replay.driver import COLUMNS, Plan, play
+from replay.virtual import VirtualDevice
 from sim.cells import Requests
+from sim.timing import FixedTiming, Link
 from sim.untimed import count
 from tests.replay.cases import draw
 from tests.replay.devices import AnyOrder, Watch
@@ -19,7 +21,7 @@ SEEDS = 250
 
 def watched(seed: int) -> tuple[Plan, Watch]:
     plan = draw(random.Random(seed).randint).plan
-    return plan, Watch(plan.shape, plan.slots, plan.expert_bytes, chunks_in_flight=1 + seed % 2)
+    return plan, Watch(plan.shape, plan.slots, plan.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
 
 
 def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_before_it_arrived() -> None:
@@ -31,15 +33,17 @@ def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_
         assert log.demand_transfers.sum() == log.misses.sum()
 
 
-def test_with_two_chunks_in_flight_the_link_never_waits_for_the_host_between_two_misses() -> None:
+def test_the_next_piece_is_there_when_one_ends_so_that_the_link_never_waits_for_the_host() -> None:
+    """The link falls empty at most once an event, when all that the event misses has come."""
     trace = synthetic(requests=2, tokens=20, layers=3, experts=8, top_k=3, seed=5)
     shape, requests = Shape(3, 8), list(Requests(trace))
-    for slots, at_once in ((6, 2), (1, 1)):
-        watch = Watch(shape, slots, 64, chunks_in_flight=2)
-        play(Plan(requests, shape, slots, parse("lru"), 64), device := AnyOrder(watch, 3))
-        left_behind = [n for n in device.behind_a_copy if n]
-        assert max(device.behind_a_copy) == at_once - 1, "with one slot nothing can follow"
-        assert len(left_behind) > 60 or at_once == 1
+    events = sum(len(request.tokens) for request in requests) * 3
+    for seed in range(10):
+        device = AnyOrder(Watch(shape, 6, 64, tail_bytes=8), seed)
+        log = play(Plan(requests, shape, 6, parse("lru"), 64), device)
+        assert len(device.behind_a_copy) == 2 * log.demand_transfers.sum() > 2 * events
+        assert device.behind_a_copy.count(0) <= events
+        assert max(device.behind_a_copy) == 1
 
 
 def test_prefetched_is_used_wasted_or_still_there() -> None:
@@ -58,7 +62,7 @@ def test_without_prefetch_the_order_of_completions_decides_nothing_but_time(poli
     expected = count(requests, 4, 8, 10, parse(policy))
     for seed in range(5):
         plan = Plan(requests, shape, 10, parse(policy), expert_bytes=64, chunk_bytes=16)
-        log = play(plan, AnyOrder(Watch(shape, 10, 64, chunks_in_flight=2), seed))
+        log = play(plan, AnyOrder(Watch(shape, 10, 64, tail_bytes=4), seed))
         np.testing.assert_array_equal(log.misses, expected.misses)
         np.testing.assert_array_equal(log.evictions, expected.evictions)
 
@@ -68,3 +72,32 @@ def test_each_step_is_reported_as_it_ends() -> None:
     reported: list[list[int]] = []
     log = play(plan, AnyOrder(watch, 5), reported.append)
     assert [row[3] for row in reported] == log.step_ns.tolist()
+
+
+@pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=3"])
+def test_a_run_goes_on_behind_requests_that_were_played_before(policy: str) -> None:
+    """Every expert computes from its own bytes, and rows of before stay as they were."""
+    trace = synthetic(5, 8, layers=3, experts=8, top_k=2, seed=4)
+    shape = Shape(3, 8)
+    plan = Plan(Requests(trace), shape, 9, parse(policy), 16, 4)
+    whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1))
+    rows = [[request, 1, 1, 1_000 + request, *[0] * (len(COLUMNS) - 4)] for request in (0, 0, 1)]
+    watch = Watch(shape, 9, 16, 2)
+    log = play(plan, AnyOrder(watch, 2), done=rows, clock=VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
+    assert log.step_ns[:3].tolist() == [1_000, 1_000, 1_001]
+    assert log.request.tolist() == [0, 0, 1, *whole.request[whole.request > 1].tolist()]
+    assert watch.computed == (log.hits + log.late + log.misses)[3:].sum() > 0
+
+
+def test_a_run_that_goes_on_misses_what_it_would_have_missed_uninterrupted() -> None:
+    """One expert a layer and no prefetch: nothing is left to chance."""
+    trace = synthetic(5, 8, layers=3, experts=8, top_k=1, seed=4)
+    shape = Shape(3, 8)
+    for cold in (False, True):
+        plan = Plan(Requests(trace), shape, 9, parse("lfu"), 16, cold=cold)
+        rows: list[list[int]] = []
+        whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1), rows.append)
+        done = [row for row in rows if row[0] < 2]
+        clock = VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16))
+        log = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 2), done=done, clock=clock)
+        np.testing.assert_array_equal(log.misses, whole.misses)

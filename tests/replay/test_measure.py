@@ -1,41 +1,380 @@
-"""Measuring a device: on the virtual one the answer is known."""
+"""Measuring a device: on the virtual one the answer is known, and devices made worse show what is made of it."""
 
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay.driver import Plan
-from replay.measure import interpolate, measure, never_less, policy_ns
+from replay.cuda import CudaDevice
+from replay.device import Completion, Device, Kind, Work
+from replay.driver import Plan, play
+from replay.host_time import FIRST_STEPS, same_again
+from replay.launches import Launches
+from replay.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
+from replay.meter import Meter, rising
+from replay.network import Network
+from replay.store import HostStore
 from replay.virtual import VirtualDevice
 from sim.cells import Requests
+from sim.engine import AUTO, simulate
+from sim.log import Run
+from sim.models import model
 from sim.timing import FixedTiming, Link
+from tests.replay.devices import AnyOrder, Watch
+from tests.replay.fake_gpu import FakeGpu
 from traces.synthetic import synthetic
 
+LAYERS, EXPERTS, TOP_K = 3, 8, 2
+SHAPE = Shape(LAYERS, EXPERTS)
+LINK = Link(40, 3, 1, expert_bytes=400, chunk_bytes=100)
 
-def test_measuring_the_virtual_device_gives_back_its_profile() -> None:
-    timing, link = FixedTiming(11, 5, 2, 3, 7), Link(40, 3, 1, expert_bytes=400, chunk_bytes=100)
-    requests = Requests(synthetic(2, 5, layers=3, experts=8, top_k=2, seed=1))
-    plan = Plan(requests, Shape(3, 8), 4, parse("lru"), link.expert_bytes, link.chunk_bytes)
-    found, found_link = measure(VirtualDevice(timing, link), plan, most_tokens=9)
-    assert found.predictor_ns == 0
+
+def plan_of(slots: int = 6, policy: str = "lru", prompt: int = 0) -> Plan:
+    requests = Requests(synthetic(2, 5, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=prompt))
+    return Plan(requests, SHAPE, slots, parse(policy), LINK.expert_bytes, LINK.chunk_bytes, experts_per_layer=1.0)
+
+
+@dataclass(frozen=True)
+class Growing(FixedTiming):
+    """Layer 0 is longer, and tokens and context count."""
+
+    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+        return (self.dense if layer else 5 * self.dense) + 7 * tokens + context
+
+
+TIMING = Growing(11, 5, 2, 3, 7)
+
+TINY = {
+    "moe_layers": LAYERS,
+    "experts": EXPERTS,
+    "top_k": TOP_K,
+    "hidden_size": 32,
+    "expert_intermediate_size": 24,
+    "heads": 2,
+    "head_size": 16,
+    "vocabulary": 64,
+}
+
+
+def all_hit_ns(device: VirtualDevice, plan: Plan, context: int) -> int:
+    """A token whose experts are all there, played."""
+    request = same_again(plan, TOP_K, LAYERS, context, steps=3)
+    return int(play(replace(plan, requests=[request]), device).step_ns[-1])
+
+
+def predicted_ns(timing, context: int) -> int:
+    dense = sum(timing.dense_ns(layer, 1, context) for layer in range(LAYERS))
+    return dense + LAYERS * (TOP_K * timing.expert_ns(1) + timing.combine_ns(1)) + timing.head_ns(1)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 6, 24])
+@pytest.mark.parametrize("prompt", [0, 9])
+def test_measuring_the_virtual_device_gives_back_its_profile(slots: int, prompt: int) -> None:
+    plan = plan_of(slots, prompt=prompt)
+    found, link = measure(VirtualDevice(TIMING, LINK), plan, most_tokens=9)
+    assert (found.predictor_ns, found.model.turnaround_ns) == (0, 0)
     for tokens in range(1, 10):
-        assert found.expert_ns(tokens) == timing.expert_ns(tokens)
+        assert found.expert_ns(tokens) == TIMING.expert_ns(tokens)
         assert found.combine_ns(tokens) == 3
-    assert [found.dense_ns(layer, 2, 50) for layer in range(3)] == [11, 11, 11]
-    assert found.head_ns(1) == 7
-    assert [found_link.used_ns(sent) for sent in (0, 100, 400)] == [0, 340, 1240]
+        assert found.head_ns(tokens) == 7
+    contexts = set(np.concatenate([request.context[request.tokens == 1] for request in plan.requests]).tolist())
+    assert len(contexts) > 1
+    steps = [(1, context) for context in contexts] + [(tokens, tokens) for tokens in (2, 8, 9)]
+    for layer in range(LAYERS):
+        for step in steps:
+            assert found.dense_ns(layer, *step) == TIMING.dense_ns(layer, *step)
+    assert [link.used_ns(sent) for sent in (0, 100, 400)] == [0, 340, 1240]
+    assert link.chunk_bytes == LINK.chunk_bytes
 
 
-def test_durations_between_two_token_counts_are_interpolated() -> None:
-    table = ((1, 100), (4, 160), (10, 400))
-    assert [interpolate(table, tokens) for tokens in (1, 2, 4, 7, 10)] == [100, 120, 160, 280, 400]
+def test_a_model_of_one_layer_is_measured() -> None:
+    requests = Requests(synthetic(1, 5, 1, EXPERTS, TOP_K, seed=1))
+    plan = Plan(requests, Shape(1, EXPERTS), 4, parse("lru"), LINK.expert_bytes)
+    found, _ = measure(VirtualDevice(TIMING, LINK), plan, most_tokens=1)
+    assert found.dense_ns(0, 1, 3) == TIMING.dense_ns(0, 1, 3)
 
 
-def test_a_disturbed_measurement_is_replaced_by_that_of_more_tokens() -> None:
-    assert never_less([7_000, 12, 15, 9_000, 20]) == [12, 12, 15, 20, 20]
+class SlowHost(VirtualDevice):
+    """The host takes 500 ns to answer a router, and in that time the compute stream is empty."""
+
+    HOST_NS = 500
+    _answering = False
+
+    def next_completion(self) -> Completion:
+        completion = super().next_completion()
+        self._answering = completion.kind is Kind.ROUTER
+        return completion
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self._answer()
+        super().copy(expert, slot, first, last)
+
+    def experts(self, works: list[Work]) -> None:
+        self._answer()
+        super().experts(works)
+
+    def combine(self, tokens: int) -> None:
+        self._answer()
+        super().combine(tokens)
+
+    def _answer(self) -> None:
+        if self._answering:
+            self._now += self.HOST_NS
+        self._answering = False
+
+
+@pytest.mark.parametrize("slots", [1, 4, 6])
+def test_what_the_loop_takes_beyond_its_parts_is_the_hosts_turnaround(slots: int) -> None:
+    device, plan = SlowHost(TIMING, LINK), plan_of(slots)
+    found, _ = measure(device, plan, most_tokens=1)
+    assert (found.model.turnaround_ns, found.model.launch_ns) == (SlowHost.HOST_NS, 0)
+    assert found.without_host().dense_ns(1, 1, 3) == TIMING.dense_ns(1, 1, 3)
+    assert found.expert_ns(1) == TIMING.expert_ns(1)
+
+
+def test_a_step_without_a_miss_is_predicted_as_it_is_played() -> None:
+    device, plan = SlowHost(TIMING, LINK), plan_of(6)
+    found, _ = measure(device, plan, most_tokens=1)
+    contexts = decoded_contexts(plan)
+    assert len(contexts) > 1
+    for context in contexts:
+        assert predicted_ns(found, context) == all_hit_ns(device, plan, context)
+
+
+class Asynchronous(Device):
+    """Host, compute stream and link, a clock each: submitting takes the host time, and so does a look at what ended."""
+
+    SUBMIT_NS, LAUNCH_NS, POLL_NS = 10_000, 25_000, 1_500
+    tail_bytes = 200
+
+    def __init__(self, timing: FixedTiming, link: Link) -> None:
+        self._timing, self._link = timing, link
+        self._host_ns = 0
+        self._free_ns = {"compute": 0, "link": 0}
+        self._under_way: dict[str, deque[tuple[int, Completion]]] = {"compute": deque(), "link": deque()}
+        self._arrival_ns: dict[int, int] = {}
+
+    def now(self) -> int:
+        return self._host_ns
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self._submit("link", [Completion(Kind.COPY, expert)], self._link.used_ns(last) - self._link.used_ns(first))
+        self._arrival_ns[expert] = self._free_ns["link"]
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        self._submit("compute", [Completion(Kind.ROUTER)], self._timing.dense_ns(layer, tokens, context))
+
+    def experts(self, works: Sequence[Work]) -> None:
+        self._host_ns += self.LAUNCH_NS - self.SUBMIT_NS
+        self._free_ns["compute"] = max(self._free_ns["compute"], *(self._arrival_ns[expert] for expert, _, _ in works))
+        took = sum(self._timing.expert_ns(tokens) for _, _, tokens in works)
+        self._submit("compute", [Completion(Kind.EXPERT, expert) for expert, _, _ in works], took)
+
+    def combine(self, tokens: int) -> None:
+        self._submit("compute", [Completion(Kind.COMBINE)], self._timing.combine_ns(tokens))
+
+    def head(self, tokens: int) -> None:
+        self._submit("compute", [Completion(Kind.HEAD)], self._timing.head_ns(tokens))
+
+    def next_completion(self) -> Completion:
+        first = min((pending for pending in self._under_way.values() if pending), key=lambda pending: pending[0][0])
+        ended_ns, completion = first.popleft()
+        self._host_ns = max(self._host_ns, ended_ns) + self.POLL_NS
+        return completion
+
+    def discard_copies(self) -> None:
+        self._under_way["link"].clear()
+
+    def close(self) -> None:
+        pass
+
+    def _submit(self, stream: str, completions: list[Completion], took: int) -> None:
+        self._host_ns += self.SUBMIT_NS
+        self._free_ns[stream] = max(self._free_ns[stream], self._host_ns) + took
+        self._under_way[stream].extend((self._free_ns[stream], completion) for completion in completions)
+
+
+def test_the_devices_time_is_found_also_where_the_host_submits_more_slowly_than_the_device_works() -> None:
+    timing, link = Growing(25_000, 3_000, 0, 3_000, 100_000), Link(400, 1_000, 1, expert_bytes=400)
+    device, plan = Asynchronous(timing, link), plan_of(6)
+    found, measured_link = measure(device, plan, most_tokens=2)
+    context = decoded_contexts(plan)[0]
+    for layer in range(LAYERS):
+        own = found.without_host().dense_ns(layer, 1, context)
+        assert own == pytest.approx(timing.dense_ns(layer, 1, context), rel=0.02)
+    assert found.without_host().expert_ns(1) == pytest.approx(3_000, rel=0.03)
+    assert found.combine_ns(1) == pytest.approx(3_000, rel=0.03)
+    assert found.head_ns(1) == pytest.approx(100_000, rel=0.02)
+    assert measured_link.used_ns(400) == pytest.approx(400_400, rel=0.001)
+    assert found.model.turnaround_ns > 0 < found.model.launch_ns
+    played = all_hit_ns(device, plan, context)
+    assert 0 <= played - predicted_ns(found, context) <= LAYERS
+
+
+@pytest.mark.parametrize("policy", ["lru", "eamc", "lfu"])
+@pytest.mark.parametrize("slots", [8, 16, 32, 60])
+def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, slots: int) -> None:
+    """Of an asynchronous device that takes constant times, whatever share of the experts is there."""
+    layers, experts, together, size = 8, 16, 4, 17_301_504
+    timing, link = FixedTiming(30_000, 4_300, 0, 3_000, 110_000), Link(0, 1, 55, size)
+    device = Asynchronous(timing, link)
+    device.tail_bytes = 2 << 20
+    requests = Requests(synthetic(2, 40, layers, experts, together, seed=3))
+    plan = Plan(requests, Shape(layers, experts), slots, parse("lru"), size)
+    found, found_link = measure(device, plan, most_tokens=1)
+    plan = replace(plan, policy=parse(policy), experts_per_layer=1.0)
+    played = play(plan, device)
+    of = requests, layers, experts, slots, plan.policy
+    predicted, free = (
+        simulate(AUTO, Run(*of, timing, found_link, experts_per_layer=1.0)).step_ns[FIRST_STEPS:]
+        for timing in (found, found.without_host())
+    )
+    assert (played.misses > 0).sum() > 5
+    measured = played.step_ns[FIRST_STEPS:]
+    assert predicted.mean() == pytest.approx(measured.mean(), rel=0.005)
+    assert np.abs(predicted / measured - 1).mean() < 0.01
+    assert free.mean() < measured.mean()
+
+
+class SlowToSubmit(VirtualDevice):
+    """Alone, experts take 90 ns longer each than in the loop: the host cannot submit them as fast."""
+
+    _in_the_loop = False
+
+    def next_completion(self) -> Completion:
+        completion = super().next_completion()
+        self._in_the_loop = completion.kind in (Kind.ROUTER, Kind.COPY)
+        return completion
+
+    def experts(self, works: list[Work]) -> None:
+        for expert, _, tokens in works:
+            extra = 0 if self._in_the_loop else 90
+            self._submit(Completion(Kind.EXPERT, expert), self._timing.expert_ns(tokens) + extra)
+
+
+def test_parts_that_take_longer_alone_than_together_are_shortened_to_what_they_are_together() -> None:
+    device, plan = SlowToSubmit(replace(TIMING, dense=10_000, head=9_000), LINK), plan_of(6)
+    found, _ = measure(device, plan, most_tokens=1)
+    context = decoded_contexts(plan)[0]
+    played = all_hit_ns(device, plan, context)
+    assert 0 <= played - predicted_ns(found, context) <= LAYERS * (TOP_K + 3) + 1  # each part is rounded down
+    assert predicted_ns(found.without_host(), context) == pytest.approx(played, rel=0.01)
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 3, 5, 10, 40])
+@pytest.mark.parametrize("places", [1, 2, 5])
+def test_transfers_go_through_the_pump_as_in_a_run(tail_bytes: int, places: int) -> None:
+    for seed in range(10):
+        watch = Watch(SHAPE, places, expert_bytes=10, tail_bytes=tail_bytes)
+        device = AnyOrder(watch, seed)
+        assert len(_pumped(device, 10, places, 13)) == 13
+        assert not watch.copies
+        assert watch.content == {place: (place, 10) for place in range(places)}
+        if tail_bytes == 0 or places > 1:
+            assert max(device.behind_a_copy) == (tail_bytes > 0)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 24])
+def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwards(slots: int) -> None:
+    gpu, profile = FakeGpu(seed=1), replace(model("olmoe-1b-7b"), **TINY)
+    size, plan = profile.expert_bytes, plan_of(slots, prompt=9)
+    plan = replace(plan, expert_bytes=size, chunk_bytes=None)
+    with torch.inference_mode():
+        network = Network(profile, gpu.device, max_tokens=9, max_context=64, seed=0)
+        store = HostStore.of(LAYERS * EXPERTS, size, seed=0)
+        made = CudaDevice(store, network, slots, gpu, Launches(gpu, network), verify=True)
+        made.tail_bytes = size // 8
+        made.prepare(decoded_contexts(plan))
+        captured = gpu.counts["capture"]
+        found, link = measure(made, plan, most_tokens=9)
+        assert gpu.counts["capture"] == captured
+        assert link.used_ns(size) == found.model.transfer_ns > 0
+        assert {tokens for tokens, _, _ in found.model.dense} == {1, 2, 8, 9}
+        assert play(plan, made).demand_transfers.sum() > 0
+        assert network.finite()
+        made.close()
+
+
+def test_the_noise_is_how_far_repeats_lie_from_their_median() -> None:
+    meter = Meter(VirtualDevice(TIMING, LINK))
+    assert meter.settled([100, 90, 100, 130, 110]) == 100
+    assert meter.settled([50, 50, 50]) == 50
+    assert meter.spreads == [0.1, 0.0]
+    assert measure_model(VirtualDevice(TIMING, LINK), plan_of(), 4, "quiet").noise == 0
+
+
+def test_figures_that_fall_are_replaced_by_their_mean() -> None:
+    assert rising([]) == []
+    assert rising([3, 5, 5, 9]) == [3, 5, 5, 9]
+    assert rising([10, 20, 14, 30, 29, 28]) == [10, 17, 17, 29, 29, 29]
+    assert rising([9, 6, 3]) == [6, 6, 6]
+
+
+@given(st.lists(st.integers(0, 1_000), max_size=8))
+def test_what_rises_is_the_nearest_that_does(took: list[int]) -> None:
+    """Isotonic regression by its min-max formula: max over a <= i of min over b >= i of the mean of a..b."""
+
+    def mean(a: int, b: int) -> Fraction:
+        return Fraction(sum(took[a : b + 1]), b + 1 - a)
+
+    places = range(len(took))
+    expected = [max(min(mean(a, b) for b in places[i:]) for a in places[: i + 1]) for i in places]
+    assert rising(took) == [int(value) for value in expected]
+
+
+def test_the_points_to_measure_follow_from_the_plan() -> None:
+    assert ladder(1) == []
+    assert ladder(2) == [2]
+    assert ladder(40) == [2, 8, 32, 40]
+    assert top_k(plan_of()) == top_k(plan_of(prompt=9)) == TOP_K
+    assert decoded_contexts(plan_of(prompt=9)) == [10, 11, 12, 13, 14]
+    long = Requests(synthetic(1, 1_001, 1, EXPERTS, TOP_K, seed=1))
+    contexts = decoded_contexts(replace(plan_of(), requests=long, shape=Shape(1, EXPERTS)))
+    assert contexts == [1, 201, 401, 601, 801, 1_001]
+    prefill = Requests(synthetic(1, 0, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=9))
+    assert decoded_contexts(replace(plan_of(), requests=prefill)) == [1]
+
+
+def test_steps_behind_others_are_measured_at_the_longest_context_too() -> None:
+    request = plan_of(prompt=9).requests[0]
+    behind = replace(request, context=request.context + 20)
+    model = measure_model(VirtualDevice(TIMING, LINK), replace(plan_of(), requests=[behind]), 9, "chunked").model
+    rows = {row[:2]: row[2] for row in model.dense}
+    assert rows[9, 29] == TIMING.dense_ns(1, 9, 29)
+    assert rows[9, 9] == TIMING.dense_ns(1, 9, 9)
 
 
 @pytest.mark.parametrize("policy", ["eamc", "lru+popular:n=2", "belady+oracle1", "lfu+eamc"])
 def test_a_policy_that_looks_at_events_takes_time(policy: str) -> None:
-    requests = Requests(synthetic(3, 80, layers=3, experts=8, top_k=2, seed=1, prompt_tokens=4))
-    assert policy_ns(Plan(requests, Shape(3, 8), 4, parse(policy), 10)) > 0
+    requests = Requests(synthetic(3, 80, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=4))
+    plan = Plan(requests, SHAPE, 4, parse(policy), LINK.expert_bytes)
+    assert 0 < policy_ns(plan, TIMING, LINK) < 50_000_000
+    assert policy_ns(replace(plan, policy=parse("lru")), TIMING, LINK) == 0
+
+
+SLEEPER = """
+import time
+from policies.contract import Prefetcher
+
+
+class Sleeper(Prefetcher):
+    def propose(self, event):
+        time.sleep(0.004)
+        return super().propose(event)
+"""
+
+
+def test_a_policys_cost_is_that_of_an_event_and_a_slow_one_is_not_asked_for_long(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("replay.measure.POLICY_S", 0.1)
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    requests = Requests(synthetic(1, 10**5, 1, EXPERTS, TOP_K, seed=1))  # 400 s, if all of it were played
+    plan = replace(plan_of(policy=f"lru+{tmp_path}/sleeper.py:Sleeper"), requests=requests, shape=Shape(1, EXPERTS))
+    assert policy_ns(plan, TIMING, LINK) >= 4_000_000

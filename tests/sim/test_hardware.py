@@ -63,6 +63,24 @@ def test_an_impossible_machine_is_refused_with_file_and_key(tmp_path, old, new, 
     assert complaint in str(refused.value)
 
 
+def test_a_calibrations_facts_are_kept_and_change_nothing_else(tmp_path):
+    mine = tmp_path / "mine.toml"
+    facts = {"gpu": "none", "pinned_gb_per_s": [[65536, 4.5]], "noise": {"olmoe-1b-7b": 0.01}}
+    told = 'gpu = "none"\npinned_gb_per_s = [[65536, 4.5]]\n[calibration.noise]\nolmoe-1b-7b = 0.01\n'
+    mine.write_text(f"{A5000.read_text()}\n[calibration]\n{told}")
+    assert hardware(str(mine)) == replace(hardware("a5000"), name="mine", calibration=facts)
+    assert hash(hardware(str(mine))) == hash(replace(hardware("a5000"), name="mine"))
+    mine.write_text(f"calibration = 3\n{A5000.read_text()}")
+    with pytest.raises(InputError, match=r"mine\.toml: calibration: must be a table"):
+        hardware(str(mine))
+
+
+def test_a_shipped_machine_has_measured_nothing():
+    machine = hardware("a5000")
+    assert machine.measured_with(model("olmoe-1b-7b")) is None
+    assert (machine.calibration, machine.measured) == ({}, ())
+
+
 def test_an_unknown_machine_offers_the_near_ones():
     with pytest.raises(InputError, match="did you mean rtx4090"):
         hardware("rtx4091")

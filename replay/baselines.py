@@ -1,0 +1,256 @@
+"""What others do with experts that do not fit, in the same harness: known schedules and data paths.
+
+A schedule stands in place of policy and residency machine: where an expert lies follows from the trace alone. A data
+path is a CUDA device that moves bytes as others do.
+
+    resident       all experts on the GPU: no transfer
+    on-demand      nothing is kept beyond its event
+    layer-stream   all experts of a layer, and those of the next layer behind them (accelerate, DeepSpeed)
+    zero-copy      kernels read the experts from host memory (vLLM's offload by unified addresses)
+    sync-per-copy  a policy's transfers, each followed by a synchronise (MoE-Infinity's public code)
+    lru-swap       LRU, what a slot held copied back to the host first (mixtral-offloading)
+"""
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from policies.contract import Int, Shape
+from policies.core import NO_EXPERT
+from replay.compare import Played, play_on
+from replay.cuda import CudaDevice
+from replay.device import Device, Work
+from replay.quiet import undisturbed
+from replay.run import Choice
+from replay.stage import Stage
+from traces.steps import RequestSteps
+
+RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
+SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
+BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SWAP)
+
+
+class Schedule:
+    """`replay.driver.Deciding` and the machine that it drives, in one: transfers in the order of a queue.
+
+    Subclasses give experts their slots. Slots are given anew at a router alone, when all earlier layers were computed.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+        self._slots: dict[int, int] = {}  # of every expert that has one
+        self._ready: set[int] = set()
+        self._queue: deque[int] = deque()
+        self._flying: deque[int] = deque()
+        self._hits: list[int] = []
+        self._wanted: set[int] = set()
+        self._counts = [0] * 7  # as the residency machine's; nothing counts as a prefetch
+
+    def _assign(self, layer: int, event: list[int]) -> None:
+        """Before the event's experts are looked up: slots, and what the link is to bring."""
+        raise NotImplementedError
+
+    # Deciding
+
+    def residency(self, slots: int) -> Any:
+        """Itself: it has what driver and pump ask of a residency machine."""
+        return self
+
+    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+        """Of no interest."""
+
+    def begin_step(self, step: int, phase: int) -> None:
+        """Of no interest."""
+
+    def observe(self, layer: int, first: int, last: int) -> None:
+        """Of no interest."""
+
+    def propose(self) -> None:
+        """Nothing."""
+
+    # The machine
+
+    def route(self, experts: Int, first: int, last: int) -> int:
+        """Look experts[first:last] up, ascending ids of one layer; the number of hits."""
+        event: list[int] = experts[first:last].tolist()
+        if event:
+            self._assign(event[0] // self._shape.experts, event)
+        self._wanted = set(event)
+        self._hits = [expert for expert in event if expert in self._ready]
+        late = len(self._wanted.intersection(self._flying))
+        for place, count in enumerate((len(self._hits), late, len(event) - len(self._hits) - late)):
+            self._counts[place] += count
+        return len(self._hits)
+
+    def hits(self, n: int) -> list[int]:
+        """Of the event, ascending."""
+        return self._hits
+
+    def slot(self, expert: int) -> int:
+        """Where it is or is going to be."""
+        return self._slots[expert]
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """(expert, no victim, no prefetch): the next of the queue."""
+        if not self._queue:
+            return NO_EXPERT, NO_EXPERT, False
+        self._flying.append(self._queue.popleft())
+        self._counts[3] += 1
+        return self._flying[-1], NO_EXPERT, False
+
+    def arrived(self) -> bool:
+        """The oldest transfer has ended; whether the event waits for it."""
+        expert = self._flying.popleft()
+        self._ready.add(expert)
+        return expert in self._wanted
+
+    def land(self) -> None:
+        """Nothing to note."""
+
+    def interrupt(self) -> tuple[int, int]:
+        """Nothing interrupts."""
+        return NO_EXPERT, NO_EXPERT
+
+    def awaited(self, expert: int) -> bool:
+        """Whether the event waits for it."""
+        return expert in self._wanted
+
+    def computed(self, expert: int) -> None:
+        """Nothing to note."""
+
+    def end_request(self, cold: bool = False) -> None:
+        """A schedule goes on."""
+
+    def counters(self) -> list[int]:
+        """Hits, late, misses, transfers, and no prefetches."""
+        return list(self._counts)
+
+
+class Resident(Schedule):
+    """Everything lies in its slot, or in the one that it shares where there are fewer."""
+
+    def __init__(self, shape: Shape, slots: int) -> None:
+        super().__init__(shape)
+        self._slots = {expert: expert % slots for expert in range(shape.total)}
+        self._ready = set(self._slots)
+
+    def _assign(self, layer: int, event: list[int]) -> None:
+        """Nothing moves."""
+
+
+class OnDemand(Schedule):
+    """Each event brings all its experts, over those of the event before. Slots: as many as the largest event has."""
+
+    def _assign(self, layer: int, event: list[int]) -> None:
+        self._ready.clear()
+        self._slots = {expert: place for place, expert in enumerate(event)}
+        self._queue.extend(event)
+
+
+class LayerStream(Schedule):
+    """Two buffers of a layer each: from one it is computed, into the other the next layer comes. Slots: 2 E."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self._buffers: dict[int, int] = {}  # of the layers that are there or on their way
+
+    def _assign(self, layer: int, event: list[int]) -> None:
+        following = (layer + 1) % self._shape.layers
+        for gone in set(self._buffers) - {layer, following}:
+            del self._buffers[gone]
+            self._ready.difference_update(self._experts(gone))
+        self._load(layer, 1 - self._buffers.get(following, 1))
+        self._load(following, 1 - self._buffers[layer])
+
+    def arrived(self) -> bool:
+        """What of a layer comes when its event has gone by is of no use any more."""
+        expert = self._flying[0]
+        awaited = super().arrived()
+        if expert // self._shape.experts not in self._buffers:
+            self._ready.discard(expert)
+        return awaited
+
+    def _load(self, layer: int, buffer: int) -> None:
+        if layer not in self._buffers:
+            self._buffers[layer] = buffer
+            for place, expert in enumerate(self._experts(layer)):
+                self._slots[expert] = buffer * self._shape.experts + place
+                self._queue.append(expert)
+
+    def _experts(self, layer: int) -> range:
+        return range(layer * self._shape.experts, (layer + 1) * self._shape.experts)
+
+
+class SyncPerCopy(CudaDevice):
+    """One copy at a time, and the host waits for it."""
+
+    tail_bytes = 0
+
+    def _copied(self) -> None:
+        self._link.synchronize()
+
+
+class SwapOut(CudaDevice):
+    """What a slot holds goes back to the host's buffer before another expert comes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._held: dict[int, int] = {}
+
+    def _copying(self, expert: int, slot: int) -> None:
+        victim, self._held[slot] = self._held.get(slot), expert
+        if victim is not None:
+            target, source = self._host[victim % self.store.distinct], self.pool[slot, : self.store.expert_bytes]
+            self._link.run(lambda: target.copy_(source, non_blocking=True))
+
+
+class ZeroCopy(CudaDevice):
+    """Experts are computed where they lie in registered host memory: a schedule's slots are the host's buffers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mapped = [self.gpu.mapped(self.store.padded(place)) for place in range(self.store.distinct)]
+        self._weights = [self._network.weights(buffer) for buffer in self._mapped]
+
+    def _grouped(self, works: list[Work]) -> list[list[Work]]:
+        """Buffers do not lie in one pool."""
+        return [[work] for work in works]
+
+    def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
+        return self._mapped[slots[0]][None], [0]
+
+
+DATA_PATHS: dict[str, type[CudaDevice]] = {ZERO_COPY: ZeroCopy, SYNC_PER_COPY: SyncPerCopy, LRU_SWAP: SwapOut}
+SCHEDULES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)
+
+
+def play_baseline(choice: Choice, name: str, stage: Stage) -> Played:
+    """Play the choice's trace as that baseline does; under the choice's policy where it is a data path alone.
+
+    InputError where the GPU's memory does not hold what it needs.
+    """
+    plan, shape = choice.plan, choice.plan.shape
+    policy: Schedule | None = None
+    slots = choice.slots
+    if name == RESIDENT:
+        slots = stage.needs.experts
+        policy = Resident(shape, slots)
+    elif name == ON_DEMAND:
+        slots, policy = shape.experts, OnDemand(shape)
+    elif name == LAYER_STREAM:
+        slots, policy = 2 * shape.experts, LayerStream(shape)
+    elif name == ZERO_COPY:
+        slots, policy = 1, Resident(shape, stage.store.distinct)
+    with stage.device(slots, choice.contexts, choice.verify, DATA_PATHS.get(name)) as device, undisturbed(plan):
+        if name == RESIDENT:
+            fill(device, slots, plan.expert_bytes)
+        return play_on(replace(plan, slots=slots), device, policy)
+
+
+def fill(device: Device, slots: int, expert_bytes: int) -> None:
+    """Before a resident run: an expert into every slot."""
+    for slot in range(slots):
+        device.copy(slot, slot, 0, expert_bytes)
+        device.next_completion()

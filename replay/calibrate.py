@@ -1,0 +1,297 @@
+"""Calibration: what this machine reaches, and what models take on it, as a hardware profile for the simulator.
+
+Everything is measured in several passes over the run; the profile holds the medians, and how far the passes lie from
+each other says whether the machine is quiet enough to be described at all. A model is measured on the device that
+replays it, opened as for a replay (`replay.measure`); where no trace of it is given, on routing made up.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import date
+from statistics import median
+from typing import Any
+
+import torch
+
+from policies.registry import PolicySpec, parse
+from replay import toml
+from replay.device import Device
+from replay.measure import Measurement, measure_model, policy_ns, top_k
+from replay.network import dtype_of
+from replay.quiet import undisturbed
+from replay.rates import Rates, rates
+from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
+from sim import models
+from sim.cells import Loaded, Setup
+from sim.hardware import hardware
+from sim.measured import MeasuredModel
+from sim.models import ModelProfile
+from sim.results import Row, commit
+from traces.shards import Shards
+from traces.synthetic import synthetic
+from traces.trace import concatenate
+
+AGREES = 0.03
+"""Passes of a quiet machine lie no further from each other."""
+
+LONGEST = {"cuda": 2_048, "cpu": 128}
+"""Tokens of the longest prompt that is made up."""
+REQUESTS, TOKENS = 24, 16
+"""Further requests that are made up, and what each decodes: for policies to learn from."""
+
+DISTINCT_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+"""Host buffers together, unless --host-dedup says: more than a host's caches hold."""
+SLOT_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
+"""Of GPU memory at least taken for slots, where the model has so many experts."""
+FREE_BYTES = 8 << 30
+"""Of GPU memory left to everything else."""
+
+ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
+"""Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
+
+Told = Callable[[str], None]
+
+
+@dataclass
+class Found:
+    """What is known of a machine so far; a pass more makes every figure surer."""
+
+    facts: Row = field(default_factory=dict)
+    rates: list[Rates] = field(default_factory=list)
+    models: dict[str, list[Measurement]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: layers, top-k
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)  # by model, then policy: us an event
+
+    def settled(self, name: str) -> MeasuredModel:
+        """The model's medians over the passes."""
+        values = middle([asdict(each.model) for each in self.models[name]])
+        return MeasuredModel(**{**values, "predictor_us": self.costs.get(name, {})})
+
+    def disagreement(self) -> tuple[float, str]:
+        """By what share passes differ at most, and in what."""
+        series = {
+            "link bandwidth": [each.link_gb_per_s for each in self.rates],
+            "memory bandwidth": [each.memory_gb_per_s for each in self.rates],
+            "matmul rate": [each.compute_tflop_per_s for each in self.rates],
+        }
+        for name, passes in self.models.items():
+            series[f"a transfer of {name}"] = [each.model.transfer_ns for each in passes]
+            steps = [steps_ns(each.model, self.shapes[name]) for each in passes]
+            for what in steps[0]:
+                series[f"{what} of {name}"] = [each[what] for each in steps]
+        apart = {what: (max(values) - min(values)) / max(median(values), 1e-9) for what, values in series.items()}
+        worst = max(apart, key=lambda what: apart[what])
+        return apart[worst], worst
+
+
+def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, float]:
+    """What whole steps take where nothing is missing: what a simulation adds up from the tables."""
+    (layers, top_k), timing = shape, model.timing()
+
+    def step(tokens: int, context: int) -> float:
+        dense = timing.dense_ns(0, tokens, context) + (layers - 1) * timing.dense_ns(1, tokens, context)
+        experts = top_k * timing.expert_ns(tokens) + timing.combine_ns(tokens)
+        return dense + layers * experts + timing.head_ns(tokens)
+
+    decode = [context for tokens, context, _ in model.dense if tokens == 1]
+    most = model.expert[-1][0]
+    found = {"a token": step(1, decode[0]), "a token of the longest context": step(1, decode[-1])}
+    return found | ({"the longest step": step(most, most)} if most > 1 else {})
+
+
+def middle(values: Sequence[Any]) -> Any:
+    """The median of each number in structures that are alike; whole numbers stay whole, other things are the first's.
+
+    values: passes of the same thing, nested in any way.
+    """
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: middle([each[key] for each in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(middle(list(several)) for several in zip(*values, strict=True))
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return round(median(values)) if isinstance(first, int) else float(median(values))
+    return first
+
+
+# What is measured
+
+
+def choices(
+    profiles: Sequence[str], traces: Sequence[str], device: str, host_dedup: int | None, dense: str
+) -> list[Choice]:
+    """Each model once: with the first trace that it fits, else with routing made up; a trace's own model if none fits.
+
+    InputError for a profile or trace that cannot be used.
+    """
+    named = [models.model(text) for text in profiles]
+    found: dict[str, Loaded] = {}
+    for trace in traces:
+        loaded = Setup(trace=trace, model_profile=_fitting(trace, named, profiles)).load()
+        assert loaded.profile
+        found.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
+    for profile in named:
+        found.setdefault(profile.name, made_up(profile, LONGEST[device]))
+    return [_choice(loaded, device, host_dedup, dense) for loaded in found.values()]
+
+
+def _fitting(trace: str, named: Sequence[ModelProfile], texts: Sequence[str]) -> str | None:
+    """The first named profile of the trace's shape; None: its own."""
+    meta = Shards.open(trace).meta
+    shape = meta.layers, meta.experts, meta.top_k
+    shapes = {text: (each.moe_layers, each.experts, each.top_k) for text, each in zip(texts, named, strict=True)}
+    return next((text for text in texts if shapes[text] == shape), None)
+
+
+def made_up(profile: ModelProfile, longest: int) -> Loaded:
+    """A model with routing from nothing: prompts of up to `longest` tokens, then short requests of decode."""
+    shape = profile.moe_layers, profile.experts, profile.top_k
+    prompts = [synthetic(1, 1, *shape, seed=0, prompt_tokens=longest // part) for part in (8, 2, 1)]
+    trace = concatenate([*prompts, synthetic(REQUESTS, TOKENS, *shape, seed=1)])
+    trace = replace(trace, meta=replace(trace.meta, model=profile.name))
+    return Loaded(setup := Setup(trace=trace.name), trace, hardware(setup.hardware), profile)
+
+
+def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str) -> Choice:
+    """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
+    profile = loaded.profile
+    assert profile
+    dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+    size = profile.expert_bytes
+    wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
+    if device == "cuda":
+        room = torch.cuda.mem_get_info()[0] - FREE_BYTES - profile.dense_bytes
+    else:
+        room = max(SLOT_BYTES[device], 2 * profile.top_k * size)
+    slots = min(loaded.all_experts, wanted, max(1, int(room // size)))
+    if host_dedup is None:
+        host_dedup = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
+    return Choice(loaded, parse("lru"), slots, device, host_dedup, dense=dense)
+
+
+# Measuring
+
+
+def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int, told: Told) -> Found:
+    """Measure machine, models and policies; `told` hears what comes next, `steps_of` times.
+
+    chosen: at least one, all on one device. InputError for a policy that a model cannot have, or a device that fails.
+    """
+    for choice in chosen:
+        for policy in policies:
+            choice.loaded.require(policy, choice.slots)
+    found, device = Found(), chosen[0].device
+
+    def machine() -> None:
+        told(f"the machine, pass {len(found.rates) + 1} of {passes}")
+        found.rates.append(rates(device))
+
+    machine()
+    for choice in chosen:
+        _model(found, choice, policies, passes, told)
+    for _ in range(1, passes):  # at the other end of the run: a machine that drifts is found out
+        machine()
+    return found
+
+
+def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int) -> int:
+    """How often `calibrate` tells what comes next."""
+    return passes + len(chosen) * (1 + passes + len(policies))
+
+
+def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes: int, told: Told) -> None:
+    """All passes over one model, one after another: opening a device anew takes longer than they do."""
+    assert choice.loaded.profile
+    told(f"{choice.loaded.profile.name}: memory")
+    with _opened(choice) as (device, facts):
+        found.facts = found.facts or facts
+        add_model(found, choice, device, policies, passes, told)
+
+
+def add_model(
+    found: Found, choice: Choice, device: Device, policies: Sequence[PolicySpec], passes: int, told: Told
+) -> None:
+    """Measure the model of `choice` on an open device, and what policies cost on this host."""
+    profile, plan = choice.loaded.profile, choice.plan
+    assert profile
+    name = profile.name
+    measured = []
+    for number in range(1, passes + 1):
+        told(f"{name}: pass {number} of {passes}")
+        measured.append(measure_model(device, plan, choice.most_tokens, name))
+    found.shapes[name], found.models[name], found.costs[name] = (plan.shape.layers, top_k(plan)), measured, {}
+    model = found.settled(name)
+    timing, link = model.timing(), model.link()
+    plan = replace(plan, experts_per_layer=choice.window(timing, link))
+    for policy in policies:
+        told(f"{name}: {policy.text}")
+        found.costs[name][policy.text] = policy_ns(replace(plan, policy=policy), timing, link) / 1_000
+
+
+@contextmanager
+def _opened(choice: Choice) -> Iterator[tuple[Device, Row]]:
+    """As for a replay; a GPU's memory goes back to the driver, for the model that comes next asks it."""
+    try:
+        with open_device(choice) as opened, undisturbed(choice.plan):
+            yield opened
+    finally:
+        if choice.device == "cuda":
+            torch.cuda.empty_cache()
+
+
+# The profile
+
+
+def profile(found: Found) -> str:
+    """The TOML file."""
+    each = middle([asdict(one) for one in found.rates])
+    settled = [found.settled(name) for name in found.models]
+    turnaround_us = median([model.turnaround_ns for model in settled]) / 1_000
+    scalars = {
+        "title": str(found.facts["device_name"]),
+        "link_bandwidth_gb_per_s": each["link_gb_per_s"],
+        "link_latency_us": each["link_latency_us"],
+        "memory_gib": each["memory_gib"],
+        "memory_bandwidth_gb_per_s": max(each["memory_gb_per_s"], each["link_gb_per_s"]),
+        "compute_tflop_per_s": each["compute_tflop_per_s"],
+        "launch_us": each["launch_us"],
+        "framework_us_per_layer": turnaround_us,
+        "host_compute_tflop_per_s": each["host_tflop_per_s"],
+        "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
+        **ASSUMED,
+    }
+    comments = {
+        "link_bandwidth_gb_per_s": "of a large copy",
+        "memory_bandwidth_gb_per_s": "of a large copy within the device, read and written",
+        "framework_us_per_layer": "the host's turnaround, as measured with the models below",
+        **dict.fromkeys(ASSUMED, "assumed, not measured: an NVMe disk on PCIe 4.0 x4"),
+    }
+    tables = {"calibration": _told(found, each), "measured": [_table(model) for model in settled]}
+    head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
+    return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)
+
+
+def _told(found: Found, each: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reader wants to know."""
+    apart, where = found.disagreement()
+    facts = {key: value for key, value in found.facts.items() if value is not None and key != "host_experts"}
+    return {
+        "gpu" if found.facts["driver"] else "cpu": facts.pop("device_name"),
+        **facts,
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "passes": len(found.rates),
+        "disagreement": round(apart, 5),
+        "disagreement_of": where,
+        **each["costs"],
+        **each["curves"],
+        "noise": {
+            name: round(max(one.noise for one in passes), 5)  # of single repeats, in the mean over all figures
+            for name, passes in found.models.items()
+        },
+    }
+
+
+def _table(model: MeasuredModel) -> dict[str, Any]:
+    return {each.name: getattr(model, each.name) for each in fields(model)}

@@ -1,0 +1,217 @@
+"""A comparison: policies x cache sizes x modes of one trace on one machine, each cell kept as it ends.
+
+The stage is opened once, the machine measured once (unless a calibrated profile describes it), and neither if nothing
+is left to play. The ceiling of the link is a large copy by plain calls in the same process, before and after.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from policies.registry import parse
+from replay.compare import MODES, CellOutcome, OnStep, play_cell, rankings
+from replay.record import Record, key_of
+from replay.run import Choice
+from sim.measured import MeasuredModel
+from sim.results import Row, replacing
+from sim.sweep import Grid, key
+from sim.timing import Link, Timing
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from replay.stage import Stage
+
+RECORD, TOKENS = "compare.json", "tokens"
+"""In the folder of a comparison: the record, and a folder with a CSV file for each cell."""
+
+CEILING_BYTES = 256 << 20
+"""Of one copy, at most."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared. `choice`: any one cell's; all others differ in policy and slots."""
+
+    choice: Choice
+    grid: Grid
+    modes: tuple[str, ...]
+    is_calibrated: bool  # the hardware profile describes this very machine; else it is measured
+    folder: Path
+    repeat: int = 1
+
+    def cells(self) -> dict[str, tuple[Choice, str]]:
+        """(choice, mode) by key, in the order of sizes, policies, modes."""
+        choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.asked()]
+        return {self._key(choice, mode): (choice, mode) for choice in choices for mode in self.modes}
+
+    def due(self, record: Record) -> dict[str, tuple[Choice, str]]:
+        """Those that are not finished."""
+        return {key: cell for key, cell in self.cells().items() if key not in record}
+
+    def run(self, record: Record, on_step: OnStep | None = None, told: Callable[[str], None] = lambda _: None) -> None:
+        """Play what is due; a cell that cannot be played is recorded as failed, and the next one follows.
+
+        told: gets a line before each cell.
+        """
+        due = self.due(record)
+        if not due:
+            return
+        with self._stage() as stage:
+            machine = Machine(self.choice, stage, self.is_calibrated, max(self.grid.sizes.values()))
+            record.begin(**self._facts(stage, machine))
+            for key, (choice, mode) in due.items():
+                head = head_of(choice, mode, stage)
+                told(f"{choice.policy.text}, {choice.slots} experts, {mode}")
+                try:
+                    outcome = play_cell(choice, mode, *machine.under(choice), stage, on_step, self.repeat)
+                except InputError as error:
+                    record.fail(key, head, error)
+                    continue
+                tokens = tokens_file(choice, mode, key)
+                write_tokens(outcome, self.folder / tokens)
+                record.put(key, {**head, "per_token": tokens, **outcome.figures()})
+                record.tell(copy_gbps=copy_gbps(record), rankings=rankings(list(record)))
+                record.write()
+            if stage and (before := record.facts["ceiling_gbps"]):
+                record.tell(ceiling_gbps=max(before, ceiling_gbps(stage)))
+                record.write()
+
+    def _key(self, choice: Choice, mode: str) -> str:
+        return key_of(
+            cell=key(choice.loaded, choice.policy, choice.slots),
+            mode=mode,
+            device=[choice.device, choice.host_dedup, choice.verify, choice.dense, choice.weights, choice.pin],
+            calibrated=self.is_calibrated,
+            repeat=self.repeat,
+        )
+
+    @contextmanager
+    def _stage(self) -> "Iterator[Stage | None]":
+        if self.choice.device == "virtual":
+            yield None
+            return
+        from replay.stage import open_stage
+
+        with open_stage(self.choice.needs) as stage:
+            yield stage
+
+    def _facts(self, stage: "Stage | None", machine: "Machine") -> Row:
+        """Of the top of the record."""
+        here: Row = stage.facts if stage else {}
+        on_gpu = self.choice.device == "cuda"
+        return {
+            "gpu": here.get("device_name") if on_gpu else None,
+            "machine": here.get("device_name"),
+            "driver": here.get("driver"),
+            "torch": here.get("torch"),
+            "device": self.choice.device,
+            "host_pinned": here.get("host_pinned"),
+            "ceiling_gbps": ceiling_gbps(stage) if stage else None,
+            "hardware": machine.facts,
+        }
+
+
+class Machine:
+    """What the simulator is told of the machine: a profile's words, or what was measured on the stage just now."""
+
+    def __init__(self, choice: Choice, stage: "Stage | None", is_calibrated: bool, slots: int) -> None:
+        """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""
+        self._stage = stage
+        self._model: MeasuredModel | None = None
+        self._policy_ns: dict[str, int] = {}
+        if stage is None or is_calibrated:
+            hardware = choice.loaded.hardware
+            assert hardware
+            self.facts: Row = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
+            return
+        from replay.measure import measure_model
+
+        measured_with = replace(choice, policy=parse("lru"), slots=slots)
+        with stage.device(slots, choice.contexts) as device:
+            found = measure_model(device, measured_with.plan, choice.most_tokens, "this machine")
+        self._model = found.model
+        self.facts = {"name": "this machine as measured", "noise": found.noise}
+
+    def under(self, choice: Choice) -> tuple[Timing, Link]:
+        """Under that cell's policy."""
+        if self._model is None:
+            return choice.loaded.timing(choice.policy), choice.loaded.link
+        link = self._model.link(choice.loaded.setup.chunk_bytes)
+        if choice.policy.text not in self._policy_ns:
+            from replay.measure import policy_ns
+
+            free = self._model.timing()
+            plan = replace(choice.plan, experts_per_layer=choice.window(free, link))
+            self._policy_ns[choice.policy.text] = policy_ns(plan, free, link)
+        return self._model.timing(self._policy_ns[choice.policy.text]), link
+
+
+def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
+    """What a recorded cell says it is."""
+    loaded, policy = choice.loaded, choice.policy
+    return {
+        "model": loaded.profile.name if loaded.profile else loaded.trace.meta.model,
+        "trace": loaded.trace.name,
+        "phase": loaded.trace.phases,
+        "policy": policy.text,
+        "options": policy.options(),
+        "mode": mode,
+        "cache_fraction": choice.slots / loaded.all_experts,
+        "cache_experts": choice.slots,
+        "all_experts": loaded.all_experts,
+        "requests": len(loaded.trace.requests),
+        "warmup_requests": loaded.setup.warmup_requests,
+        "cold": loaded.setup.cold,
+        "chunk_bytes": loaded.setup.chunk_bytes,
+        "expert_bytes": loaded.expert_bytes,
+        "seed": loaded.setup.seed,
+        "host_experts": stage.store.distinct if stage else None,
+        "dense": choice.dense,
+    }
+
+
+def tokens_file(choice: Choice, mode: str, key: str) -> str:
+    """Where a cell's tokens go, seen from the comparison's folder."""
+    policy = re.sub(r"[^\w.+-]+", "-", choice.policy.text)[:60].strip("-")
+    return f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
+
+
+def write_tokens(outcome: CellOutcome, path: Path) -> None:
+    """A line for each step played, whole or not at all."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write to {path.parent}: {error.strerror or error}") from error
+    with replacing(path) as part:
+        outcome.per_token().to_csv(part, index=False)
+
+
+def copy_gbps(record: Record) -> float | None:
+    """Bytes over the time in which the link was busy, of all cells that were played through the pump."""
+    moved = [cell["measured"] for cell in record if cell["mode"] in MODES and "measured" in cell]
+    busy_ms = sum(figures["link_busy_ms"] for figures in moved)
+    moved_bytes = sum(figures["bytes_demand"] + figures["bytes_prefetch"] for figures in moved)
+    return moved_bytes / busy_ms / 1e6 if busy_ms else None
+
+
+def ceiling_gbps(stage: "Stage") -> float | None:
+    """GB/s of large copies from the stage's host memory, one behind another, by plain calls; None where none fits."""
+    import torch
+
+    from replay.rates import seconds
+
+    slab = stage.store.memory.slabs[0]
+    size = min(len(slab), CEILING_BYTES)
+    if stage.gpu is None:
+        target = torch.empty(size, dtype=torch.uint8)
+        source = torch.from_numpy(slab[:size])
+        return size / seconds(lambda _: target.copy_(source)) / 1e9
+    if stage.gpu.free_bytes() < 2 * size:
+        return None
+    device, wait = stage.gpu.device, stage.gpu.synchronize
+    on_gpu = torch.empty(size, dtype=torch.uint8, device=device)
+    pinned = torch.from_numpy(slab[:size])
+    return size / seconds(lambda _: on_gpu.copy_(pinned, non_blocking=True), wait) / 1e9

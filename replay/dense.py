@@ -1,0 +1,324 @@
+"""All that a model multiplies beside routed experts: norms, attention, shared experts, router, layers without experts.
+
+Layers are pre-norm transformer layers, cut where the experts are: what lies between two routers is one stretch, as
+in `sim.timing.Roofline`. Keys and values are cached, a row a token. A step that is as long as its context is a
+prefill: causal attention among its own tokens. Any other attends to the whole context in the cache, of which its own
+tokens are the last rows (tokens of one chunk see each other, which costs a little more than a causal mask).
+
+Latent attention (MLA, arXiv 2405.04434) is plain in a prefill, where keys and values are expanded for every head,
+and absorbed otherwise, where queries go to the latent space and only the latent cache is read. A decoder under an
+encoder attends also to the encoder's states. Left out, as they cost next to nothing in a serving engine's fused
+kernels and carry next to no weights: rotation of queries and keys, their norms, biases, attention sinks.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch.nn import functional
+
+from sim.models import ModelProfile
+
+Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; down: [H, I])
+
+
+class Loaded(Protocol):
+    """Real weights, where there are any: see `replay.weights.Checkpoint`."""
+
+    def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The tensor of that name and shape; None if there is none."""
+        ...
+
+
+class Source:
+    """Where tensors come from: the checkpoint, where it has one of that name and shape, else random numbers."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int, loaded: Loaded | None = None) -> None:
+        self.device, self.dtype = device, dtype
+        self.parameters = self.loaded_parameters = self.cached = 0
+        self._rng = None if device.type == "meta" else torch.Generator(device).manual_seed(seed)
+        self._loaded = loaded
+
+    def linear(self, inputs: int, parts: Mapping[str, int], scale: float | None = None) -> torch.Tensor:
+        """Matrices of so many rows each, one under the other: [sum of rows, inputs]; scale: the numbers' deviation."""
+        made = self._normal((sum(parts.values()), inputs), scale or inputs**-0.5)
+        for (name, rows), place in zip(parts.items(), torch.split(made, list(parts.values())), strict=True):
+            self._load(name, place, rows * inputs)
+        return made
+
+    def norm(self, name: str, size: int) -> torch.Tensor:
+        """The weights of an RMS norm: ones unless loaded."""
+        made = torch.ones(size, device=self.device, dtype=self.dtype)
+        self._load(name, made, size)
+        return made
+
+    def cache(self, *shape: int) -> torch.Tensor:
+        """Keys and values of tokens that were never computed: random, so that no cache is ever zero."""
+        made = self._normal(shape, 1.0)
+        self.cached += made.numel()
+        return made
+
+    def _normal(self, shape: tuple[int, ...], scale: float) -> torch.Tensor:
+        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(std=scale, generator=self._rng)
+
+    def _load(self, name: str, place: torch.Tensor, parameters: int) -> None:
+        self.parameters += parameters
+        if self._loaded and (found := self._loaded.dense(name, tuple(place.shape))) is not None:
+            place.copy_(found)
+            self.loaded_parameters += parameters
+
+
+class GroupedQueryAttention:
+    """Heads share keys and values in groups; a token attends to at most `window` tokens, itself included (0: all)."""
+
+    def __init__(
+        self, profile: ModelProfile, source: Source, name: str, positions: int, window: int = 0, causal: bool = True
+    ) -> None:
+        self.heads, self.head_size = profile.heads, profile.head_size
+        self.kv_heads = profile.kv_heads or profile.heads
+        self.window, self.causal = window, causal
+        self.queries, each = self.heads * self.head_size, self.kv_heads * self.head_size
+        parts = {f"{name}.q_proj": self.queries, f"{name}.k_proj": each, f"{name}.v_proj": each}
+        self.projection = source.linear(profile.hidden_size, parts)
+        self.output = source.linear(self.queries, {f"{name}.o_proj": profile.hidden_size})
+        # An encoder's tokens are all there at once.
+        self.cache = source.cache(2, self.kv_heads, positions, self.head_size) if causal else None
+
+    def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
+        """residual [n, H] += attention of tokens [n, H]."""
+        n = len(tokens)
+        mixed = functional.linear(tokens, self.projection)
+        queries = by_head(mixed[:, : self.queries], self.heads)
+        new = mixed[:, self.queries :].view(n, 2, self.kv_heads, self.head_size).permute(1, 2, 0, 3)
+        if self.cache is not None:
+            self.cache[:, :, context - n : context] = new
+        if n < context:
+            assert self.cache is not None
+            seen = min(context, self.window + n - 1) if self.window else context
+            attended = attention(queries, *self.cache[:, :, context - seen : context])
+        elif 0 < self.window < n:
+            attended = windowed_attention(queries, new[0], new[1], self.window)
+        else:
+            attended = attention(queries, new[0], new[1], causal=self.causal)
+        residual.addmm_(by_token(attended), self.output.T)
+
+
+class CrossAttention:
+    """Of a decoder's tokens to the encoder's states, whose keys and values are computed in the prefill."""
+
+    def __init__(self, profile: ModelProfile, source: Source, name: str, positions: int) -> None:
+        self.heads, self.head_size = profile.heads, profile.head_size
+        self.kv_heads = profile.kv_heads or profile.heads
+        queries, each = self.heads * self.head_size, self.kv_heads * self.head_size
+        self.projection = source.linear(profile.hidden_size, {f"{name}.q_proj": queries})
+        self.expand = source.linear(profile.hidden_size, {f"{name}.k_proj": each, f"{name}.v_proj": each})
+        self.output = source.linear(queries, {f"{name}.o_proj": profile.hidden_size})
+        self.cache = source.cache(2, self.kv_heads, positions, self.head_size)
+
+    def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int, encoded: torch.Tensor | None) -> None:
+        """residual [n, H] += attention of tokens [n, H] to `context` states; encoded: [context, H] in a prefill."""
+        if encoded is not None:
+            new = functional.linear(encoded, self.expand).view(len(encoded), 2, self.kv_heads, self.head_size)
+            self.cache[:, :, : len(encoded)] = new.permute(1, 2, 0, 3)
+        queries = by_head(functional.linear(tokens, self.projection), self.heads)
+        residual.addmm_(by_token(attention(queries, *self.cache[:, :, :context])), self.output.T)
+
+
+class LatentAttention:
+    """MLA as in DeepSeek-V2 without compressed queries: a token leaves one latent and one shared key part behind."""
+
+    def __init__(self, profile: ModelProfile, source: Source, name: str, positions: int) -> None:
+        H, self.heads, self.head_size = profile.hidden_size, profile.heads, profile.head_size
+        self.shared, self.latent = profile.rope_head_size, profile.kv_latent_size
+        query = self.head_size + self.shared
+        self.parts = [self.heads * query, self.latent, self.shared]
+        cached = self.latent + self.shared
+        self.projection = source.linear(H, {f"{name}.q_proj": self.parts[0], f"{name}.kv_a_proj_with_mqa": cached})
+        self.projection[: self.parts[0]] *= query**-0.5  # the scale of the scores
+        self.norm = source.norm(f"{name}.kv_a_layernorm", self.latent)
+        self.expand = source.linear(self.latent, {f"{name}.kv_b_proj": self.heads * 2 * self.head_size})
+        by_part = self.expand.view(self.heads, 2 * self.head_size, self.latent)
+        self.keys, self.values = torch.split(by_part, self.head_size, dim=1)  # each [heads, head_size, latent]
+        self.output = source.linear(self.heads * self.head_size, {f"{name}.o_proj": H})
+        self.cache = source.cache(positions, cached)
+
+    def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
+        """residual [n, H] += attention of tokens [n, H]."""
+        n = len(tokens)
+        queries, latent, shared = torch.split(functional.linear(tokens, self.projection), self.parts, dim=-1)
+        new = torch.cat([rms_norm(latent, self.norm), shared], dim=-1)
+        self.cache[context - n : context] = new
+        attend, keys = (self._plain, new) if n == context else (self._absorbed, self.cache[:context])
+        residual.addmm_(by_token(attend(by_head(queries, self.heads), keys)), self.output.T)
+
+    def _plain(self, queries: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """Every head's own keys and values. queries: [heads, n, head_size + shared], cached: [n, latent + shared]."""
+        latent, shared = torch.split(cached, [self.latent, self.shared], dim=-1)
+        expanded = by_head(functional.linear(latent, self.expand), self.heads)
+        keys, values = torch.split(expanded, self.head_size, dim=-1)
+        keys = torch.cat([keys, shared.expand(self.heads, -1, -1)], dim=-1)
+        return attention(queries, keys, values, causal=True, scale=1.0)
+
+    def _absorbed(self, queries: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
+        """The latents are the keys and values of all heads. cached: [context, latent + shared]."""
+        own, shared = torch.split(queries, [self.head_size, self.shared], dim=-1)
+        asked = torch.cat([own @ self.keys, shared], dim=-1)  # [heads, n, latent + shared]
+        weights = torch.softmax(asked.flatten(0, 1) @ cached.T, dim=-1)
+        found = weights @ cached[:, : self.latent]
+        return found.view(self.heads, -1, self.latent) @ self.values.transpose(1, 2)
+
+
+class Layer:
+    """A transformer layer but for its routed experts; `routed`: it has some, thus a router and perhaps shared ones."""
+
+    def __init__(
+        self, profile: ModelProfile, source: Source, number: int, positions: int, moe_layer: int, routed: bool
+    ) -> None:
+        H, name, encoder = profile.hidden_size, f"layers.{number}", profile.encoder_moe_layers
+        window = profile.sliding_window if moe_layer % 2 == 0 else 0
+        self.top_k = profile.top_k
+        self.attention = (
+            LatentAttention(profile, source, f"{name}.self_attn", positions)
+            if profile.kv_latent_size
+            else GroupedQueryAttention(
+                profile, source, f"{name}.self_attn", positions, window, causal=moe_layer >= encoder
+            )
+        )
+        self.norms = [source.norm(f"{name}.{place}_layernorm", H) for place in ("input", "post_attention")]
+        self.cross = None
+        if 0 < encoder <= moe_layer:
+            self.cross = CrossAttention(profile, source, f"{name}.cross", positions)
+            self.cross_norm = source.norm(f"{name}.cross_layernorm", H)
+        size = profile.shared_intermediate_size if routed else profile.dense_intermediate_size
+        self.matrices = profile.expert_matrices if routed else profile.dense_matrices
+        place = "shared" if routed else "mlp"
+        self.feed_forward = feed_forward(source, f"{name}.{place}", H, size, self.matrices) if size else None
+        self.router = source.linear(H, {f"{name}.router": profile.experts}) if routed else None
+
+    def __call__(
+        self, residual: torch.Tensor, hidden: torch.Tensor, context: int, encoded: torch.Tensor | None
+    ) -> None:
+        """residual [n, H] takes in all but the routed experts; hidden [n, H] becomes what these get."""
+        self.attention.add(residual, rms_norm(residual, self.norms[0]), context)
+        if self.cross:
+            self.cross.add(residual, rms_norm(residual, self.cross_norm), context, encoded)
+        hidden.copy_(rms_norm(residual, self.norms[1]))
+        if self.feed_forward:
+            first, down = self.feed_forward
+            residual.addmm_(activated(first, hidden, self.matrices), down.T)
+        if self.router is not None:
+            scores = torch.softmax(functional.linear(hidden, self.router), dim=-1)
+            torch.topk(scores, self.top_k, sorted=False)
+
+
+class Stack:
+    """All layers of a model, its embedding and its vocabulary matmul. positions: the most tokens that a cache holds."""
+
+    def __init__(self, profile: ModelProfile, source: Source, positions: int, max_tokens: int) -> None:
+        H, self.encoder = profile.hidden_size, profile.encoder_moe_layers
+        self.embedding = source.linear(H, {"embed_tokens": profile.vocabulary}, scale=1.0)
+        self.stretches: list[list[Layer]] = []
+        number = 0
+        for moe_layer in range(profile.moe_layers + 1):  # the last stretch has no router
+            last = moe_layer == profile.moe_layers
+            plain = profile.trailing_dense_layers if last else profile.dense_layers_before_each
+            plain += 0 if moe_layer else profile.leading_dense_layers
+            routed = [False] * plain + [True] * (not last)
+            layers = [
+                Layer(profile, source, number + place, positions, moe_layer, kind) for place, kind in enumerate(routed)
+            ]
+            self.stretches.append(layers)
+            number += len(layers)
+        self.norm = source.norm("norm", H)
+        self.vocabulary = source.linear(H, {"lm_head": profile.vocabulary})
+        self.encoded = torch.zeros(max_tokens if self.encoder else 0, H, device=source.device, dtype=source.dtype)
+        self.token = torch.zeros(max_tokens, dtype=torch.int64, device=source.device)
+        self.token.copy_(torch.arange(max_tokens) % profile.vocabulary)
+
+    def before_router(self, moe_layer: int, residual: torch.Tensor, hidden: torch.Tensor, context: int) -> None:
+        """From one MoE layer's combine to the next one's router; an encoder has no part in decoding."""
+        n = len(residual)
+        prefill = n == context
+        if moe_layer < self.encoder and not prefill:
+            return
+        encoded = self.encoded[:n] if 0 < self.encoder <= moe_layer and prefill else None
+        if encoded is not None and moe_layer == self.encoder:
+            encoded.copy_(rms_norm(residual, self.norm))
+        if moe_layer in (0, self.encoder):
+            residual.copy_(functional.embedding(self.token[:n], self.embedding))
+        for layer in self.stretches[moe_layer]:
+            layer(residual, hidden, context, encoded)
+
+    def head(self, residual: torch.Tensor, hidden: torch.Tensor) -> None:
+        """Trailing layers among the step's own tokens, then the vocabulary: the greatest is the next token."""
+        for layer in self.stretches[-1]:
+            layer(residual, hidden, len(residual), self.encoded[: len(residual)] if self.encoder else None)
+        logits = functional.linear(rms_norm(residual[-1:], self.norm), self.vocabulary)
+        self.token[:1].copy_(logits.argmax(dim=-1))
+
+
+def feed_forward(source: Source, name: str, hidden: int, intermediate: int, matrices: int) -> Weights:
+    """The matrices of an MLP, as an expert has them."""
+    parts = ("gate_proj", "up_proj")[3 - matrices :]
+    first = source.linear(hidden, {f"{name}.{part}": intermediate for part in parts})
+    return first, source.linear(intermediate, {f"{name}.down_proj": hidden})
+
+
+def activated(first: torch.Tensor, tokens: torch.Tensor, matrices: int) -> torch.Tensor:
+    """What goes into an MLP's down projection, [n, I]; three matrices: silu(gate) * up, two: relu(up)."""
+    inner = functional.linear(tokens, first)
+    if matrices == 3:
+        gate, up = inner.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+    return functional.relu(inner)
+
+
+def rms_norm(values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+    """Over the last axis."""
+    return functional.rms_norm(values, values.shape[-1:], weight, eps=1e-6)
+
+
+def by_head(values: torch.Tensor, heads: int) -> torch.Tensor:
+    """[n, heads * d] -> [heads, n, d], a view."""
+    return values.view(len(values), heads, -1).transpose(0, 1)
+
+
+def by_token(values: torch.Tensor) -> torch.Tensor:
+    """[heads, n, d] -> [n, heads * d]."""
+    return values.transpose(0, 1).flatten(1)
+
+
+def attention(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """queries [heads, n, d], keys [kv heads, m, d], values [kv heads, m, d2] -> [heads, n, d2]."""
+    return functional.scaled_dot_product_attention(
+        queries[None], keys[None], values[None], is_causal=causal, scale=scale, enable_gqa=len(keys) < len(queries)
+    )[0]
+
+
+def windowed_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
+    """Causal attention to at most `window` keys, the token's own included, in memory that grows with n alone.
+
+    Blocks of `window` queries attend to the block before and their own, under a mask.
+    """
+    heads, n, _ = queries.shape
+    blocks = -(-n // window)
+    behind = blocks * window - n
+    asked = functional.pad(queries, (0, 0, 0, behind)).reshape(heads, blocks, window, -1).transpose(0, 1)
+
+    def pairs(each: torch.Tensor) -> torch.Tensor:
+        """[kv heads, n, d] -> [blocks, heads, 2 * window, d]."""
+        doubled = functional.pad(each, (0, 0, window, behind)).unfold(1, 2 * window, window)
+        return doubled.permute(1, 0, 3, 2).repeat_interleave(heads // len(each), dim=1)
+
+    query = torch.arange(window, device=queries.device)[:, None]
+    key = torch.arange(2 * window, device=queries.device)
+    seen = ((key > query) & (key <= query + window)).expand(blocks, 1, -1, -1).clone()
+    seen[0] &= key >= window
+    found = functional.scaled_dot_product_attention(asked, pairs(keys), pairs(values), attn_mask=seen)
+    return found.transpose(0, 1).flatten(1, 2)[:, :n]

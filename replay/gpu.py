@@ -1,0 +1,204 @@
+"""What the CUDA device asks of CUDA, and nothing else: streams, events, graphs, registered host memory.
+
+Everything that touches the driver goes through here, so that a test can put streams in its place that run their work
+later and in any order which events allow, and can count what was asked.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Task = Callable[[], object]
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def query(self) -> bool:
+        """Whether all work before its latest record has ended."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in the order of submission."""
+
+    def run(self, task: Task) -> None:
+        """Submit what `task` launches."""
+        ...
+
+    def record(self, event: Any) -> None:
+        """Mark this place."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """What is submitted from now on begins after the event's latest record."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until all has ended."""
+        ...
+
+
+class Gpu(ABC):
+    """One GPU as the device sees it."""
+
+    device: torch.device
+    name: str
+    is_stuck: bool = False
+    """Something never ended: nothing may wait for this GPU any more, nor take back memory that it may still read."""
+
+    @abstractmethod
+    def compute_stream(self) -> Stream:
+        """The one on which everything is computed; tasks on other streams only copy."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """A further one."""
+
+    @abstractmethod
+    def event(self) -> Event:
+        """A new one, ended as long as it was not recorded."""
+
+    @abstractmethod
+    def capture(self, tasks: list[Task]) -> list[Task]:
+        """Each as one launch: run twice to warm up, then captured as a CUDA graph."""
+
+    @abstractmethod
+    def register(self, memory: NDArray[Any]) -> int:
+        """Pin host memory where it is; 0, or the driver's error."""
+
+    @abstractmethod
+    def unregister(self, memory: NDArray[Any]) -> None:
+        """Give it back."""
+
+    @abstractmethod
+    def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
+        """Registered host memory as a tensor of this GPU, whose kernels then read it over the link."""
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Of its memory."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until all streams have ended."""
+
+
+class CudaStream:
+    """A stream of torch. The one for computing is torch's current stream for good: no switching on the hot path."""
+
+    def __init__(self, stream: torch.cuda.Stream, current: bool) -> None:
+        self._stream = stream
+        self._current = current
+
+    def run(self, task: Task) -> None:
+        """Launch."""
+        if self._current:
+            task()
+        else:
+            with torch.cuda.stream(self._stream):
+                task()
+
+    def record(self, event: torch.cuda.Event) -> None:
+        """Mark."""
+        event.record(self._stream)
+
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait on the device."""
+        self._stream.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Block."""
+        self._stream.synchronize()
+
+
+class Cuda(Gpu):
+    """The current GPU of torch."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.name = torch.cuda.get_device_name(self.device)
+        self._compute = self._new_stream()
+
+    def compute_stream(self) -> Stream:
+        """Made torch's current stream."""
+        torch.cuda.set_stream(self._compute)
+        return CudaStream(self._compute, current=True)
+
+    def stream(self) -> Stream:
+        """Beside the current one."""
+        return CudaStream(self._new_stream(), current=False)
+
+    def event(self) -> Event:
+        """Without timing."""
+        made: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        return made()
+
+    def capture(self, tasks: list[Task]) -> list[Task]:
+        """On a side stream; all graphs of a call share their temporary memory, since one runs at a time."""
+        memory = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        replays: list[Task] = []
+        with torch.cuda.stream(self._new_stream()):
+            for task in tasks:
+                task()
+                task()
+            torch.cuda.synchronize()
+            for task in tasks:
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=memory, capture_error_mode="thread_local")
+                try:
+                    task()
+                finally:
+                    graph.capture_end()
+                replays.append(graph.replay)
+        torch.cuda.synchronize()
+        return replays
+
+    def register(self, memory: NDArray[Any]) -> int:
+        """cudaHostRegister: at its true size, unlike torch's pinned allocator."""
+        return int(_runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
+
+    def unregister(self, memory: NDArray[Any]) -> None:
+        """cudaHostUnregister."""
+        _runtime().cudaHostUnregister(memory.ctypes.data)
+
+    def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
+        """Unified addressing: registered memory has the same address on both sides."""
+        return torch.as_tensor(_OnDevice(memory), device=self.device)
+
+    def free_bytes(self) -> int:
+        """As the driver says, and what torch holds unused."""
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + unused
+
+    def synchronize(self) -> None:
+        """The whole GPU."""
+        torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def _new_stream() -> torch.cuda.Stream:
+        made: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+        return made()
+
+
+class _OnDevice:
+    """Memory that says that it is a GPU's, which torch then asks the driver to confirm."""
+
+    def __init__(self, memory: NDArray[np.uint8]) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": "|u1",
+            "data": (memory.ctypes.data, False),
+            "version": 2,
+        }
+
+
+def _runtime() -> Any:
+    annotated: Callable[[], Any] = torch.cuda.cudart
+    return annotated()

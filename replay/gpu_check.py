@@ -1,0 +1,389 @@
+"""One check of everything that only a GPU can show, in one file of results: `make gpu-check`.
+
+For each model's shapes, with random weights: kernels against float64, calibration, then cells of policy x cache size
+played on the GPU beside what the simulator predicts from that calibration; for some, what others do instead
+(`replay.baselines`) and accelerate itself (`replay.peer`). One host memory, pinned once, serves all models; where it is
+short of one, experts share buffers, which every cell states (`host_experts`).
+
+The file is written anew after each cell. What would not end in time is left out, and said so.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from statistics import mean
+from typing import Annotated
+
+import torch
+import typer
+
+from policies.registry import parse
+from replay import calibrate
+from replay.baselines import (
+    LAYER_STREAM,
+    LRU_SWAP,
+    ON_DEMAND,
+    RESIDENT,
+    SCHEDULES,
+    SYNC_PER_COPY,
+    ZERO_COPY,
+    play_baseline,
+)
+from replay.compare import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell, rankings
+from replay.comparison import ceiling_gbps, copy_gbps, head_of
+from replay.cuda import CudaDevice
+from replay.gpu import Gpu
+from replay.machine import driver
+from replay.measure import measure_model, policy_ns
+from replay.peer import FAMILIES, accelerate_offload
+from replay.pinning import REQUIRE, pinned
+from replay.quiet import undisturbed
+from replay.rates import rates
+from replay.record import ERROR, Record, key_of
+from replay.run import Choice, first_steps
+from replay.stage import Stage, open_stage
+from replay.store import RESERVE_BYTES, HostMemory, available_memory_bytes
+from replay.verdict import lines, ratios, verdict
+from replay.verify import verify
+from sim import models
+from sim.cells import Loaded, Setup
+from sim.hardware import hardware
+from sim.models import ModelProfile
+from sim.results import Row
+from traces import console
+from traces.errors import InputError
+from traces.schema import TraceMeta
+from traces.shards import Shards
+from traces.steps import DECODE
+from traces.synthetic import synthetic
+from traces.trace import Trace, concatenate
+
+RESULTS = Path("replay/results")
+POLICIES = ("lru", "eamc", "eamc-blend")
+ORACLE = "belady"
+QUARTER = 0.25
+OTHER_SIZES = (0.10, 0.50)
+
+FULL_TOKENS = 500
+"""Of the cells whose 99th percentile is judged."""
+SHORT_TOKENS = {
+    "deepseek-v2-lite": 60,
+    "olmoe-1b-7b": 60,
+    "qwen3-30b-a3b": 50,
+    "gpt-oss-20b-bf16": 40,
+    "mixtral-8x7b": 20,
+}
+"""Of every other cell, by model."""
+FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
+WITH_BASELINES = FULL
+BASELINE_TOKENS, PEER_TOKENS = 25, 4
+PEER, PEER_BYTES_PER_S = "accelerate", 5e9  # what it may come to
+REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
+"""Of a request that is made up: what it decodes, and the prompt of the first one."""
+
+HOST_BYTES = 32 << 30
+LEAST_HOST_BYTES = 8 << 30
+BUFFER_BYTES = 1 << 20
+"""The host memory is filled in windows of this size."""
+
+BASELINES = (
+    *((name, "lru") for name in (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)),
+    *((SYNC_PER_COPY, policy) for policy in POLICIES),
+    (LRU_SWAP, "lru"),
+)
+PASSES = 2
+
+Told = Callable[[str], None]
+
+
+@dataclass
+class Check:
+    """What is checked, and what is known so far. `models`: profiles in the order in which they are played."""
+
+    gpu: Gpu
+    record: Record
+    told: Told
+    models: tuple[str, ...] = tuple(SHORT_TOKENS)
+    traces: Path | None = None  # a folder of trace folders; models without one get routing that is made up
+    budget_s: float = 450.0
+    host_bytes: int = HOST_BYTES
+    found: calibrate.Found = field(default_factory=calibrate.Found)
+    _began: float = field(default_factory=time.monotonic)
+
+    def run(self) -> None:
+        """All of it. InputError where nothing can be played; a cell that cannot is recorded with its reason."""
+        name = self.gpu.name
+        known = {"gpu": name, "machine": name, "device": "cuda", "driver": driver(), "torch": torch.__version__}
+        self.record.begin(**known, kernels=[])
+        self.told("host memory")
+        memory = HostMemory(max(1, self._host_bytes() // BUFFER_BYTES), BUFFER_BYTES, seed=0)
+        with pinned(memory, REQUIRE, self.gpu):
+            self.told("the machine")
+            self.found.rates = [rates(self.kind)]
+            for name in self.models:
+                self._model(name, memory)
+            self.found.rates.append(rates(self.kind))
+        del memory
+        for name in WITH_BASELINES:
+            if name in self.models and name in FAMILIES:
+                self._peer(name)
+        self.record.tell(
+            hardware=calibrate.profile(self.found) if self.found.models else None,
+            rankings=rankings(list(self.record)),
+            left_out=self.left_out,
+        )
+        cells = list(self.record)
+        self.record.tell(verdict=verdict(self.record.facts, cells), ratios=ratios(cells))
+        self.record.write()
+
+    def __post_init__(self) -> None:
+        self.left_out: list[str] = []
+        self.kind = "cuda" if self.gpu.device.type == "cuda" else "cpu"
+
+    def _host_bytes(self) -> int:
+        free = available_memory_bytes()
+        if free is None:
+            return self.host_bytes
+        least = min(LEAST_HOST_BYTES, self.host_bytes)
+        return max(least, min(self.host_bytes, int(0.7 * (free - RESERVE_BYTES))))
+
+    # One model
+
+    def _model(self, name: str, memory: HostMemory) -> None:
+        """Open its stage, verify, calibrate, play."""
+        profile = models.model(name)
+        loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
+        choice = Choice(loaded, parse("lru"), slots_of(loaded, QUARTER), "cuda", host_dedup=None)
+        self.told(f"{name}: weights and graphs")
+        try:
+            with open_stage(choice.needs, memory, self.gpu) as stage:
+                self._facts(stage)
+                choice = self._calibrated(choice, stage)
+                for cell, mode, tokens in self._cells(name, choice):
+                    self._cell(cell, mode, tokens, stage)
+                if name in WITH_BASELINES:
+                    self._baselines(choice, stage)
+        except InputError as error:
+            self.record.fail(key_of(model=name), {"model": name, "mode": None, "policy": None}, error)
+        if self.kind == "cuda":
+            torch.cuda.empty_cache()
+
+    def _facts(self, stage: Stage) -> None:
+        if not self.found.facts:
+            self.found.facts = stage.facts
+            self.record.tell(ceiling_gbps=ceiling_gbps(stage))
+
+    def _calibrated(self, choice: Choice, stage: Stage) -> Choice:
+        """The same on a machine that is described by what was measured just now."""
+        profile, plan = choice.loaded.profile, choice.plan
+        assert profile
+        with stage.device(choice.slots, choice.contexts) as device, undisturbed(plan):
+            assert isinstance(device, CudaDevice)
+            self.told(f"{profile.name}: kernels against float64")
+            self.record.facts["kernels"].append(verify(stage, device, profile.top_k))
+            passes = []
+            for number in range(PASSES):
+                self.told(f"{profile.name}: calibration {number + 1} of {PASSES}")
+                passes.append(measure_model(device, plan, choice.most_tokens, profile.name))
+        self.found.models[profile.name] = passes
+        self.found.shapes[profile.name] = plan.shape.layers, profile.top_k
+        model = self.found.settled(profile.name)
+        timing, link = model.timing(), model.link()
+        plan = replace(plan, experts_per_layer=choice.window(timing, link))
+        costs = {}
+        for policy in POLICIES:
+            self.told(f"{profile.name}: what {policy} costs")
+            costs[policy] = policy_ns(replace(plan, policy=parse(policy)), timing, link) / 1_000
+        self.found.costs[profile.name] = costs
+        assert choice.loaded.hardware
+        machine = replace(choice.loaded.hardware, name="calibrated", measured=(self.found.settled(profile.name),))
+        return replace(choice, loaded=replace(choice.loaded, hardware=machine))
+
+    def _cells(self, name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:
+        """(choice, mode, tokens), what matters most first."""
+        short = SHORT_TOKENS.get(name, 20)
+        quarter = choice.slots
+        for policy in POLICIES:
+            yield replace(choice, policy=parse(policy)), CLOSED_LOOP, FULL_TOKENS if name in FULL else short
+        yield replace(choice, policy=parse(ORACLE)), LOCKSTEP, short
+        for size in OTHER_SIZES:
+            for policy in POLICIES:
+                slots = slots_of(choice.loaded, size)
+                yield replace(choice, policy=parse(policy), slots=slots), CLOSED_LOOP, short
+        yield replace(choice, policy=parse("eamc"), slots=quarter), LOCKSTEP, short
+
+    def _cell(self, choice: Choice, mode: str, tokens: int, stage: Stage) -> None:
+        choice = replace(choice, loaded=first_steps(choice.loaded, tokens))
+        head = head_of(choice, mode, stage)
+        what = f"{head['model']}: {head['policy']} at {head['cache_fraction']:.0%}, {mode}"
+        key = key_of(**{name: head[name] for name in ("model", "policy", "mode", "cache_experts", "requests")})
+        if key in self.record or not self._affords(choice, what, 1 - choice.slots / choice.loaded.all_experts):
+            return
+        try:
+            timing, link = choice.loaded.timing(choice.policy), choice.loaded.link
+            outcome = play_cell(choice, mode, timing, link, stage)
+            self.record.put(key, {**head, **outcome.figures()})
+        except InputError as error:
+            self.record.fail(key, head, error)
+        self.record.tell(copy_gbps=copy_gbps(self.record))
+
+    def _affords(self, choice: Choice, what: str, missing: float) -> bool:
+        """Whether a cell that misses that share of its lookups ends before the time is over."""
+        model = choice.loaded.measured
+        assert model
+        lookups = sum(len(request.experts) for request in choice.plan.requests)
+        seconds = lookups * missing * model.transfer_ns / 1e9
+        left = self.budget_s - (time.monotonic() - self._began)
+        self.told(f"{what} ({seconds:.0f} s, {left:.0f} s left)")
+        if seconds > left:
+            self.left_out.append(what)
+        return seconds <= left
+
+    # What others do
+
+    def _baselines(self, choice: Choice, stage: Stage) -> None:
+        choice = replace(choice, loaded=first_steps(choice.loaded, BASELINE_TOKENS))
+        for name, policy in BASELINES:
+            one = replace(choice, policy=parse(policy))
+            head = head_of(one, name, stage) | ({"policy": None} if name in SCHEDULES else {})
+            what = f"{head['model']}: {name}" + (f" under {policy}" if head["policy"] else "")
+            key = key_of(model=head["model"], mode=name, policy=policy)
+            if key in self.record or not self._affords(one, what, 4.0 if name == LAYER_STREAM else 1.0):
+                continue
+            try:
+                played = play_baseline(one, name, stage)
+            except InputError as error:
+                self.record.fail(key, head, error)
+                continue
+            timing, link = one.loaded.timing(one.policy), one.loaded.link
+            tokens = int((played.log.phase == DECODE).sum())
+            measured = figures_of(one, played, timing, link, on_stage=True)
+            self.record.put(key, {**head, "tokens": tokens, "measured": measured})
+
+    def _peer(self, name: str) -> None:
+        profile, key = models.model(name), key_of(model=name, mode=PEER)
+        needed = profile.experts * profile.moe_layers * profile.expert_bytes + profile.dense_bytes
+        free, left = available_memory_bytes(), self.budget_s - (time.monotonic() - self._began)
+        seconds, what = (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S, f"{name}: accelerate's offload"
+        if key in self.record:
+            return
+        self.told(f"{what} ({seconds:.0f} s, {left:.0f} s left)")
+        if seconds > left or (free is not None and needed > free - RESERVE_BYTES):
+            self.left_out.append(what)
+            return
+        head: Row = {"model": name, "mode": PEER, "policy": None}
+        try:
+            peer = accelerate_offload(profile, self.gpu.device, PEER_TOKENS)
+        except (InputError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # another project's code
+            self.record.fail(key, head, error)
+            return
+        measured: Row = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
+        self.record.put(key, {**head, "version": peer.version, "tokens": len(peer.tpot_ms), "measured": measured})
+
+
+def slots_of(loaded: Loaded, share: float) -> int:
+    """A share of all experts."""
+    return max(1, round(share * loaded.all_experts))
+
+
+def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
+    """The first requests of a trace of that model among `traces`, prefills as decode if it has nothing else.
+
+    Made up where there is none: one request with a prompt, then short ones.
+    """
+    machine = hardware("h200")
+    for folder in sorted(traces.iterdir()) if traces else ():
+        try:
+            opened = Shards.open(str(folder))
+            fits = _fits(opened.meta, profile)
+        except InputError:
+            continue
+        if fits:
+            setup = Setup(trace=str(folder), hardware="h200", as_decode=opened.phases == "prefill")
+            decoded = opened.as_decode() if setup.as_decode else opened
+            return first_steps(Loaded(setup, decoded, machine, profile), tokens)
+    trace = made_up(profile, tokens)
+    return Loaded(Setup(trace=trace.name, hardware="h200"), trace, machine, profile)
+
+
+def _fits(meta: TraceMeta, profile: ModelProfile) -> bool:
+    """The same model, or at least its shape under a name that is not known."""
+    known = models.known(meta.model)
+    shape = (meta.layers, meta.experts, meta.top_k) == (profile.moe_layers, profile.experts, profile.top_k)
+    return shape and (known is None or known.hidden_size == profile.hidden_size)
+
+
+def made_up(profile: ModelProfile, tokens: int) -> Trace:
+    """Routing from nothing: a request with a prompt, then short ones, together at least `tokens` decoded tokens."""
+    shape = profile.moe_layers, profile.experts, profile.top_k
+    first = synthetic(1, REQUEST_TOKENS, *shape, seed=0, prompt_tokens=PROMPT_TOKENS)
+    more = -(-tokens // REQUEST_TOKENS) - 1
+    trace = concatenate([first, synthetic(more, REQUEST_TOKENS, *shape, seed=1)]) if more else first
+    return replace(trace, meta=replace(trace.meta, model=profile.name))
+
+
+# The command
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Option(help="The file to write; or a folder, for GPU-DATE.json in it.")] = RESULTS,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
+    minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = 7.5,
+    resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
+) -> None:
+    """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
+
+    Exits with 1 where a bound does not hold or a cell could not be played.
+    """
+    from replay.gpu import Cuda
+    from replay.run import choose_device
+
+    if traces and not traces.is_dir():
+        raise InputError(f"no folder of traces at {traces}")
+    names = tuple(name.strip() for name in only.split(",") if name.strip())
+    for name in names:
+        models.model(name)
+    choose_device("cuda")
+    gpu, began = Cuda(), time.monotonic()
+    slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
+    path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = Record.open(path, resume)
+
+    def told(text: str) -> None:
+        console.note(f"{time.monotonic() - began:6.1f} s  {text}")
+
+    Check(gpu, record, told, names, traces, minutes * 60).run()
+    tell(record)
+    console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
+        raise typer.Exit(1)
+
+
+def tell(record: Record) -> None:
+    """What was found: bounds, ratios to what others do, and what could not be played."""
+    for line in lines(record.facts["verdict"]):
+        console.out.print(line, markup=False, soft_wrap=True)
+    for row in record.facts["ratios"]:
+        if row["policy"] != "lru":
+            what = f"{row['model']}, {row['policy']} at {row['cache_fraction']:.0%}"
+            text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
+            console.out.print(text, markup=False, soft_wrap=True)
+    for cell in record:
+        if ERROR in cell:
+            what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))
+            console.warn(f"{what}: {cell[ERROR]}")
+    for what in record.facts["left_out"]:
+        console.warn(f"left out, for lack of time or memory: {what}")
+
+
+if __name__ == "__main__":
+    console.main(app, "gpu-check")

@@ -1,0 +1,94 @@
+"""What the host adds to a decoded token: tokens played in the real loop, less what their parts take alone."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from policies.registry import parse
+from replay.driver import Plan, play
+from replay.meter import Meter
+from sim.measured import TABLES, MeasuredModel
+from traces.steps import DECODE, RequestSteps
+
+LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 48, 4, 400_000_000
+"""Tokens that are played: as many as take LOOP_NS, but not fewer, nor more."""
+FIRST_STEPS = 2
+"""Played before them, and not counted."""
+
+
+def with_host(meter: Meter, plan: Plan, model: MeasuredModel, top_k: int, context: int) -> MeasuredModel:
+    """The host's part, by two kinds of decoded tokens: all that they need is there, and none of it is.
+
+    Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
+    miss, and with a miss the last one's, since transfers hide the others. So both kinds are given as measured. Where
+    the parts alone come to more than the step, the host could not keep ahead of them: they are shortened to what they
+    are together.
+    """
+    layers, together = plan.shape.layers, min(top_k, plan.slots)
+    busy_layers = min(layers, plan.slots // together)
+    launches = busy_layers * together
+    again, never_again = partial(same_again, plan, together, busy_layers, context), partial(_never_again, plan, context)
+    hit_ns = _steps_ns(meter, plan, again, _parts_ns(model, layers, context, 0))
+    parts_ns = _parts_ns(model, layers, context, launches)
+    if hit_ns < parts_ns:
+        model = _shortened(model, hit_ns, parts_ns)
+    beyond_ns = max(0, hit_ns - parts_ns)
+    parts_ns = _parts_ns(model, layers, context, layers) + layers * model.transfer_ns
+    scarce = replace(plan, slots=min(plan.slots, layers))
+    missing_ns = _steps_ns(meter, scarce, never_again, parts_ns) - parts_ns
+    if launches <= layers:  # so few slots that hardly a token misses nothing
+        return replace(model, turnaround_ns=max(0, missing_ns) // layers)
+    launch_ns = (beyond_ns - missing_ns) // (launches - layers)
+    launch_ns = min(max(launch_ns, -model.expert[0][1]), beyond_ns // launches)
+    return replace(model, turnaround_ns=(beyond_ns - launches * launch_ns) // layers, launch_ns=launch_ns)
+
+
+def _parts_ns(model: MeasuredModel, layers: int, context: int, experts: int) -> int:
+    """A decoded token's, with so many experts in all layers together."""
+    timing = model.timing()
+    dense = sum(timing.dense_ns(layer, 1, context) for layer in range(layers))
+    return dense + experts * timing.expert_ns(1) + layers * timing.combine_ns(1) + timing.head_ns(1)
+
+
+def _shortened(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
+    """Every part of a decoded token by the same share."""
+
+    def shorter(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple((*row[:-1], row[-1] * to // of) if row[0] == 1 else row for row in rows)
+
+    tables: dict[str, Any] = {key: shorter(getattr(model, key)) for key in TABLES}
+    return replace(model, **tables)
+
+
+def _steps_ns(meter: Meter, plan: Plan, steps: Callable[[int], RequestSteps], about_ns: int) -> int:
+    """One of the steps in the real loop, the first few not counted."""
+    number = min(max(LOOP_NS // max(about_ns, 1), LOOP_AT_LEAST), LOOP_STEPS)
+    request = steps(FIRST_STEPS + number)
+    log = play(replace(plan, requests=[request], policy=parse("lru"), cold=False), meter.device)
+    return meter.settled(log.step_ns[FIRST_STEPS:].tolist())
+
+
+def _never_again(plan: Plan, context: int, steps: int) -> RequestSteps:
+    """Tokens that need one expert of each layer, in turn one of two: with a slot a layer, LRU never has it."""
+    request = same_again(plan, 1, plan.shape.layers, context, steps)
+    second = np.repeat(np.arange(steps) % min(2, plan.shape.experts), plan.shape.layers)
+    return replace(request, experts=request.experts + second)
+
+
+def same_again(plan: Plan, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
+    """Decode of tokens that all choose the same: `together` experts in each of the first layers, none in the others."""
+    layers, experts = plan.shape.layers, plan.shape.experts
+    chosen = (np.arange(busy_layers)[:, None] * experts + np.arange(together)).ravel()
+    each = np.where(np.arange(layers) < busy_layers, together, 0)
+    return RequestSteps(
+        request=0,
+        phase=np.full(steps, DECODE, np.uint8),
+        tokens=np.ones(steps, np.int64),
+        context=np.full(steps, context, np.int64),
+        offsets=np.concatenate([[0], np.cumsum(np.tile(each, steps))]).astype(np.int64),
+        experts=np.tile(chosen, steps).astype(np.int64),
+        counts=np.ones(steps * len(chosen), np.int64),
+    )

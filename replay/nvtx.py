@@ -1,0 +1,95 @@
+"""Ranges for NVIDIA's profilers: steps, layers, and what is submitted, as the host submits it.
+
+`nsys profile moe-replay --device cuda --nvtx ...` shows them above the streams.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from replay.device import Completion, Device, Kind, Work
+
+Push = Callable[[str], object]
+Pop = Callable[[], object]
+
+
+class MarkedDevice(Device):
+    """The same device. A layer's range is open from its dense part to the next one's, a step's to the head's end."""
+
+    def __init__(self, device: Device, push: Push = torch.cuda.nvtx.range_push, pop: Pop = torch.cuda.nvtx.range_pop):
+        self._device = device
+        self._push, self._pop = push, pop
+        self._open = 0
+        self._step = 0
+        self.tail_bytes = device.tail_bytes
+        self.predictor_takes_time = device.predictor_takes_time
+
+    @property
+    def inside_ns(self) -> int:  # type: ignore[override]  # the other device's
+        """Of the device."""
+        return self._device.inside_ns
+
+    def now(self) -> int:
+        """The device's clock."""
+        return self._device.now()
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        """A range around the submission."""
+        self._push(f"copy {expert} into {slot}")
+        self._device.copy(expert, slot, first, last)
+        self._pop()
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        """The layer before ends; the first one begins a step."""
+        if not self._open:
+            self._begin(f"step {self._step}: {tokens} tokens, context {context}")
+        while self._open > 1:
+            self._end()
+        self._begin(f"layer {layer}")
+        self._device.dense(layer, tokens, context)
+
+    def predict(self) -> bool:
+        """As the device does."""
+        return self._device.predict()
+
+    def experts(self, works: Sequence[Work]) -> None:
+        """A range around the submission."""
+        self._push(f"experts {' '.join(str(expert) for expert, _, _ in works)}")
+        self._device.experts(works)
+        self._pop()
+
+    def combine(self, tokens: int) -> None:
+        """Within the layer."""
+        self._device.combine(tokens)
+
+    def head(self, tokens: int) -> None:
+        """The last layer ends."""
+        while self._open > 1:
+            self._end()
+        self._begin("head")
+        self._device.head(tokens)
+
+    def next_completion(self) -> Completion:
+        """With the head a step ends."""
+        completion = self._device.next_completion()
+        if completion.kind is Kind.HEAD:
+            while self._open:
+                self._end()
+            self._step += 1
+        return completion
+
+    def discard_copies(self) -> None:
+        """As the device does."""
+        self._device.discard_copies()
+
+    def close(self) -> None:
+        """As the device does."""
+        self._device.close()
+
+    def _begin(self, name: str) -> None:
+        self._push(name)
+        self._open += 1
+
+    def _end(self) -> None:
+        self._pop()
+        self._open -= 1

@@ -1,0 +1,88 @@
+"""The picture of a comparison: per cell the residual of each token, and all cells' measured against predicted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from sim.plot import BOUND_COLOUR, COLOURS
+from sim.results import Row, replacing
+from traces.steps import DECODE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+NAME = "residuals.png"
+ACROSS = 3
+PANEL_INCHES = (4.0, 2.2)
+SCATTER_INCHES = 4.6
+
+
+def draw(cells: Sequence[Row], folder: Path) -> Path:
+    """Write residuals.png of recorded cells, whose tokens lie in `folder`; the file."""
+    path = folder / NAME
+    tokens = [_decoded(folder / cell["per_token"]) for cell in cells]
+    with replacing(path) as part:
+        figure(cells, tokens).savefig(part, format="png", dpi=120)
+    return path
+
+
+def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
+    """tokens: of each cell, measured_ns and predicted_ns of the counted decode steps in order."""
+    from matplotlib.figure import Figure
+
+    across = min(ACROSS, len(cells))
+    down = -(-len(cells) // across)
+    width, height = max(across * PANEL_INCHES[0], SCATTER_INCHES + 2), down * PANEL_INCHES[1]
+    drawing = Figure(figsize=(width, height + SCATTER_INCHES), layout="constrained")
+    panels, below = drawing.subfigures(2, 1, squeeze=False, height_ratios=[height, SCATTER_INCHES])[:, 0]
+    axes = panels.subplots(down, across, squeeze=False).ravel()
+    for place, cell, played in zip(axes, cells, tokens, strict=False):
+        _residuals(place, cell, played)
+    for place in axes[len(cells) :]:
+        place.set_visible(False)
+    panels.supylabel("predicted - measured (ms)", fontsize=9)
+    panels.supxlabel("decoded token", fontsize=9)
+    _scatter(below, cells, tokens)
+    return drawing
+
+
+def name_of(cell: Row) -> str:
+    """Policy, cache and mode in a line."""
+    return f"{cell['policy']}, {cell['cache_fraction']:.3g} of all, {cell['mode']}"
+
+
+def _residuals(axes: "Axes", cell: Row, tokens: pd.DataFrame) -> None:
+    residual = (tokens["predicted_ns"] - tokens["measured_ns"]) / 1e6
+    axes.plot(range(len(residual)), residual, ".", color=COLOURS[0], markersize=2.5)
+    axes.axhline(0, color=BOUND_COLOUR, linewidth=0.8)
+    axes.set_title(f"{name_of(cell)}\nTPOT mean {cell['errors']['tpot_mean']:+.1%}", fontsize=7)
+    axes.tick_params(labelsize=7)
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> None:
+    """A colour for each policy; on the line the prediction is exact."""
+    axes = below.subplots()
+    policies = list(dict.fromkeys(cell["policy"] for cell in cells))
+    for cell, played in zip(cells, tokens, strict=True):
+        colour = COLOURS[policies.index(cell["policy"]) % len(COLOURS)]
+        axes.plot(played["predicted_ns"] / 1e6, played["measured_ns"] / 1e6, ".", color=colour, markersize=2.5)
+    for place, policy in enumerate(policies):
+        axes.plot([], [], "o", color=COLOURS[place % len(COLOURS)], label=policy)
+    axes.axline((0, 0), slope=1, color=BOUND_COLOUR, linewidth=0.8)
+    longest = max(played[side].max() for played in tokens for side in ("predicted_ns", "measured_ns")) / 1e6
+    axes.set(xlim=(0, 1.05 * longest), ylim=(0, 1.05 * longest), aspect="equal")
+    axes.set_xlabel("predicted (ms a token)")
+    axes.set_ylabel("measured (ms a token)")
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    below.legend(loc="outside right upper", frameon=False, fontsize=8)
+
+
+def _decoded(path: Path) -> pd.DataFrame:
+    steps = pd.read_csv(path)
+    return steps[(steps["phase"] == DECODE) & steps["counted"]]

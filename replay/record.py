@@ -1,0 +1,125 @@
+"""The file of real runs: one JSON, written anew after each cell, so that a run cut off loses the cell it was at.
+
+At its top stand the facts of the machine and of the run, then a list of cells. A cell has a key, a digest of all that
+decides it: model, trace and options, the hardware profile's content, and this project's code; the machine is the same
+for the whole file. A file that is resumed keeps the cells that are finished; one that failed (it has `error`, one line,
+in place of figures) is due again.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sim.results import Row, commit, replacing, sources
+from traces.errors import InputError
+
+TOP = (
+    *("gpu", "driver", "torch", "commit", "date", "device", "machine"),
+    *("copy_gbps", "ceiling_gbps", "hardware"),
+)
+"""Keys that stand before the cells; others may follow these. `machine`: what the device is, a GPU or not."""
+
+MACHINE = ("device", "machine")
+"""Of these what a resumed file says must hold of this run too."""
+
+ERROR, KEY, CELLS = "error", "key", "cells"
+
+
+class Record:
+    """Facts and cells at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.facts: Row = dict.fromkeys(TOP)
+        self._cells: dict[str, Row] = {}
+
+    @classmethod
+    def open(cls, path: Path, resume: bool) -> "Record":
+        """With the finished cells of before, or empty; writes nothing. InputError for a file that is none of these."""
+        record = cls(path)
+        if not resume or not path.exists():
+            return record
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+            cells = read.pop(CELLS)
+            record._cells = {cell[KEY]: cell for cell in cells if ERROR not in cell}
+            record.facts |= read
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{path} is not what moe-replay compare writes ({error}): go on without --resume"
+            ) from error
+        return record
+
+    def tell(self, **facts: Any) -> None:
+        """Set keys at the top. InputError where the file is of another machine."""
+        for name in MACHINE:
+            before, now = self.facts[name], facts.get(name)
+            if self._cells and name in facts and before != now:
+                raise InputError(f"{self.path} is of {name} {before}, this is {now}: name another folder with --out")
+        self.facts |= facts
+
+    def begin(self, **facts: Any) -> None:
+        """`tell`, and the commit and the date (UTC) of now."""
+        self.tell(**facts, commit=commit(), date=datetime.now(UTC).isoformat(timespec="seconds"))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._cells and ERROR not in self._cells[key]
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self._cells.values())
+
+    def __len__(self) -> int:
+        return sum(ERROR not in cell for cell in self)
+
+    def __getitem__(self, key: str) -> Row:
+        return self._cells[key]
+
+    def put(self, key: str, cell: Mapping[str, Any]) -> None:
+        """A cell has ended: write the file, whole or not at all. InputError where it cannot be written."""
+        self._cells.pop(key, None)
+        self._cells[key] = {KEY: key, **cell}
+        self.write()
+
+    def fail(self, key: str, cell: Mapping[str, Any], error: Exception) -> None:
+        """A cell could not be played."""
+        self.put(key, {**cell, ERROR: " ".join(str(error).split())})
+
+    def write(self) -> None:
+        """The file as it stands now."""
+        with replacing(self.path) as part:
+            part.write_text(self.text() + "\n", encoding="utf-8")
+
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(_plain({**self.facts, CELLS: list(self)}), indent=1, allow_nan=False)
+
+
+def key_of(**decides: Any) -> str:
+    """Of a cell that all this decides: texts, numbers, lists and tables; and this project's code as it is."""
+    text = json.dumps(_plain({**decides, "code": _code()}), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@cache
+def _code() -> str:
+    """`sim.results.sources`, and this package."""
+    digest = hashlib.sha256(sources().encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: its numbers know no infinity (null), and NumPy's are not its own."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

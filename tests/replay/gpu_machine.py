@@ -1,0 +1,43 @@
+"""Run as a module: the check on a machine that has what a GPU machine has and nothing more, on a GPU that is not there.
+
+Prints the modes of the cells that were played.
+"""
+
+import dataclasses
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+MISSING = {"simpy", "tomli_w", "matplotlib", "optuna", "distributed", "dask", "hypothesis", "libcachesim", "aiohttp"}
+
+
+class Without:
+    """A finder that does not find what is not installed there."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, *other: Any) -> ModuleSpec | None:
+        return None if name.partition(".")[0] in MISSING else self._finder.find_spec(name, *other)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+
+from replay import gpu_check  # noqa: E402
+from replay.record import ERROR, Record  # noqa: E402
+from sim import models  # noqa: E402
+from tests.replay.fake_gpu import FakeGpu  # noqa: E402
+from tests.replay.tiny import TINY  # noqa: E402
+
+real = models.model
+models.model = lambda name: dataclasses.replace(real(name), **TINY)  # type: ignore[arg-type]
+gpu_check.FULL_TOKENS, gpu_check.BUFFER_BYTES = 20, 1 << 16
+gpu_check.SHORT_TOKENS = {"olmoe-1b-7b": 20}
+record = Record.open(Path(sys.argv[1]), resume=False)
+gpu_check.Check(FakeGpu(2), record, print, ("olmoe-1b-7b",), host_bytes=4 << 20).run()
+assert not any(ERROR in cell for cell in record), list(record)
+print("played:", *sorted({cell["mode"] for cell in record}))

@@ -1,0 +1,341 @@
+"""Calibration on the CPU: what it writes is what the simulator reads, and passes that disagree are told."""
+
+import math
+import re
+import sys
+import tomllib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.registry import parse
+from replay import calibrate, cli, rates, toml
+from replay.calibrate import Found, choices, made_up, middle, profile, steps_ns
+from replay.measure import Measurement
+from sim import cli as sim_cli
+from sim import measured, models
+from sim.cells import Setup
+from sim.hardware import hardware
+from sim.models import ModelProfile
+from tests.replay.fake_gpu import FakeGpu
+from traces import demo_trace
+from traces.errors import InputError
+
+# The file
+
+KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=8)
+SCALARS = KEYS | st.booleans() | st.integers(-(2**62), 2**62) | st.floats(allow_nan=False)
+VALUES = SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=3), max_size=4)
+TABLES = st.recursive(
+    st.dictionaries(KEYS, VALUES, max_size=4),
+    lambda inner: st.dictionaries(KEYS, VALUES | inner | st.lists(inner, min_size=1, max_size=3), max_size=4),
+    max_leaves=6,
+)
+
+
+@given(TABLES)
+def test_what_is_written_as_toml_is_read_back_the_same(table) -> None:
+    assert tomllib.loads(toml.dumps(table)) == table
+
+
+def test_comments_stand_behind_values_and_change_nothing() -> None:
+    text = toml.dumps({"disk": 6.5, "gpu": "x"}, {"disk": "assumed"})
+    assert "disk = 6.5  # assumed\n" in text
+    assert tomllib.loads(text) == {"disk": 6.5, "gpu": "x"}
+
+
+@pytest.mark.parametrize("value", [None, {1, 2}, [None]])
+def test_what_toml_cannot_hold_is_refused(value) -> None:
+    with pytest.raises(TypeError, match="no value of TOML"):
+        toml.dumps({"key": value})
+
+
+# The machine
+
+
+def test_the_rates_of_a_cpu_are_those_of_copies_that_were_made() -> None:
+    found = rates.rates("cpu")
+    whole = rates.CPU_BUFFERS * rates.BUFFER_BYTES
+    assert [size for size, _ in found.curves["pageable_gb_per_s"]] == [s for s in rates.SIZES if s <= whole]
+    numbers = [*asdict(found).values(), *found.costs.values(), *(rate for _, rate in found.curves["pageable_gb_per_s"])]
+    assert all(0 < each < math.inf for each in numbers if isinstance(each, float))
+    assert found.memory_gb_per_s >= found.link_gb_per_s == found.curves["pageable_gb_per_s"][-1][1]
+
+
+def test_the_rates_of_a_gpu_are_asked_through_its_interface_and_memory_is_given_back() -> None:
+    gpu = FakeGpu(seed=1)
+    found = rates.of_gpu(gpu, memory_gib=3.0, buffers=5, n=32)
+    whole = 5 * rates.BUFFER_BYTES
+    for curve in ("pageable_gb_per_s", "pinned_gb_per_s"):
+        assert [size for size, _ in found.curves[curve]] == [s for s in rates.SIZES if s <= whole]
+    assert found.link_gb_per_s == found.curves["pinned_gb_per_s"][-1][1]
+    asked = {"record_us", "wait_us", "query_us", "pinning_gb_per_s", "zero_copy_gb_per_s"}
+    assert set(found.costs) == asked | {"copy_slowed_by_compute", "compute_slowed_by_copy"}
+    assert all(0 < each < math.inf for each in [*found.costs.values(), found.memory_gb_per_s, found.launch_us])
+    assert found.link_latency_us >= 0
+    assert (found.memory_gib, gpu.registered) == (3.0, [])
+
+
+def test_where_pinning_is_refused_the_rates_are_those_of_pageable_memory() -> None:
+    found = rates.of_gpu(FakeGpu(seed=1, refuse=0), memory_gib=3.0, buffers=5, n=32)
+    assert set(found.curves) == {"pageable_gb_per_s"}
+    assert found.link_gb_per_s == found.curves["pageable_gb_per_s"][-1][1]
+    assert set(found.costs) == {"record_us", "wait_us", "query_us"}
+
+
+# Passes
+
+
+MODEL = measured.MeasuredModel(
+    model="tiny",
+    expert_bytes=100,
+    transfer_ns=1_000,
+    latency_ns=10,
+    turnaround_ns=5,
+    launch_ns=2,
+    first_dense=((1, 4, 90), (1, 8, 100), (2, 2, 200)),
+    dense=((1, 4, 40), (1, 8, 50), (2, 2, 60)),
+    expert=((1, 7), (2, 9)),
+    combine=((1, 3), (2, 3)),
+    head=((1, 20), (2, 21)),
+)
+RATES = rates.Rates(10.0, 1.0, 24.0, 30.0, 0.5, 2.0, 0.4, 25.0, {"pageable_gb_per_s": [[64.0, 9.0]]}, {"wait_us": 1.5})
+
+
+def found_of(*models: measured.MeasuredModel, rates=(RATES, RATES)) -> Found:
+    return Found(
+        facts={"device_name": "Somebody's CPU", "driver": None, "torch": "2", "host_pinned": False, "host_experts": 3},
+        rates=list(rates),
+        models={"tiny": [Measurement(model, noise) for model, noise in zip(models, (0.01, 0.02, 0.005), strict=False)]},
+        shapes={"tiny": (3, 2)},
+        costs={"tiny": {"lru": 0.0, "lru+popular:n=2": 3.25}},
+    )
+
+
+def test_the_medians_of_passes_keep_their_shape_and_whole_numbers() -> None:
+    passes = [{"a": (1, 2.0), "b": [[4]], "c": "x"}, {"a": (3, 3.0), "b": [[9]], "c": "y"}]
+    assert middle(passes) == {"a": (2, 2.5), "b": [[6]], "c": "x"}
+    assert middle([*passes, {"a": (100, 0.0), "b": [[5]], "c": "z"}]) == {"a": (3, 2.0), "b": [[5]], "c": "x"}
+
+
+def test_a_steps_time_is_the_sum_of_its_parts() -> None:
+    steps = steps_ns(MODEL, (3, 2))
+    one = 90 + 2 * 40 + 3 * (5 + 2 * (7 + 2) + 3) + 20
+    assert steps == {
+        "a token": one,
+        "a token of the longest context": one + 10 + 2 * 10,
+        "the longest step": 200 + 2 * 60 + 3 * (5 + 2 * 9 + 3) + 21,
+    }
+
+
+def test_passes_that_agree_do_and_what_differs_most_is_named() -> None:
+    assert found_of(MODEL, MODEL).disagreement()[0] == 0
+    apart, what = found_of(MODEL, replace(MODEL, transfer_ns=1_100)).disagreement()
+    assert (apart, what) == (pytest.approx(100 / 1_050), "a transfer of tiny")
+    slower = replace(RATES, link_gb_per_s=8.0)
+    apart, what = found_of(MODEL, replace(MODEL, transfer_ns=1_100), rates=(RATES, slower)).disagreement()
+    assert (apart, what) == (pytest.approx(2 / 9), "link bandwidth")
+    apart, what = found_of(MODEL, replace(MODEL, turnaround_ns=50)).disagreement()
+    assert what == "a token of tiny"
+
+
+def test_the_profile_is_read_back_as_it_was_found(tmp_path: Path) -> None:
+    other = replace(MODEL, transfer_ns=1_100, dense=((1, 4, 42), (1, 8, 50), (2, 2, 60)))
+    found = found_of(MODEL, other)
+    file = tmp_path / "here.toml"
+    file.write_text(profile(found))
+    machine = hardware(str(file))
+    assert machine.measured == (found.settled("tiny"),)
+    settled = machine.measured[0]
+    assert settled.transfer_ns == 1_050
+    assert settled.dense[0] == (1, 4, 41)
+    assert settled.predictor_us == {"lru": 0.0, "lru+popular:n=2": 3.25}
+    assert (machine.link_bandwidth_gb_per_s, machine.launch_us, machine.title) == (10.0, 2.0, "Somebody's CPU")
+    told = machine.calibration
+    assert told["cpu"] == "Somebody's CPU"
+    assert {"torch", "commit", "date", "host_pinned"} <= set(told)
+    assert told["disagreement"] == round(100 / 1_050, 5)
+    assert told["noise"] == {"tiny": 0.02}
+    assert told["pageable_gb_per_s"] == [[64.0, 9.0]]
+    assert told["wait_us"] == 1.5
+    for line in file.read_text().splitlines():
+        assert ("disk" in line) == ("assumed, not measured" in line)
+
+
+# What is measured
+
+
+def tiny(name: str = "tiny") -> ModelProfile:
+    own = Setup(demo_trace()).load().profile
+    assert own
+    return replace(own, name=name)
+
+
+def write_profile(made: ModelProfile, folder: Path) -> str:
+    path = folder / f"{made.name}.toml"
+    values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(made).items()}
+    del values["name"]
+    path.write_text(toml.dumps({key: value for key, value in values.items() if value != 0}))
+    assert models.model(str(path)) == made
+    return str(path)
+
+
+def test_a_trace_is_played_by_the_first_named_model_of_its_shape_and_others_get_made_up_routing(tmp_path: Path) -> None:
+    shape_of_the_trace = write_profile(tiny("alike"), tmp_path)
+    another = write_profile(replace(tiny("wider"), experts=96), tmp_path)
+    chosen = choices([another, shape_of_the_trace], [str(demo_trace())], "cpu", 7, "real")
+    by_name = {choice.loaded.profile.name: choice for choice in chosen if choice.loaded.profile}
+    assert set(by_name) == {"alike", "wider"}
+    assert by_name["alike"].loaded.setup.trace == str(demo_trace())
+    assert by_name["wider"].loaded.trace.num_experts == 96
+    assert by_name["wider"].most_context == calibrate.LONGEST["cpu"] + 1
+    assert {choice.host_dedup for choice in chosen} == {7}
+    (own,) = choices([], [str(demo_trace())], "cpu", None, "none")
+    assert own.loaded.profile == replace(tiny(), name=own.loaded.profile.name)
+    assert own.dense == "none"
+
+
+def test_slots_suffice_for_all_experts_of_a_token() -> None:
+    (choice,) = choices([], [str(demo_trace())], "cpu", None, "real")
+    assert tiny().moe_layers * tiny().top_k <= choice.slots <= choice.loaded.all_experts
+
+
+def test_a_model_that_replay_cannot_multiply_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(InputError, match="float32 and bfloat16"):
+        choices(["gpt-oss-20b"], [], "cpu", None, "real")
+
+
+def test_made_up_routing_is_played_by_every_policy() -> None:
+    loaded = made_up(tiny(), 64)
+    log = loaded.log(parse("eamc"), 40)
+    assert log.hits.sum() + log.misses.sum() + log.late.sum() > 1_000
+
+
+# The command
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Run a command in an empty folder: its exit status, stdout and stderr."""
+
+    def invoke(name: str, *arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            {"moe-replay": cli.main, "moe-sim": sim_cli.main}[name]()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return invoke
+
+
+def test_a_calibrated_profile_is_swept_and_gives_the_durations_that_were_measured(command, tmp_path: Path) -> None:
+    status, out, err = command(
+        "moe-replay", "calibrate", "--device", "cpu", "--policies", "lru,eamc", "--out", "a.toml"
+    )
+    assert status == 0, err
+    assert "a.toml" in out.splitlines()[-1]
+    machine = hardware(str(tmp_path / "a.toml"))
+    (model,) = machine.measured
+    assert set(model.predictor_us) == {"lru", "eamc"}
+    assert model.predictor_us["lru"] == 0 < model.predictor_us["eamc"]
+
+    arguments = ("--policies", "lru,eamc", "--cache-sizes", "100%", "--requests", "2", "--out", "swept")
+    status, _, err = command("moe-sim", "sweep", "--hardware", "a.toml", *arguments)
+    assert status == 0, err
+    rows = pd.read_parquet(tmp_path / "swept/results.parquet").set_index("policy")
+    assert set(rows["hardware"]) == {"a (measured)"}
+    assert rows.loc["eamc", "predictor_us"] == model.predictor_us["eamc"]
+
+    loaded = Setup(demo_trace(), hardware=str(tmp_path / "a.toml"), requests=2).load()
+    log = loaded.log(parse("lru"), loaded.all_experts)
+    steps = loaded.trace.steps(1)
+    last = len(steps.tokens) - 1
+    assert log.misses[-1] == 0
+    timing = model.timing()
+    layers, context = loaded.trace.layers, int(steps.context[last])
+    expected = sum(timing.dense_ns(layer, 1, context) for layer in range(layers)) + timing.head_ns(1)
+    expected += layers * (loaded.trace.top_k * timing.expert_ns(1) + timing.combine_ns(1))
+    assert log.step_ns[-1] == expected
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[measured.MeasuredModel]:
+    """Nothing is measured, one pass finds the first model of the list and the next one the second."""
+    passes = [replace(MODEL, model="demo-olmoe", expert_bytes=49_152)] * 2
+    given = iter(range(100))
+    monkeypatch.setattr(calibrate, "rates", lambda device: RATES)
+    monkeypatch.setattr(calibrate, "measure_model", lambda *_: Measurement(passes[next(given)], 0.0))
+    monkeypatch.setattr(calibrate, "policy_ns", lambda *_: 1_000)
+    return passes
+
+
+@pytest.mark.parametrize(("strict", "status"), [([], 0), (["--strict"], 1)])
+def test_a_noisy_machine_is_told_in_one_line_and_fails_where_that_was_asked_for(
+    command, tmp_path: Path, quick, strict: list[str], status: int
+) -> None:
+    quick[1] = replace(quick[0], transfer_ns=1_050)
+    ended, _, err = command("moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "-q", *strict)
+    assert ended == status
+    assert err.count("\n") == 1
+    assert re.search(r"too noisy: a transfer of demo-olmoe differs by 4\.9% between passes", err)
+    assert hardware(str(tmp_path / "a.toml")).calibration["disagreement"] == pytest.approx(50 / 1_025, abs=1e-5)
+
+
+def test_a_quiet_machine_passes_the_strict_way(command, quick) -> None:
+    assert command("moe-replay", "calibrate", "--device", "cpu", "-q", "--strict") == (0, "", "")
+
+
+def test_an_interrupt_leaves_no_file(command, tmp_path: Path, quick, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(calibrate, "policy_ns", interrupted)
+    status, _, err = command("moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "-q")
+    assert status == 130
+    assert "interrupted" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_profile_stays_until_the_new_one_is_whole(command, tmp_path: Path, quick, monkeypatch) -> None:
+    (tmp_path / "a.toml").write_text("old")
+    monkeypatch.setattr(calibrate, "policy_ns", lambda *_: 1 / 0)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "-q"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
+    assert (tmp_path / "a.toml").read_text() == "old"
+
+
+def test_without_a_name_the_profile_is_called_after_the_device(command, tmp_path: Path, quick) -> None:
+    assert command("moe-replay", "calibrate", "--device", "cpu", "-q")[0] == 0
+    (file,) = tmp_path.iterdir()
+    assert re.fullmatch(r"[a-z0-9-]+\.toml", file.name)
+    assert tomllib.loads(file.read_text())["measured"][0]["model"] == "demo-olmoe"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--repeat", "1"], "--repeat 1"),
+        (["--device", "virtual"], "has nothing to measure"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--policies", "eamk"], "did you mean eamc"),
+        (["--model-profile", "olmo"], "olmoe-1b-7b"),
+        (["--trace", "nowhere"], "nowhere"),
+        (["--host-dedup", "0"], "--host-dedup 0"),
+        (["--dense", "some"], "--dense"),
+        (["--out", "/proc/nowhere/a.toml"], "cannot write"),
+    ],
+)
+def test_bad_input_ends_in_one_line(command, tmp_path: Path, quick, arguments: list[str], said: str) -> None:
+    status, out, err = command("moe-replay", "calibrate", "-q", "--device", "cpu", *arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,395 @@
+"""Simulator against device: nothing differs on the virtual one, structure holds on the CPU's, and nothing is lost."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from policies.registry import parse
+from replay import cli, comparison
+from replay.compare import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
+from replay.driver import play
+from replay.errors import DECIDED
+from replay.lockstep import Lockstep, Recorder
+from replay.run import Choice
+from replay.virtual import VirtualDevice
+from sim import engine
+from sim.cells import Loaded, Setup
+from sim.measured import MeasuredModel
+from sim.timing import Link, Timing
+from traces import demo_trace
+from traces.errors import InputError
+from traces.synthetic import synthetic
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Run `moe-replay compare` in an empty folder: its exit status, stdout and stderr."""
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["moe-replay", "compare", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        printed = capsys.readouterr()
+        return int(ended.value.code or 0), printed.out, printed.err
+
+    return invoke
+
+
+def chosen(policy: str, slots: int = 40, **setup: object) -> Choice:
+    loaded = Setup(**{"trace": str(demo_trace()), "requests": 4, **setup}).load()
+    return Choice(loaded, parse(policy), slots, "virtual")
+
+
+def machine(choice: Choice) -> tuple[Timing, Link]:
+    return choice.loaded.timing(choice.policy), choice.loaded.link
+
+
+# Cells
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "policy", ["lru", "eamc", "eamc-blend", "belady", "lru+oracle1", "clock", "lru+popular:n=8@layer"]
+)
+@pytest.mark.parametrize("chunk_bytes", [None, 9_000])
+def test_on_the_virtual_device_nothing_differs(policy: str, mode: str, chunk_bytes: int | None) -> None:
+    choice = chosen(policy, cold=chunk_bytes is not None, chunk_bytes=chunk_bytes)
+    found = play_cell(choice, mode, *machine(choice), repeat=2)
+    assert set(found.errors.values()) == {0.0}
+    assert found.divergence == {"steps": 0.0, "evictions": 0.0}
+    assert found.noise == 0
+    assert found.measured_row == found.predicted_row
+    assert sum(map(len, found.measured.evictions.values())) == len(found.measured.log.evictions) > 0
+    if mode == CLOSED_LOOP:
+        simulated = engine.simulate(engine.AUTO, choice.loaded.run(choice.policy, choice.slots))
+        np.testing.assert_array_equal(found.measured.log.step_ns, simulated.step_ns)
+
+
+def test_lockstep_charges_neither_side_for_the_policys_own_work() -> None:
+    choice = chosen("eamc")
+    timing, link = machine(choice)
+    assert timing.predictor_ns > 0
+    rows = {mode: play_cell(choice, mode, timing, link).predicted_row for mode in MODES}
+    assert rows[CLOSED_LOOP]["stall_predictor_ms"] > 0 == rows[LOCKSTEP]["stall_predictor_ms"]
+    free = WithoutPolicy(timing)
+    assert free.predictor_ns == 0
+    assert [free.dense_ns(1, 1, 9), free.expert_ns(2), free.combine_ns(3), free.head_ns(1)] == [
+        timing.dense_ns(1, 1, 9),
+        timing.expert_ns(2),
+        timing.combine_ns(3),
+        timing.head_ns(1),
+    ]
+
+
+def test_a_device_that_is_slower_than_foretold_is_told_by_errors_below_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen("eamc")
+    timing, link = machine(choice)
+    slower = dataclasses.replace(link, ns_per_byte_num=4 * link.ns_per_byte_num)
+    monkeypatch.setattr("replay.compare._device", lambda *_: Opened(VirtualDevice(timing, slower)))
+    found = play_cell(choice, LOCKSTEP, timing, link)
+    assert found.errors["tpot_mean"] < -0.05
+    assert found.divergence["steps"] > 0, "what was a hit is late"
+    recorder = Recorder()
+    alone = WithoutPolicy(timing)
+    plan = dataclasses.replace(choice.plan, experts_per_layer=choice.window(timing, link))
+    play(plan, VirtualDevice(alone, link), watch=recorder.watch)
+    same = play(plan, VirtualDevice(timing, slower), policy=Lockstep(plan, recorder.script))
+    np.testing.assert_array_equal(found.measured.log.step_ns, same.step_ns)
+
+
+class Opened:
+    """A device as a context."""
+
+    def __init__(self, device: VirtualDevice) -> None:
+        self.device = device
+
+    def __enter__(self) -> VirtualDevice:
+        return self.device
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def measured_machine(loaded: Loaded, turnaround_ns: int) -> Loaded:
+    """The same on a machine described by tables."""
+    assert loaded.profile
+    assert loaded.hardware
+    flat = ((1, 1, 50_000), (64, 64, 60_000))
+    model = MeasuredModel(
+        model=loaded.profile.name,
+        expert_bytes=loaded.profile.expert_bytes,
+        transfer_ns=20_000,
+        latency_ns=500,
+        turnaround_ns=turnaround_ns,
+        launch_ns=0,
+        first_dense=flat,
+        dense=flat,
+        expert=((1, 5_000), (64, 9_000)),
+        combine=((1, 700),),
+        head=((1, 8_000),),
+        predictor_us={"lru": 0.0},
+    )
+    return dataclasses.replace(loaded, hardware=dataclasses.replace(loaded.hardware, measured=(model,)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_the_host_a_prediction_is_shorter_by_its_turnaround_where_nothing_else_waits(mode: str) -> None:
+    base = chosen("lru", slots=320)
+    choice = dataclasses.replace(base, loaded=measured_machine(base.loaded, turnaround_ns=30_000))
+    found = play_cell(choice, mode, *machine(choice))
+    assert found.predicted_without_host
+    saved = found.predicted_row["tpot_p50_ms"] - found.predicted_without_host["tpot_p50_ms"]
+    assert saved == pytest.approx(30_000e-6 * choice.loaded.trace.layers)
+    ratio = found.measured_row["tpot_mean_ms"] / found.predicted_without_host["tpot_mean_ms"]
+    assert ratio > 1
+    assert found.errors["measured_over_without_host"] == pytest.approx(ratio)
+    free = dataclasses.replace(base, loaded=measured_machine(base.loaded, turnaround_ns=0))
+    without = play_cell(free, mode, *machine(free))
+    assert without.predicted_without_host == {
+        name: without.predicted_row[name] for name in without.predicted_without_host
+    }
+
+
+def test_warm_up_counts_in_no_figure() -> None:
+    choice = chosen("lru", warmup_requests=2)
+    found = play_cell(choice, CLOSED_LOOP, *machine(choice))
+    counted = counted_steps(choice, found.measured.log)
+    assert counted.sum() < len(counted)
+    decoded = counted & (found.measured.log.phase == 1)
+    assert found.figures()["tokens"] == decoded.sum()
+    assert found.measured_row["tpot_mean_ms"] == found.measured.log.step_ns[decoded].mean() / 1e6
+    assert found.per_token()["counted"].tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trace_that_decodes_nothing_has_nothing_to_compare(mode: str) -> None:
+    choice = chosen("lru")
+    trace = choice.loaded.trace
+    prefills = synthetic(2, 0, trace.layers, trace.num_experts, trace.top_k, seed=1, prompt_tokens=5)
+    only = dataclasses.replace(choice, loaded=dataclasses.replace(choice.loaded, trace=prefills))
+    with pytest.raises(InputError, match="decodes no token that counts"):
+        play_cell(only, mode, *machine(choice))
+
+
+def test_without_simpy_the_virtual_device_predicts_what_the_compiled_engine_does_not_play(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = chosen("clock")
+    expected = play_cell(choice, CLOSED_LOOP, *machine(choice))
+    monkeypatch.delitem(sys.modules, "sim.model", raising=False)
+    monkeypatch.delattr("sim.model", raising=False)
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    found = play_cell(choice, CLOSED_LOOP, *machine(choice))
+    assert found.predicted_row == expected.predicted_row
+    np.testing.assert_array_equal(found.predicted.log.step_ns, expected.predicted.log.step_ns)
+
+
+def cell(policy: str, measured: float, predicted: float, noise: float | None = None, slots: int = 8) -> dict:
+    sides = {"measured": {"tpot_mean_ms": measured}, "predicted": {"tpot_mean_ms": predicted}}
+    same = {"model": "m", "trace": "t", "requests": 1, "mode": "lockstep", "cache_experts": slots}
+    return {**same, "cache_fraction": slots / 16, "policy": policy, "noise": noise, **sides}
+
+
+def test_policies_are_ranked_among_their_like_and_differences_within_the_noise_do_not_count() -> None:
+    cells = [cell("a", 1.0, 1.0), cell("b", 2.0, 1.5, 0.1), cell("c", 2.1, 1.4), cell("d", 9.0, 1.0, slots=4)]
+    (found,) = rankings(cells)
+    assert (found["policies"], found["cache_experts"], found["noise"]) == (3, 8, 0.1)
+    assert found["spearman"] == pytest.approx(0.5)
+    assert (found["pairs_as_measured"], found["pairs_that_differ"]) == (2, 2)
+    assert rankings([{"mode": "resident", "measured": {}}, *cells[:1], *cells[3:]]) == []
+
+
+# The command
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "compare.json").read_text())
+
+
+def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_last(command, tmp_path: Path) -> None:
+    status, out, err = command("--device", "virtual", "--requests", "3", "--policies", "lru,eamc", "--out", "here")
+    assert status == 0, err
+    found = read(tmp_path / "here")
+    assert [(one["policy"], one["cache_fraction"], one["mode"]) for one in found["cells"]] == [
+        (policy, size, mode) for size in (0.1, 0.25, 0.5) for policy in ("lru", "eamc") for mode in MODES
+    ]
+    for one in found["cells"]:
+        assert set(one["errors"].values()) == {0}
+        assert one["divergence"] == {"steps": 0, "evictions": 0}
+        tokens = pd.read_csv(tmp_path / "here" / one["per_token"])
+        decoded = tokens[tokens["phase"] == 1]
+        assert len(decoded) == one["tokens"]
+        assert decoded["measured_ns"].mean() / 1e6 == pytest.approx(one["measured"]["tpot_mean_ms"])
+        assert {f"{side}_{name}" for side in ("measured", "predicted") for name in DECIDED} < set(tokens.columns)
+    assert {ranking["spearman"] for ranking in found["rankings"]} == {1.0}
+    assert found["hardware"]["name"] == "a5000"
+    assert found["device"] == "virtual"
+    assert (tmp_path / "here/residuals.png").read_bytes().startswith(b"\x89PNG")
+    last = out.splitlines()[-1]
+    assert re.search(r"worst: .*TPOT mean predicted ([\d.]+) ms, measured \1 ms \(\+0\.0%\)", last)
+    assert {"compare.json", "residuals.png", "tokens"} == {path.name for path in (tmp_path / "here").iterdir()}
+
+
+SMALL = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru,fifo")
+
+
+def test_an_error_above_the_limit_ends_with_status_1_and_one_line(command, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command("--device", "virtual", *SMALL, "--max-error", "0", "-q")[0] == 0, "nothing is off"
+    cpu = ("--device", "cpu", *SMALL, "--modes", "lockstep", "--out", "cpu")
+    status, _, err = command(*cpu, "--max-error", "0", "-q")
+    assert status == 1
+    assert re.search(r"2 of 2 cells exceed --max-error 0; worst: ", err)
+    assert err.count("\n") == 1
+    status, _, _ = command(*cpu, "--max-error", "1000000", "-q", "--resume")
+    assert status == 0
+    assert command(*cpu, "-q", "--resume")[0] == 0, "without a limit nothing fails"
+
+
+def test_on_the_cpu_both_modes_have_the_simulators_structure(command, tmp_path: Path) -> None:
+    arguments = ("--device", "cpu", "--requests", "3", "--cache-sizes", "40", "--policies", "lru,belady,eamc")
+    status, _, err = command(*arguments, "--repeat", "2", "--out", "here", "-q")
+    assert status == 0, err
+    found = read(tmp_path / "here")
+    assert found["machine"]
+    assert found["torch"]
+    assert found["ceiling_gbps"] > 0 < found["copy_gbps"]
+    assert found["hardware"]["name"] == "this machine as measured"
+    cells = {(one["policy"], one["mode"]): one for one in found["cells"]}
+    assert len(cells) == 6
+    for (policy, mode), one in cells.items():
+        measured, predicted = one["measured"], one["predicted"]
+        assert measured["lookups"] == measured["hits"] + measured["late"] + measured["misses"] == predicted["lookups"]
+        assert measured["tpot_mean_ms"] > 0
+        assert measured["host_us_per_layer"] > 0
+        assert one["host_experts"] == 320
+        assert one["noise"] >= 0
+        assert one["predicted_without_host"]["tpot_mean_ms"] > 0
+        if mode == LOCKSTEP and policy != "eamc":  # demand alone: what is not scripted cannot happen
+            assert measured["misses"] == predicted["misses"]
+            assert one["divergence"] == {"steps": 0, "evictions": 0}
+        if mode == LOCKSTEP:
+            assert measured["bytes_demand"] == predicted["bytes_demand"]
+            assert measured["bytes_prefetch"] <= predicted["bytes_prefetch"]
+
+
+def test_a_cell_that_fails_is_recorded_the_others_are_played_and_it_alone_is_played_again(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played: list[str] = []
+    play = comparison.play_cell
+
+    def failing(choice: Choice, mode: str, *rest: object):
+        played.append(choice.policy.text)
+        if choice.policy.text == "lru" and len(played) < 5:
+            raise InputError("the device is stuck")
+        return play(choice, mode, *rest)
+
+    monkeypatch.setattr(comparison, "play_cell", failing)
+    arguments = ("--device", "virtual", *SMALL, "--out", "here")
+    status, out, err = command(*arguments)
+    assert status == 1
+    assert "2 of 4 cells failed, the first: lru, 80 experts (0.25 of all), closed-loop: the device is stuck" in err
+    assert "failed: lru" in out
+    assert [one.get("error") for one in read(tmp_path / "here")["cells"]] == ["the device is stuck"] * 2 + [None] * 2
+    assert played == ["lru", "lru", "fifo", "fifo"]
+    assert command(*arguments, "--resume", "-q")[0] == 0
+    assert played[4:] == ["lru", "lru"]
+    assert not [one for one in read(tmp_path / "here")["cells"] if "error" in one]
+    assert command(*arguments, "--resume", "-q")[0] == 0
+    assert len(played) == 6, "nothing was left to play"
+
+
+def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, tmp_path: Path) -> None:
+    arguments = ("--device", "virtual", *SMALL, "--out", "here", "-q")
+    assert command(*arguments)[0] == 0
+    before = read(tmp_path / "here")
+    status, _, err = command(*arguments)
+    assert status == 2
+    assert "holds 4 finished cells: go on with --resume" in err
+    status, _, err = command(*arguments, "--resume", "--warmup-requests", "1")
+    assert status == 2
+    assert "4 cells that this comparison does not have" in err
+    assert read(tmp_path / "here") == before
+    assert command(*arguments, "--resume", "--policies", "lru,fifo,lfu")[0] == 0
+    found = read(tmp_path / "here")
+    assert found["cells"][:4] == before["cells"]
+    assert len(found["cells"]) == 6
+    assert command(*arguments, "--overwrite")[0] == 0
+    assert len(read(tmp_path / "here")["cells"]) == 4
+
+
+def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Path) -> None:
+    arguments = ["--device", "cpu", "--requests", "3", "--out", "here", "-q"]
+    arguments += ["--policies", "lru,fifo,lfu,clock", "--cache-sizes", "10%,25%"]
+    run = [sys.executable, "-c", "from replay.cli import main; main()", "compare", *arguments]
+    there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    victim = subprocess.Popen(run, **there)
+    path = tmp_path / "here" / "compare.json"
+    while victim.poll() is None and not (path.exists() and len(read(path.parent)["cells"]) >= 2):
+        time.sleep(0.01)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL, "it ended before it was killed"
+    before = read(path.parent)["cells"]
+    assert 2 <= len(before) < 16
+    resumed = subprocess.run([*run, "--resume"], **there, capture_output=True, text=True)
+    assert resumed.returncode == 0, resumed.stderr
+    after = read(path.parent)["cells"]
+    assert after[: len(before)] == before
+    assert len(after) == 16
+    assert all((path.parent / one["per_token"]).is_file() for one in after)
+    assert not list(path.parent.rglob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policies", "eamk"], "did you mean eamc"),
+        (["--policies", ","], "--policies names none"),
+        (["--cache-sizes", ""], "--cache-sizes names none"),
+        (["--modes", "lock-step"], "did you mean lockstep"),
+        (["--modes", ","], "--modes names none"),
+        (["--max-error", "-1"], "--max-error -1"),
+        (["--max-error", "nan"], "--max-error nan"),
+        (["--repeat", "0"], "--repeat 0"),
+        (["--device", "tpu"], "unknown device 'tpu'"),
+        (["--device", "cpu", "--hardware", "a5000"], "holds nothing measured with demo-olmoe"),
+        (["--chunk-bytes", "some"], "--chunk-bytes"),
+        (["nowhere"], "nowhere"),
+        (["--out", "/proc/nowhere"], "cannot write"),
+        (["--dense", "some"], "--dense"),
+    ],
+)
+def test_bad_input_ends_in_one_line(command, tmp_path: Path, arguments: list[str], said: str) -> None:
+    status, out, err = command("--device", "virtual", "-q", *arguments)
+    assert (status, out) == (2, "")
+    assert said in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.json"))
+
+
+def test_the_command_needs_neither_simpy_nor_what_writes_and_draws(tmp_path: Path) -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(('simpy', 'tomli_w', 'matplotlib')))"
+    run = [sys.executable, "-c", f"{absent}; from replay.cli import main; main()", "compare", "--device", "virtual"]
+    there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    ended = subprocess.run([*run, *SMALL, "--policies", "clock,belady"], **there, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "no residuals.png: matplotlib is not installed" in ended.stderr
+    assert len(read(tmp_path / "results/demo-compare")["cells"]) == 4
+
+
+def test_json_is_the_record(command, tmp_path: Path) -> None:
+    _, out, _ = command("--device", "virtual", *SMALL, "--out", "here", "--json", "-q")
+    assert json.loads(out) == read(tmp_path / "here")

@@ -1,0 +1,144 @@
+"""The whole of `make gpu-check` on a GPU that is not there: tiny models, every cell, one file of results."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from replay import gpu_check, verdict
+from replay.gpu_check import Check, made_up
+from replay.record import ERROR, Record
+from sim import models
+from tests.replay.fake_gpu import FakeGpu
+from tests.replay.tiny import TINY
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Shipped profiles, but small; and few tokens."""
+    real = models.model
+    monkeypatch.setattr(models, "model", lambda name: dataclasses.replace(real(name), **TINY))
+    monkeypatch.setattr(gpu_check, "FULL_TOKENS", 40)
+    monkeypatch.setattr(gpu_check, "SHORT_TOKENS", {"olmoe-1b-7b": 20, "qwen3-30b-a3b": 20})
+    monkeypatch.setattr(gpu_check, "PROMPT_TOKENS", 6)
+    monkeypatch.setattr(gpu_check, "BUFFER_BYTES", 1 << 16)
+
+
+def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=False, budget_s=1e9):
+    record = Record.open(tmp_path / "check.json", resume)
+    told = []
+    one = Check(gpu or FakeGpu(1), record, told.append, names, budget_s=budget_s, host_bytes=4 << 20)
+    one.run()
+    return json.loads((tmp_path / "check.json").read_text()), told
+
+
+def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
+    found, _ = check(tmp_path)
+    assert [cell for cell in found["cells"] if ERROR in cell] == []
+    for key in ("gpu", "driver", "torch", "commit", "date", "copy_gbps", "ceiling_gbps"):
+        assert key in found
+    cells = found["cells"]
+    assert all(cell["measured"]["tpot_mean_ms"] > 0 for cell in cells)
+    played = {(c["model"], c["policy"], c["mode"], c["cache_experts"]) for c in cells if "predicted" in c}
+    for name in ("olmoe-1b-7b", "qwen3-30b-a3b"):
+        for policy in ("lru", "eamc", "eamc-blend"):
+            assert {(name, policy, "closed-loop", slots) for slots in (2, 6, 12)} <= played
+        assert (name, "belady", "lockstep", 6) in played
+    modes = {cell["mode"] for cell in cells if "predicted" not in cell}
+    assert modes == {
+        *("resident", "on-demand", "layer-stream", "zero-copy", "sync-per-copy", "lru-swap", "accelerate"),
+    }
+    assert {row["model"] for row in found["kernels"]} == {"olmoe-1b-7b", "qwen3-30b-a3b"}
+    assert all(row["relative_error"] <= row["tolerance"] for row in found["kernels"])
+    told = {row["what"] for row in found["verdict"]}
+    assert len(told) >= 4
+    assert {row["over"] for row in found["ratios"]} >= {"sync-per-copy under eamc", "layer-stream", "accelerate"}
+    assert "[[measured]]" in found["hardware"]
+
+
+def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):
+    asked = [sys.executable, "-m", "tests.replay.gpu_machine", str(tmp_path / "check.json")]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "played: accelerate closed-loop layer-stream lockstep lru-swap on-demand" in done.stdout
+
+
+def test_a_second_run_resumes_and_plays_nothing_again(tiny, tmp_path):
+    first, _ = check(tmp_path, names=("olmoe-1b-7b",))
+    second, told = check(tmp_path, names=("olmoe-1b-7b",), resume=True)
+    assert second["cells"] == first["cells"]
+    assert not any("closed-loop" in line for line in told)
+
+
+def test_what_would_not_end_in_time_is_left_out_and_named(tiny, tmp_path):
+    found, _ = check(tmp_path, names=("olmoe-1b-7b",), budget_s=-1)
+    assert found["cells"] == []
+    assert any("eamc-blend at 25%" in what for what in found["left_out"])
+
+
+def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(tiny, tmp_path, monkeypatch):
+    real = gpu_check.open_stage
+
+    def open_stage(needs, memory, gpu):
+        if needs.profile.name == "olmoe-1b-7b":
+            raise gpu_check.InputError("no\nroom")
+        return real(needs, memory, gpu)
+
+    monkeypatch.setattr(gpu_check, "open_stage", open_stage)
+    monkeypatch.setattr(gpu_check, "WITH_BASELINES", ())
+    found, _ = check(tmp_path)
+    failed = [cell for cell in found["cells"] if ERROR in cell]
+    assert [(cell["model"], cell[ERROR]) for cell in failed] == [("olmoe-1b-7b", "no room")]
+    assert {cell["model"] for cell in found["cells"] if ERROR not in cell} == {"qwen3-30b-a3b"}
+
+
+def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
+    trace = made_up(models.model("olmoe-1b-7b"), 130)
+    assert trace.meta.model == "olmoe-1b-7b"
+    assert (trace.phase == 1).sum() == 140 or (trace.phase == 0).sum() == 140
+    assert trace.requests["prompt_tokens"].astype(int).tolist() == [gpu_check.PROMPT_TOKENS, *[0] * 6]
+
+
+def cell(**other):
+    """A cell that holds every bound."""
+    errors = {"tpot_mean": 0.01, "tpot_p99": -0.05, "token_mape": 0.05, "measured_over_without_host": 1.02}
+    measured = {"copy_gbps": 54.0, "host_us_per_layer": 20.0, "tpot_mean_ms": 20.0}
+    head = {"model": "mixtral-8x7b", "policy": "lru", "mode": "closed-loop", "cache_fraction": 0.25, "tokens": 500}
+    return {**head, "expert_bytes": 3e8, "measured": measured, "predicted": {}, "errors": errors} | other
+
+
+@pytest.mark.parametrize(
+    ("change", "broken"),
+    [
+        ({}, []),
+        ({"measured": {"copy_gbps": 53.0, "host_us_per_layer": 20.0}}, ["copy bandwidth"]),
+        ({"measured": {"copy_gbps": 54.0, "host_us_per_layer": 31.0}}, ["host bookkeeping"]),
+        ({"errors": {"tpot_mean": -0.031, "tpot_p99": 0.0, "token_mape": 0.0}}, ["TPOT mean"]),
+        ({"errors": {"tpot_mean": 0.0, "tpot_p99": 0.09, "token_mape": 0.11}}, ["TPOT p99", "per token"]),
+        ({"errors": {"tpot_mean": 0.0, "tpot_p99": 0.09, "token_mape": 0.11}, "tokens": 499}, []),
+        (
+            {"errors": {"tpot_mean": 0.0, "tpot_p99": 0.0, "token_mape": 0.0, "measured_over_without_host": 1.04}},
+            ["step over"],
+        ),
+    ],
+)
+def test_each_bound_is_broken_by_its_own_figure_alone(change, broken):
+    rows = verdict.verdict({"ceiling_gbps": 55.0}, [cell(**change)])
+    found = [row["what"] for row in rows if not row["holds"]]
+    assert len(found) == len(broken)
+    assert all(what.startswith(start) for what, start in zip(found, broken, strict=True))
+    assert len(list(verdict.lines(rows))) == len({row["what"] for row in rows}) + len(broken)
+
+
+def test_ratios_compare_like_with_like():
+    own = cell(cache_experts=6, policy="eamc")
+    others = [
+        {"model": own["model"], "mode": "accelerate", "policy": None, "measured": {"tpot_mean_ms": 200.0}},
+        {"model": "other", "mode": "accelerate", "policy": None, "measured": {"tpot_mean_ms": 1.0}},
+        {**own, "mode": "sync-per-copy", "measured": {"tpot_mean_ms": 60.0}},
+    ]
+    del others[2]["predicted"]
+    found = verdict.ratios([own, *others])
+    assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 3.0)]

@@ -1,0 +1,246 @@
+"""A simulated run's decisions, executed: exactly on the virtual device, in order on devices that end in any order."""
+
+import dataclasses
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies import core
+from policies.contract import Shape
+from policies.registry import PolicySpec, parse
+from policies.residency import Residency
+from replay.driver import Plan, play
+from replay.lockstep import Act, Decision, Lockstep, Recorder, Script
+from replay.virtual import VirtualDevice
+from sim.cells import Requests
+from sim.log import Run, RunLog
+from sim.model import simulate
+from sim.timing import FixedTiming, Link
+from tests.replay.cases import Case, draw
+from tests.replay.devices import AnyOrder, Watch
+from traces.synthetic import synthetic
+
+SEEDS = 300
+
+
+def written(case: Case) -> tuple[Script, RunLog]:
+    recorder = Recorder()
+    log = play(case.plan, VirtualDevice(case.timing, case.link), watch=recorder.watch)
+    return recorder.script, log
+
+
+def executed(plan: Plan, script: Script, seed: int) -> tuple[Recorder, RunLog, Watch]:
+    """On a device whose streams end in any order; what the link was really told stands in the recorder."""
+    watch = Watch(plan.shape, plan.slots, plan.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    recorder = Recorder()
+    log = play(plan, AnyOrder(watch, seed), watch=recorder.watch, policy=Lockstep(plan, script))
+    return recorder, log, watch
+
+
+def assert_equal(ours: RunLog, theirs: RunLog, what: str) -> None:
+    for field in dataclasses.fields(RunLog):
+        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), f"{what} {field.name}")
+
+
+def assert_lockstep_takes_exactly_as_long(case: Case, what: str = "") -> Script:
+    script, log = written(case)
+    again = play(case.plan, VirtualDevice(case.timing, case.link), policy=Lockstep(case.plan, script))
+    assert_equal(again, log, what)
+    return script
+
+
+def test_on_the_virtual_device_lockstep_equals_the_run_that_was_scripted_on_seeded_random_runs() -> None:
+    interrupted = resumed = predicted = cut = 0
+    for seed in range(2 * SEEDS):
+        case = draw(random.Random(seed).randint)
+        script = assert_lockstep_takes_exactly_as_long(case, f"seed {seed}")
+        interrupted += any(decision.interrupts for decision in script.decisions)
+        resumed += any(decision.act is Act.RESUME for decision in script.decisions)
+        predicted += case.timing.predictor_ns > 0 and script.proposes
+        cut += bool(script.cuts)
+    assert min(interrupted, resumed, predicted, cut) > 20, "these cases were there"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_on_the_virtual_device_lockstep_equals_the_run_that_was_scripted_on_runs_that_shrink(data) -> None:
+    assert_lockstep_takes_exactly_as_long(draw(lambda low, high: data.draw(st.integers(low, high))))
+
+
+def stretches(script: Script) -> list[list[tuple[Act, int, int]]]:
+    """The transfers started, by the cuts between them."""
+    bounds = [0, *script.cuts, len(script.decisions)]
+    return [
+        [(one.act, one.expert, one.victim) for one in script.decisions[first:last] if one.act is not Act.RESUME]
+        for first, last in pairwise(bounds)
+    ]
+
+
+def assert_executed(plan: Plan, script: Script, log: RunLog, seed: int) -> bool:
+    """All that a run in lockstep promises on any device; whether it met other experts in time than the simulator."""
+    recorder, ours, watch = executed(plan, script, seed)
+    asked, done = stretches(script), stretches(recorder.script)
+    assert len(asked) == len(done)
+    for wanted, found in zip(asked, done, strict=True):
+        assert found == wanted[: len(found)], f"seed {seed}: transfers, slots and kinds are the script's, in its order"
+    victims = [victim for stretch in done for _, _, victim in stretch if victim >= 0]
+    assert ours.evictions.tolist() == victims
+    lookups = sum(len(request.experts) for request in plan.requests)
+    assert watch.computed == lookups
+    np.testing.assert_array_equal(ours.hits + ours.late + ours.misses, log.hits + log.late + log.misses)
+    assert (ours.misses <= log.misses).all(), "an expert that was not demanded is no miss"
+    left = ours.prefetch_transfers.sum() - ours.prefetch_used.sum() - ours.prefetch_wasted.sum()
+    assert 0 <= left <= plan.slots
+    return bool((ours.late != log.late).any())
+
+
+def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_are_the_scripts() -> None:
+    differ = 0
+    for seed in range(SEEDS):
+        case = draw(random.Random(seed).randint)
+        script, log = written(case)
+        for order in (seed, seed + 1):  # with and without tails
+            differ += assert_executed(case.plan, script, log, order)
+    assert differ > SEEDS // 4, "the devices were not like the simulator"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(0, 99))
+def test_on_any_device_lockstep_executes_the_script_on_runs_that_shrink(data, order: int) -> None:
+    case = draw(lambda low, high: data.draw(st.integers(low, high)))
+    assert_executed(case.plan, *written(case), order)
+
+
+def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() -> None:
+    early = behind = 0
+    for seed in range(SEEDS):
+        case = draw(random.Random(seed).randint)
+        script, _ = written(case)
+        recorder, _, _ = executed(case.plan, script, seed)
+        if script.cuts:
+            continue  # the two would have to be laid over each other, stretch by stretch
+        starts = [[one for one in each.decisions if one.act is not Act.RESUME] for each in (script, recorder.script)]
+        for scripted, started in zip(*starts, strict=False):
+            assert started.moment >= scripted.moment, f"seed {seed}"
+            behind += started.moment > scripted.moment
+            early += 1
+    assert early > 1_000
+    assert behind > 300, "the devices were not late"
+
+
+@pytest.mark.parametrize("policy", ["belady", "belady+oracle1", "lru", "eamc", "lru+popular:n=4"])
+def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulator_took_them(policy: str) -> None:
+    trace = synthetic(requests=5, tokens=12, layers=4, experts=8, top_k=2, seed=5, prompt_tokens=4)
+    shape, link = Shape(4, 8), Link(2, 3, 2, expert_bytes=64)
+    plan = Plan(list(Requests(trace)), shape, 10, parse(policy), 64, experts_per_layer=1.0)
+    timing = FixedTiming(9, 2, 1, 1, 5)
+    script, log = written(Case(plan, timing, link))
+    theirs = simulate(Run(plan.requests, 4, 8, 10, plan.policy, timing, link, experts_per_layer=1.0))
+    assert_equal(log, theirs, policy)
+    for seed in range(20):
+        _, ours, _ = executed(plan, script, seed)
+        np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
+        if plan.policy.prefetch == "none":
+            np.testing.assert_array_equal(ours.misses, theirs.misses)
+            np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
+
+
+def driven(*decisions: Decision, slots: int) -> Residency:
+    """The machine of a script for four experts of one layer."""
+    plan = Plan([], Shape(1, 4), slots, parse("lru"), 1)
+    return Lockstep(plan, Script(list(decisions))).residency(slots)
+
+
+NOTHING_STARTS = (-1, -1)
+INTERRUPTION = (
+    Decision(Act.PREFETCH, 0, -1, 0),
+    Decision(Act.DEMAND, 2, -1, 1, interrupts=True),
+    Decision(Act.RESUME, 0, -1, 1),
+    Decision(Act.DEMAND, 3, -1, 1),
+)
+
+
+def test_a_prefetch_is_interrupted_once_the_demands_event_has_come_and_resumed_behind_it() -> None:
+    machine = driven(*INTERRUPTION, slots=3)
+    assert machine.next_transfer() == (0, -1, True)
+    assert machine.interrupt() == NOTHING_STARTS
+    machine.route(np.array([2, 3]), 0, 2)
+    assert machine.interrupt() == (2, -1)
+    machine.arrived()
+    assert machine.next_transfer() == (0, -1, True)
+    assert machine.interrupt() == NOTHING_STARTS
+    machine.arrived()
+    assert machine.next_transfer() == (3, -1, False)
+
+
+def test_a_prefetch_that_was_never_interrupted_is_not_resumed() -> None:
+    machine = driven(*INTERRUPTION, slots=3)
+    machine.next_transfer()
+    machine.arrived()
+    machine.route(np.array([2, 3]), 0, 2)
+    assert machine.next_transfer() == (2, -1, False)
+    machine.arrived()
+    assert machine.next_transfer() == (3, -1, False)
+    machine.arrived()
+    assert machine.next_transfer()[0] == core.NO_EXPERT
+
+
+def test_a_prefetch_that_the_event_waits_for_is_not_interrupted() -> None:
+    machine = driven(*INTERRUPTION, slots=3)
+    machine.next_transfer()
+    machine.route(np.array([0, 2, 3]), 0, 3)
+    assert machine.interrupt() == NOTHING_STARTS
+
+
+def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_demands_is_a_miss() -> None:
+    decided = Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.DEMAND, 2, -1, 1), Decision(Act.DEMAND, 3, 1, 1)
+    machine = driven(*decided, slots=2)
+    assert machine.route(np.array([1, 2]), 0, 2) == 0
+    assert machine.counters()[:3] == [0, 1, 1]
+    assert machine.next_transfer() == (1, -1, True)
+    assert machine.counters()[3:] == [0, 1, 1, 0], "a prefetch that was looked up as it started"
+    machine.arrived()
+    assert machine.next_transfer() == (2, -1, False)
+    machine.arrived()
+    assert machine.next_transfer()[0] == core.BLOCKED, "expert 1 waits to be computed"
+    machine.computed(1)
+    assert machine.next_transfer() == (3, 1, False)
+
+
+def test_a_victim_that_is_landing_holds_its_slot_until_it_is_whole() -> None:
+    machine = driven(Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.PREFETCH, 2, 1, 0), slots=1)
+    assert machine.next_transfer() == (1, -1, True)
+    machine.land()
+    assert machine.next_transfer()[0] == core.BLOCKED
+    machine.arrived()
+    assert machine.next_transfer() == (2, 1, True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unasked(PolicySpec):
+    """A policy that cannot be built."""
+
+    def build(self, shape: Shape):
+        raise AssertionError("lockstep asked the policy")
+
+
+def test_the_devices_policy_is_not_asked() -> None:
+    case = draw(random.Random(3).randint)
+    script, log = written(case)
+    unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
+    plan = dataclasses.replace(case.plan, policy=dataclasses.replace(unasked, scope=case.plan.policy.scope))
+    assert_equal(play(plan, VirtualDevice(case.timing, case.link), policy=Lockstep(plan, script)), log, "")
+
+
+def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions() -> None:
+    trace = synthetic(requests=3, tokens=10, layers=3, experts=8, top_k=2, seed=1)
+    plan = Plan(list(Requests(trace)), Shape(3, 8), 8, parse("eamc"), 64, experts_per_layer=1.0)
+    timing, link = FixedTiming(40, 5, 0, 1, 5), Link(0, 1, 1, 64)
+    script, log = written(Case(plan, timing, link))
+    slow = play(plan, VirtualDevice(timing, Link(0, 3, 1, 64)), policy=Lockstep(plan, script))
+    assert slow.step_ns.sum() > log.step_ns.sum()
+    np.testing.assert_array_equal(slow.misses, log.misses)

@@ -1,0 +1,358 @@
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from replay.network import BUCKET, Network, expert_output
+from sim import models, profiles
+from sim.models import ModelProfile
+from traces.errors import InputError
+
+CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+PLAIN = ModelProfile(
+    name="plain",
+    hub_ids=(),
+    moe_layers=2,
+    experts=8,
+    top_k=2,
+    hidden_size=32,
+    expert_intermediate_size=24,
+    expert_bytes_per_parameter=4.0,
+    heads=4,
+    head_size=16,
+    vocabulary=100,
+    dense_bytes_per_parameter=4.0,
+)
+GROUPED = replace(PLAIN, name="grouped", kv_heads=2)
+WINDOWED = replace(GROUPED, name="windowed", sliding_window=100)
+LATENT = replace(PLAIN, name="latent", kv_latent_size=12, rope_head_size=8, shared_intermediate_size=20)
+MIXED = replace(
+    GROUPED,
+    name="mixed",
+    dense_intermediate_size=40,
+    leading_dense_layers=1,
+    dense_layers_before_each=1,
+    trailing_dense_layers=2,
+)
+ENCODER = replace(
+    PLAIN,
+    name="encoder",
+    moe_layers=4,
+    encoder_moe_layers=2,
+    expert_matrices=2,
+    dense_matrices=2,
+    dense_intermediate_size=40,
+    dense_layers_before_each=1,
+)
+DECODERS = (PLAIN, GROUPED, WINDOWED, LATENT, MIXED)
+ALL = (*DECODERS, ENCODER)
+
+
+@pytest.fixture(autouse=True)
+def inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def made(profile: ModelProfile, device: torch.device = CPU, most: int = 300, dense: str = "real") -> Network:
+    return Network(profile, device, max_tokens=most, max_context=most, seed=1, dense=dense)
+
+
+def through(network: Network, tokens: int, context: int, ids: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """A step without routed experts; what these would have got, by MoE layer."""
+    seen = []
+    if ids is not None and network._stack:
+        network._stack.token[: len(ids)] = ids
+    for layer in range(network.profile.moe_layers):
+        network.dense(layer, tokens, context)
+        seen.append(network.hidden[:tokens].clone())
+        network.combine(tokens)
+    network.head(tokens)
+    return seen
+
+
+def shipped() -> list[ModelProfile]:
+    known = map(models.model, profiles.names("models"))
+    return [
+        replace(profile, expert_bytes_per_parameter=max(2.0, profile.expert_bytes_per_parameter)) for profile in known
+    ]
+
+
+def crossing_parameters(profile: ModelProfile) -> int:
+    """Of a decoder's attention to its encoder, which `ModelProfile.dense_bytes` leaves out."""
+    layers = profile.decode_layers * (1 + profile.dense_layers_before_each) + profile.trailing_dense_layers
+    return profile.attention_parameters * layers if profile.encoder_moe_layers else 0
+
+
+def transformer_layers(profile: ModelProfile) -> int:
+    plain = profile.leading_dense_layers + profile.trailing_dense_layers
+    return plain + profile.moe_layers * (1 + profile.dense_layers_before_each)
+
+
+@pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
+def test_as_many_parameters_are_held_as_the_profile_counts(profile: ModelProfile) -> None:
+    network = made(profile, META)
+    crossing = crossing_parameters(profile) * profile.dense_bytes_per_parameter
+    assert network.parameters * profile.dense_bytes_per_parameter == pytest.approx(
+        profile.dense_bytes + crossing, rel=0.01 if profile.hidden_size > 100 else 0.05
+    )
+
+
+@pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
+def test_the_kv_cache_holds_what_the_profile_says_for_each_layer_and_position(profile: ModelProfile) -> None:
+    """An encoder's layers keep none, its decoder's two."""
+    layers = transformer_layers(profile)
+    if profile.encoder_moe_layers:
+        layers = 2 * profile.decode_layers * (1 + profile.dense_layers_before_each)
+    network = made(profile, META, most=300)
+    cache = network.nbytes - network.parameters * profile.dense_bytes_per_parameter
+    assert cache == layers * 2 * BUCKET * profile.kv_bytes
+
+
+@pytest.mark.parametrize("profile", shipped(), ids=lambda profile: profile.name)
+def test_a_decoded_token_is_multiplied_once_with_every_weight_but_the_embedding(profile: ModelProfile) -> None:
+    """And with its context, 256 positions of it, as the roofline counts; a latent's pairs are wider, absorbed."""
+
+    def in_place(_: object, left: list[int], right: list[int], **__: object) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    network, context = made(profile, META), BUCKET
+    if profile.encoder_moe_layers:
+        context = 1  # a prefill, so that the encoder runs as well
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        through(network, 1, context)
+    wide = (
+        2 * profile.kv_latent_size + profile.rope_head_size
+        if profile.kv_latent_size and context > 1
+        else 2 * profile.head_size + profile.rope_head_size
+    )
+    seen = min(context, profile.sliding_window or context) + context  # of an even layer and an odd one
+    pairs = 2 * profile.heads * wide * transformer_layers(profile) * seen / 2
+    once = 2 * (network.parameters - profile.vocabulary * profile.hidden_size)
+    assert counter.get_total_flops() == pytest.approx(once + pairs, rel=0.002)
+
+
+@pytest.mark.parametrize("profile", [*shipped(), *ALL], ids=lambda profile: profile.name)
+@pytest.mark.parametrize(("tokens", "context"), [(1, 1), (1, 290), (7, 7), (7, 290), (290, 290)])
+def test_no_step_asks_the_device_for_a_value(profile: ModelProfile, tokens: int, context: int) -> None:
+    """On the meta device there is none to be had."""
+    network = made(profile, META)
+    through(network, tokens, context)
+    buffer = torch.empty(profile.expert_bytes, dtype=torch.uint8, device=META)
+    network.expert(network.weights(buffer), tokens)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        network.finite()
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(CUDA, marks=GPU)], ids=str)
+@pytest.mark.parametrize(("parameter_bytes", "tolerance"), [(4.0, 1e-5), (2.0, 5e-2)], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("profile", DECODERS, ids=lambda profile: profile.name)
+def test_a_decoded_token_is_the_last_one_of_the_prefill_that_it_ends(
+    profile: ModelProfile, parameter_bytes: float, tolerance: float, device: torch.device
+) -> None:
+    """Cache, absorbed latents and windows in decoding against none of them in the prefill; bfloat16 has 8 bits."""
+    profile = replace(profile, dense_bytes_per_parameter=parameter_bytes)
+    ids = torch.randint(profile.vocabulary, (BUCKET,), generator=torch.Generator().manual_seed(3))
+    whole = through(made(profile, device), BUCKET, BUCKET, ids)
+    network = made(profile, device)
+    through(network, BUCKET - 1, BUCKET - 1, ids[:-1])
+    decoded = through(network, 1, BUCKET, ids[-1:])
+    for expected, got in zip(whole, decoded, strict=True):
+        assert (got[0] - expected[-1]).norm() < tolerance * expected[-1].norm()
+
+
+@GPU
+@pytest.mark.parametrize("parameter_bytes", [4.0, 2.0], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
+def test_a_cuda_graph_computes_what_its_kernels_do_one_by_one(profile: ModelProfile, parameter_bytes: float) -> None:
+    network = made(replace(profile, dense_bytes_per_parameter=parameter_bytes), CUDA)
+
+    def step() -> None:
+        for layer in range(profile.moe_layers):
+            network.dense(layer, 1, 200)
+            network.combine(1)
+
+    step()
+    expected = network.hidden.clone()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    network.hidden.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(network.hidden[0], expected[0], rtol=1e-2, atol=1e-2)
+    assert network.hidden[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("profile", [PLAIN, GROUPED, LATENT, WINDOWED], ids=lambda profile: profile.name)
+def test_the_last_token_of_a_chunk_sees_the_whole_context(profile: ModelProfile) -> None:
+    """In one layer; the others of the chunk see it as well, so that deeper layers differ. A window widens likewise."""
+    profile = replace(profile, moe_layers=1, sliding_window=300 if profile.sliding_window else 0)
+    ids = torch.randint(profile.vocabulary, (BUCKET,), generator=torch.Generator().manual_seed(4))
+    whole = through(made(profile), BUCKET, BUCKET, ids)
+    network = made(profile)
+    through(network, 200, 200, ids[:200])
+    chunk = through(network, 56, BUCKET, ids[200:])
+    torch.testing.assert_close(chunk[0][-1], whole[0][-1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
+def test_only_an_encoder_looks_ahead(profile: ModelProfile) -> None:
+    ids = torch.arange(20) % profile.vocabulary
+    changed = ids.clone()
+    changed[-1] += 1
+    before, after = through(made(profile), 20, 20, ids), through(made(profile), 20, 20, changed)
+    looks_ahead = [not torch.allclose(old[0], new[0]) for old, new in zip(before, after, strict=True)]
+    assert looks_ahead == [profile.encoder_moe_layers > 0] * profile.moe_layers
+    assert not any(torch.allclose(old[-1], new[-1]) for old, new in zip(before, after, strict=True))
+
+
+def test_in_decoding_an_encoder_does_nothing_and_its_states_are_remembered() -> None:
+    ids, same = torch.arange(20), torch.tensor([5])
+    networks = made(ENCODER), made(ENCODER)
+    through(networks[0], 20, 20, ids)
+    through(networks[1], 20, 20, ids + 30)
+    first, second = (through(network, 1, 21, same) for network in networks)
+    for network, seen in zip(networks, (first, second), strict=True):
+        assert torch.equal(seen[0], seen[1]), "nothing new"
+        assert not torch.equal(seen[2], seen[1])
+        assert network.bucket(1, 21) == BUCKET
+    assert not torch.allclose(first[2], second[2])
+    assert not torch.allclose(through(networks[0], 1, 21, same + 1)[2], first[2]), "the decoder reads its own token"
+
+
+def test_layers_behind_the_last_experts_belong_to_the_head() -> None:
+    for profile in (GROUPED, MIXED):
+        network = made(profile, most=3)
+        through(network, 3, 3)
+        stream = network._residual.clone()
+        network.head(3)
+        assert torch.equal(network._residual, stream) == (profile.trailing_dense_layers == 0)
+
+
+def test_even_layers_have_the_sliding_window() -> None:
+    ids = torch.arange(150) % WINDOWED.vocabulary
+    changed = ids.clone()
+    changed[5] += 50
+    before, after = through(made(WINDOWED), 150, 150, ids), through(made(WINDOWED), 150, 150, changed)
+    differs = [(old != new).any(dim=1).nonzero()[:, 0] for old, new in zip(before, after, strict=True)]
+    assert (differs[0].min(), differs[0].max()) == (5, 104)
+    assert (differs[1].min(), differs[1].max()) == (5, 149)
+
+
+@pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
+@pytest.mark.parametrize("dense", ["real", "none"])
+def test_activations_stay_finite_and_of_one_size_through_many_steps(profile: ModelProfile, dense: str) -> None:
+    network = made(
+        replace(profile, dense_bytes_per_parameter=2.0, expert_bytes_per_parameter=2.0), most=40, dense=dense
+    )
+    count = profile.expert_parameters
+    buffer = torch.empty(count, dtype=torch.bfloat16).normal_(std=0.02, generator=torch.Generator().manual_seed(1))
+    weights = network.weights(buffer.view(torch.uint8))
+    for step in range(30):
+        tokens, context = (40, 40) if step == 0 else (1 + step % 3, 40)
+        for layer in range(profile.moe_layers):
+            network.dense(layer, tokens, context)
+            for _ in range(profile.top_k):
+                network.expert(weights, tokens)
+            network.combine(tokens)
+        network.head(tokens)
+        assert 0.5 < network.hidden[:tokens].float().square().mean() < 2
+    assert network.finite()
+    network.hidden[0, 0] = torch.nan
+    assert not network.finite()
+
+
+def test_a_step_works_in_buffers_that_never_move() -> None:
+    network = made(GROUPED, most=8)
+    hidden, out = network.hidden[0], network.experts_out[0]
+    before = hidden.clone()
+    network.dense(0, 1, 5)
+    assert torch.equal(hidden, network.hidden[0])
+    assert not torch.equal(hidden, before)
+    out += 1.0
+    network.combine(1)
+    assert (network.experts_out == 0).all()
+
+
+def test_experts_join_the_stream_in_equal_shares() -> None:
+    network = made(GROUPED, most=3)
+    network.dense(0, 3, 3)
+    stream = network._residual.clone()
+    tokens, total = network.hidden.clone(), torch.zeros(3, 32, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        flat = torch.randn(GROUPED.expert_parameters, generator=generator) * 0.1
+        weights = network.weights(flat.view(torch.uint8))
+        network.expert(weights, 3)
+        total += expert_output((weights[0].double(), weights[1].double()), tokens.double(), 3) / 2
+    assert network.router_weight == 1 / 2
+    network.combine(3)
+    torch.testing.assert_close(network._residual.double(), stream.double() + total, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [2.0, 4.0])
+def test_experts_are_added_up_in_float32(dtype: float) -> None:
+    network = made(replace(PLAIN, dense_bytes_per_parameter=dtype), most=2)
+    assert network.experts_out.dtype is torch.float32
+    assert network.hidden.dtype is (torch.bfloat16 if dtype == 2.0 else torch.float32)
+
+
+def test_the_greatest_logit_is_the_next_token() -> None:
+    network = made(GROUPED, most=6)
+    through(network, 6, 6)
+    stack = network._stack
+    assert stack
+    stream = network._residual[5].double()
+    stream /= stream.square().mean().sqrt()
+    assert stack.token[0] == (stack.vocabulary.double() @ stream).argmax()
+
+
+def test_a_context_is_rounded_up_to_a_bucket_and_a_prefill_is_not() -> None:
+    network = made(PLAIN, most=300)
+    assert [network.bucket(1, context) for context in (2, 256, 257, 300, 999)] == [256, 256, 512, 512, 512]
+    assert [network.bucket(n, n) for n in (1, 7, 300)] == [1, 7, 300]
+    for tokens, context in ((1, 1), (1, 9), (9, 9), (9, 10), (300, 301)):
+        bucket = network.bucket(tokens, context)
+        assert network.bucket(tokens, bucket) == bucket
+
+
+def test_one_bucket_is_one_computation() -> None:
+    seen = [through(made(GROUPED), 1, context, torch.tensor([3])) for context in (2, 77, 256)]
+    assert all(torch.equal(seen[0][1], other[1]) for other in seen[1:])
+    assert not torch.equal(seen[0][1], through(made(GROUPED), 1, 257, torch.tensor([3]))[1])
+
+
+def test_the_seed_decides_the_weights() -> None:
+    one, same = through(made(GROUPED), 4, 4), through(made(GROUPED), 4, 4)
+    other = through(Network(GROUPED, CPU, 300, 300, seed=2), 4, 4)
+    assert torch.equal(one[1], same[1])
+    assert not torch.equal(one[1], other[1])
+
+
+def test_without_the_dense_part_there_are_no_weights_and_no_cache() -> None:
+    network = made(LATENT, dense="none")
+    assert network.nbytes == network.parameters == 0
+    assert made(LATENT).nbytes > 0
+    through(network, 1, 200)
+    assert network.finite()
+
+
+@pytest.mark.parametrize(
+    ("change", "dense", "told"),
+    [
+        ({"kv_heads": 3}, "real", "4 heads cannot share 3 kv_heads"),
+        ({"dense_bytes_per_parameter": 0.5}, "real", "a dense parameter of this model profile has 0.5 bytes"),
+        ({}, "some", "unknown dense part 'some'"),
+    ],
+)
+def test_what_cannot_be_multiplied_is_refused(change: dict[str, float], dense: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        made(replace(PLAIN, **change), dense=dense)

@@ -1,0 +1,36 @@
+"""Ranges for profilers: balanced, nested, one for each step, layer and submission; and nothing else changes."""
+
+import numpy as np
+
+from policies.contract import Shape
+from policies.registry import parse
+from replay.driver import Plan, play
+from replay.nvtx import MarkedDevice
+from replay.virtual import VirtualDevice
+from sim.cells import Requests
+from sim.timing import FixedTiming, Link
+from traces.synthetic import synthetic
+
+
+def test_steps_hold_layers_hold_submissions_and_all_are_closed() -> None:
+    trace = synthetic(2, 6, layers=3, experts=8, top_k=2, seed=1, prompt_tokens=4)
+    plan = Plan(Requests(trace), Shape(3, 8), 7, parse("lru"), 10)
+
+    def device() -> VirtualDevice:
+        return VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 10))
+
+    opened: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    def push(name: str) -> None:
+        opened.append(name.split()[0])
+        seen.append(tuple(opened))
+
+    log, plain = play(plan, MarkedDevice(device(), push, opened.pop)), play(plan, device())
+    assert opened == []
+    np.testing.assert_array_equal(log.step_ns, plain.step_ns)
+    steps = len(log.step_ns)
+    assert seen.count(("step",)) == seen.count(("step", "head")) == steps
+    assert seen.count(("step", "layer")) == 3 * steps
+    assert sum(path[-1] == "copy" for path in seen) == log.demand_transfers.sum()
+    assert {path[:-1] for path in seen if path[-1] == "experts"} == {("step", "layer")}

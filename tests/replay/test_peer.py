@@ -1,0 +1,51 @@
+"""The real peer, on tiny models of each family: the same shapes as the profile, weights that are offloaded."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from replay.peer import FAMILIES, accelerate_offload, build
+from sim.models import model
+from traces.errors import InputError
+
+SMALL = {"hidden_size": 64, "expert_intermediate_size": 32, "heads": 4, "vocabulary": 128, "moe_layers": 2}
+
+
+def small(name: str):
+    profile = model(name)
+    more = {"kv_heads": 2} if profile.kv_heads else {}
+    if profile.kv_latent_size:
+        more = {"kv_latent_size": 16, "rope_head_size": 8, "head_size": 16, "dense_intermediate_size": 96}
+        more["shared_intermediate_size"] = 64
+    else:
+        more["head_size"] = 16
+    return dataclasses.replace(profile, experts=4, top_k=2, **SMALL, **more)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_accelerate_decodes_a_model_of_the_profiles_shape_with_its_weights_offloaded(name):
+    profile = small(name)
+    found = accelerate_offload(profile, torch.device("cpu"), tokens=2, context=5)
+    assert len(found.tpot_ms) == 2
+    assert found.peer == "accelerate"
+    experts = profile.moe_layers * profile.experts * profile.expert_bytes
+    assert found.weight_bytes == pytest.approx(experts + profile.dense_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_parameters_are_random_and_rotary_frequencies_are_those_of_a_model_made_the_usual_way(name):
+    from transformers import AutoModelForCausalLM
+
+    made = build(small(name))
+    usual = AutoModelForCausalLM.from_config(made.config)
+    theirs = dict(usual.named_buffers())
+    assert theirs
+    for key, value in made.named_buffers():
+        torch.testing.assert_close(value, theirs[key])
+    assert all(parameter.ne(0).float().mean() > 0.9 for parameter in made.parameters())
+
+
+def test_a_family_that_is_not_in_the_table_is_refused():
+    with pytest.raises(InputError, match="arctic"):
+        build(model("arctic"))
