@@ -210,7 +210,7 @@ class Driver:
         if self._predicting:
             self._computing.append(NO_EXPERT)
         else:
-            self._proposal_arrives()
+            self._ask(self._proposal_arrives)
 
         self._compute(self.machine.hits(hits))
         self._pump()

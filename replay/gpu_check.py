@@ -36,7 +36,6 @@ from replay.comparison import ceiling_gbps, copy_gbps, head_of
 from replay.cuda import CudaDevice
 from replay.gpu import Gpu
 from replay.machine import driver
-from replay.measure import measure_model, policy_ns
 from replay.peer import FAMILIES, accelerate_offload
 from replay.pinning import REQUIRE, pinned
 from replay.quiet import undisturbed
@@ -70,12 +69,12 @@ FULL_TOKENS = 500
 """Of the cells whose 99th percentile is judged."""
 SHORT_TOKENS = {
     "deepseek-v2-lite": 60,
+    "mixtral-8x7b": 20,
     "olmoe-1b-7b": 60,
     "qwen3-30b-a3b": 50,
     "gpt-oss-20b-bf16": 40,
-    "mixtral-8x7b": 20,
 }
-"""Of every other cell, by model."""
+"""Of every other cell, by model, in the order in which they are played."""
 FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
 WITH_BASELINES = FULL
 BASELINE_TOKENS, PEER_TOKENS = 25, 4
@@ -177,26 +176,14 @@ class Check:
 
     def _calibrated(self, choice: Choice, stage: Stage) -> Choice:
         """The same on a machine that is described by what was measured just now."""
-        profile, plan = choice.loaded.profile, choice.plan
+        profile = choice.loaded.profile
         assert profile
-        with stage.device(choice.slots, choice.contexts) as device, undisturbed(plan):
+        with stage.device(choice.slots, choice.contexts) as device, undisturbed(choice.plan):
             assert isinstance(device, CudaDevice)
             self.told(f"{profile.name}: kernels against float64")
             self.record.facts["kernels"].append(verify(stage, device, profile.top_k))
-            passes = []
-            for number in range(PASSES):
-                self.told(f"{profile.name}: calibration {number + 1} of {PASSES}")
-                passes.append(measure_model(device, plan, choice.most_tokens, profile.name))
-        self.found.models[profile.name] = passes
-        self.found.shapes[profile.name] = plan.shape.layers, profile.top_k
-        model = self.found.settled(profile.name)
-        timing, link = model.timing(), model.link()
-        plan = replace(plan, experts_per_layer=choice.window(timing, link))
-        costs = {}
-        for policy in POLICIES:
-            self.told(f"{profile.name}: what {policy} costs")
-            costs[policy] = policy_ns(replace(plan, policy=parse(policy)), timing, link) / 1_000
-        self.found.costs[profile.name] = costs
+            policies = [parse(policy) for policy in POLICIES]
+            calibrate.add_model(self.found, choice, device, policies, PASSES, self.told)
         assert choice.loaded.hardware
         machine = replace(choice.loaded.hardware, name="calibrated", measured=(self.found.settled(profile.name),))
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))

@@ -181,10 +181,15 @@ def parameters(point: Point) -> list[Parameter]:
 
 
 def point_of(loaded: Loaded, policy: PolicySpec, slots: int) -> Point:
-    """That cell, its predictor's cost from now on a number of its own. InputError where the policy cannot be had so."""
+    """That cell, its predictor's cost from now on a number of its own. InputError where the policy cannot be had so.
+
+    By the machine's rates, also where the model was measured on it: rates can be moved, tables cannot.
+    """
     point = Point(loaded, policy, slots)
     point.check()
-    return _with_predictor(point, point.predictor_us)
+    fixed = _with_predictor(point, point.predictor_us)
+    assert loaded.hardware
+    return replace(fixed, loaded=replace(fixed.loaded, hardware=replace(loaded.hardware, measured=())))
 
 
 def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:

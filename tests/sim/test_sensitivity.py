@@ -13,6 +13,7 @@ from policies.registry import parse
 from sim.cells import Setup
 from sim.cli import main
 from sim.hardware import hardware
+from sim.measured import MeasuredModel
 from sim.options import having, options, written
 from sim.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
 from sim.timing import Roofline, host_link
@@ -303,3 +304,28 @@ def test_an_option_that_a_half_does_not_have_is_no_option():
     assert [option.name for option in options(parse("lru"))] == []
     with pytest.raises(InputError, match="needs a capacity"):
         having(parse("eamc"), {next(iter(options(parse("eamc")))): 0})
+
+
+def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):
+    """Tables have no link to move; what the policy was measured to cost there stays."""
+    loaded = Setup(trace=str(home / "every"), hardware=str(home / "link.toml")).load()
+    table = ((1, 1, 10),)
+    measured = MeasuredModel(
+        model=loaded.profile.name,
+        expert_bytes=EXPERT_BYTES,
+        transfer_ns=5_000,
+        latency_ns=0,
+        turnaround_ns=10,
+        launch_ns=0,
+        first_dense=table,
+        dense=table,
+        expert=((1, 10),),
+        combine=((1, 1),),
+        head=((1, 1),),
+        predictor_us={"lru": 3.0},
+    )
+    machine = replace(loaded.hardware, measured=(measured,))
+    point = point_of(replace(loaded, hardware=machine), parse("lru"), TOKEN)
+    assert point.loaded.measured is None
+    assert point.predictor_us == 3.0
+    assert "link bandwidth" in {variant.parameter.name for variant in plan(point, 0.2)[0]}
