@@ -19,7 +19,7 @@ import torch
 
 from policies.contract import Int, Shape
 from policies.core import NO_EXPERT
-from replay.compare import Played, play_on
+from replay.compare import OnStep, Played, play_on
 from replay.cuda import CudaDevice
 from replay.device import Device, Work
 from replay.quiet import undisturbed
@@ -226,7 +226,7 @@ DATA_PATHS: dict[str, type[CudaDevice]] = {ZERO_COPY: ZeroCopy, SYNC_PER_COPY: S
 SCHEDULES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)
 
 
-def play_baseline(choice: Choice, name: str, stage: Stage) -> Played:
+def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | None = None) -> Played:
     """Play the choice's trace as that baseline does; under the choice's policy where it is a data path alone.
 
     InputError where the GPU's memory does not hold what it needs.
@@ -246,7 +246,7 @@ def play_baseline(choice: Choice, name: str, stage: Stage) -> Played:
     with stage.device(slots, choice.contexts, choice.verify, DATA_PATHS.get(name)) as device, undisturbed(plan):
         if name == RESIDENT:
             fill(device, slots, plan.expert_bytes)
-        return play_on(replace(plan, slots=slots), device, policy)
+        return play_on(replace(plan, slots=slots), device, policy, on_step)
 
 
 def fill(device: Device, slots: int, expert_bytes: int) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -49,6 +49,9 @@ FREE_BYTES = 8 << 30
 
 ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
 """Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
+
+if TYPE_CHECKING:
+    from replay.gpu import Gpu
 
 Told = Callable[[str], None]
 
@@ -181,11 +184,11 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     for choice in chosen:
         for policy in policies:
             choice.loaded.require(policy, choice.slots)
-    found, device = Found(), chosen[0].device
+    found, gpu = Found(), _gpu(chosen[0].device)
 
     def machine() -> None:
         told(f"the machine, pass {len(found.rates) + 1} of {passes}")
-        found.rates.append(rates(device))
+        found.rates.append(rates(gpu))
 
     machine()
     for choice in chosen:
@@ -193,6 +196,14 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     for _ in range(1, passes):  # at the other end of the run: a machine that drifts is found out
         machine()
     return found
+
+
+def _gpu(device: str) -> "Gpu | None":
+    if device == "cpu":
+        return None
+    from replay.gpu import Cuda
+
+    return Cuda()
 
 
 def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int) -> int:

@@ -31,7 +31,7 @@ from replay.quiet import undisturbed
 from replay.run import Choice, as_run, moved
 from replay.virtual import VirtualDevice
 from sim import engine
-from sim.log import RunLog, joined
+from sim.log import STALLS, RunLog, joined
 from sim.measured import MeasuredTiming
 from sim.results import Row, summarise
 from sim.timing import Link, Timing
@@ -64,7 +64,7 @@ class Played:
 
     log: RunLog
     evictions: Mapping[int, Int]
-    host_ns: int = 0  # bookkeeping on the host, the calls of the device apart
+    host_ns: int = 0  # bookkeeping and policy on the host, the calls of the device apart
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,12 @@ def play_cell(
     decoded = counted_steps(choice, predicted.log) & (predicted.log.phase == DECODE)
     if not decoded.any():
         raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode plays prefills so")
-    plays: list[Played] = []
-    for _ in range(repeat):
+
+    def play_once() -> Played:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(plan if stage else None):
-            plays.append(play_on(plan, device, script, on_step))
+            return play_on(plan, device, script, on_step)
+
+    plays = [play_once() for _ in range(repeat)]
     means = [float(played.log.step_ns[decoded].mean()) for played in plays]
     measured = plays[sorted(range(repeat), key=means.__getitem__)[(repeat - 1) // 2]]
     rows = (
@@ -283,7 +285,8 @@ def figures_of(choice: Choice, played: Played, timing: Timing, link: Link, on_st
     if on_stage:
         alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
         row["host_ms"] = int(alone_ns[counted_steps(choice, log)].sum()) / 1e6
-        row["host_us_per_layer"] = played.host_ns / 1_000 / (len(log.step_ns) * plan.shape.layers)
+        policy_ns = int(log.stall_ns[:, STALLS.index("predictor")].sum())
+        row["host_us_per_layer"] = (played.host_ns - policy_ns) / 1_000 / (len(log.step_ns) * plan.shape.layers)
     return row
 
 

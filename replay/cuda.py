@@ -55,8 +55,9 @@ class CudaDevice(Device):
         self._verify = verify
         self.pool = torch.ones(slots, store.stride, dtype=torch.uint8, device=gpu.device)  # never zeros
         self._host = [torch.from_numpy(store[expert]) for expert in range(store.distinct)]
-        self._weights = [network.weights(slot) for slot in self.pool]
-        self._compute, self._link = gpu.compute_stream(), gpu.stream()
+        self._rows = list(self.pool)
+        self._weights = [network.weights(row) for row in self._rows]
+        self._compute, self._link = gpu.compute_stream(), gpu.copy_stream()
         self._copies: deque[Pending] = deque()
         self._computes: deque[Pending] = deque()
         self._landing: dict[int, Event] = {}  # behind the last piece of an expert
@@ -74,10 +75,10 @@ class CudaDevice(Device):
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """One asynchronous copy."""
-        target, source = self.pool[slot, first:last], self._host[expert % self.store.distinct][first:last]
+        target, source = self._rows[slot][first:last], self._host[expert % self.store.distinct][first:last]
         if first == 0:
             self._copying(expert, slot)
-        self._link.run(lambda: target.copy_(source, non_blocking=True))
+        self._link.run(partial(target.copy_, source, non_blocking=True))
         event = self._mark(self._link, self._copies, Completion(Kind.COPY, expert))
         self._copied()
         if last == self.store.expert_bytes:

@@ -203,8 +203,7 @@ class Driver:
         self._tokens = dict(zip(experts, counts, strict=True))
         self._ask(lambda: self.policy.observe(layer, first, last))
         if self.device.predictor_takes_time:
-            self._charge()
-            self.pump.act()
+            self._send()
         self._proposal = self._ask(self.policy.propose)
         self._predicting = self.device.predict()
         if self._predicting:
@@ -270,31 +269,38 @@ class Driver:
 
     def _pump(self) -> None:
         """Let the link act; what lands of the event is computed behind what was submitted before."""
-        if not self.pump.on_link:
-            self._charge()
-        self.pump.act()
+        self._send()
         if self._tokens:
             landing = [expert for expert in self.pump.landing() if expert in self._tokens]
             self._landing.update(landing)
             self._compute(landing)
 
+    def _send(self) -> None:
+        """Submit pieces. A link that was idle is busy from the time at which the first one is submitted."""
+        if self.pump.on_link:
+            self.pump.act()
+        elif self.pump.send():
+            self._charge(link_is_busy=False)
+            self.pump.act()
+
     # Where the time went
 
-    def _charge(self) -> None:
+    def _charge(self, link_is_busy: bool = True) -> None:
         """Before anything changes: the time since the last change belongs to what was under way.
 
         Time in which nothing is submitted and nothing awaited is the host's own: it is in no column, only in step_ns.
         """
         now = self.device.now()
         elapsed, self._since = now - self._since, now
-        if self.pump.on_link:
+        on_link = self.pump.on_link if link_is_busy else None
+        if on_link:
             self._link_ns += elapsed
         if self._predicting:
             self._stall_ns[PREDICTOR] += elapsed
         elif self._computing and self._computing[0] not in self._landing:
             self._compute_ns += elapsed
-        elif (self._computing or self._tokens) and self.pump.on_link:
-            self._stall_ns[self._cause(self.pump.on_link)] += elapsed
+        elif (self._computing or self._tokens) and on_link:
+            self._stall_ns[self._cause(on_link)] += elapsed
 
     def _cause(self, transfer: Transfer) -> int:
         """Why the compute stream waits for an expert."""

@@ -4,8 +4,10 @@ Everything that touches the driver goes through here, so that a test can put str
 later and in any order which events allow, and can count what was asked.
 """
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -56,8 +58,8 @@ class Gpu(ABC):
         """The one on which everything is computed; tasks on other streams only copy."""
 
     @abstractmethod
-    def stream(self) -> Stream:
-        """A further one."""
+    def copy_stream(self) -> Stream:
+        """The one beside it, on which experts are copied."""
 
     @abstractmethod
     def event(self) -> Event:
@@ -81,7 +83,15 @@ class Gpu(ABC):
 
     @abstractmethod
     def free_bytes(self) -> int:
+        """Of its memory, what may still be taken."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
         """Of its memory."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give memory that nothing holds any more back to the driver."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -89,19 +99,22 @@ class Gpu(ABC):
 
 
 class CudaStream:
-    """A stream of torch. The one for computing is torch's current stream for good: no switching on the hot path."""
+    """A stream of torch; without `back_to` it is the current one, for good, so that computing switches nothing."""
 
-    def __init__(self, stream: torch.cuda.Stream, current: bool) -> None:
+    def __init__(self, stream: torch.cuda.Stream, back_to: torch.cuda.Stream | None = None) -> None:
         self._stream = stream
-        self._current = current
+        self._back_to = back_to
 
     def run(self, task: Task) -> None:
         """Launch."""
-        if self._current:
+        if self._back_to is None:
             task()
-        else:
-            with torch.cuda.stream(self._stream):
-                task()
+            return
+        torch.cuda.set_stream(self._stream)
+        try:
+            task()
+        finally:
+            torch.cuda.set_stream(self._back_to)
 
     def record(self, event: torch.cuda.Event) -> None:
         """Mark."""
@@ -122,16 +135,17 @@ class Cuda(Gpu):
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.name = torch.cuda.get_device_name(self.device)
-        self._compute = self._new_stream()
+        # torch deals its streams from a ring of 32: whoever asks again and again gets one that is in use.
+        self._compute, self._copy, self._side = (_new_stream() for _ in range(3))
 
     def compute_stream(self) -> Stream:
         """Made torch's current stream."""
         torch.cuda.set_stream(self._compute)
-        return CudaStream(self._compute, current=True)
+        return CudaStream(self._compute)
 
-    def stream(self) -> Stream:
-        """Beside the current one."""
-        return CudaStream(self._new_stream(), current=False)
+    def copy_stream(self) -> Stream:
+        """Beside the current one, to which it goes back after each task."""
+        return CudaStream(self._copy, back_to=self._compute)
 
     def event(self) -> Event:
         """Without timing."""
@@ -139,11 +153,15 @@ class Cuda(Gpu):
         return made()
 
     def capture(self, tasks: list[Task]) -> list[Task]:
-        """On a side stream; all graphs of a call share their temporary memory, since one runs at a time."""
+        """On a side stream; all graphs of a call share their temporary memory, since one runs at a time.
+
+        Graphs that nobody holds any more go first: with one go the workspaces of the stream on which it was captured.
+        """
+        gc.collect()
         memory = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         replays: list[Task] = []
-        with torch.cuda.stream(self._new_stream()):
+        with torch.cuda.stream(self._side):
             for task in tasks:
                 task()
                 task()
@@ -153,8 +171,11 @@ class Cuda(Gpu):
                 graph.capture_begin(pool=memory, capture_error_mode="thread_local")
                 try:
                     task()
-                finally:
-                    graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # that the capture is not whole
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
                 replays.append(graph.replay)
         torch.cuda.synchronize()
         return replays
@@ -176,14 +197,22 @@ class Cuda(Gpu):
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + unused
 
+    def total_bytes(self) -> int:
+        """As the driver says."""
+        return int(torch.cuda.mem_get_info()[1])
+
+    def release(self) -> None:
+        """Out of torch's cache."""
+        torch.cuda.empty_cache()
+
     def synchronize(self) -> None:
         """The whole GPU."""
         torch.cuda.synchronize(self.device)
 
-    @staticmethod
-    def _new_stream() -> torch.cuda.Stream:
-        made: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
-        return made()
+
+def _new_stream() -> torch.cuda.Stream:
+    made: Callable[[], torch.cuda.Stream] = torch.cuda.Stream
+    return made()
 
 
 class _OnDevice:

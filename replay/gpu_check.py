@@ -9,16 +9,20 @@ The file is written anew after each cell. What would not end in time is left out
 """
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import mean
+from threading import Thread
 from typing import Annotated
 
 import torch
 import typer
 
+from policies.contract import Shape
 from policies.registry import parse
 from replay import calibrate
 from replay.baselines import (
@@ -34,11 +38,12 @@ from replay.baselines import (
 from replay.compare import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell, rankings
 from replay.comparison import ceiling_gbps, copy_gbps, head_of
 from replay.cuda import CudaDevice
+from replay.driver import Plan
 from replay.gpu import Gpu
 from replay.machine import driver
 from replay.peer import FAMILIES, accelerate_offload
 from replay.pinning import REQUIRE, pinned
-from replay.quiet import undisturbed
+from replay.quiet import decide, undisturbed
 from replay.rates import rates
 from replay.record import ERROR, Record, key_of
 from replay.run import Choice, first_steps
@@ -46,11 +51,14 @@ from replay.stage import Stage, open_stage
 from replay.store import RESERVE_BYTES, HostMemory, available_memory_bytes
 from replay.verdict import lines, ratios, verdict
 from replay.verify import verify
-from sim import models
-from sim.cells import Loaded, Setup
+from sim import engine, models
+from sim.cells import Loaded, Requests, Setup
 from sim.hardware import hardware
+from sim.log import Run
 from sim.models import ModelProfile
+from sim.quantities import show_bytes
 from sim.results import Row
+from sim.timing import FixedTiming, Link
 from traces import console
 from traces.errors import InputError
 from traces.schema import TraceMeta
@@ -77,7 +85,7 @@ SHORT_TOKENS = {
 """Of every other cell, by model, in the order in which they are played."""
 FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
 WITH_BASELINES = FULL
-BASELINE_TOKENS, PEER_TOKENS = 25, 4
+BASELINE_TOKENS, PEER_TOKENS = 20, 4
 PEER, PEER_BYTES_PER_S = "accelerate", 5e9  # what it may come to
 REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
 """Of a request that is made up: what it decodes, and the prompt of the first one."""
@@ -94,7 +102,19 @@ BASELINES = (
 )
 PASSES = 2
 
+BUDGET_S = 420.0
+RATES_S, MODEL_S, PEERS_S = 8.0, 30.0, 25.0
+"""What the machine's rates take, opening and calibrating a model, and a peer, at most."""
+
 Told = Callable[[str], None]
+
+
+class OutOfTimeError(InputError):
+    """A cell that would outlast the check."""
+
+
+class GpuLostError(Exception):
+    """The GPU has failed or is stuck: nothing more can be played, but what is known can be written."""
 
 
 @dataclass
@@ -106,73 +126,139 @@ class Check:
     told: Told
     models: tuple[str, ...] = tuple(SHORT_TOKENS)
     traces: Path | None = None  # a folder of trace folders; models without one get routing that is made up
-    budget_s: float = 450.0
+    budget_s: float = BUDGET_S
     host_bytes: int = HOST_BYTES
     found: calibrate.Found = field(default_factory=calibrate.Found)
+    left_out: list[str] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """All of it. InputError where nothing can be played; a cell that cannot is recorded with its reason."""
-        name = self.gpu.name
-        known = {"gpu": name, "machine": name, "device": "cuda", "driver": driver(), "torch": torch.__version__}
-        self.record.begin(**known, kernels=[])
-        self.told("host memory")
-        memory = HostMemory(max(1, self._host_bytes() // BUFFER_BYTES), BUFFER_BYTES, seed=0)
-        with pinned(memory, REQUIRE, self.gpu):
-            self.told("the machine")
-            self.found.rates = [rates(self.kind)]
-            for name in self.models:
-                self._model(name, memory)
-            self.found.rates.append(rates(self.kind))
-        del memory
-        for name in WITH_BASELINES:
-            if name in self.models and name in FAMILIES:
-                self._peer(name)
-        self.record.tell(
-            hardware=calibrate.profile(self.found) if self.found.models else None,
-            rankings=rankings(list(self.record)),
+        self.record.begin(
+            gpu=self.gpu.name,
+            machine=self.gpu.name,
+            device="cuda",
+            driver=driver(),
+            torch=torch.__version__,
+            kernels=[],
+            transfers=[],
             left_out=self.left_out,
         )
+        try:
+            self._played()
+        except GpuLostError as error:
+            self.left_out.append(f"everything after: {error}")
+        finally:
+            self._finish()
+
+    def _played(self) -> None:
+        compiling = Thread(target=compile_all, daemon=True)
+        compiling.start()
+        with self._host_memory() as memory:
+            self.told("the machine")
+            self._rates()
+            compiling.join()
+            for name in self.models:
+                self._model(name, memory)
+                self.gpu.release()
+            for name in self._peers():
+                self._peer(name)
+            self._rates()
+
+    def _finish(self) -> None:
+        """What is known of all cells together."""
+        self._tell_profile()
+        self.record.tell(rankings=rankings(list(self.record)))
         cells = list(self.record)
         self.record.tell(verdict=verdict(self.record.facts, cells), ratios=ratios(cells))
         self.record.write()
 
-    def __post_init__(self) -> None:
-        self.left_out: list[str] = []
-        self.kind = "cuda" if self.gpu.device.type == "cuda" else "cpu"
+    def _tell_profile(self) -> None:
+        if self.found.models and self.found.rates:
+            self.record.tell(hardware=calibrate.profile(self.found))
+            self.record.write()
 
-    def _host_bytes(self) -> int:
+    def _rates(self) -> None:
+        if self.found.rates and self._left_s() < RATES_S:
+            return
+        self.found.rates.append(rates(self.gpu if self.gpu.device.type == "cuda" else None))
+
+    @contextmanager
+    def _host_memory(self) -> Iterator[HostMemory]:
+        """Pinned; less of it where the driver refuses so much."""
         free = available_memory_bytes()
-        if free is None:
-            return self.host_bytes
         least = min(LEAST_HOST_BYTES, self.host_bytes)
-        return max(least, min(self.host_bytes, int(0.7 * (free - RESERVE_BYTES))))
+        wanted = self.host_bytes if free is None else min(self.host_bytes, int(0.7 * (free - RESERVE_BYTES)))
+        wanted = max(least, wanted)
+        with ExitStack() as opened:
+            while True:
+                self.told(f"{show_bytes(wanted)} of host memory")
+                memory = HostMemory(max(1, wanted // BUFFER_BYTES), BUFFER_BYTES, seed=0)
+                try:
+                    opened.enter_context(pinned(memory, REQUIRE, self.gpu))
+                    break
+                except InputError:
+                    if wanted // 2 < least:
+                        raise
+                    wanted //= 2
+            self.record.tell(host_bytes=memory.nbytes, host_free_bytes=free)
+            yield memory
+
+    # Time
+
+    def _left_s(self, with_peers: bool = False) -> float:
+        """Until the budget is spent; what peers are going to take is theirs."""
+        reserved = 0.0 if with_peers else PEERS_S * len(self._peers())
+        return self.budget_s - (time.monotonic() - self._began) - reserved
+
+    def _affords(self, what: str, seconds: float, with_peers: bool = False) -> bool:
+        """Whether something that takes about so long ends in time; what does not is left out."""
+        left = self._left_s(with_peers)
+        self.told(f"{what} (about {seconds:.0f} s, {left:.0f} s left)")
+        if seconds > left:
+            self.left_out.append(what)
+        return seconds <= left
+
+    def _in_time(self, row: object) -> None:
+        """At each step: an estimate may be wrong, the budget is not."""
+        if self._left_s() < 0:
+            raise OutOfTimeError("out of time")
+
+    @contextmanager
+    def _recorded(self, key: str, head: Row) -> Iterator[None]:
+        """Whatever goes wrong in a cell is the cell's, unless the GPU is lost with it."""
+        try:
+            yield
+        except GpuLostError:
+            raise
+        except Exception as error:
+            told = str(error)
+            if not isinstance(error, InputError):
+                told = f"{type(error).__name__}: {told} ({_where(error)})"
+            self.record.fail(key, head, InputError(told))
+            if self.gpu.is_stuck or isinstance(error.__cause__ or error, torch.AcceleratorError):
+                raise GpuLostError(" ".join(told.split())) from error
 
     # One model
 
     def _model(self, name: str, memory: HostMemory) -> None:
         """Open its stage, verify, calibrate, play."""
-        profile = models.model(name)
-        loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
-        choice = Choice(loaded, parse("lru"), slots_of(loaded, QUARTER), "cuda", host_dedup=None)
-        self.told(f"{name}: weights and graphs")
-        try:
+        if not self._affords(name, MODEL_S):
+            return
+        with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}):
+            profile = models.model(name)
+            loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
+            choice = Choice(loaded, parse("lru"), slots_of(loaded, QUARTER), "cuda")
+            self.told(f"{name}: weights and graphs")
             with open_stage(choice.needs, memory, self.gpu) as stage:
-                self._facts(stage)
+                if not self.found.facts:
+                    self.found.facts = stage.facts
+                    self.record.tell(ceiling_gbps=ceiling_gbps(stage))
                 choice = self._calibrated(choice, stage)
-                for cell, mode, tokens in self._cells(name, choice):
+                for cell, mode, tokens in _cells(name, choice):
                     self._cell(cell, mode, tokens, stage)
                 if name in WITH_BASELINES:
                     self._baselines(choice, stage)
-        except InputError as error:
-            self.record.fail(key_of(model=name), {"model": name, "mode": None, "policy": None}, error)
-        if self.kind == "cuda":
-            torch.cuda.empty_cache()
-
-    def _facts(self, stage: Stage) -> None:
-        if not self.found.facts:
-            self.found.facts = stage.facts
-            self.record.tell(ceiling_gbps=ceiling_gbps(stage))
 
     def _calibrated(self, choice: Choice, stage: Stage) -> Choice:
         """The same on a machine that is described by what was measured just now."""
@@ -184,90 +270,107 @@ class Check:
             self.record.facts["kernels"].append(verify(stage, device, profile.top_k))
             policies = [parse(policy) for policy in POLICIES]
             calibrate.add_model(self.found, choice, device, policies, PASSES, self.told)
+        model = self.found.settled(profile.name)
+        gbps = model.expert_bytes / model.transfer_ns
+        self.record.facts["transfers"].append(
+            {"model": profile.name, "expert_bytes": model.expert_bytes, "gbps": gbps}  # one behind another
+        )
+        self._tell_profile()
         assert choice.loaded.hardware
-        machine = replace(choice.loaded.hardware, name="calibrated", measured=(self.found.settled(profile.name),))
+        machine = replace(choice.loaded.hardware, name="calibrated", measured=(model,))
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))
-
-    def _cells(self, name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:
-        """(choice, mode, tokens), what matters most first."""
-        short = SHORT_TOKENS.get(name, 20)
-        quarter = choice.slots
-        for policy in POLICIES:
-            yield replace(choice, policy=parse(policy)), CLOSED_LOOP, FULL_TOKENS if name in FULL else short
-        yield replace(choice, policy=parse(ORACLE)), LOCKSTEP, short
-        for size in OTHER_SIZES:
-            for policy in POLICIES:
-                slots = slots_of(choice.loaded, size)
-                yield replace(choice, policy=parse(policy), slots=slots), CLOSED_LOOP, short
-        yield replace(choice, policy=parse("eamc"), slots=quarter), LOCKSTEP, short
 
     def _cell(self, choice: Choice, mode: str, tokens: int, stage: Stage) -> None:
         choice = replace(choice, loaded=first_steps(choice.loaded, tokens))
         head = head_of(choice, mode, stage)
         what = f"{head['model']}: {head['policy']} at {head['cache_fraction']:.0%}, {mode}"
-        key = key_of(**{name: head[name] for name in ("model", "policy", "mode", "cache_experts", "requests")})
-        if key in self.record or not self._affords(choice, what, 1 - choice.slots / choice.loaded.all_experts):
+        key = key_of(**{name: head[name] for name in ("model", "trace", "policy", "mode", "cache_experts", "requests")})
+        moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
+        if key in self.record or not self._affords(what, _seconds(choice, moved)):
             return
-        try:
+        with self._recorded(key, head):
             timing, link = choice.loaded.timing(choice.policy), choice.loaded.link
-            outcome = play_cell(choice, mode, timing, link, stage)
+            outcome = play_cell(choice, mode, timing, link, stage, self._in_time)
+            self.record.tell(copy_gbps=copy_gbps(self.record))
             self.record.put(key, {**head, **outcome.figures()})
-        except InputError as error:
-            self.record.fail(key, head, error)
-        self.record.tell(copy_gbps=copy_gbps(self.record))
-
-    def _affords(self, choice: Choice, what: str, missing: float) -> bool:
-        """Whether a cell that misses that share of its lookups ends before the time is over."""
-        model = choice.loaded.measured
-        assert model
-        lookups = sum(len(request.experts) for request in choice.plan.requests)
-        seconds = lookups * missing * model.transfer_ns / 1e9
-        left = self.budget_s - (time.monotonic() - self._began)
-        self.told(f"{what} ({seconds:.0f} s, {left:.0f} s left)")
-        if seconds > left:
-            self.left_out.append(what)
-        return seconds <= left
 
     # What others do
 
     def _baselines(self, choice: Choice, stage: Stage) -> None:
         choice = replace(choice, loaded=first_steps(choice.loaded, BASELINE_TOKENS))
+        assert choice.loaded.profile
+        layer = choice.loaded.profile.experts / choice.loaded.profile.top_k
         for name, policy in BASELINES:
             one = replace(choice, policy=parse(policy))
             head = head_of(one, name, stage) | ({"policy": None} if name in SCHEDULES else {})
             what = f"{head['model']}: {name}" + (f" under {policy}" if head["policy"] else "")
-            key = key_of(model=head["model"], mode=name, policy=policy)
-            if key in self.record or not self._affords(one, what, 4.0 if name == LAYER_STREAM else 1.0):
+            key = key_of(model=head["model"], trace=head["trace"], mode=name, policy=policy)
+            if key in self.record or not self._affords(what, _seconds(one, layer if name == LAYER_STREAM else 1.5)):
                 continue
-            try:
-                played = play_baseline(one, name, stage)
-            except InputError as error:
-                self.record.fail(key, head, error)
-                continue
-            timing, link = one.loaded.timing(one.policy), one.loaded.link
-            tokens = int((played.log.phase == DECODE).sum())
-            measured = figures_of(one, played, timing, link, on_stage=True)
-            self.record.put(key, {**head, "tokens": tokens, "measured": measured})
+            with self._recorded(key, head):
+                played = play_baseline(one, name, stage, self._in_time)
+                timing, link = one.loaded.timing(one.policy), one.loaded.link
+                tokens = int((played.log.phase == DECODE).sum())
+                measured = figures_of(one, played, timing, link, on_stage=True)
+                self.record.put(key, {**head, "tokens": tokens, "measured": measured})
+
+    def _peers(self) -> list[str]:
+        """Models that are still to be decoded by accelerate."""
+        with_family = (name for name in WITH_BASELINES if name in self.models and name in FAMILIES)
+        return [name for name in with_family if key_of(model=name, mode=PEER) not in self.record]
 
     def _peer(self, name: str) -> None:
         profile, key = models.model(name), key_of(model=name, mode=PEER)
         needed = profile.experts * profile.moe_layers * profile.expert_bytes + profile.dense_bytes
-        free, left = available_memory_bytes(), self.budget_s - (time.monotonic() - self._began)
-        seconds, what = (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S, f"{name}: accelerate's offload"
-        if key in self.record:
+        what, free = f"{name}: accelerate's offload", available_memory_bytes()
+        if not self._affords(what, (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S, with_peers=True):
             return
-        self.told(f"{what} ({seconds:.0f} s, {left:.0f} s left)")
-        if seconds > left or (free is not None and needed > free - RESERVE_BYTES):
-            self.left_out.append(what)
+        if free is not None and needed > free - RESERVE_BYTES:
+            self.left_out.append(f"{what}: {show_bytes(needed)} of host memory are not free")
             return
         head: Row = {"model": name, "mode": PEER, "policy": None}
-        try:
+        with self._recorded(key, head):
             peer = accelerate_offload(profile, self.gpu.device, PEER_TOKENS)
-        except (InputError, RuntimeError, TypeError, ValueError, AttributeError) as error:  # another project's code
-            self.record.fail(key, head, error)
-            return
-        measured: Row = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
-        self.record.put(key, {**head, "version": peer.version, "tokens": len(peer.tpot_ms), "measured": measured})
+            measured: Row = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
+            self.record.put(key, {**head, "version": peer.version, "tokens": len(peer.tpot_ms), "measured": measured})
+        self.gpu.release()
+
+
+def _cells(name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:
+    """(choice, mode, tokens), what matters most first."""
+    short = SHORT_TOKENS.get(name, 20)
+    for policy in POLICIES:
+        yield replace(choice, policy=parse(policy)), CLOSED_LOOP, FULL_TOKENS if name in FULL else short
+    yield replace(choice, policy=parse(ORACLE)), LOCKSTEP, short
+    for size in OTHER_SIZES:
+        for policy in POLICIES:
+            yield replace(choice, policy=parse(policy), slots=slots_of(choice.loaded, size)), CLOSED_LOOP, short
+    yield replace(choice, policy=parse("eamc")), LOCKSTEP, short
+
+
+def _seconds(choice: Choice, transfers: float) -> float:
+    """About what a cell takes that moves so many experts a lookup."""
+    model = choice.loaded.measured
+    assert model
+    lookups = sum(len(request.experts) for request in choice.plan.requests)
+    return 2 + lookups * transfers * model.transfer_ns / 1e9
+
+
+def _where(error: BaseException) -> str:
+    """File and line of what raised it."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{Path(last.filename).name}:{last.lineno}"
+
+
+def compile_all() -> None:
+    """Everything compiled that the check calls: the simulator's kernel, policies, the residency machine."""
+    trace = synthetic(4, 6, layers=3, experts=8, top_k=2, seed=1, prompt_tokens=3)
+    for policy in POLICIES:
+        requests, shape = Requests(trace), Shape(3, 8)
+        plan = Plan(requests, shape, 9, parse(policy), 64, experts_per_layer=1.0)
+        decide(plan)
+        run = Run(requests, 3, 8, 9, plan.policy, FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64), experts_per_layer=1.0)
+        engine.simulate(engine.AUTO, run)
 
 
 def slots_of(loaded: Loaded, share: float) -> int:
@@ -323,7 +426,7 @@ def check(
         Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
     ] = None,
     only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
-    minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = 7.5,
+    minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
     resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
 ) -> None:
     """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.

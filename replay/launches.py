@@ -36,9 +36,11 @@ class Launches:
         missing = [(layer, at) for at in sorted(buckets) for layer in layers if (layer, at) not in self._dense]
         if missing:
             tasks: list[Task] = [partial(network.dense, layer, 1, buckets[at]) for layer, at in missing]
-            ends: list[Task] = [partial(network.combine, 1), partial(network.head, 1)]
-            *dense, self.combine, self.head = self._gpu.capture([*tasks, *ends])
-            self._dense.update(zip(missing, dense, strict=True))
+            ends: list[Task] = [] if self._dense else [self.combine, self.head]
+            graphs = self._gpu.capture([*tasks, *ends])
+            if ends:
+                self.combine, self.head = graphs[-2:]
+            self._dense.update(zip(missing, graphs, strict=False))
 
     def dense(self, layer: int, context: int) -> Task:
         """Of one token; what was not prepared is launched kernel by kernel."""

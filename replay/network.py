@@ -69,8 +69,12 @@ class Network:
         return self._source.loaded_parameters / max(1, self._source.parameters)
 
     def bucket(self, tokens: int, context: int) -> int:
-        """The context that `dense` computes with: a prefill's own, else rounded up; its own bucket again."""
-        return context if tokens == context else min(-(-context // BUCKET) * BUCKET, self._positions)
+        """The context that `dense` computes with: a prefill's own, else rounded up; its own bucket again.
+
+        A single token is decoded, also the first one, unless that is when an encoder runs.
+        """
+        is_prefill = tokens == context and (tokens > 1 or self.profile.encoder_moe_layers > 0)
+        return context if is_prefill else min(-(-context // BUCKET) * BUCKET, self._positions)
 
     def weights(self, buffer: torch.Tensor) -> Weights:
         """An expert's matrices as views of its bytes. buffer: uint8[expert_bytes]."""

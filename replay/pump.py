@@ -53,16 +53,21 @@ class Pump:
 
     def act(self) -> None:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
-        while self._has_room():
-            transfer = self._sending()
-            if transfer is None:
-                return
-            first = transfer.sent
-            upto, self._owes_tail = self._piece_end(transfer)
-            self._in_flight.append((transfer, first, upto))
-            self._flying_bytes += upto - first
-            transfer.sent = upto
-            self._device.copy(transfer.expert, transfer.slot, first, upto)
+        while self.send():
+            pass
+
+    def send(self) -> bool:
+        """Submit a piece, if the link has room and there is one to send."""
+        transfer = self._sending() if self._has_room() else None
+        if transfer is None:
+            return False
+        first = transfer.sent
+        upto, self._owes_tail = self._piece_end(transfer)
+        self._in_flight.append((transfer, first, upto))
+        self._flying_bytes += upto - first
+        transfer.sent = upto
+        self._device.copy(transfer.expert, transfer.slot, first, upto)
+        return True
 
     def piece_ended(self) -> int | None:
         """The oldest piece in flight has ended; the expert that has arrived with it, if one has."""

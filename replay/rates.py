@@ -14,7 +14,7 @@ from threading import Event, Thread
 import numpy as np
 import torch
 
-from replay.gpu import Cuda, Gpu, Stream, Task
+from replay.gpu import Gpu, Stream, Task
 from replay.pinning import BEST_EFFORT, pinned
 from replay.store import HostMemory
 from traces.errors import InputError
@@ -51,15 +51,15 @@ class Rates:
     costs: dict[str, float] = field(default_factory=dict)
 
 
-def rates(kind: str) -> Rates:
-    """Of this machine as the device `kind` (cpu or cuda) uses it; a few seconds. InputError where memory is short."""
+def rates(gpu: Gpu | None) -> Rates:
+    """Of this machine with that GPU, or as the CPU device uses it; a few seconds. InputError where memory is short."""
     try:
-        return _of_cuda() if kind == "cuda" else of_cpu()
+        return of_gpu(gpu, gpu.total_bytes() / 2**30, GPU_BUFFERS, MATRIX) if gpu else of_cpu()
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError("no memory is left to measure the machine with: end what else is running") from None
     finally:
-        if kind == "cuda":
-            torch.cuda.empty_cache()
+        if gpu:
+            gpu.release()
 
 
 def seconds(call: Callable[[int], object], wait: Callable[[], object] = lambda: None) -> float:
@@ -166,17 +166,12 @@ def _beside(other: Callable[[int], None], call: Callable[[int], None]) -> float:
 # A GPU
 
 
-def _of_cuda() -> Rates:
-    total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    return of_gpu(Cuda(), total / 2**30, GPU_BUFFERS, MATRIX)
-
-
 def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
     """Of this one; so many buffers of host memory are copied from, matrices are n x n.
 
     What is not said to be pinned or pageable is on the device.
     """
-    compute, link = gpu.compute_stream(), gpu.stream()
+    compute, link = gpu.compute_stream(), gpu.copy_stream()
     memory = HostMemory(buffers, BUFFER_BYTES, seed=0)
     source = torch.from_numpy(memory.slabs[0])
     target = torch.ones(len(source), dtype=torch.uint8, device=gpu.device)
@@ -219,7 +214,7 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
 
 def _asking(gpu: Gpu) -> dict[str, float]:
     """What the host pays for each call about events, in us: on an idle stream, so that nothing is waited for."""
-    stream = gpu.stream()
+    stream = gpu.copy_stream()
     events = [gpu.event() for _ in range(MOST_CALLS)]
     return {
         "record_us": seconds(lambda number: stream.record(events[number]), gpu.synchronize) * 1e6,

@@ -32,7 +32,7 @@ SCHEMA = pa.schema(
         ("copy_gb_per_s_alone", pa.float64()),  # one expert, nothing else running, before the run
         ("resumed_steps", COUNT),  # measured before a run was cut off, and kept
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
-        ("host_us_per_layer", pa.float64()),  # bookkeeping, the calls of the device apart, whatever runs beside it
+        ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
         ("dense", TEXT),  # real or none
         ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave
         ("predicted_for", TEXT),

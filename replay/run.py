@@ -28,7 +28,7 @@ from replay.timeline import ObservedDevice
 from replay.virtual import VirtualDevice
 from sim import engine, timeline_window
 from sim.cells import Loaded, Requests
-from sim.log import Run, RunLog
+from sim.log import STALLS, Run, RunLog
 from sim.results import Cell, summarise
 from sim.results import Row as ResultRow
 from sim.timeline import Timeline
@@ -230,7 +230,8 @@ def run(
     alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
     row["host_ms"] = int(alone_ns[counted].sum()) / 1e6
     if choice.device != "virtual":
-        row["host_us_per_layer"] = host_ns / 1_000 / ((len(log.step_ns) - len(done)) * plan.shape.layers)
+        policy_ns = int(log.stall_ns[len(done) :, STALLS.index("predictor")].sum())
+        row["host_us_per_layer"] = (host_ns - policy_ns) / 1_000 / ((len(log.step_ns) - len(done)) * plan.shape.layers)
         row["resumed_steps"] = len(done)
     if timeline:
         _show_prediction(choice, measured, timeline, slots)

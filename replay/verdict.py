@@ -28,14 +28,15 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
 
     for kernel in facts.get("kernels") or ():
         judge("kernels against float64, relative error", kernel, kernel["relative_error"], kernel["tolerance"])
+    for transfer in facts.get("transfers") or ():
+        if transfer["expert_bytes"] >= COPY_LEAST_BYTES and facts.get("ceiling_gbps"):
+            share = transfer["gbps"] / facts["ceiling_gbps"]
+            judge("experts one behind another, bandwidth of a large copy's", transfer, share, COPY_SHARE, least=True)
     for cell in cells:
         if ERROR in cell or "predicted" not in cell:
             continue
         errors, measured = cell["errors"], cell["measured"]
         quarter = abs(cell["cache_fraction"] - 0.25) < 0.01
-        if cell["policy"] == "lru" and cell["expert_bytes"] >= COPY_LEAST_BYTES and facts.get("ceiling_gbps"):
-            share = measured["copy_gbps"] / facts["ceiling_gbps"]
-            judge("copy bandwidth while busy, of a large copy's", cell, share, COPY_SHARE, least=True)
         if quarter and cell["mode"] == CLOSED_LOOP and cell["model"] in OVER_WITHOUT_HOST:
             over = errors.get("measured_over_without_host")
             if over is not None:

@@ -66,9 +66,18 @@ class FakeGpu(Gpu):
         self.registered: list[int] = []
 
     def compute_stream(self) -> Stream:
-        return self.stream()
+        return self._stream()
 
-    def stream(self) -> Stream:
+    def copy_stream(self) -> Stream:
+        return self._stream()
+
+    def total_bytes(self) -> int:
+        return 2 << 30
+
+    def release(self) -> None:
+        self.counts["release"] += 1
+
+    def _stream(self) -> FakeStream:
         self._streams.append(FakeStream(self))
         return self._streams[-1]
 

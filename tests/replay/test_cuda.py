@@ -1,6 +1,7 @@
 """The CUDA device: over streams that run in any order which their events allow, and over a GPU where there is one."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -234,3 +235,21 @@ def test_output_that_is_not_finite_is_refused() -> None:
         stage.device(9, [1]),
     ):
         stage.network.hidden[0, 3] = float("nan")
+
+
+def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_streams_in_a_ring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dealt, current = itertools.count(), [-1]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: next(dealt) % 32)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    gpu = Cuda()
+    for _ in range(40):
+        seen: list[int] = []
+        compute, copies = gpu.compute_stream(), gpu.copy_stream()
+        for stream in (compute, copies, compute):
+            stream.run(lambda: seen.append(current[0]))
+        assert seen[0] == seen[2] != seen[1]
+    assert next(dealt) == 3

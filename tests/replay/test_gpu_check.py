@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from replay import gpu_check, verdict
 from replay.gpu_check import Check, made_up
@@ -75,7 +76,48 @@ def test_a_second_run_resumes_and_plays_nothing_again(tiny, tmp_path):
 def test_what_would_not_end_in_time_is_left_out_and_named(tiny, tmp_path):
     found, _ = check(tmp_path, names=("olmoe-1b-7b",), budget_s=-1)
     assert found["cells"] == []
-    assert any("eamc-blend at 25%" in what for what in found["left_out"])
+    assert found["left_out"] == ["olmoe-1b-7b", "olmoe-1b-7b: accelerate's offload"]
+
+
+def test_a_cell_that_outlasts_the_budget_is_stopped_in_the_middle(tiny, tmp_path, monkeypatch):
+    real = gpu_check.play_cell
+
+    def play_cell(choice, mode, timing, link, stage, on_step):
+        one.budget_s = -1
+        return real(choice, mode, timing, link, stage, on_step)
+
+    monkeypatch.setattr(gpu_check, "play_cell", play_cell)
+    one = Check(FakeGpu(1), Record.open(tmp_path / "c.json", False), print, ("olmoe-1b-7b",), host_bytes=4 << 20)
+    one.run()
+    found = json.loads((tmp_path / "c.json").read_text())
+    assert [(cell["policy"], cell[ERROR]) for cell in found["cells"]] == [("lru", "out of time")]
+    assert "olmoe-1b-7b: eamc-blend at 25%, closed-loop" in found["left_out"]
+    assert "[[measured]]" in found["hardware"]
+
+
+def test_a_gpu_that_fails_ends_the_check_with_all_that_is_known(tiny, tmp_path, monkeypatch):
+    def play_baseline(*_):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(gpu_check, "play_baseline", play_baseline)
+    found, _ = check(tmp_path)
+    failed = [cell for cell in found["cells"] if ERROR in cell]
+    assert [(cell["model"], cell["mode"]) for cell in failed] == [("olmoe-1b-7b", "resident")]
+    assert "AcceleratorError: an illegal memory access (test_gpu_check.py" in failed[0][ERROR]
+    assert len(found["verdict"]) > 10
+    assert found["left_out"][0].startswith("everything after: AcceleratorError")
+
+
+def test_where_pinning_is_refused_half_as_much_is_tried(tiny, tmp_path):
+    class Stingy(FakeGpu):
+        def register(self, memory):
+            return super().register(memory) if memory.nbytes < 3 << 20 else 2
+
+    gpu_check.LEAST_HOST_BYTES, before = 1 << 20, gpu_check.LEAST_HOST_BYTES
+    found, _ = check(tmp_path, Stingy(1), names=("olmoe-1b-7b",))
+    gpu_check.LEAST_HOST_BYTES = before
+    assert found["host_bytes"] == 2 << 20
+    assert not any(ERROR in cell for cell in found["cells"])
 
 
 def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(tiny, tmp_path, monkeypatch):
@@ -104,7 +146,7 @@ def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
 def cell(**other):
     """A cell that holds every bound."""
     errors = {"tpot_mean": 0.01, "tpot_p99": -0.05, "token_mape": 0.05, "measured_over_without_host": 1.02}
-    measured = {"copy_gbps": 54.0, "host_us_per_layer": 20.0, "tpot_mean_ms": 20.0}
+    measured = {"host_us_per_layer": 20.0, "tpot_mean_ms": 20.0}
     head = {"model": "mixtral-8x7b", "policy": "lru", "mode": "closed-loop", "cache_fraction": 0.25, "tokens": 500}
     return {**head, "expert_bytes": 3e8, "measured": measured, "predicted": {}, "errors": errors} | other
 
@@ -113,8 +155,7 @@ def cell(**other):
     ("change", "broken"),
     [
         ({}, []),
-        ({"measured": {"copy_gbps": 53.0, "host_us_per_layer": 20.0}}, ["copy bandwidth"]),
-        ({"measured": {"copy_gbps": 54.0, "host_us_per_layer": 31.0}}, ["host bookkeeping"]),
+        ({"measured": {"host_us_per_layer": 31.0}}, ["host bookkeeping"]),
         ({"errors": {"tpot_mean": -0.031, "tpot_p99": 0.0, "token_mape": 0.0}}, ["TPOT mean"]),
         ({"errors": {"tpot_mean": 0.0, "tpot_p99": 0.09, "token_mape": 0.11}}, ["TPOT p99", "per token"]),
         ({"errors": {"tpot_mean": 0.0, "tpot_p99": 0.09, "token_mape": 0.11}, "tokens": 499}, []),
@@ -130,6 +171,14 @@ def test_each_bound_is_broken_by_its_own_figure_alone(change, broken):
     assert len(found) == len(broken)
     assert all(what.startswith(start) for what, start in zip(found, broken, strict=True))
     assert len(list(verdict.lines(rows))) == len({row["what"] for row in rows}) + len(broken)
+
+
+def test_bandwidth_is_judged_of_experts_of_eight_megabytes_and_more():
+    transfers = [
+        {"model": "a", "expert_bytes": size, "gbps": gbps} for size, gbps in ((8e6, 53.0), (9e6, 54.0), (1e6, 1))
+    ]
+    rows = verdict.verdict({"ceiling_gbps": 55.0, "transfers": transfers}, [])
+    assert [row["holds"] for row in rows] == [False, True]
 
 
 def test_ratios_compare_like_with_like():

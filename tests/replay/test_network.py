@@ -317,8 +317,8 @@ def test_the_greatest_logit_is_the_next_token() -> None:
 
 def test_a_context_is_rounded_up_to_a_bucket_and_a_prefill_is_not() -> None:
     network = made(PLAIN, most=300)
-    assert [network.bucket(1, context) for context in (2, 256, 257, 300, 999)] == [256, 256, 512, 512, 512]
-    assert [network.bucket(n, n) for n in (1, 7, 300)] == [1, 7, 300]
+    assert [network.bucket(1, context) for context in (1, 2, 256, 257, 300, 999)] == [256, 256, 256, 512, 512, 512]
+    assert [network.bucket(n, n) for n in (2, 7, 300)] == [2, 7, 300]
     for tokens, context in ((1, 1), (1, 9), (9, 9), (9, 10), (300, 301)):
         bucket = network.bucket(tokens, context)
         assert network.bucket(tokens, bucket) == bucket
