@@ -11,7 +11,7 @@ from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from replay.calibrate import Found
+    from replay.calibration.calibrate import Found
 
 POLICIES = "lru,eamc,eamc-blend"
 
@@ -44,8 +44,8 @@ def calibrate(
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
     from policies.registry import parse
-    from replay.calibrate import calibrate as measured
-    from replay.calibrate import choices, profile, steps_of
+    from replay.calibration.calibrate import calibrate as measured
+    from replay.calibration.calibrate import choices, profile, steps_of
     from replay.run import choose_device
     from sim.config import listed
     from sim.results import replacing
@@ -70,7 +70,7 @@ def calibrate(
 
 
 def _tell(found: "Found", path: Path, strict: bool, quiet: bool) -> None:
-    from replay.calibrate import AGREES
+    from replay.calibration.calibrate import AGREES
 
     apart, what = found.disagreement()
     if not quiet:

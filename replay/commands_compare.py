@@ -12,8 +12,8 @@ from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from replay.comparison import Comparison
-    from replay.record import Record
+    from replay.comparison.record import Record
+    from replay.comparison.sweep import Comparison
     from sim.cells import Loaded
     from sim.results import Row
     from sim.sweep import Grid
@@ -78,8 +78,8 @@ def compare(
 
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
-    from replay.comparison import RECORD, Comparison
-    from replay.record import Record
+    from replay.comparison.record import Record
+    from replay.comparison.sweep import RECORD, Comparison
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
     from sim.cells import Setup
     from sim.quantities import parse_bytes
@@ -135,7 +135,7 @@ def _check(max_error: float | None, repeat: int) -> None:
 
 
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
-    from replay.compare import check_mode
+    from replay.comparison.cell import check_mode
 
     if not names:
         raise InputError(f"--modes names none: write {MODES}")
@@ -193,8 +193,8 @@ def _kept(record: "Record") -> str:
 
 
 def _report(comparison: "Comparison", record: "Record", max_error: float | None, as_json: bool, quiet: bool) -> None:
-    from replay.comparison import TOKENS
-    from replay.record import ERROR
+    from replay.comparison.record import ERROR
+    from replay.comparison.sweep import TOKENS
 
     asked = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in asked if (ERROR in cell) is wrong] for wrong in (False, True))
@@ -217,7 +217,7 @@ def _report(comparison: "Comparison", record: "Record", max_error: float | None,
 
 
 def _draw(cells: "list[Row]", folder: Path, quiet: bool) -> list[str]:
-    from replay import plot_compare
+    from replay.comparison import plot as plot_compare
 
     if not cells:
         return []
@@ -232,7 +232,7 @@ def _draw(cells: "list[Row]", folder: Path, quiet: bool) -> list[str]:
 
 
 def _tell(record: "Record", finished: "list[Row]", failed: "list[Row]") -> None:
-    from replay.record import ERROR
+    from replay.comparison.record import ERROR
 
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"

@@ -17,7 +17,7 @@ from policies.contract import Float, Int, Requests, Shape
 from policies.pair import Pair
 from policies.registry import PolicySpec
 from policies.residency import Residency
-from replay.device import Completion, Device, Kind, Work
+from replay.devices.device import Completion, Device, Kind, Work
 from replay.pump import Pump, Transfer
 from sim.log import STALLS, RunLog
 from traces.steps import RequestSteps
@@ -54,7 +54,7 @@ class Plan:
 
 
 class Deciding(Protocol):
-    """Who decides: a policy (`policies.pair.Pair`), or a script of what one has decided (`replay.lockstep`)."""
+    """Who decides: a policy (`policies.pair.Pair`), or a script of what one decided (`replay.comparison.lockstep`)."""
 
     def residency(self, slots: int) -> Residency:
         """The machine over a cache of `slots` experts."""

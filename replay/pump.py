@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from policies.residency import Residency
-from replay.device import Device
+from replay.devices.device import Device
 
 PIECES_IN_FLIGHT = 2
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 
-from replay.device import Device
+from replay.devices.device import Device
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Driver, Plan
-from replay.virtual import VirtualDevice
 from sim.timing import FixedTiming, Link
 
 DECISIONS_S = 1.0

@@ -19,13 +19,13 @@ import pyarrow as pa
 
 from policies.contract import Int, Shape
 from policies.registry import PolicySpec
-from replay.device import Device
+from replay.devices.device import Device
+from replay.devices.pinning import REQUIRE
+from replay.devices.pinning import check as check_pin
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, Row, play
-from replay.pinning import REQUIRE
-from replay.pinning import check as check_pin
 from replay.quiet import undisturbed
 from replay.timeline import ObservedDevice
-from replay.virtual import VirtualDevice
 from sim import engine, timeline_window
 from sim.cells import Loaded, Requests
 from sim.log import STALLS, Run, RunLog
@@ -37,7 +37,7 @@ from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
-    from replay.stage import Needs
+    from replay.devices.stage import Needs
 
 DEVICES = ("auto", "virtual", "cpu", "cuda")
 DENSE = ("real", "none")
@@ -75,7 +75,7 @@ class Choice:
     @property
     def key(self) -> str:
         """Of all that decides what is measured: sixteen hexadecimal digits."""
-        from replay.record import key_of
+        from replay.comparison.record import key_of
         from sim import sweep
 
         device = [self.device, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
@@ -84,7 +84,7 @@ class Choice:
     @property
     def needs(self) -> "Needs":
         """For the stage."""
-        from replay.stage import Needs
+        from replay.devices.stage import Needs
 
         assert self.loaded.profile
         return Needs(
@@ -208,13 +208,13 @@ def run(
         device = opened
         measured: tuple[Timing, Link] | None = None
         if choice.device != "virtual":
-            from replay.measure import measure
+            from replay.calibration.measure import measure
 
             measured = measure(device, plan, choice.most_tokens)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
             plan = replace(plan, experts_per_layer=choice.window(*measured))
         if choice.nvtx:
-            from replay.nvtx import MarkedDevice
+            from replay.devices.nvtx import MarkedDevice
 
             device = MarkedDevice(device)
         inside_ns, began_ns = device.inside_ns, perf_counter_ns()
@@ -302,7 +302,7 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     if choice.device == "virtual":
         yield VirtualDevice(choice.loaded.timing(choice.policy), choice.loaded.link), {"device_name": None}
         return
-    from replay.stage import open_stage
+    from replay.devices.stage import open_stage
 
     with open_stage(choice.needs) as stage, stage.device(choice.slots, choice.contexts, choice.verify) as device:
         yield device, stage.facts

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from policies.contract import Shape
 from policies.residency import Residency
-from replay.device import Completion, Device, Kind, Work
+from replay.devices.device import Completion, Device, Kind, Work
 from sim.timeline import Args, Timeline, Track
 from sim.timeline_residency import ResidencyTracks, expert_args, expert_name
 

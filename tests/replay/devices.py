@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies.contract import Shape
-from replay.device import Completion, Device, Kind, Work
+from replay.devices.device import Completion, Device, Kind, Work
 
 
 class Watch:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from replay.gpu import Event, Gpu, Stream, Task
+from replay.devices.gpu import Event, Gpu, Stream, Task
 
 
 class FakeEvent:

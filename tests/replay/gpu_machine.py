@@ -27,8 +27,8 @@ class Without:
 
 sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
-from replay import gpu_check  # noqa: E402
-from replay.record import ERROR, Record  # noqa: E402
+from replay.comparison.record import ERROR, Record  # noqa: E402
+from replay.gpu_check import check as gpu_check  # noqa: E402
 from sim import models  # noqa: E402
 from tests.replay.fake_gpu import FakeGpu  # noqa: E402
 from tests.replay.tiny import TINY  # noqa: E402

@@ -6,13 +6,13 @@ import torch
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
+from replay.devices.launches import Launches
+from replay.devices.pinning import REQUIRE, pinned
+from replay.devices.store import HostStore
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.launches import Launches
-from replay.network import Network
-from replay.pinning import REQUIRE, pinned
-from replay.store import HostStore
-from replay.virtual import VirtualDevice
+from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
+from replay.model.network import Network
 from sim.cells import Requests
 from sim.timing import FixedTiming, Link
 from tests.replay.devices import AnyOrder, Watch

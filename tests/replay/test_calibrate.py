@@ -13,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.registry import parse
-from replay import calibrate, cli, rates, toml
-from replay.calibrate import Found, choices, made_up, middle, profile, steps_ns
-from replay.measure import Measurement
+from replay import cli
+from replay.calibration import calibrate, rates, toml
+from replay.calibration.calibrate import Found, choices, made_up, middle, profile, steps_ns
+from replay.calibration.measure import Measurement
 from sim import cli as sim_cli
 from sim import measured, models
 from sim.cells import Setup

@@ -220,7 +220,7 @@ def test_cuda_is_refused_where_there_is_none(command) -> None:
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.store.available_memory_bytes", lambda: 512 << 20)
+    monkeypatch.setattr("replay.devices.store.available_memory_bytes", lambda: 512 << 20)
     status, _, err = command("--policy", "lru", "--device", "cpu", "--requests", "1", "-q")
     assert status == 2
     assert "--host-dedup" in err
@@ -261,7 +261,7 @@ def test_a_run_that_is_refused_leaves_no_folder(command, tmp_path: Path) -> None
 
 
 def test_an_output_that_is_not_finite_is_an_error(command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from replay.network import Network
+    from replay.model.network import Network
 
     monkeypatch.setattr(Network, "finite", lambda self: False)
     status, _, err = command("--device", "cpu", "--policy", "lru", "--requests", "1")

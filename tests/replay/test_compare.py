@@ -15,13 +15,14 @@ import pandas as pd
 import pytest
 
 from policies.registry import parse
-from replay import cli, comparison
-from replay.compare import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
+from replay import cli
+from replay.comparison import sweep as comparison
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
+from replay.comparison.errors import DECIDED
+from replay.comparison.lockstep import Lockstep, Recorder
+from replay.devices.virtual import VirtualDevice
 from replay.driver import play
-from replay.errors import DECIDED
-from replay.lockstep import Lockstep, Recorder
 from replay.run import Choice
-from replay.virtual import VirtualDevice
 from sim import engine
 from sim.cells import Loaded, Setup
 from sim.measured import MeasuredModel
@@ -98,7 +99,7 @@ def test_a_device_that_is_slower_than_foretold_is_told_by_errors_below_zero(monk
     choice = chosen("eamc")
     timing, link = machine(choice)
     slower = dataclasses.replace(link, ns_per_byte_num=4 * link.ns_per_byte_num)
-    monkeypatch.setattr("replay.compare._device", lambda *_: Opened(VirtualDevice(timing, slower)))
+    monkeypatch.setattr("replay.comparison.cell._device", lambda *_: Opened(VirtualDevice(timing, slower)))
     found = play_cell(choice, LOCKSTEP, timing, link)
     assert found.errors["tpot_mean"] < -0.05
     assert found.divergence["steps"] > 0, "what was a hit is late"

@@ -11,13 +11,13 @@ import torch
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay import store as store_module
-from replay.cpu import CpuDevice
-from replay.device import Completion, Work
+from replay.devices import store as store_module
+from replay.devices.cpu import CpuDevice
+from replay.devices.device import Completion, Work
+from replay.devices.stage import Needs, open_stage
+from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.driver import Plan, play
-from replay.network import Network, dtype_of, expert_output
-from replay.stage import Needs, open_stage
-from replay.store import STAMP_BYTES, HostMemory, HostStore
+from replay.model.network import Network, dtype_of, expert_output
 from sim.cells import Requests
 from sim.log import RunLog
 from sim.models import ModelProfile, model

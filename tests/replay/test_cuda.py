@@ -11,16 +11,16 @@ import torch
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay import launches
-from replay.cuda import CudaDevice
-from replay.device import Completion, Work
+from replay.devices import launches
+from replay.devices.cuda import CudaDevice
+from replay.devices.device import Completion, Work
+from replay.devices.gpu import Cuda, Gpu
+from replay.devices.launches import Launches
+from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
+from replay.devices.stage import Needs, open_stage
+from replay.devices.store import HostMemory, HostStore
 from replay.driver import Plan, play
-from replay.gpu import Cuda, Gpu
-from replay.launches import Launches
-from replay.network import Network
-from replay.pinning import BEST_EFFORT, REQUIRE, pinned
-from replay.stage import Needs, open_stage
-from replay.store import HostMemory, HostStore
+from replay.model.network import Network
 from sim.cells import Requests
 from sim.log import RunLog
 from sim.models import model
@@ -197,7 +197,7 @@ def test_a_gpu_on_which_nothing_ends_is_told_in_one_line_and_left_alone() -> Non
 
 @pytest.mark.parametrize("refused", [0, 2])
 def test_pinning_refused_half_way_gives_everything_back(refused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.store.SLAB_BYTES", 4 * SIZE)
+    monkeypatch.setattr("replay.devices.store.SLAB_BYTES", 4 * SIZE)
     memory, gpu = HostMemory(11, SIZE, seed=0), FakeGpu(0, refuse=refused)
     assert len(memory.slabs) == 3
     with pytest.raises(InputError, match=rf"after {refused} of 3 slabs.*--host-dedup"), pinned(memory, REQUIRE, gpu):
@@ -247,9 +247,9 @@ def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_stream
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     gpu = Cuda()
     for _ in range(40):
-        seen: list[int] = []
         compute, copies = gpu.compute_stream(), gpu.copy_stream()
+        seen = []
         for stream in (compute, copies, compute):
-            stream.run(lambda: seen.append(current[0]))
+            stream.run(lambda into=seen: into.append(current[0]))
         assert seen[0] == seen[2] != seen[1]
     assert next(dealt) == 3

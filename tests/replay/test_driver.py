@@ -7,8 +7,8 @@ import pytest
 
 from policies.contract import Shape
 from policies.registry import parse
+from replay.devices.virtual import VirtualDevice
 from replay.driver import COLUMNS, Plan, play
-from replay.virtual import VirtualDevice
 from sim.cells import Requests
 from sim.timing import FixedTiming, Link
 from sim.untimed import count

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay import errors
+from replay.comparison import errors
 from sim.log import COLUMNS, RunLog
 
 NS = st.integers(1, 10**6)

@@ -8,9 +8,10 @@ import sys
 import pytest
 import torch
 
-from replay import gpu_check, verdict
-from replay.gpu_check import Check, made_up
-from replay.record import ERROR, Record
+from replay.comparison.record import ERROR, Record
+from replay.gpu_check import check as gpu_check
+from replay.gpu_check import verdict
+from replay.gpu_check.check import Check, made_up
 from sim import models
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.tiny import TINY

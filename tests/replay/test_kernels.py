@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from sim.models import model
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
-from replay import kernels  # noqa: E402  needs Triton
+from replay.model import kernels  # noqa: E402  needs Triton
 
 Doubles = NDArray[np.float64]
 

@@ -13,9 +13,9 @@ from policies import core
 from policies.contract import Shape
 from policies.registry import PolicySpec, parse
 from policies.residency import Residency
+from replay.comparison.lockstep import Act, Decision, Lockstep, Recorder, Script
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.lockstep import Act, Decision, Lockstep, Recorder, Script
-from replay.virtual import VirtualDevice
 from sim.cells import Requests
 from sim.log import Run, RunLog
 from sim.model import simulate

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay.cuda import CudaDevice
-from replay.device import Completion, Device, Kind, Work
+from replay.calibration.host_time import FIRST_STEPS, same_again
+from replay.calibration.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
+from replay.calibration.meter import Meter, rising
+from replay.devices.cuda import CudaDevice
+from replay.devices.device import Completion, Device, Kind, Work
+from replay.devices.launches import Launches
+from replay.devices.store import HostStore
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.host_time import FIRST_STEPS, same_again
-from replay.launches import Launches
-from replay.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
-from replay.meter import Meter, rising
-from replay.network import Network
-from replay.store import HostStore
-from replay.virtual import VirtualDevice
+from replay.model.network import Network
 from sim.cells import Requests
 from sim.engine import AUTO, simulate
 from sim.log import Run
@@ -373,7 +373,7 @@ class Sleeper(Prefetcher):
 
 
 def test_a_policys_cost_is_that_of_an_event_and_a_slow_one_is_not_asked_for_long(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("replay.measure.POLICY_S", 0.1)
+    monkeypatch.setattr("replay.calibration.measure.POLICY_S", 0.1)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
     requests = Requests(synthetic(1, 10**5, 1, EXPERTS, TOP_K, seed=1))  # 400 s, if all of it were played
     plan = replace(plan_of(policy=f"lru+{tmp_path}/sleeper.py:Sleeper"), requests=requests, shape=Shape(1, EXPERTS))

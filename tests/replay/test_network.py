@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from replay.network import BUCKET, Network, expert_output
+from replay.model.network import BUCKET, Network, expert_output
 from sim import models, profiles
 from sim.models import ModelProfile
 from traces.errors import InputError

@@ -4,9 +4,9 @@ import numpy as np
 
 from policies.contract import Shape
 from policies.registry import parse
+from replay.devices.nvtx import MarkedDevice
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.nvtx import MarkedDevice
-from replay.virtual import VirtualDevice
 from sim.cells import Requests
 from sim.timing import FixedTiming, Link
 from traces.synthetic import synthetic

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from replay.peer import FAMILIES, accelerate_offload, build
+from replay.gpu_check.peer import FAMILIES, accelerate_offload, build
 from sim.models import model
 from traces.errors import InputError
 

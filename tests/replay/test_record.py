@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay import record as record_module
-from replay.record import CELLS, TOP, Record, key_of
+from replay.comparison import record as record_module
+from replay.comparison.record import CELLS, TOP, Record, key_of
 from traces.errors import InputError
 
 CELL = {"policy": "lru", "measured": {"tpot_mean_ms": 1.5}}

@@ -8,9 +8,9 @@ from collections import Counter
 import pytest
 
 from replay.cli import main
+from replay.devices.virtual import VirtualDevice
 from replay.driver import play
 from replay.timeline import ObservedDevice
-from replay.virtual import VirtualDevice
 from sim import timeline_model
 from sim.log import Run
 from sim.timeline import Timeline

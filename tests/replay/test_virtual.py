@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay.device import Kind
+from replay.devices.device import Kind
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.virtual import VirtualDevice
 from sim.cells import Requests
 from sim.conformance import case_request, case_result
 from sim.hardware import hardware

@@ -13,9 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from replay.dense import GroupedQueryAttention, LatentAttention, Source
-from replay.network import Network, expert_output
-from replay.weights import Checkpoint
+from replay.model.dense import GroupedQueryAttention, LatentAttention, Source
+from replay.model.network import Network, expert_output
+from replay.model.weights import Checkpoint
 from sim.models import ModelProfile
 from traces.errors import InputError
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Driver, Plan
-from replay.virtual import VirtualDevice
 from sim import model, timeline_model
 from sim.log import STALLS, Ended, Run, RunLog, joined
 from sim.timeline import Timeline, writing

@@ -11,8 +11,8 @@ from sim.quantities import show_bytes
 from traces.errors import InputError, unknown
 
 if TYPE_CHECKING:
-    from replay.gpu import Gpu
-    from replay.store import HostMemory
+    from replay.devices.gpu import Gpu
+    from replay.devices.store import HostMemory
 
 REQUIRE, BEST_EFFORT = "require", "best-effort"
 PINS = (REQUIRE, BEST_EFFORT)

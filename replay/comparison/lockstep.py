@@ -35,8 +35,8 @@ from policies import core
 from policies.contract import NOTHING, Float, Int, Options, ScorePolicy, Shape
 from policies.core import BLOCKED, NO_EXPERT
 from policies.residency import Residency
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from replay.virtual import VirtualDevice
 from sim.log import RunLog
 from sim.timeline_residency import after
 from sim.timing import Link, Timing

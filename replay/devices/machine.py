@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from replay.gpu import Gpu
-from replay.store import HostStore
+from replay.devices.gpu import Gpu
+from replay.devices.store import HostStore
 from sim.results import Row
 
 

@@ -14,9 +14,9 @@ from threading import Event, Thread
 import numpy as np
 import torch
 
-from replay.gpu import Gpu, Stream, Task
-from replay.pinning import BEST_EFFORT, pinned
-from replay.store import HostMemory
+from replay.devices.gpu import Gpu, Stream, Task
+from replay.devices.pinning import BEST_EFFORT, pinned
+from replay.devices.store import HostMemory
 from traces.errors import InputError
 
 SERIES, SERIES_S, MOST_CALLS = 5, 0.02, 400

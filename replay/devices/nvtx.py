@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from replay.device import Completion, Device, Kind, Work
+from replay.devices.device import Completion, Device, Kind, Work
 
 Push = Callable[[str], object]
 Pop = Callable[[], object]

@@ -7,7 +7,7 @@ instant, the piece comes first. Runs on it equal those of the simulator in every
 from collections import deque
 from collections.abc import Sequence
 
-from replay.device import Completion, Device, Kind, Work, nothing_under_way
+from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way
 from sim.timing import Link, Timing
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from replay.record import ERROR
+from replay.comparison.record import ERROR
 from sim.results import Row
 
 COPY_SHARE, COPY_LEAST_BYTES = 0.97, 8_000_000

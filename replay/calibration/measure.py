@@ -1,9 +1,9 @@
 """What this machine takes for each part of a step and for a transfer, measured through the device that replays.
 
-Each kind of work is timed alone (`replay.meter`), transfers go through the pump itself. Then the real loop plays tokens
-that miss nothing and tokens that miss everything (`replay.host_time`): what those take beyond the sum of their parts is
-the host's, a turnaround for each layer (from the end of a router to the start of what is submitted in answer) and a
-launch for each expert. So the tables give both as they were measured.
+Each kind of work is timed alone (`meter`), transfers go through the pump itself. Then the real loop plays tokens that
+miss nothing and tokens that miss everything (`host_time`): what those take beyond the sum of their parts is the host's,
+a turnaround for each layer (from the end of a router to the start of what is submitted in answer) and a launch for each
+expert. So the tables give both as they were measured.
 
 Medians count, not minima: the run to be predicted is disturbed as the measurement is. How far the repeats of a figure
 lie from their median, in the mean over all figures, is the noise.
@@ -21,12 +21,12 @@ import numpy as np
 
 from policies.pair import Pair
 from policies.residency import Residency
-from replay.device import Device
+from replay.calibration.host_time import with_host
+from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
+from replay.devices.device import Device
+from replay.devices.virtual import VirtualDevice
 from replay.driver import COLUMNS, Plan, Row, play
-from replay.host_time import with_host
-from replay.meter import AT_LEAST, ENOUGH_NS, Meter, rising
 from replay.pump import Pump
-from replay.virtual import VirtualDevice
 from sim.measured import Curve, MeasuredModel, MeasuredTiming, Surface
 from sim.timing import Link, Timing
 from traces.steps import DECODE

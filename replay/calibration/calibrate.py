@@ -2,7 +2,7 @@
 
 Everything is measured in several passes over the run; the profile holds the medians, and how far the passes lie from
 each other says whether the machine is quiet enough to be described at all. A model is measured on the device that
-replays it, opened as for a replay (`replay.measure`); where no trace of it is given, on routing made up.
+replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on routing made up.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from policies.registry import PolicySpec, parse
-from replay import toml
-from replay.device import Device
-from replay.measure import Measurement, measure_model, policy_ns, top_k
-from replay.network import dtype_of
+from replay.calibration import toml
+from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
+from replay.calibration.rates import Rates, rates
+from replay.devices.device import Device
+from replay.model.network import dtype_of
 from replay.quiet import undisturbed
-from replay.rates import Rates, rates
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
 from sim import models
 from sim.cells import Loaded, Setup
@@ -51,7 +51,7 @@ ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
 """Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
 
 if TYPE_CHECKING:
-    from replay.gpu import Gpu
+    from replay.devices.gpu import Gpu
 
 Told = Callable[[str], None]
 
@@ -201,7 +201,7 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
 def _gpu(device: str) -> "Gpu | None":
     if device == "cpu":
         return None
-    from replay.gpu import Cuda
+    from replay.devices.gpu import Cuda
 
     return Cuda()
 

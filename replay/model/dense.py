@@ -23,7 +23,7 @@ Weights = tuple[torch.Tensor, torch.Tensor]  # (gate and up, or up: [n * I, H]; 
 
 
 class Loaded(Protocol):
-    """Real weights, where there are any: see `replay.weights.Checkpoint`."""
+    """Real weights, where there are any: see `replay.model.weights.Checkpoint`."""
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The tensor of that name and shape; None if there is none."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policies.registry import parse
-from replay.compare import MODES, CellOutcome, OnStep, play_cell, rankings
-from replay.record import Record, key_of
+from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
+from replay.comparison.record import Record, key_of
 from replay.run import Choice
 from sim.measured import MeasuredModel
 from sim.results import Row, replacing
@@ -22,7 +22,7 @@ from sim.timing import Link, Timing
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from replay.stage import Stage
+    from replay.devices.stage import Stage
 
 RECORD, TOKENS = "compare.json", "tokens"
 """In the folder of a comparison: the record, and a folder with a CSV file for each cell."""
@@ -93,7 +93,7 @@ class Comparison:
         if self.choice.device == "virtual":
             yield None
             return
-        from replay.stage import open_stage
+        from replay.devices.stage import open_stage
 
         with open_stage(self.choice.needs) as stage:
             yield stage
@@ -127,7 +127,7 @@ class Machine:
             assert hardware
             self.facts: Row = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
             return
-        from replay.measure import measure_model
+        from replay.calibration.measure import measure_model
 
         measured_with = replace(choice, policy=parse("lru"), slots=slots)
         with stage.device(slots, choice.contexts) as device:
@@ -141,7 +141,7 @@ class Machine:
             return choice.loaded.timing(choice.policy), choice.loaded.link
         link = self._model.link(choice.loaded.setup.chunk_bytes)
         if choice.policy.text not in self._policy_ns:
-            from replay.measure import policy_ns
+            from replay.calibration.measure import policy_ns
 
             free = self._model.timing()
             plan = replace(choice.plan, experts_per_layer=choice.window(free, link))
@@ -201,7 +201,7 @@ def ceiling_gbps(stage: "Stage") -> float | None:
     """GB/s of large copies from the stage's host memory, one behind another, by plain calls; None where none fits."""
     import torch
 
-    from replay.rates import seconds
+    from replay.calibration.rates import seconds
 
     slab = stage.store.memory.slabs[0]
     size = min(len(slab), CEILING_BYTES)

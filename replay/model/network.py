@@ -8,7 +8,7 @@ router's own choice is computed and not used, and experts count with equal weigh
 import torch
 from torch.nn import functional
 
-from replay.dense import Loaded, Source, Stack, Weights, activated, rms_norm
+from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
 from sim.models import ModelProfile
 from traces.errors import InputError, unknown
 

@@ -3,9 +3,9 @@
 Copy engines know no priorities, so at most two pieces are in flight and nothing else copies host to device: what a
 kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the event
 behind an expert's last piece; a slot is taken anew only when its last use was seen to have ended.
-The host's memory was registered before (`replay.pinning`).
+The host's memory was registered before (`replay.devices.pinning`).
 
-A decoded token goes in few launches (`replay.launches`), longer steps kernel by kernel.
+A decoded token goes in few launches (`replay.devices.launches`), longer steps kernel by kernel.
 """
 
 import time
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from replay.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
-from replay.gpu import Event, Gpu, Stream
-from replay.launches import Launches
-from replay.network import Network
-from replay.store import HostStore
+from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
+from replay.devices.gpu import Event, Gpu, Stream
+from replay.devices.launches import Launches
+from replay.devices.store import HostStore
+from replay.model.network import Network
 
 TAIL_BYTES = 2 << 20
 """The host answers within some 40 us, in which a PCIe 5.0 x16 link moves so much."""
@@ -175,10 +175,10 @@ class CudaDevice(Device):
         return self.pool, slots
 
     def _copying(self, expert: int, slot: int) -> None:
-        """A transfer into a slot begins (for `replay.baselines`)."""
+        """A transfer into a slot begins (for `replay.gpu_check.baselines`)."""
 
     def _copied(self) -> None:
-        """A piece was submitted (for `replay.baselines`)."""
+        """A piece was submitted (for `replay.gpu_check.baselines`)."""
 
     def _mark(self, stream: Stream, pending: deque[Pending], completion: Completion) -> Event:
         event = self._spare.pop() if self._spare else self.gpu.event()

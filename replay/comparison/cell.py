@@ -2,8 +2,8 @@
 
 A cell is a policy at a cache size in a mode. In `closed-loop` the policy decides on the device as things happen, and
 the simulator plays the same cell on that machine's profile: they differ in time, and therefore in what is decided. In
-`lockstep` the device executes what the simulator decided (`replay.lockstep`); neither side is charged for the policy's
-own work, and all that is left to differ is time.
+`lockstep` the device executes what the simulator decided; neither side is charged for the policy's own work, and all
+that is left to differ is time.
 
 The machine is described once for all cells, by a calibrated profile or as measured just before, and never touched
 afterwards: a prediction that needs its own cell's measurement is none.
@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from policies.contract import Int
 from policies.residency import Residency
-from replay import errors
-from replay.device import Device
+from replay.comparison import errors
+from replay.comparison.lockstep import Lockstep, Recorder
+from replay.devices.device import Device
+from replay.devices.virtual import VirtualDevice
 from replay.driver import Deciding, Driver, Plan
 from replay.driver import Row as StepRow
-from replay.lockstep import Lockstep, Recorder
 from replay.quiet import undisturbed
 from replay.run import Choice, as_run, moved
-from replay.virtual import VirtualDevice
 from sim import engine
 from sim.log import STALLS, RunLog, joined
 from sim.measured import MeasuredTiming
@@ -39,7 +39,7 @@ from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
-    from replay.stage import Stage
+    from replay.devices.stage import Stage
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
 MODES = (CLOSED_LOOP, LOCKSTEP)
@@ -69,7 +69,7 @@ class Played:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """One cell on both sides. Figures are those of `sim.results`, errors and divergence of `replay.errors`."""
+    """One cell on both sides. Figures are those of `sim.results`, errors and divergence of `errors`."""
 
     choice: Choice
     mode: str
@@ -83,7 +83,7 @@ class CellOutcome:
     noise: float | None  # (greatest - least) / mean TPOT mean of several plays; None of a single one
 
     def figures(self) -> Row:
-        """What `replay.record` keeps of the cell, beside what it is."""
+        """What `replay.comparison.record` keeps of the cell, beside what it is."""
         decoded = self.measured.log.phase == DECODE
         return {
             "tokens": int((decoded & counted_steps(self.choice, self.measured.log)).sum()),

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from replay.network import dtype_of
+from replay.model.network import dtype_of
 from sim.models import ModelProfile
 from traces.errors import InputError
 
@@ -36,7 +36,7 @@ _MATRICES = (  # gate, up and down, or up and down, as a family names them
     ("wi", "wo"),  # Switch
     ("fc1", "fc2"),  # NLLB
 )
-_DENSE = {  # as `replay.dense` names it -> as families do
+_DENSE = {  # as `replay.model.dense` names it -> as families do
     "router": ("mlp.gate", "block_sparse_moe.gate", "mlp.router"),
     "shared": ("mlp.shared_experts", "mlp.shared_expert"),
 }
@@ -75,7 +75,7 @@ class Checkpoint:
             rest = rest[piece.numel() :]
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """What `replay.dense` names so; None where the checkpoint has no such tensor in that shape."""
+        """What `replay.model.dense` names so; None where the checkpoint has no such tensor in that shape."""
         root = self._places[0].split(".layers.")[0]
         names = [f"{root}.{name}"]
         for ours, theirs in _DENSE.items():
@@ -138,7 +138,7 @@ class Checkpoint:
             raise self._error(
                 f"{quantised[0]}: quantised experts are not read; take them in bf16"
                 if quantised
-                else "no experts by a name that is known: see replay/weights.py"
+                else "no experts by a name that is known: see replay/model/weights.py"
             )
         if found != profile.moe_layers:
             raise self._error(f"{found} layers have experts, in the model profile {profile.name} {profile.moe_layers}")

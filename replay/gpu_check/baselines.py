@@ -19,12 +19,12 @@ import torch
 
 from policies.contract import Int, Shape
 from policies.core import NO_EXPERT
-from replay.compare import OnStep, Played, play_on
-from replay.cuda import CudaDevice
-from replay.device import Device, Work
+from replay.comparison.cell import OnStep, Played, play_on
+from replay.devices.cuda import CudaDevice
+from replay.devices.device import Device, Work
+from replay.devices.stage import Stage
 from replay.quiet import undisturbed
 from replay.run import Choice
-from replay.stage import Stage
 from traces.steps import RequestSteps
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"

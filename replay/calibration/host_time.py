@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from policies.registry import parse
+from replay.calibration.meter import Meter
 from replay.driver import Plan, play
-from replay.meter import Meter
 from sim.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 

@@ -15,9 +15,9 @@ from threading import Thread
 import numpy as np
 import torch
 
-from replay.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
-from replay.network import Network
-from replay.store import HostStore
+from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
+from replay.devices.store import HostStore
+from replay.model.network import Network
 
 Item = tuple[Completion, Callable[[], None], Flag | None]
 Outcomes = SimpleQueue[Completion | Exception]

@@ -2,8 +2,8 @@
 
 For each model's shapes, with random weights: kernels against float64, calibration, then cells of policy x cache size
 played on the GPU beside what the simulator predicts from that calibration; for some, what others do instead
-(`replay.baselines`) and accelerate itself (`replay.peer`). One host memory, pinned once, serves all models; where it is
-short of one, experts share buffers, which every cell states (`host_experts`).
+(`baselines`) and accelerate itself (`peer`). One host memory, pinned once, serves all models; where it is short of one,
+experts share buffers, which every cell states (`host_experts`).
 
 The file is written anew after each cell. What would not end in time is left out, and said so.
 """
@@ -13,19 +13,27 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from statistics import mean
 from threading import Thread
-from typing import Annotated
 
 import torch
-import typer
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay import calibrate
-from replay.baselines import (
+from replay.calibration import calibrate
+from replay.calibration.rates import rates
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell, rankings
+from replay.comparison.record import Record, key_of
+from replay.comparison.sweep import ceiling_gbps, copy_gbps, head_of
+from replay.devices.cuda import CudaDevice
+from replay.devices.gpu import Gpu
+from replay.devices.machine import driver
+from replay.devices.pinning import REQUIRE, pinned
+from replay.devices.stage import Stage, open_stage
+from replay.devices.store import RESERVE_BYTES, HostMemory, available_memory_bytes
+from replay.driver import Plan
+from replay.gpu_check.baselines import (
     LAYER_STREAM,
     LRU_SWAP,
     ON_DEMAND,
@@ -35,22 +43,11 @@ from replay.baselines import (
     ZERO_COPY,
     play_baseline,
 )
-from replay.compare import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell, rankings
-from replay.comparison import ceiling_gbps, copy_gbps, head_of
-from replay.cuda import CudaDevice
-from replay.driver import Plan
-from replay.gpu import Gpu
-from replay.machine import driver
-from replay.peer import FAMILIES, accelerate_offload
-from replay.pinning import REQUIRE, pinned
+from replay.gpu_check.peer import FAMILIES, accelerate_offload
+from replay.gpu_check.verdict import ratios, verdict
+from replay.gpu_check.verify import verify
 from replay.quiet import decide, undisturbed
-from replay.rates import rates
-from replay.record import ERROR, Record, key_of
 from replay.run import Choice, first_steps
-from replay.stage import Stage, open_stage
-from replay.store import RESERVE_BYTES, HostMemory, available_memory_bytes
-from replay.verdict import lines, ratios, verdict
-from replay.verify import verify
 from sim import engine, models
 from sim.cells import Loaded, Requests, Setup
 from sim.hardware import hardware
@@ -59,7 +56,6 @@ from sim.models import ModelProfile
 from sim.quantities import show_bytes
 from sim.results import Row
 from sim.timing import FixedTiming, Link
-from traces import console
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.shards import Shards
@@ -67,7 +63,6 @@ from traces.steps import DECODE
 from traces.synthetic import synthetic
 from traces.trace import Trace, concatenate
 
-RESULTS = Path("replay/results")
 POLICIES = ("lru", "eamc", "eamc-blend")
 ORACLE = "belady"
 QUARTER = 0.25
@@ -412,68 +407,3 @@ def made_up(profile: ModelProfile, tokens: int) -> Trace:
     more = -(-tokens // REQUEST_TOKENS) - 1
     trace = concatenate([first, synthetic(more, REQUEST_TOKENS, *shape, seed=1)]) if more else first
     return replace(trace, meta=replace(trace.meta, model=profile.name))
-
-
-# The command
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-
-@app.command()
-def check(
-    out: Annotated[Path, typer.Option(help="The file to write; or a folder, for GPU-DATE.json in it.")] = RESULTS,
-    traces: Annotated[
-        Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
-    ] = None,
-    only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
-    minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
-    resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
-) -> None:
-    """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
-
-    Exits with 1 where a bound does not hold or a cell could not be played.
-    """
-    from replay.gpu import Cuda
-    from replay.run import choose_device
-
-    if traces and not traces.is_dir():
-        raise InputError(f"no folder of traces at {traces}")
-    names = tuple(name.strip() for name in only.split(",") if name.strip())
-    for name in names:
-        models.model(name)
-    choose_device("cuda")
-    gpu, began = Cuda(), time.monotonic()
-    slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
-    path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = Record.open(path, resume)
-
-    def told(text: str) -> None:
-        console.note(f"{time.monotonic() - began:6.1f} s  {text}")
-
-    Check(gpu, record, told, names, traces, minutes * 60).run()
-    tell(record)
-    console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
-    if any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
-        raise typer.Exit(1)
-
-
-def tell(record: Record) -> None:
-    """What was found: bounds, ratios to what others do, and what could not be played."""
-    for line in lines(record.facts["verdict"]):
-        console.out.print(line, markup=False, soft_wrap=True)
-    for row in record.facts["ratios"]:
-        if row["policy"] != "lru":
-            what = f"{row['model']}, {row['policy']} at {row['cache_fraction']:.0%}"
-            text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
-            console.out.print(text, markup=False, soft_wrap=True)
-    for cell in record:
-        if ERROR in cell:
-            what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))
-            console.warn(f"{what}: {cell[ERROR]}")
-    for what in record.facts["left_out"]:
-        console.warn(f"left out, for lack of time or memory: {what}")
-
-
-if __name__ == "__main__":
-    console.main(app, "gpu-check")

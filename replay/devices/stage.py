@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from replay.device import Device
-from replay.machine import facts
-from replay.network import Network, dtype_of
-from replay.pinning import REQUIRE, pinned
-from replay.store import HostMemory, HostStore, require_host_memory, stride_of
+from replay.devices.device import Device
+from replay.devices.machine import facts
+from replay.devices.pinning import REQUIRE, pinned
+from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
+from replay.model.network import Network, dtype_of
 from sim.models import ModelProfile
 from sim.quantities import show_bytes
 from sim.results import Row
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from replay.cuda import CudaDevice
-    from replay.gpu import Gpu
-    from replay.launches import Launches
-    from replay.weights import Checkpoint
+    from replay.devices.cuda import CudaDevice
+    from replay.devices.gpu import Gpu
+    from replay.devices.launches import Launches
+    from replay.model.weights import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Stage:
     ) -> Iterator[Device]:
         """One with so many slots, ready to decode at these contexts; closed afterwards, whatever happens.
 
-        path: another way to move bytes (`replay.baselines`), on a GPU alone.
+        path: another way to move bytes (`replay.gpu_check.baselines`), on a GPU alone.
         InputError where memory does not suffice, the GPU fails, or what was computed is not finite.
         """
         gpu_bytes = slots * self.store.stride
@@ -97,10 +97,10 @@ class Stage:
 
     def _made(self, slots: int, verify: bool, path: "type[CudaDevice] | None") -> Device:
         if self.gpu and self.launches:
-            from replay.cuda import CudaDevice
+            from replay.devices.cuda import CudaDevice
 
             return (path or CudaDevice)(self.store, self.network, slots, self.gpu, self.launches, verify)
-        from replay.cpu import CpuDevice
+        from replay.devices.cpu import CpuDevice
 
         return CpuDevice(self.store, self.network, slots, verify)
 
@@ -122,7 +122,7 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: "Gpu | None"
     dtype_of(profile.expert_bytes_per_parameter, "an expert's")
     checkpoint = _checkpoint(needs)
     if needs.device == "cuda" and gpu is None:
-        from replay.gpu import Cuda
+        from replay.devices.gpu import Cuda
 
         gpu = Cuda()
     if memory:
@@ -149,7 +149,7 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: "Gpu | None"
 def _launches(gpu: "Gpu | None", network: Network) -> "Launches | None":
     if gpu is None:
         return None
-    from replay.launches import Launches
+    from replay.devices.launches import Launches
 
     return Launches(gpu, network)
 
@@ -157,7 +157,7 @@ def _launches(gpu: "Gpu | None", network: Network) -> "Launches | None":
 def _checkpoint(needs: Needs) -> "Checkpoint | None":
     if needs.weights is None:
         return None
-    from replay.weights import Checkpoint
+    from replay.model.weights import Checkpoint
 
     return Checkpoint(needs.weights, needs.profile)
 

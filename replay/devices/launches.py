@@ -10,8 +10,8 @@ from importlib.util import find_spec
 
 import torch
 
-from replay.gpu import Gpu, Task
-from replay.network import Network
+from replay.devices.gpu import Gpu, Task
+from replay.model.network import Network
 
 Fused = Callable[[torch.Tensor, Sequence[int]], object]
 """From the pool (uint8[slots, stride]), the experts in these slots on one token, in one go."""
@@ -52,7 +52,7 @@ def fused(network: Network) -> Fused | None:
     """None where experts are large, their numbers are not those of the hidden state, or Triton is missing."""
     if network.hidden.device.type != "cuda" or find_spec("triton") is None:
         return None
-    from replay.kernels import FusedExperts, is_small
+    from replay.model.kernels import FusedExperts, is_small
 
     profile = network.profile
     shape = profile.hidden_size, profile.expert_intermediate_size, profile.expert_matrices, network.expert_dtype

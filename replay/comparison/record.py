@@ -109,7 +109,7 @@ def key_of(**decides: Any) -> str:
 def _code() -> str:
     """`sim.results.sources`, and this package."""
     digest = hashlib.sha256(sources().encode())
-    for file in sorted(Path(__file__).parent.glob("*.py")):
+    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(f"{file.name}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:16]
 

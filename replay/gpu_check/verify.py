@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from replay.baselines import fill
-from replay.cuda import CudaDevice
-from replay.gpu import Task
-from replay.network import expert_output
-from replay.stage import Stage
+from replay.devices.cuda import CudaDevice
+from replay.devices.gpu import Task
+from replay.devices.stage import Stage
+from replay.gpu_check.baselines import fill
+from replay.model.network import expert_output
 from sim.results import Row
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}

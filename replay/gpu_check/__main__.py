@@ -1,0 +1,79 @@
+"""The command behind `make gpu-check`: `python3 -m replay.gpu_check`."""
+
+import time
+from datetime import date
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replay.comparison.record import ERROR, Record
+from replay.gpu_check.check import BUDGET_S, SHORT_TOKENS, Check
+from replay.gpu_check.verdict import lines
+from sim import models
+from traces import console
+from traces.errors import InputError
+
+RESULTS = Path("replay/results")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Option(help="The file to write; or a folder, for GPU-DATE.json in it.")] = RESULTS,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
+    ] = None,
+    only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
+    minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
+    resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
+) -> None:
+    """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
+
+    Exits with 1 where a bound does not hold or a cell could not be played.
+    """
+    from replay.devices.gpu import Cuda
+    from replay.run import choose_device
+
+    if traces and not traces.is_dir():
+        raise InputError(f"no folder of traces at {traces}")
+    names = tuple(name.strip() for name in only.split(",") if name.strip())
+    for name in names:
+        models.model(name)
+    choose_device("cuda")
+    gpu, began = Cuda(), time.monotonic()
+    slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
+    path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = Record.open(path, resume)
+
+    def told(text: str) -> None:
+        console.note(f"{time.monotonic() - began:6.1f} s  {text}")
+
+    Check(gpu, record, told, names, traces, minutes * 60).run()
+    tell(record)
+    console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
+    if any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
+        raise typer.Exit(1)
+
+
+def tell(record: Record) -> None:
+    """What was found: bounds, ratios to what others do, and what could not be played."""
+    for line in lines(record.facts["verdict"]):
+        console.out.print(line, markup=False, soft_wrap=True)
+    for row in record.facts["ratios"]:
+        if row["policy"] != "lru":
+            what = f"{row['model']}, {row['policy']} at {row['cache_fraction']:.0%}"
+            text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
+            console.out.print(text, markup=False, soft_wrap=True)
+    for cell in record:
+        if ERROR in cell:
+            what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))
+            console.warn(f"{what}: {cell[ERROR]}")
+    for what in record.facts["left_out"]:
+        console.warn(f"left out, for lack of time or memory: {what}")
+
+
+if __name__ == "__main__":
+    console.main(app, "gpu-check")

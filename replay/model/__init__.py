@@ -1,0 +1,1 @@
+"""The model that computes: dense part, experts, kernels, and weights from a checkpoint."""
