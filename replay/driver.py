@@ -277,7 +277,7 @@ class Driver:
 
     def _send(self) -> None:
         """Submit pieces. A link that was idle is busy from the time at which the first one is submitted."""
-        if self.pump.on_link:
+        if self.pump.in_flight:
             self.pump.act()
         elif self.pump.send():
             self._charge(link_is_busy=False)
@@ -292,15 +292,15 @@ class Driver:
         """
         now = self.device.now()
         elapsed, self._since = now - self._since, now
-        on_link = self.pump.on_link if link_is_busy else None
-        if on_link:
+        flying = self.pump.in_flight if link_is_busy else None
+        if flying:
             self._link_ns += elapsed
         if self._predicting:
             self._stall_ns[PREDICTOR] += elapsed
         elif self._computing and self._computing[0] not in self._landing:
             self._compute_ns += elapsed
-        elif (self._computing or self._tokens) and on_link:
-            self._stall_ns[self._cause(on_link)] += elapsed
+        elif flying and (self._computing or self._tokens):
+            self._stall_ns[self._cause(flying[0][0])] += elapsed
 
     def _cause(self, transfer: Transfer) -> int:
         """Why the compute stream waits for an expert."""

@@ -35,7 +35,7 @@ class Pump:
         self._tail_bytes = device.tail_bytes
         self._expert_bytes = expert_bytes
         self._chunk_bytes = min(chunk_bytes or expert_bytes, expert_bytes)
-        self._in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
+        self.in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
         self._flying_bytes = 0
         self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
@@ -45,11 +45,11 @@ class Pump:
     @property
     def on_link(self) -> Transfer | None:
         """The transfer whose piece is on the link."""
-        return self._in_flight[0][0] if self._in_flight else None
+        return self.in_flight[0][0] if self.in_flight else None
 
     def landing(self) -> Iterator[int]:
         """Experts whose last piece is flying, in the order of their arrival."""
-        return (transfer.expert for transfer, _, upto in self._in_flight if upto == self._expert_bytes)
+        return (transfer.expert for transfer, _, upto in self.in_flight if upto == self._expert_bytes)
 
     def act(self) -> None:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
@@ -63,7 +63,7 @@ class Pump:
             return False
         first = transfer.sent
         upto, self._owes_tail = self._piece_end(transfer)
-        self._in_flight.append((transfer, first, upto))
+        self.in_flight.append((transfer, first, upto))
         self._flying_bytes += upto - first
         transfer.sent = upto
         self._device.copy(transfer.expert, transfer.slot, first, upto)
@@ -71,7 +71,7 @@ class Pump:
 
     def piece_ended(self) -> int | None:
         """The oldest piece in flight has ended; the expert that has arrived with it, if one has."""
-        transfer, first, upto = self._in_flight.popleft()
+        transfer, first, upto = self.in_flight.popleft()
         self._flying_bytes -= upto - first
         if upto < self._expert_bytes:
             return None
@@ -88,16 +88,16 @@ class Pump:
     def cut(self) -> None:
         """`--cold`: discard what is under way."""
         self._device.discard_copies()
-        self._in_flight.clear()
+        self.in_flight.clear()
         self._flying_bytes = 0
         self._owes_tail = False
         self._active = self._paused = None
 
     def _has_room(self) -> bool:
         """For a tail behind its own body at once; for what must be chosen when no more than a tail flies."""
-        if len(self._in_flight) == PIECES_IN_FLIGHT:
+        if len(self.in_flight) == PIECES_IN_FLIGHT:
             return False
-        return not self._in_flight or self._owes_tail or self._flying_bytes <= self._tail_bytes
+        return not self.in_flight or self._owes_tail or self._flying_bytes <= self._tail_bytes
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""

@@ -10,11 +10,13 @@ import torch
 
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check import check as gpu_check
-from replay.gpu_check import verdict
+from replay.gpu_check import draw, verdict
 from replay.gpu_check.check import Check, made_up
 from sim import models
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.tiny import TINY
+from traces import console
+from traces.errors import InputError
 
 
 @pytest.fixture
@@ -192,3 +194,24 @@ def test_ratios_compare_like_with_like():
     del others[2]["predicted"]
     found = verdict.ratios([own, *others])
     assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 3.0)]
+
+
+def test_a_check_is_drawn_and_put_into_tables(tiny, tmp_path, monkeypatch, capsys):
+    found, _ = check(tmp_path, names=("olmoe-1b-7b",))
+    file, picture = tmp_path / "check.json", tmp_path / "check.png"
+    monkeypatch.setattr("sys.argv", ["draw", str(file), "--figure", str(picture)])
+    with pytest.raises(SystemExit) as ended:
+        console.main(draw.app, "draw")
+    assert not ended.value.code
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| olmoe")]
+    quarter = [cell for cell in draw.predicted(found) if cell["cache_experts"] == 6]
+    assert len(rows) == len(quarter) + len(found["ratios"])
+    tpot = quarter[0]["measured"]["tpot_mean_ms"]
+    assert f"| lru | closed-loop | 40 | {tpot:.2f} |" in rows[0]
+
+
+def test_a_file_that_is_no_check_is_refused_in_one_line(tmp_path):
+    (tmp_path / "other.json").write_text("[1]")
+    with pytest.raises(InputError, match="is not what make gpu-check writes"):
+        draw.read(tmp_path / "other.json")

@@ -1,0 +1,132 @@
+"""A file of `make gpu-check` drawn and put into words: `python3 -m replay.gpu_check.draw FILE.json --figure OUT.png`.
+
+To be run where matplotlib is, on the file that came back. Prints tables in Markdown, for a README.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay.comparison.record import ERROR
+from replay.gpu_check.verdict import CLOSED_LOOP
+from sim.plot import BOUND_COLOUR, COLOURS
+from sim.results import Row, replacing
+from traces import console
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+QUARTER = 0.25
+SIZE_INCHES = (10.0, 4.4)
+
+
+def read(path: Path) -> Row:
+    """What the check wrote. InputError for anything else."""
+    try:
+        found: Row = json.loads(path.read_text(encoding="utf-8"))
+        list(found["cells"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} is not what make gpu-check writes: {error}") from error
+    return found
+
+
+def predicted(found: Row) -> list[Row]:
+    """Cells that were played and predicted."""
+    return [cell for cell in found["cells"] if ERROR not in cell and cell.get("predicted")]
+
+
+def others(found: Row) -> list[Row]:
+    """Cells of what others do."""
+    return [cell for cell in found["cells"] if ERROR not in cell and "predicted" not in cell]
+
+
+def tables(found: Row) -> Iterator[str]:
+    """Lines of Markdown: the machine, prediction against measurement at a quarter of the experts, what others take."""
+    yield f"{found['gpu']}, driver {found['driver']}, torch {found['torch']}, commit {found['commit']}, {found['date']}"
+    yield ""
+    yield "| model | policy | mode | tokens | TPOT measured (ms) | predicted (ms) | error | p99 error | per token |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for cell in _quarter(predicted(found)):
+        errors = cell["errors"]
+        shares = " | ".join(f"{errors[name]:+.1%}" for name in ("tpot_mean", "tpot_p99", "token_mape"))
+        times = " | ".join(f"{cell[side]['tpot_mean_ms']:.2f}" for side in ("measured", "predicted"))
+        yield f"| {cell['model']} | {cell['policy']} | {cell['mode']} | {cell['tokens']} | {times} | {shares} |"
+    if found.get("ratios"):
+        yield ""
+        yield "| model | what others do | takes so many times as long a token as | times |"
+        yield "| --- | --- | --- | --- |"
+        for ratio in found["ratios"]:
+            yield f"| {ratio['model']} | {ratio['over']} | {ratio['policy']} | {ratio['ratio']:.2f} |"
+
+
+def figure(found: Row) -> "Figure":
+    """Left, every cell's TPOT as predicted and as measured; right, at a quarter, beside what others take."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=SIZE_INCHES, layout="constrained")
+    left, right = drawing.subplots(1, 2, width_ratios=(1, 1.5))
+    _scatter(left, predicted(found))
+    _bars(right, [*_quarter(predicted(found)), *others(found)])
+    drawing.suptitle(f"{found['gpu']}, torch {found['torch']}, {str(found['date'])[:10]}", fontsize=10)
+    return drawing
+
+
+def _quarter(cells: Sequence[Row]) -> list[Row]:
+    return [cell for cell in cells if abs(cell["cache_fraction"] - QUARTER) < 0.01]
+
+
+def _scatter(axes: "Axes", cells: Sequence[Row]) -> None:
+    models = list(dict.fromkeys(cell["model"] for cell in cells))
+    for model, colour in zip(models, _cycle(len(models)), strict=True):
+        of = [cell for cell in cells if cell["model"] == model]
+        measured, expected = ([cell[side]["tpot_mean_ms"] for cell in of] for side in ("measured", "predicted"))
+        axes.plot(measured, expected, "o", color=colour, markersize=4, label=model)
+    ends = [cell["measured"]["tpot_mean_ms"] for cell in cells] or [1.0]
+    axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=BOUND_COLOUR, linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="TPOT measured (ms)", ylabel="TPOT predicted (ms)")
+    axes.legend(fontsize=7)
+
+
+def _bars(axes: "Axes", cells: Sequence[Row]) -> None:
+    names = [_name(cell) for cell in cells]
+    heights = [cell["measured"]["tpot_mean_ms"] for cell in cells]
+    colours = [COLOURS[0] if cell["mode"] == CLOSED_LOOP else COLOURS[1] for cell in cells]
+    axes.barh(range(len(cells)), heights, color=colours)
+    axes.set_yticks(range(len(cells)), names, fontsize=6)
+    axes.invert_yaxis()
+    axes.set(xscale="log", xlabel="TPOT measured (ms)", title="a quarter of the experts in the cache")
+
+
+def _name(cell: Row) -> str:
+    mode = "" if cell["mode"] == CLOSED_LOOP else f" {cell['mode']}"
+    return f"{cell['model']}{mode}{' ' + cell['policy'] if cell.get('policy') else ''}"
+
+
+def _cycle(count: int) -> list[Any]:
+    return [COLOURS[number % len(COLOURS)] for number in range(count)]
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def draw(
+    file: Annotated[Path, typer.Argument(help="What make gpu-check wrote.")],
+    figure_: Annotated[Path | None, typer.Option("--figure", help="The picture to write (.png).")] = None,
+) -> None:
+    """Print tables of a check in Markdown, and draw it."""
+    found = read(file)
+    for line in tables(found):
+        console.out.print(line, markup=False, soft_wrap=True)
+    if figure_:
+        with replacing(figure_) as part:
+            figure(found).savefig(part, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    console.main(app, "gpu-check-draw")
