@@ -34,6 +34,7 @@ from sim.results import Row as ResultRow
 from sim.timeline import Timeline
 from sim.timing import Link, Timing, experts_per_layer
 from traces.errors import InputError, unknown
+from traces.shards import Shards
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
@@ -186,6 +187,19 @@ def first_steps(loaded: Loaded, steps: int) -> Loaded:
     if enough >= len(trace.requests):
         return loaded
     return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
+
+
+def first_tokens(loaded: Loaded, tokens: int) -> Loaded:
+    """The first requests, the last one cut off, so that just so many tokens are decoded; all, where there are fewer."""
+    decoded = np.cumsum(np.diff(loaded.trace.offsets) - loaded.trace.prompts)
+    enough = min(int(np.searchsorted(decoded, tokens)) + 1, len(decoded))
+    setup = replace(loaded.setup, requests=enough)
+    trace = loaded.trace.head(enough)
+    more = int(decoded[enough - 1]) - tokens
+    if more > 0:
+        held = replace(loaded, setup=setup).whole if isinstance(trace, Shards) else trace
+        trace = held.without_last(more)
+    return replace(loaded, trace=trace, setup=setup)
 
 
 def run(

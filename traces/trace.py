@@ -152,6 +152,15 @@ class Trace(OfAModel):
             raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
         return self.select(np.arange(n))
 
+    def without_last(self, rows: int) -> "Trace":
+        """Cut the last request off before its last `rows` decoded tokens, of which it has more."""
+        held = int(self.offsets[-1]) - rows
+        lengths = self.requests["output_tokens"].to_numpy(np.int64, copy=True)
+        lengths[-1] = max(0, lengths[-1] - rows)
+        requests = self.requests.assign(output_tokens=lengths)
+        arrays = {name: array[:held] for name in PER_ROW if (array := getattr(self, name)) is not None}
+        return replace(self, requests=requests, offsets=np.append(self.offsets[:-1], held), **arrays)
+
     def select(self, requests: NDArray[np.integer]) -> "Trace":
         """Some of the requests, by number, ascending."""
         lengths = np.diff(self.offsets)[requests]

@@ -27,6 +27,7 @@ def check(
     ] = None,
     only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
     minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
+    commit: Annotated[str | None, typer.Option(help="What to call this version, where git is not there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
 ) -> None:
     """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
@@ -51,7 +52,7 @@ def check(
     def told(text: str) -> None:
         console.note(f"{time.monotonic() - began:6.1f} s  {text}")
 
-    Check(gpu, record, told, names, traces, minutes * 60).run()
+    Check(gpu, record, told, names, traces, minutes * 60, commit).run()
     tell(record)
     console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
     if any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):

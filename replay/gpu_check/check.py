@@ -47,7 +47,7 @@ from replay.gpu_check.peer import FAMILIES, accelerate_offload
 from replay.gpu_check.verdict import ratios, verdict
 from replay.gpu_check.verify import verify
 from replay.quiet import decide, undisturbed
-from replay.run import Choice, first_steps
+from replay.run import Choice, first_tokens
 from sim import engine, models
 from sim.cells import Loaded, Requests, Setup
 from sim.hardware import hardware
@@ -122,6 +122,7 @@ class Check:
     models: tuple[str, ...] = tuple(SHORT_TOKENS)
     traces: Path | None = None  # a folder of trace folders; models without one get routing that is made up
     budget_s: float = BUDGET_S
+    commit: str | None = None  # None: as git says
     host_bytes: int = HOST_BYTES
     found: calibrate.Found = field(default_factory=calibrate.Found)
     left_out: list[str] = field(default_factory=list)
@@ -139,6 +140,8 @@ class Check:
             transfers=[],
             left_out=self.left_out,
         )
+        if self.commit:
+            self.record.tell(commit=self.commit)
         try:
             self._played()
         except GpuLostError as error:
@@ -276,10 +279,11 @@ class Check:
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))
 
     def _cell(self, choice: Choice, mode: str, tokens: int, stage: Stage) -> None:
-        choice = replace(choice, loaded=first_steps(choice.loaded, tokens))
+        choice = replace(choice, loaded=first_tokens(choice.loaded, tokens))
         head = head_of(choice, mode, stage)
         what = f"{head['model']}: {head['policy']} at {head['cache_fraction']:.0%}, {mode}"
-        key = key_of(**{name: head[name] for name in ("model", "trace", "policy", "mode", "cache_experts", "requests")})
+        names = ("model", "trace", "policy", "mode", "cache_experts", "requests")
+        key = key_of(**{name: head[name] for name in names}, tokens=tokens)
         moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
         if key in self.record or not self._affords(what, _seconds(choice, moved)):
             return
@@ -292,7 +296,7 @@ class Check:
     # What others do
 
     def _baselines(self, choice: Choice, stage: Stage) -> None:
-        choice = replace(choice, loaded=first_steps(choice.loaded, BASELINE_TOKENS))
+        choice = replace(choice, loaded=first_tokens(choice.loaded, BASELINE_TOKENS))
         assert choice.loaded.profile
         layer = choice.loaded.profile.experts / choice.loaded.profile.top_k
         for name, policy in BASELINES:
@@ -388,7 +392,7 @@ def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
         if fits:
             setup = Setup(trace=str(folder), hardware="h200", as_decode=opened.phases == "prefill")
             decoded = opened.as_decode() if setup.as_decode else opened
-            return first_steps(Loaded(setup, decoded, machine, profile), tokens)
+            return first_tokens(Loaded(setup, decoded, machine, profile), tokens)
     trace = made_up(profile, tokens)
     return Loaded(Setup(trace=trace.name, hardware="h200"), trace, machine, profile)
 

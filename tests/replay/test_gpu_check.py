@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,11 +13,16 @@ from replay.comparison.record import ERROR, Record
 from replay.gpu_check import check as gpu_check
 from replay.gpu_check import draw, verdict
 from replay.gpu_check.check import Check, made_up
+from replay.run import first_tokens
 from sim import models
+from sim.cells import Loaded, Requests, Setup
+from sim.hardware import hardware
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.tiny import TINY
 from traces import console
 from traces.errors import InputError
+from traces.steps import DECODE
+from traces.synthetic import synthetic
 
 
 @pytest.fixture
@@ -144,6 +150,22 @@ def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
     assert trace.meta.model == "olmoe-1b-7b"
     assert (trace.phase == 1).sum() == 140 or (trace.phase == 0).sum() == 140
     assert trace.requests["prompt_tokens"].astype(int).tolist() == [gpu_check.PROMPT_TOKENS, *[0] * 6]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 24, 100])
+def test_just_so_many_tokens_are_taken_and_the_last_request_is_cut_off(tokens):
+    profile = models.model("olmoe-1b-7b")
+    trace = synthetic(3, 8, profile.moe_layers, profile.experts, profile.top_k, seed=1, prompt_tokens=5)
+    loaded = Loaded(Setup(trace="synthetic"), trace, hardware("h200"), profile)
+    cut = first_tokens(loaded, tokens).trace
+    assert (cut.phase == DECODE).sum() == min(tokens, 24)
+    rows = int(cut.offsets[-1])
+    np.testing.assert_array_equal(cut.experts, trace.experts[:rows])
+    np.testing.assert_array_equal(cut.step, trace.step[:rows])
+    assert len(cut.requests) == min(3, -(-tokens // 8))
+    assert cut.requests["output_tokens"].sum() == min(tokens, 24) + len(cut.requests)
+    steps = list(Requests(cut))
+    assert sum(len(request.tokens) for request in steps) == min(tokens, 24) + len(steps)
 
 
 def cell(**other):
