@@ -244,9 +244,9 @@ def _replay(
 
     is_new = not folder.exists()
     writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
-    each = {request.request: len(request.tokens) for request in Requests(choice.loaded.trace)}
-    steps, key = sum(each.values()), choice.key
-    done = report.done_before(folder, key, each) if resume else []
+    requests, key = Requests(choice.loaded.trace), choice.key
+    steps = sum(len(request.tokens) for request in requests)
+    done = report.done_before(folder, key, requests) if resume else []
     if len(done) == steps:
         raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
     played = len(done)

@@ -9,6 +9,7 @@ it, the host does not. Combine and the next layer's dense part follow likewise.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -128,10 +129,12 @@ class Driver:
     def run(self, on_step: Callable[[Row], None], done: Sequence[Row] = ()) -> RunLog:
         """Play everything; the run ends with the last head. `done`: rows of its first requests, see `resume`."""
         rows = list(done)
+        began_ns, inside_ns = perf_counter_ns(), self.device.inside_ns
         for ordinal in range(_requests(done), len(self.plan.requests)):
             for row in self.steps(ordinal):
                 rows.append(row)
                 on_step(row)
+        self.device.outside_ns = perf_counter_ns() - began_ns - (self.device.inside_ns - inside_ns)
         return self._log(rows)
 
     def resume(self, done: Sequence[Row], device: Device) -> None:

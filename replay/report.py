@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from sim.quantities import show_bytes
 from sim.results import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
 from traces import console
 from traces.errors import InputError
+from traces.steps import RequestSteps
 
 SCHEMA = pa.schema(
     [
@@ -59,7 +60,7 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
 
         def write(row: StepRow) -> None:
             if not writers:
-                for old in (RESULTS_FILE, REQUESTS_FILE):
+                for old in (RESULTS_FILE, REQUESTS_FILE, STEPS):
                     (folder / old).unlink(missing_ok=True)  # they would not be of this run
                 with replacing(folder / RUN_FILE) as part:
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
@@ -72,31 +73,34 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
         yield write
 
 
-def done_before(folder: Path, key: str, steps: Mapping[int, int]) -> list[StepRow]:
-    """Rows of the requests that a run cut off has played whole; `steps` of each request, by its number, in order.
+def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> list[StepRow]:
+    """Rows of the first of the requests that a run cut off has played whole.
 
-    InputError where the folder holds another run, or rows that are none.
+    A last line that was cut off does not count. InputError where the folder holds another run, or rows that are none.
     """
     told, path = folder / RUN_FILE, folder / STEPS
     if not path.exists():
         return []
     try:
         was = json.loads(told.read_text(encoding="utf-8"))["key"] if told.exists() else None
-        with path.open(newline="", encoding="utf-8") as file:
-            header, *lines = csv.reader(file)
-        rows = [[int(value) for value in line] for line in lines if len(line) == len(COLUMNS)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+        header, *lines = csv.reader(whole.splitlines())
+        rows = [[int(value) for value in line] for line in lines]
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise InputError(f"{folder} holds no run that could go on ({error}): go on without --resume") from error
     if was != key or tuple(header) != COLUMNS:
         raise InputError(
-            f"{folder} holds another run (of another trace, policy, cache, device or code): name another --out, or go "
+            f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or go "
             "on without --resume"
         )
     done: list[StepRow] = []
-    for request, count in steps.items():
-        of = [row for row in rows if row[0] == request]
-        if len(of) != count:
+    for request in requests:
+        of = rows[len(done) : len(done) + len(request.tokens)]
+        if len(of) < len(request.tokens):
             break
+        each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
+        if [row[:3] for row in of] != [[request.request, *step] for step in each] or min(map(min, of)) < 0:
+            raise InputError(f"{path} does not hold the steps of this trace: go on without --resume")
         done += of
     return done
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -74,12 +73,21 @@ class Choice:
             raise InputError(f"--nvtx marks what a GPU is given, and the device is {self.device}")
 
     @property
+    def machine(self) -> str | None:
+        """What the device is called; None: nothing real."""
+        if self.device == "virtual":
+            return None
+        from replay.devices.machine import machine_name
+
+        return machine_name(self.device)
+
+    @property
     def key(self) -> str:
         """Of all that decides what is measured: sixteen hexadecimal digits."""
         from replay.comparison.record import key_of
         from sim import sweep
 
-        device = [self.device, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
+        device = [self.device, self.machine, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
         return key_of(cell=sweep.key(self.loaded, self.policy, self.slots), device=device)
 
     @property
@@ -231,21 +239,18 @@ def run(
             from replay.devices.nvtx import MarkedDevice
 
             device = MarkedDevice(device)
-        inside_ns, began_ns = device.inside_ns, perf_counter_ns()
         if timeline:
             log = _shown(plan, device, on_step, timeline, slots)
         else:
             clock = VirtualDevice(*(measured or (loaded.timing(choice.policy), loaded.link)))
             log = play(plan, device, on_step, done=done, clock=clock)
-        host_ns = perf_counter_ns() - began_ns - (device.inside_ns - inside_ns)
     row, by_request = summarise(log, cell, loaded.trace.requests)
     row |= {"device": choice.device, **facts, **moved(log, plan, measured[1] if measured else None)}
     counted = log.request >= cell.warmup_requests
     alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
     row["host_ms"] = int(alone_ns[counted].sum()) / 1e6
     if choice.device != "virtual":
-        policy_ns = int(log.stall_ns[len(done) :, STALLS.index("predictor")].sum())
-        row["host_us_per_layer"] = (host_ns - policy_ns) / 1_000 / ((len(log.step_ns) - len(done)) * plan.shape.layers)
+        row["host_us_per_layer"] = bookkeeping_us(device, log, plan, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
         _show_prediction(choice, measured, timeline, slots)
@@ -255,6 +260,15 @@ def run(
         row["predicted_for"] = first.machine
         row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     return Outcome(row, log, by_request, predictions)
+
+
+def bookkeeping_us(device: Device, log: RunLog, plan: Plan, resumed: int = 0) -> float | None:
+    """Of the host, a layer of the run that has just ended, without the policy's own work; None where nobody counted."""
+    steps = len(log.step_ns) - resumed
+    if not (device.outside_ns and steps):
+        return None
+    policy_ns = int(log.stall_ns[resumed:, STALLS.index("predictor")].sum())
+    return (device.outside_ns - policy_ns) / 1_000 / (steps * plan.shape.layers)
 
 
 def _shown(

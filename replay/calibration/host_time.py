@@ -39,6 +39,8 @@ def with_host(meter: Meter, plan: Plan, model: MeasuredModel, top_k: int, contex
     parts_ns = _parts_ns(model, layers, context, layers) + layers * model.transfer_ns
     scarce = replace(plan, slots=min(plan.slots, layers))
     missing_ns = _steps_ns(meter, scarce, never_again, parts_ns) - parts_ns
+    if top_k == 1 and launches == layers:  # one expert of each layer, there or not: hits tell what a layer takes
+        return replace(model, turnaround_ns=beyond_ns // layers)
     if launches <= layers:  # so few slots that hardly a token misses nothing
         return replace(model, turnaround_ns=max(0, missing_ns) // layers)
     launch_ns = (beyond_ns - missing_ns) // (launches - layers)

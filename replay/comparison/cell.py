@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import mean
-from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,9 +28,9 @@ from replay.devices.virtual import VirtualDevice
 from replay.driver import Deciding, Driver, Plan
 from replay.driver import Row as StepRow
 from replay.quiet import undisturbed
-from replay.run import Choice, as_run, moved
+from replay.run import Choice, as_run, bookkeeping_us, moved
 from sim import engine
-from sim.log import STALLS, RunLog, joined
+from sim.log import RunLog, joined
 from sim.measured import MeasuredTiming
 from sim.results import Row, summarise
 from sim.timing import Link, Timing
@@ -64,7 +63,7 @@ class Played:
 
     log: RunLog
     evictions: Mapping[int, Int]
-    host_ns: int = 0  # bookkeeping and policy on the host, the calls of the device apart
+    host_us_per_layer: float | None = None
 
 
 @dataclass(frozen=True)
@@ -234,11 +233,9 @@ def play_on(
         if on_step:
             on_step(row)
 
-    inside_ns, began_ns = device.inside_ns, perf_counter_ns()
     log = driver.run(ended)
-    host_ns = perf_counter_ns() - began_ns - (device.inside_ns - inside_ns)
     parts = np.split(log.evictions, list(evicted.values()))
-    return Played(log, dict(zip(evicted, parts, strict=False)), host_ns)
+    return Played(log, dict(zip(evicted, parts, strict=False)), bookkeeping_us(device, log, plan))
 
 
 def _simulate(choice: Choice, timing: Timing, link: Link) -> Played:
@@ -285,8 +282,7 @@ def figures_of(choice: Choice, played: Played, timing: Timing, link: Link, on_st
     if on_stage:
         alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
         row["host_ms"] = int(alone_ns[counted_steps(choice, log)].sum()) / 1e6
-        policy_ns = int(log.stall_ns[:, STALLS.index("predictor")].sum())
-        row["host_us_per_layer"] = (played.host_ns - policy_ns) / 1_000 / (len(log.step_ns) * plan.shape.layers)
+        row["host_us_per_layer"] = played.host_us_per_layer
     return row
 
 
@@ -296,10 +292,10 @@ SAME = ("model", "trace", "requests", "mode", "cache_experts")
 """Of cells whose policies are ranked."""
 
 
-def rankings(cells: Sequence[Row]) -> list[Row]:
+def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
     """How policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
 
-    Noise is the greatest of the cells that were played more than once; where none was, every difference counts.
+    Noise is the greatest of the cells that were played more than once, and at least what is known of the machine.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for cell in cells:
@@ -311,7 +307,7 @@ def rankings(cells: Sequence[Row]) -> list[Row]:
             continue
         measured, predicted = ([cell[side]["tpot_mean_ms"] for cell in group] for side in ("measured", "predicted"))
         noises = [cell["noise"] for cell in group if cell.get("noise") is not None]
-        right, differ = errors.ordered_pairs(measured, predicted, max(noises, default=0.0))
+        right, differ = errors.ordered_pairs(measured, predicted, max([least_noise, *noises]))
         found.append(
             {
                 **dict(zip(SAME, same, strict=True)),

@@ -63,9 +63,14 @@ class Record:
                 raise InputError(f"{self.path} is of {name} {before}, this is {now}: name another folder with --out")
         self.facts |= facts
 
+    def require_code(self) -> None:
+        """InputError where finished cells were played by other code: they would be judged beside new ones."""
+        if self._cells and self.facts.get("code") != _code():
+            raise InputError(f"{self.path} is of other code than this: go on without --resume")
+
     def begin(self, **facts: Any) -> None:
-        """`tell`, and the commit and the date (UTC) of now."""
-        self.tell(**facts, commit=commit(), date=datetime.now(UTC).isoformat(timespec="seconds"))
+        """`tell`, and the commit, this project's code and the date (UTC) of now."""
+        self.tell(**facts, commit=commit(), code=_code(), date=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def __contains__(self, key: str) -> bool:
         return key in self._cells and ERROR not in self._cells[key]

@@ -22,8 +22,8 @@ from replay.devices.launches import Launches
 from replay.devices.store import HostStore
 from replay.model.network import Network
 
-TAIL_BYTES = 2 << 20
-"""The host answers within some 40 us, in which a PCIe 5.0 x16 link moves so much."""
+TAIL_BYTES = 1 << 20
+"""What a PCIe 5.0 x16 link moves in 20 us, in which the host answers; more would be chosen earlier than it need be."""
 
 
 class Pending(NamedTuple):

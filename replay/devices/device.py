@@ -57,6 +57,8 @@ class Device(ABC):
     """The next piece is submitted when at most this much is flying: what the host takes to answer, in bytes."""
     inside_ns: int = 0
     """Time that the host has spent in calls of this device, waiting included; 0 on a clock of its own."""
+    outside_ns: int = 0
+    """Time that the loop of the latest run has spent outside of them: bookkeeping, and the policy's own work."""
     predictor_takes_time: bool = True
     """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
 

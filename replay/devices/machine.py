@@ -22,6 +22,11 @@ def facts(gpu: Gpu | None, store: HostStore) -> Row:
     }
 
 
+def machine_name(device: str) -> str:
+    """Of the GPU, or of the processor."""
+    return torch.cuda.get_device_name() if device == "cuda" else _processor()
+
+
 def _processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from replay.comparison.record import ERROR, Record
-from replay.gpu_check.check import BUDGET_S, SHORT_TOKENS, Check
-from replay.gpu_check.verdict import lines
+from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
+from replay.gpu_check.verdict import lines, unjudged
 from sim import models
 from traces import console
 from traces.errors import InputError
@@ -55,7 +55,10 @@ def check(
     Check(gpu, record, told, names, traces, minutes * 60, commit).run()
     tell(record)
     console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
-    if any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
+    missing = unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])
+    for what in missing:
+        console.warn(f"not judged: {what}")
+    if missing or any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
         raise typer.Exit(1)
 
 

@@ -8,6 +8,7 @@ experts share buffers, which every cell states (`host_experts`).
 The file is written anew after each cell. What would not end in time is left out, and said so.
 """
 
+import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 from threading import Thread
 
+import numpy as np
 import torch
 
 from policies.contract import Shape
@@ -130,6 +132,7 @@ class Check:
 
     def run(self) -> None:
         """All of it. InputError where nothing can be played; a cell that cannot is recorded with its reason."""
+        self.record.require_code()
         self.record.begin(
             gpu=self.gpu.name,
             machine=self.gpu.name,
@@ -166,10 +169,15 @@ class Check:
     def _finish(self) -> None:
         """What is known of all cells together."""
         self._tell_profile()
-        self.record.tell(rankings=rankings(list(self.record)))
+        self.record.tell(rankings=rankings(list(self.record), self._noise()))
         cells = list(self.record)
         self.record.tell(verdict=verdict(self.record.facts, cells), ratios=ratios(cells))
         self.record.write()
+
+    def _noise(self) -> float:
+        """By how much passes of the calibration and repeats in them differ: closer policies need not be told apart."""
+        spreads = [one.noise for passes in self.found.models.values() for one in passes]
+        return max([self.found.disagreement()[0] if self.found.rates else 0.0, *spreads])
 
     def _tell_profile(self) -> None:
         if self.found.models and self.found.rates:
@@ -283,27 +291,29 @@ class Check:
         head = head_of(choice, mode, stage)
         what = f"{head['model']}: {head['policy']} at {head['cache_fraction']:.0%}, {mode}"
         names = ("model", "trace", "policy", "mode", "cache_experts", "requests")
-        key = key_of(**{name: head[name] for name in names}, tokens=tokens)
+        key = key_of(**{name: head[name] for name in names}, tokens=tokens, content=_content(choice.loaded))
         moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
         if key in self.record or not self._affords(what, _seconds(choice, moved)):
             return
         with self._recorded(key, head):
             timing, link = choice.loaded.timing(choice.policy), choice.loaded.link
             outcome = play_cell(choice, mode, timing, link, stage, self._in_time)
+            log = outcome.measured.log
+            first_ms = log.step_ns[log.phase == DECODE][:BASELINE_TOKENS].mean() / 1e6
+            self.record.put(key, {**head, **outcome.figures(), "tpot_first_ms": float(first_ms)})
             self.record.tell(copy_gbps=copy_gbps(self.record))
-            self.record.put(key, {**head, **outcome.figures()})
 
     # What others do
 
     def _baselines(self, choice: Choice, stage: Stage) -> None:
         choice = replace(choice, loaded=first_tokens(choice.loaded, BASELINE_TOKENS))
         assert choice.loaded.profile
-        layer = choice.loaded.profile.experts / choice.loaded.profile.top_k
+        layer, content = choice.loaded.profile.experts / choice.loaded.profile.top_k, _content(choice.loaded)
         for name, policy in BASELINES:
             one = replace(choice, policy=parse(policy))
             head = head_of(one, name, stage) | ({"policy": None} if name in SCHEDULES else {})
             what = f"{head['model']}: {name}" + (f" under {policy}" if head["policy"] else "")
-            key = key_of(model=head["model"], trace=head["trace"], mode=name, policy=policy)
+            key = key_of(**{name: head[name] for name in ("model", "trace")}, mode=name, policy=policy, content=content)
             if key in self.record or not self._affords(what, _seconds(one, layer if name == LAYER_STREAM else 1.5)):
                 continue
             with self._recorded(key, head):
@@ -353,6 +363,12 @@ def _seconds(choice: Choice, transfers: float) -> float:
     assert model
     lookups = sum(len(request.experts) for request in choice.plan.requests)
     return 2 + lookups * transfers * model.transfer_ns / 1e9
+
+
+def _content(loaded: Loaded) -> str:
+    """Which routing, beyond its name."""
+    routed = np.ascontiguousarray(loaded.trace.experts) if isinstance(loaded.trace, Trace) else None
+    return loaded.fingerprint if routed is None else hashlib.sha256(routed.tobytes()).hexdigest()[:16]
 
 
 def _where(error: BaseException) -> str:

@@ -14,6 +14,7 @@ HOST_US = 30.0
 MEAN, P99, P99_TOKENS, MAPE = 0.03, 0.08, 500, 0.10
 
 CLOSED_LOOP = "closed-loop"
+QUARTER = 0.25
 OF = ("model", "policy", "mode", "cache_fraction", "tokens")
 
 
@@ -21,9 +22,9 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
     """A row for each bound and cell that it holds for: what, of which cell, value, bound, and whether it holds."""
     rows: list[Row] = []
 
-    def judge(what: str, cell: Row, value: float, bound: float, least: bool = False) -> None:
+    def judge(what: str, cell: Row, value: float | None, bound: float, least: bool = False) -> None:
         of = {name: cell.get(name) for name in OF}
-        holds = value >= bound if least else value <= bound
+        holds = value is not None and (value >= bound if least else value <= bound)
         rows.append({"what": what, **of, "value": value, "bound": bound, "holds": holds})
 
     for kernel in facts.get("kernels") or ():
@@ -36,16 +37,16 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
         if ERROR in cell or "predicted" not in cell:
             continue
         errors, measured = cell["errors"], cell["measured"]
-        quarter = abs(cell["cache_fraction"] - 0.25) < 0.01
+        quarter = abs(cell["cache_fraction"] - QUARTER) < 0.01
         if quarter and cell["mode"] == CLOSED_LOOP and cell["model"] in OVER_WITHOUT_HOST:
             over = errors.get("measured_over_without_host")
             if over is not None:
                 judge("step over the simulated without host", cell, over, OVER_WITHOUT_HOST[cell["model"]])
         if cell["mode"] == CLOSED_LOOP:
             judge("host bookkeeping a layer, us", cell, measured["host_us_per_layer"], HOST_US)
-        judge("TPOT mean, error", cell, abs(errors["tpot_mean"]), MEAN)
+        judge("TPOT mean, error", cell, _size(errors["tpot_mean"]), MEAN)
         if cell["tokens"] >= P99_TOKENS:
-            judge("TPOT p99, error", cell, abs(errors["tpot_p99"]), P99)
+            judge("TPOT p99, error", cell, _size(errors["tpot_p99"]), P99)
             judge("per token, mean absolute error", cell, errors["token_mape"], MAPE)
     for ranking in facts.get("rankings") or ():
         if differ := ranking["pairs_that_differ"]:
@@ -54,23 +55,43 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
     return rows
 
 
+def _size(error: float | None) -> float | None:
+    """Without its sign; None: not finite."""
+    return None if error is None else abs(error)
+
+
 def ratios(cells: Sequence[Row]) -> list[Row]:
-    """How many times as long a token takes under what others do as under each policy here, at the same cache size."""
+    """How many times as long a token takes under what others do as under each policy here, at the same cache size.
+
+    What others do was played over the first tokens. Where it has a policy, so is ours taken: what that has learned by
+    then differs from what it knows later. What has none takes for every token the same.
+    """
     found = [cell for cell in cells if ERROR not in cell and "measured" in cell]
     others = [cell for cell in found if "predicted" not in cell]
-    ours = [cell for cell in found if cell["mode"] == CLOSED_LOOP]
+    ours = [cell for cell in found if cell["mode"] == CLOSED_LOOP and abs(cell["cache_fraction"] - QUARTER) < 0.01]
     return [
         {
             "model": own["model"],
             "policy": own["policy"],
             "cache_fraction": own["cache_fraction"],
             "over": other["mode"] + (f" under {other['policy']}" if other["policy"] else ""),
-            "ratio": other["measured"]["tpot_mean_ms"] / own["measured"]["tpot_mean_ms"],
+            "ratio": other["measured"]["tpot_mean_ms"]
+            / (own["tpot_first_ms"] if other["policy"] else own["measured"]["tpot_mean_ms"]),
         }
         for own in ours
         for other in others
-        if other["model"] == own["model"] and other.get("cache_experts") in (own["cache_experts"], None)
+        if other["model"] == own["model"]
     ]
+
+
+def unjudged(cells: Sequence[Row], wanted: Sequence[tuple[str, str]]) -> list[str]:
+    """Of the (model, policy) that were to be played at a quarter of the experts, those that were not."""
+    played = {
+        (cell["model"], cell["policy"])
+        for cell in cells
+        if cell.get("predicted") and cell["mode"] == CLOSED_LOOP and abs(cell["cache_fraction"] - QUARTER) < 0.01
+    }
+    return [f"{model}: {policy} at 25%" for model, policy in wanted if (model, policy) not in played]
 
 
 def lines(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
@@ -82,4 +103,5 @@ def lines(rows: Sequence[Mapping[str, object]]) -> Iterator[str]:
         for row in of:
             if not row["holds"]:
                 where = ", ".join(str(row[name]) for name in OF if row[name] is not None)
-                yield f"       {where}: {row['value']:.4g}, bound {row['bound']:.4g}"
+                value = "not finite" if row["value"] is None else f"{row['value']:.4g}"
+                yield f"       {where}: {value}, bound {row['bound']:.4g}"

@@ -14,15 +14,16 @@ import torch
 
 from policies.contract import Shape
 from policies.registry import parse
-from replay import cli, run
+from replay import cli, report, run
 from replay.driver import COLUMNS
 from sim import winner
-from sim.cells import Setup
+from sim.cells import Requests, Setup
 from sim.results import REQUESTS, RESULTS
 from sim.store import Store
 from sim.sweep import Grid, Table, outcome, save, sweep
 from sim.winner import Winner
 from traces import demo_trace
+from traces.errors import InputError
 from traces.trace import Trace
 
 
@@ -309,3 +310,31 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
     assert status == 1
     assert re.fullmatch(r"moe-replay: error: the link reached [\d.]+ GB/s while busy, less than --min-gbps 1000\n", err)
     assert (tmp_path / "here" / "results.parquet").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: text[:-4], None),  # a line that was cut off
+        (lambda text: text + "7,", None),
+        (lambda text: text.replace("0,1,1,", "3,1,1,", 1), "does not hold the steps of this trace"),
+        (lambda text: text.replace("request", "quest", 1), "holds another run"),
+        (lambda text: text.replace("\n0,1,1,", "\n0,1,1,x", 1), "holds no run that could go on"),
+    ],
+)
+def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damage, said, tmp_path: Path) -> None:
+    requests = list(Requests(Trace.read(demo_trace()).head(3)))
+    with report.step_writer(tmp_path, "a key") as write:
+        for request in requests[:2]:
+            for step in range(len(request.tokens)):
+                write([request.request, int(request.phase[step]), int(request.tokens[step]), *[5] * (len(COLUMNS) - 3)])
+    file = tmp_path / "per_token.csv"
+    file.write_text(damage(file.read_text()))
+    if said:
+        with pytest.raises(InputError, match=said):
+            report.done_before(tmp_path, "a key", requests)
+        return
+    done = report.done_before(tmp_path, "a key", requests)
+    assert {row[0] for row in done} == ({0} if "7," not in file.read_text()[-2:] else {0, 1})
+    with pytest.raises(InputError, match="another run"):
+        report.done_before(tmp_path, "other", requests)

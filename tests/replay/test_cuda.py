@@ -68,6 +68,10 @@ class Watched(CudaDevice):
         self.watch.ended(completion)
         return completion
 
+    def discard_copies(self) -> None:
+        self.watch.discarded()
+        super().discard_copies()
+
 
 @contextmanager
 def device(gpu: Gpu, slots: int) -> Iterator[Watched]:

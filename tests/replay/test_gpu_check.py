@@ -206,8 +206,29 @@ def test_bandwidth_is_judged_of_experts_of_eight_megabytes_and_more():
     assert [row["holds"] for row in rows] == [False, True]
 
 
+def test_what_was_to_be_judged_and_was_not_is_named():
+    played = [cell(policy="lru"), cell(policy="eamc", mode="lockstep"), cell(policy="eamc", cache_fraction=0.5)]
+    wanted = [("mixtral-8x7b", "lru"), ("mixtral-8x7b", "eamc")]
+    played[0]["predicted"] = played[1]["predicted"] = {"tpot_mean_ms": 1.0}
+    assert verdict.unjudged(played, wanted) == ["mixtral-8x7b: eamc at 25%"]
+
+
+def test_an_error_that_is_not_finite_holds_no_bound():
+    rows = verdict.verdict({}, [cell(errors={"tpot_mean": None, "tpot_p99": None, "token_mape": None}, tokens=500)])
+    broken = [row["what"] for row in rows if not row["holds"]]
+    assert broken == ["TPOT mean, error", "TPOT p99, error", "per token, mean absolute error"]
+    assert "not finite" in "".join(verdict.lines(rows))
+
+
+def test_cells_of_other_code_are_not_taken_over(tiny, tmp_path, monkeypatch):
+    check(tmp_path, names=("olmoe-1b-7b",))
+    monkeypatch.setattr("replay.comparison.record._code", lambda: "other")
+    with pytest.raises(InputError, match="of other code"):
+        check(tmp_path, names=("olmoe-1b-7b",), resume=True)
+
+
 def test_ratios_compare_like_with_like():
-    own = cell(cache_experts=6, policy="eamc")
+    own = cell(cache_experts=6, policy="eamc", tpot_first_ms=30.0)
     others = [
         {"model": own["model"], "mode": "accelerate", "policy": None, "measured": {"tpot_mean_ms": 200.0}},
         {"model": "other", "mode": "accelerate", "policy": None, "measured": {"tpot_mean_ms": 1.0}},
@@ -215,7 +236,7 @@ def test_ratios_compare_like_with_like():
     ]
     del others[2]["predicted"]
     found = verdict.ratios([own, *others])
-    assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 3.0)]
+    assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 2.0)]
 
 
 def test_a_check_is_drawn_and_put_into_tables(tiny, tmp_path, monkeypatch, capsys):
