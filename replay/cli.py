@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -116,6 +117,8 @@ def run(
     """
     from sim.quantities import parse_bytes
 
+    if min_gbps is not None and not 0 < min_gbps < math.inf:
+        raise InputError(f"--min-gbps {min_gbps}: must be above 0 and finite")
     asked = {
         "trace": trace,
         "hardware": hardware,
@@ -138,7 +141,8 @@ def run(
 
     folder = out or Path("results") / f"{name_of(choice.loaded.setup.trace)}-replay"
     if resume and (timeline or choice.device == "virtual"):
-        raise InputError("--resume: a timeline needs the whole run, and one on a logical clock takes seconds")
+        why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
+        raise InputError(f"--resume: {why}: leave it out")
     reached = _replay(choice, folder, timeline, not no_slots, as_json, quiet, resume).row["copy_gb_per_s"]
     if min_gbps is not None and reached is not None and reached < min_gbps:
         console.fail(
@@ -242,13 +246,14 @@ def _replay(
     from sim.results import writable
     from sim.timeline import writing
 
-    is_new = not folder.exists()
-    writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
-    requests, key = Requests(choice.loaded.trace), choice.key
+    requests, key, is_new = Requests(choice.loaded.trace), choice.key, not folder.exists()
     steps = sum(len(request.tokens) for request in requests)
+    writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
     done = report.done_before(folder, key, requests) if resume else []
     if len(done) == steps:
-        raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+        if (folder / report.RESULTS_FILE).exists():
+            raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+        done = [row for row in done if row[0] != done[-1][0]]  # cut off behind its last step: the end is played again
     played = len(done)
     if done and not quiet:
         console.note(f"going on behind {played} of {steps} steps")
@@ -264,7 +269,8 @@ def _replay(
             with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
                 outcome = run(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
-        kept = f": they are in {folder / report.STEPS}" if played else ""
+        goes_on = ", and --resume goes on behind the last whole request" if choice.device != "virtual" else ""
+        kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
     finally:
         if is_new and not played:

@@ -27,7 +27,7 @@ def calibrate(
     policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = POLICIES,
     repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
-        int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 4 GiB.")
+        int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
     ] = None,
     dense: Annotated[str, typer.Option(help="real, or none: the experts alone.")] = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
@@ -44,8 +44,8 @@ def calibrate(
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
     from policies.registry import parse
+    from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
-    from replay.calibration.calibrate import choices, profile, steps_of
     from replay.run import choose_device
     from sim.config import listed
     from sim.results import replacing
@@ -64,34 +64,33 @@ def calibrate(
     with _progress(steps_of(chosen, wanted, repeat), quiet) as told:
         found = measured(chosen, wanted, repeat, told)
     path = out or Path(f"{_slug(str(found.facts['device_name']))}.toml")
+    apart, what = found.disagreement()
+    noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
+    if apart > AGREES and strict:
+        console.fail("moe-replay", f"{noisy}; nothing was written", 1)
     with replacing(path) as part:
         part.write_text(profile(found), encoding="utf-8")
-    _tell(found, path, strict, quiet)
-
-
-def _tell(found: "Found", path: Path, strict: bool, quiet: bool) -> None:
-    from replay.calibration.calibrate import AGREES
-
-    apart, what = found.disagreement()
     if not quiet:
-        for name in found.models:
-            model = found.settled(name)
-            gb_per_s = model.expert_bytes / model.transfer_ns
-            costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
-            console.out.print(
-                f"{name}: an expert in {model.transfer_ns / 1e6:.4g} ms ({gb_per_s:.4g} GB/s); the host "
-                f"{model.turnaround_ns / 1e3:.1f} us a layer, {model.launch_ns / 1e3:.1f} us an expert; "
-                f"policies, us an event: {costs}",
-                soft_wrap=True,
-                markup=False,
-            )
-        console.out.print(f"passes differ by at most {apart:.1%} ({what})", markup=False, soft_wrap=True)
-        console.out.print(f"wrote {path}: moe-sim --hardware {path}", markup=False, soft_wrap=True)
+        _tell(found, path)
     if apart > AGREES:
-        noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
-        if strict:
-            console.fail("moe-replay", noisy, 1)
         console.warn(noisy)
+
+
+def _tell(found: "Found", path: Path) -> None:
+    for name in found.models:
+        model = found.settled(name)
+        gb_per_s = model.expert_bytes / model.transfer_ns
+        costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
+        console.out.print(
+            f"{name}: an expert in {model.transfer_ns / 1e6:.4g} ms ({gb_per_s:.4g} GB/s); the host "
+            f"{model.turnaround_ns / 1e3:.1f} us a layer, {model.launch_ns / 1e3:.1f} us an expert; "
+            f"policies, us an event: {costs}",
+            soft_wrap=True,
+            markup=False,
+        )
+    apart, what = found.disagreement()
+    console.out.print(f"passes differ by at most {apart:.1%} ({what})", markup=False, soft_wrap=True)
+    console.out.print(f"wrote {path}: moe-sim --hardware {path}", markup=False, soft_wrap=True)
 
 
 @contextmanager

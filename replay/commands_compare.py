@@ -87,6 +87,8 @@ def compare(
     from traces.location import name_of
 
     _check(max_error, repeat)
+    if resume and overwrite:
+        raise InputError("--resume keeps finished cells and --overwrite drops them: leave one out")
     chosen = choose_device(device)
     is_calibrated = hardware is not None and chosen != "virtual"
     setup = Setup(
@@ -111,7 +113,7 @@ def compare(
     folder = out or Path("results") / f"{name_of(setup.trace)}-compare"
     comparison = Comparison(choice, grid, _modes(_listed(modes)), is_calibrated, folder, repeat)
     with only_one(folder):
-        record = Record.open(folder / RECORD, resume=not overwrite)
+        record = Record.open(folder / RECORD, resume=not overwrite, otherwise="drop it with --overwrite")
         if len(record) and not resume:
             raise InputError(
                 f"{folder} holds {len(record)} finished cells: go on with --resume, drop them with --overwrite, "
@@ -222,7 +224,10 @@ def _draw(cells: "list[Row]", folder: Path, quiet: bool) -> list[str]:
     if not cells:
         return []
     try:
-        return [plot_compare.draw(cells, folder).name]
+        path, missing = plot_compare.draw(cells, folder)
+        for cell in missing:
+            console.warn(f"{named(cell)}: {cell.get('per_token')} is gone or damaged: it is not in {plot_compare.NAME}")
+        return [path.name] if path else []
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
@@ -250,23 +255,25 @@ def table(cells: "list[Row]", ceiling_gbps: float | None) -> Table:
     """A line for each cell of one mode; errors are predicted / measured - 1."""
     shown = Table(title=cells[0]["mode"], title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("policy", overflow="fold", min_width=10)
-    headings = ("cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s")
+    headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
+    headings += ["of the\nlink"] if ceiling_gbps else []
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for cell in cells:
         off, rate = cell["errors"], cell["measured"]["copy_gbps"]
-        of_ceiling = f" ({rate / ceiling_gbps:.0%})" if rate and ceiling_gbps else ""
-        noise = "" if cell["noise"] is None else f" ±{cell['noise'] / 2:.1%}"
+        of_ceiling = (f"{rate / ceiling_gbps:.0%}" if rate else "-",) if ceiling_gbps else ()
+        noise = "" if cell["noise"] is None else f"\n({cell['noise']:.1%} apart)"
         shown.add_row(
             cell["policy"],
-            f"{cell['cache_fraction']:.3g}",
+            f"{cell['cache_fraction']:.1%}",
             f"{cell['predicted']['tpot_mean_ms']:,.4g}",
             f"{cell['measured']['tpot_mean_ms']:,.4g}{noise}",
             _percent(off["tpot_mean"]),
             _percent(off["tpot_p99"]),
             f"{off['token_mape']:.1%}" if off["token_mape"] is not None else "-",
             f"{cell['divergence']['steps']:.1%}",
-            f"{rate:,.2f}{of_ceiling}" if rate else "-",
+            f"{rate:,.2f}" if rate else "-",
+            *of_ceiling,
         )
     return shown
 
@@ -276,7 +283,9 @@ def ranking_line(ranking: "Row") -> str:
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
     pairs = f"{ranking['pairs_as_measured']} of {ranking['pairs_that_differ']} pairs"
     noise = "" if ranking["noise"] is None else f" by more than {ranking['noise']:.1%}"
-    where = f"{ranking['cache_fraction']:.3g} of all, {ranking['mode']}"
+    where = f"{ranking['cache_fraction']:.1%}, {ranking['mode']}"
+    if not ranking["pairs_that_differ"]:
+        return f"{where}: no two of {ranking['policies']} policies differ{noise}"
     return f"{where}: {correlation} over {ranking['policies']} policies; {pairs} that differ{noise} are in order"
 
 

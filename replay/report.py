@@ -1,11 +1,11 @@
 """What a replay writes and says: its files, a table, and the last line with predicted beside measured."""
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from rich import box
@@ -56,21 +56,31 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
     Beside it run.json says by `key` which run it is of, for `done_before`. The file begins with the rows `done`.
     """
     with ExitStack() as opened:
-        writers: list[Any] = []
+        files: list[io.FileIO] = []  # written at once: nothing is left in a buffer that could not be
 
         def write(row: StepRow) -> None:
-            if not writers:
+            if not files:
                 for old in (RESULTS_FILE, REQUESTS_FILE, STEPS):
                     (folder / old).unlink(missing_ok=True)  # they would not be of this run
                 with replacing(folder / RUN_FILE) as part:
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
                     csv.writer(begun).writerows([COLUMNS, *done])
-                file = opened.enter_context((folder / STEPS).open("a", newline="", encoding="utf-8", buffering=1))
-                writers.append(csv.writer(file))
-            writers[0].writerow(row)
+                files.append(opened.enter_context((folder / STEPS).open("ab", buffering=0)))
+            line = ",".join(map(str, row)).encode() + b"\r\n"
+            try:
+                written = files[0].write(line)
+            except OSError as error:
+                raise _full(folder, error.strerror) from error
+            if written != len(line):
+                raise _full(folder, "no space left on device")
 
         yield write
+
+
+def _full(folder: Path, why: str | None) -> InputError:
+    kept = "what it holds is kept: make room and go on with --resume"
+    return InputError(f"cannot write {folder / STEPS}: {why}; {kept}")
 
 
 def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> list[StepRow]:
@@ -121,6 +131,15 @@ def progress(steps: int, quiet: bool, played: int = 0) -> Iterator[Callable[[], 
         yield lambda: bar.advance(task)
 
 
+STALLED = {
+    "predictor": "by the policy",
+    "demand": "for a demand",
+    "late": "for a late prefetch",
+    "behind_prefetch": "behind a prefetch",
+    "slot": "for a slot",
+}
+"""Causes of a stall, in words."""
+
 ROWS = {
     "TTFT mean (ms)": ("ttft_mean_ms", "{:,.3f}"),
     "TPOT mean (ms)": ("tpot_mean_ms", "{:,.3f}"),
@@ -135,7 +154,7 @@ ROWS = {
     "link busy (ms)": ("link_busy_ms", "{:,.1f}"),
     "compute busy (ms)": ("compute_busy_ms", "{:,.1f}"),
     "stalled (ms)": ("gpu_idle_ms", "{:,.1f}"),
-    "of it the predictor": ("stall_predictor_ms", "{:,.1f}"),
+    **{f"  {told}": (f"stall_{cause}_ms", "{:,.1f}") for cause, told in STALLED.items()},
     "host alone (ms)": ("host_ms", "{:,.1f}"),
     "host a layer (us)": ("host_us_per_layer", "{:,.1f}"),
     "link (GB/s)": ("copy_gb_per_s", "{:,.2f}"),
@@ -176,11 +195,11 @@ def last_line(outcome: Outcome) -> str:
             f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
         )
     expected = outcome.predictions[0]
-    off = row[column] / expected.row[column] - 1 if expected.row[column] else 0.0
+    off = expected.row[column] / row[column] - 1 if row[column] else 0.0
     return (
-        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms, "
-        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms "
-        f"({off:+.1%}), hit rate {_show(row['hit_rate'], '{:.1%}')}"
+        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms ({off:+.1%}), "
+        f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms, "
+        f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
     )
 
 
@@ -196,6 +215,8 @@ def notes(outcome: Outcome) -> list[str]:
                 "to take turns (much, where experts are small)"
             )
         found.append(note)
+    if (loaded := row.get("dense_loaded")) is not None and loaded < 1:
+        found.append(f"--weights gave {loaded:.0%} of the dense parameters; the others are random")
     experts = round(row["cache_experts"] / row["cache_fraction"])
     distinct = row.get("host_experts") or experts
     if distinct < experts:

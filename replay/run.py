@@ -69,6 +69,10 @@ class Choice:
         check_pin(self.pin)
         if self.dense not in DENSE:
             raise unknown("--dense", self.dense, DENSE)
+        ignored = {"--host-dedup": self.host_dedup, "--verify": self.verify, "--weights": self.weights}
+        ignored["--dense none"] = self.dense != DENSE[0]
+        if self.device == "virtual" and (given := [option for option, value in ignored.items() if value]):
+            raise InputError(f"{given[0]}: a logical clock moves and computes nothing; leave it out")
         if self.nvtx and self.device != "cuda":
             raise InputError(f"--nvtx marks what a GPU is given, and the device is {self.device}")
 
@@ -184,7 +188,7 @@ def choose_device(text: str) -> str:
     if text == "auto":
         return "cpu"
     built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-    raise InputError(f"--device cuda: {built}; --device cpu and --device virtual need none")
+    raise InputError(f"--device cuda: {built}; --device cpu needs none")
 
 
 def first_steps(loaded: Loaded, steps: int) -> Loaded:

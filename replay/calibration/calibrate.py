@@ -40,7 +40,7 @@ LONGEST = {"cuda": 2_048, "cpu": 128}
 REQUESTS, TOKENS = 24, 16
 """Further requests that are made up, and what each decodes: for policies to learn from."""
 
-DISTINCT_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
+DISTINCT_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 """Host buffers together, unless --host-dedup says: more than a host's caches hold."""
 SLOT_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
 """Of GPU memory at least taken for slots, where the model has so many experts."""
@@ -286,7 +286,7 @@ def profile(found: Found) -> str:
 def _told(found: Found, each: Mapping[str, Any]) -> dict[str, Any]:
     """What a reader wants to know."""
     apart, where = found.disagreement()
-    facts = {key: value for key, value in found.facts.items() if value is not None and key != "host_experts"}
+    facts = {key: value for key, value in found.facts.items() if value is not None}
     return {
         "gpu" if found.facts["driver"] else "cpu": facts.pop("device_name"),
         **facts,

@@ -20,13 +20,16 @@ PANEL_INCHES = (4.0, 2.2)
 SCATTER_INCHES = 4.6
 
 
-def draw(cells: Sequence[Row], folder: Path) -> Path:
-    """Write residuals.png of recorded cells, whose tokens lie in `folder`; the file."""
+def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
+    """Write residuals.png of recorded cells, whose tokens lie in `folder`; the file, and cells whose tokens do not."""
+    held = [(cell, tokens) for cell in cells if (tokens := _decoded(folder / str(cell.get("per_token")))) is not None]
+    missing = [cell for cell in cells if not any(cell is one for one, _ in held)]
+    if not held:
+        return None, missing
     path = folder / NAME
-    tokens = [_decoded(folder / cell["per_token"]) for cell in cells]
     with replacing(path) as part:
-        figure(cells, tokens).savefig(part, format="png", dpi=120)
-    return path
+        figure([cell for cell, _ in held], [tokens for _, tokens in held]).savefig(part, format="png", dpi=120)
+    return path, missing
 
 
 def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
@@ -83,6 +86,11 @@ def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataF
     below.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 
-def _decoded(path: Path) -> pd.DataFrame:
-    steps = pd.read_csv(path)
-    return steps[(steps["phase"] == DECODE) & steps["counted"]]
+def _decoded(path: Path) -> pd.DataFrame | None:
+    """None where the file is gone, or no longer whole."""
+    try:
+        steps = pd.read_csv(path).dropna()
+        decoded = steps[(steps["phase"] == DECODE) & steps["counted"].astype(bool)]
+    except (OSError, ValueError, KeyError):
+        return None
+    return decoded if len(decoded) else None

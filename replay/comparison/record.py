@@ -39,7 +39,7 @@ class Record:
         self._cells: dict[str, Row] = {}
 
     @classmethod
-    def open(cls, path: Path, resume: bool) -> "Record":
+    def open(cls, path: Path, resume: bool, otherwise: str = "go on without --resume") -> "Record":
         """With the finished cells of before, or empty; writes nothing. InputError for a file that is none of these."""
         record = cls(path)
         if not resume or not path.exists():
@@ -47,12 +47,12 @@ class Record:
         try:
             read = json.loads(path.read_text(encoding="utf-8"))
             cells = read.pop(CELLS)
-            record._cells = {cell[KEY]: cell for cell in cells if ERROR not in cell}
+            record._cells = {
+                cell[KEY]: cell for cell in cells if cell[KEY] and ERROR not in cell and "measured" in cell
+            }
             record.facts |= read
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(
-                f"{path} is not what moe-replay compare writes ({error}): go on without --resume"
-            ) from error
+            raise InputError(f"{path} is not a record of cells ({error}): {otherwise}") from error
         return record
 
     def tell(self, **facts: Any) -> None:

@@ -86,7 +86,7 @@ class Stage:
                 device.prepare(contexts)
                 yield device
                 if not self.network.finite():
-                    raise InputError("the network's output is not finite: its figures are worth nothing (--seed N)")
+                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {self._why}")
             finally:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
@@ -94,6 +94,12 @@ class Stage:
         except torch.AcceleratorError as error:
             told = str(error).splitlines()[0]
             raise InputError(f"the GPU reports an error, and the run cannot go on: {told}") from error
+
+    @property
+    def _why(self) -> str:
+        if self.needs.weights:
+            return f"the checkpoint in {self.needs.weights} does not fit, or is damaged"
+        return "try another --seed"
 
     def _made(self, slots: int, verify: bool, path: "type[CudaDevice] | None") -> Device:
         if self.gpu and self.launches:
@@ -106,7 +112,7 @@ class Stage:
 
     def _require_gpu_memory(self, needed_bytes: float, what: str) -> None:
         if self.gpu is None:
-            require_host_memory(needed_bytes, what, "choose a smaller --cache-size")
+            require_host_memory(needed_bytes, what, SMALLER)
         elif needed_bytes > (free := self.gpu.free_bytes()):
             raise _out_of_memory(what, needed_bytes, f", but {show_bytes(free)} of GPU memory are free")
 
@@ -180,7 +186,7 @@ def _network_bytes(needs: Needs) -> int:
     return Network(needs.profile, torch.device("meta"), *sizes, needs.seed, needs.dense).nbytes
 
 
-SMALLER, FEWER = "choose a smaller --cache-size", "go on with --dense none"
+SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "go on with --dense none"
 
 
 def _out_of_memory(what: str, needed_bytes: float, but: str = "", advice: str = SMALLER) -> InputError:

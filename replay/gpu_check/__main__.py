@@ -1,20 +1,26 @@
 """The command behind `make gpu-check`: `python3 -m replay.gpu_check`."""
 
+import math
 import time
 from datetime import date
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
 from replay.gpu_check.verdict import lines, unjudged
+from replay.model.network import dtype_of
 from sim import models
+from sim.results import writable
 from traces import console
 from traces.errors import InputError
 
 RESULTS = Path("replay/results")
+PAPER = "3.1 to 16.7 times"
+"""MoE-Infinity, abstract: latency over vLLM, Ollama, DeepSpeed and BrainStorm."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -29,25 +35,34 @@ def check(
     minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
     commit: Annotated[str | None, typer.Option(help="What to call this version, where git is not there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
 ) -> None:
     """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
 
     Exits with 1 where a bound does not hold or a cell could not be played.
     """
     from replay.devices.gpu import Cuda
-    from replay.run import choose_device
 
     if traces and not traces.is_dir():
         raise InputError(f"no folder of traces at {traces}")
+    if not 0 < minutes < math.inf:
+        raise InputError(f"--minutes {minutes:g}: must be above 0 and finite")
     names = tuple(name.strip() for name in only.split(",") if name.strip())
+    if not names:
+        raise InputError(f"--only names no model: take some of {', '.join(SHORT_TOKENS)}")
     for name in names:
-        models.model(name)
-    choose_device("cuda")
+        dtype_of(models.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
+    if not torch.cuda.is_available():
+        raise InputError("make gpu-check needs a GPU, and torch finds none; the CPU is compared by moe-replay compare")
     gpu, began = Cuda(), time.monotonic()
     slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
     path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = Record.open(path, resume)
+    writable(path.parent, (path.name,))
+    record = Record.open(path, resume=not overwrite, otherwise="drop it with --overwrite")
+    if len(record) and not resume:
+        raise InputError(
+            f"{path} holds {len(record)} cells: go on with --resume, drop them with --overwrite, or name another --out"
+        )
 
     def told(text: str) -> None:
         console.note(f"{time.monotonic() - began:6.1f} s  {text}")
@@ -71,6 +86,8 @@ def tell(record: Record) -> None:
             what = f"{row['model']}, {row['policy']} at {row['cache_fraction']:.0%}"
             text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
             console.out.print(text, markup=False, soft_wrap=True)
+    if record.facts["ratios"]:
+        console.out.print(f"the paper tells of {PAPER} over what it compares with", markup=False, soft_wrap=True)
     for cell in record:
         if ERROR in cell:
             what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))

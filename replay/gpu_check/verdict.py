@@ -45,9 +45,9 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
         if cell["mode"] == CLOSED_LOOP:
             judge("host bookkeeping a layer, us", cell, measured["host_us_per_layer"], HOST_US)
         judge("TPOT mean, error", cell, _size(errors["tpot_mean"]), MEAN)
+        judge("per token, mean absolute error", cell, errors["token_mape"], MAPE)
         if cell["tokens"] >= P99_TOKENS:
             judge("TPOT p99, error", cell, _size(errors["tpot_p99"]), P99)
-            judge("per token, mean absolute error", cell, errors["token_mape"], MAPE)
     for ranking in facts.get("rankings") or ():
         if differ := ranking["pairs_that_differ"]:
             right = ranking["pairs_as_measured"] / differ

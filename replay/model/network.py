@@ -134,5 +134,5 @@ def dtype_of(bytes_per_parameter: float, whose: str) -> torch.dtype:
             return dtype
     raise InputError(
         f"replay multiplies float32 and bfloat16, but {whose} parameter of this model profile has "
-        f"{bytes_per_parameter:g} bytes; choose another with --model-profile"
+        f"{bytes_per_parameter:g} bytes; choose another with --model-profile (gpt-oss-20b-bf16 for gpt-oss-20b)"
     )

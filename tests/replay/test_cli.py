@@ -338,3 +338,52 @@ def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damag
     assert {row[0] for row in done} == ({0} if "7," not in file.read_text()[-2:] else {0, 1})
     with pytest.raises(InputError, match="another run"):
         report.done_before(tmp_path, "other", requests)
+
+
+def test_a_run_cut_off_behind_its_last_step_plays_its_last_request_again(command, tmp_path: Path) -> None:
+    asked = ("--policy", "lru", "--device", "cpu", "--requests", "2", "--out", "here", "-q")
+    assert command(*asked)[0] == 0
+    before = (tmp_path / "here" / "per_token.csv").read_text().splitlines()
+    (tmp_path / "here" / "results.parquet").unlink()
+    status, _, err = command(*asked, "--resume")
+    assert status == 0, err
+    after = (tmp_path / "here" / "per_token.csv").read_text().splitlines()
+    first = [line for line in before if line.startswith(("request", "0,"))]
+    assert after[: len(first)] == first
+    assert len(after) == len(before)
+    assert (tmp_path / "here" / "results.parquet").exists()
+
+
+def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for the disk."""
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from replay import report; from traces.errors import InputError\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\n"
+        "try:\n"
+        "    with report.step_writer(Path(sys.argv[1]), 'a key') as write:\n"
+        "        for _ in range(99): write([0, 1, 1, *[5] * 15])\n"
+        "except InputError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r"cannot write \S+per_token\.csv: .*; what it holds is kept: .*--resume\n", done.stdout)
+    assert len((tmp_path / "per_token.csv").read_text().splitlines()) > 5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--host-dedup", "3"), "--host-dedup: a logical clock moves and computes nothing"),
+        (("--weights", "nowhere"), "--weights: a logical clock"),
+        (("--verify",), "--verify: a logical clock"),
+        (("--dense", "none"), "--dense none: a logical clock"),
+        (("--min-gbps", "nan"), "--min-gbps nan: must be above 0"),
+        (("--min-gbps", "-1"), "must be above 0"),
+        (("--nvtx",), "--nvtx marks what a GPU is given"),
+        (("--resume",), "a run on a logical clock takes seconds: leave it out"),
+    ],
+)
+def test_what_a_logical_clock_has_no_use_for_is_refused(command, options: tuple[str, ...], said: str) -> None:
+    status, _, err = command("--policy", "lru", "--device", "virtual", "--requests", "1", *options)
+    assert (status, said in err) == (2, True)
+    assert "error" in err.splitlines()[-1]

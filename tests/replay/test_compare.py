@@ -332,6 +332,20 @@ def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, 
     assert len(read(tmp_path / "here")["cells"]) == 4
 
 
+def test_tokens_that_are_gone_or_damaged_cost_the_picture_alone(command, tmp_path: Path) -> None:
+    arguments = ("--device", "virtual", *SMALL, "--out", "here")
+    assert command(*arguments, "-q")[0] == 0
+    files = sorted((tmp_path / "here" / "tokens").iterdir())
+    files[0].unlink()
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    status, out, err = command(*arguments, "--resume")
+    assert status == 0
+    assert err.count("is gone or damaged: it is not in residuals.png") == 2
+    assert "wrote compare.json, tokens/, residuals.png" in out
+    status, _, err = command(*arguments, "--resume", "--overwrite")
+    assert (status, "leave one out" in err) == (2, True)
+
+
 def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--requests", "3", "--out", "here", "-q"]
     arguments += ["--policies", "lru,fifo,lfu,clock", "--cache-sizes", "10%,25%"]

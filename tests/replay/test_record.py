@@ -78,7 +78,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path, monkeypatc
 def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
     path = tmp_path / "here.json"
     path.write_text(content)
-    with pytest.raises(InputError, match=r"here\.json is not what moe-replay compare writes") as caught:
+    with pytest.raises(InputError, match=r"here\.json is not a record of cells") as caught:
         Record.open(path, resume=True)
     assert "\n" not in str(caught.value)
     assert len(Record.open(path, resume=False)) == 0
