@@ -102,6 +102,7 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the run that --out holds, behind its last whole request.")
     ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop steps that a run cut off has left.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON, not as a table.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
 ) -> None:
@@ -140,6 +141,14 @@ def run(
     from traces.location import name_of
 
     folder = out or Path("results") / f"{name_of(choice.loaded.setup.trace)}-replay"
+    if resume and overwrite:
+        raise InputError("--resume keeps what was measured and --overwrite drops it: leave one out")
+    cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
+    if cut_off and choice.device != "virtual" and not (resume or overwrite):
+        raise InputError(
+            f"{folder} holds steps of a run that was cut off: go on with --resume, drop them with --overwrite, or name "
+            "another folder with --out"
+        )
     if resume and (timeline or choice.device == "virtual"):
         why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
         raise InputError(f"--resume: {why}: leave it out")

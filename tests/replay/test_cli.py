@@ -291,6 +291,10 @@ def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: P
     killed.wait()
     before = steps.read_text().splitlines()
     kept = [line for line in before[1:] if line.split(",")[0] == "0"]
+    status, _, err = command(*asked)
+    assert (status, "go on with --resume, drop them with --overwrite" in err) == (2, True)
+    assert command(*asked, "--resume", "--overwrite")[0] == 2
+    assert steps.read_text().splitlines() == before
     assert command("--policy", "lfu", *asked[2:], "--resume")[0] == 2, "another run"
     status, _, err = command(*asked, "--resume")
     assert status == 0, err
