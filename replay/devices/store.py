@@ -110,7 +110,8 @@ def stride_of(expert_bytes: int) -> int:
 
 
 def _anonymous(size: int) -> Bytes:
-    memory = mmap.mmap(-1, size)
+    private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size, **private)  # shared memory, the default, has no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)
