@@ -7,6 +7,7 @@ figure is the median of a few series of calls, waited for once.
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Event, Thread
@@ -189,7 +190,8 @@ def of_gpu(gpu: Gpu, memory_gib: float, buffers: int, n: int) -> Rates:
         if is_pinned:
             costs["pinning_gb_per_s"] = memory.nbytes / (time.perf_counter() - began) / 1e9
             curves["pinned_gb_per_s"] = _by_size(len(source), copy, gpu.synchronize)
-            costs["zero_copy_gb_per_s"] = _zero_copy(gpu.mapped(memory.slabs[0]), target, gpu)
+            with suppress(RuntimeError, TypeError, ValueError):  # where the driver maps no host memory
+                costs["zero_copy_gb_per_s"] = _zero_copy(gpu.mapped(memory.slabs[0]), target, gpu)
             costs |= _together((link, lambda: copy(slice(0, LARGE))), (compute, _reading(target)), gpu)
         large = seconds(lambda _: copy(slice(0, LARGE)), gpu.synchronize)
         latency = max(0.0, seconds(behind, gpu.synchronize) - large)

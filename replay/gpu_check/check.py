@@ -86,6 +86,7 @@ SHORT_TOKENS = {
 FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
 WITH_BASELINES = FULL
 BASELINE_TOKENS, PEER_TOKENS = 20, 4
+RATES = "rates"  # of the machine, where they cannot be measured
 PEER, PEER_BYTES_PER_S = "accelerate", 5e9  # what it may come to
 REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
 """Of a request that is made up: what it decodes, and the prompt of the first one."""
@@ -192,7 +193,8 @@ class Check:
     def _rates(self) -> None:
         if self.found.rates and self._left_s() < RATES_S:
             return
-        self.found.rates.append(rates(self.gpu if self.gpu.device.type == "cuda" else None))
+        with self._recorded(key_of(mode=RATES), {"model": None, "mode": RATES, "policy": None}):
+            self.found.rates.append(rates(self.gpu if self.gpu.device.type == "cuda" else None))
 
     @contextmanager
     def _host_memory(self) -> Iterator[HostMemory]:

@@ -120,6 +120,20 @@ def test_a_gpu_that_fails_ends_the_check_with_all_that_is_known(tiny, tmp_path, 
     assert found["left_out"][0].startswith("everything after: AcceleratorError")
 
 
+def test_a_machine_whose_rates_cannot_be_measured_is_checked_all_the_same(tiny, tmp_path, monkeypatch):
+    def rates(gpu):
+        raise RuntimeError("no such call")
+
+    monkeypatch.setattr(gpu_check, "rates", rates)
+    found, _ = check(tmp_path, names=("olmoe-1b-7b",))
+    failed = [(cell["mode"], cell[ERROR]) for cell in found["cells"] if ERROR in cell]
+    assert len(failed) == 1
+    assert failed[0][0] == "rates"
+    assert failed[0][1].startswith("RuntimeError: no such call (test_gpu_check.py")
+    assert sum("predicted" in cell for cell in found["cells"]) > 8
+    assert found["verdict"]
+
+
 def test_where_pinning_is_refused_half_as_much_is_tried(tiny, tmp_path):
     class Stingy(FakeGpu):
         def register(self, memory):
