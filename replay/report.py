@@ -35,6 +35,7 @@ SCHEMA = pa.schema(
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
         ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
         ("dense", TEXT),  # real or none
+        ("fallbacks", TEXT),  # what is launched kernel by kernel for want of graphs or a fused kernel, and why
         ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
@@ -215,6 +216,8 @@ def notes(outcome: Outcome) -> list[str]:
                 "to take turns (much, where experts are small)"
             )
         found.append(note)
+    if row.get("fallbacks"):
+        found.append(f"launched kernel by kernel, and slower: {row['fallbacks']}")
     if (loaded := row.get("dense_loaded")) is not None and loaded < 1:
         found.append(f"--weights gave {loaded:.0%} of the dense parameters; the others are random")
     experts = round(row["cache_experts"] / row["cache_fraction"])

@@ -26,7 +26,12 @@ class Launches:
         self._dense: dict[tuple[int, int], Task] = {}  # layer, bucket
         self.combine: Task = partial(network.combine, 1)
         self.head: Task = partial(network.head, 1)
-        self.experts = fused(network)
+        self.fallbacks: list[str] = []  # why something is launched kernel by kernel that should not be
+        try:
+            self.experts = fused(network)
+        except Exception as error:  # Triton's own are many: its compiler's, its driver's
+            self.experts = None
+            self.fallbacks.append(f"no fused kernel: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def prepare(self, contexts: Iterable[int]) -> None:
         """Capture what one token at each of these contexts runs, unless it was captured before."""
@@ -37,7 +42,13 @@ class Launches:
         if missing:
             tasks: list[Task] = [partial(network.dense, layer, 1, buckets[at]) for layer, at in missing]
             ends: list[Task] = [] if self._dense else [self.combine, self.head]
-            graphs = self._gpu.capture([*tasks, *ends])
+            try:
+                graphs = self._gpu.capture([*tasks, *ends])
+            except torch.AcceleratorError:
+                raise
+            except RuntimeError as error:
+                self.fallbacks.append(f"no CUDA graphs: {' '.join(str(error).split())[:300]}")
+                return
             if ends:
                 self.combine, self.head = graphs[-2:]
             self._dense.update(zip(missing, graphs, strict=False))

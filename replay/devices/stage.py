@@ -66,7 +66,14 @@ class Stage:
         """Columns of a replay's row that the stage decides."""
         known = facts(self.gpu, self.store)
         loaded = self.network.loaded_share if self.needs.weights else None
-        return {**known, "host_pinned": self.is_pinned, "dense": self.needs.dense, "dense_loaded": loaded}
+        fallbacks = "; ".join(self.launches.fallbacks) or None if self.launches else None
+        return {
+            **known,
+            "fallbacks": fallbacks,
+            "host_pinned": self.is_pinned,
+            "dense": self.needs.dense,
+            "dense_loaded": loaded,
+        }
 
     @contextmanager
     def device(

@@ -73,7 +73,12 @@ def check(
     missing = unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])
     for what in missing:
         console.warn(f"not judged: {what}")
-    if missing or any(ERROR in cell for cell in record) or not all(row["holds"] for row in record.facts["verdict"]):
+    if (
+        missing
+        or record.facts["fallbacks"]
+        or any(ERROR in cell for cell in record)
+        or not all(row["holds"] for row in record.facts["verdict"])
+    ):
         raise typer.Exit(1)
 
 
@@ -92,6 +97,8 @@ def tell(record: Record) -> None:
         if ERROR in cell:
             what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))
             console.warn(f"{what}: {cell[ERROR]}")
+    for what in record.facts["fallbacks"]:
+        console.warn(f"launched kernel by kernel, and slower: {what}")
     for what in record.facts["left_out"]:
         console.warn(f"left out, for lack of time or memory: {what}")
 

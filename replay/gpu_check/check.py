@@ -148,6 +148,7 @@ class Check:
             torch=torch.__version__,
             **{name: [row for row in rows if row["model"] in self._known] for name, rows in before.items()},
             left_out=self.left_out,
+            fallbacks=[],
         )
         if self.commit:
             self.record.tell(commit=self.commit)
@@ -285,6 +286,8 @@ class Check:
         else:
             self._calibrate(choice, profile, stage)
         self._tell_profile()
+        if fallbacks := stage.facts["fallbacks"]:
+            self.record.facts["fallbacks"].append(f"{profile.name}: {fallbacks}")
         assert choice.loaded.hardware
         machine = replace(choice.loaded.hardware, name="calibrated", measured=(self.found.settled(profile.name),))
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))

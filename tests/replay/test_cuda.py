@@ -257,3 +257,23 @@ def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_stream
             stream.run(lambda into=seen: into.append(current[0]))
         assert seen[0] == seen[2] != seen[1]
     assert next(dealt) == 3
+
+
+@pytest.mark.parametrize("what", ["CUDA graphs", "fused kernel"])
+def test_without_graphs_or_the_fused_kernel_it_computes_the_same_and_says_so(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("operation not\npermitted")
+
+    place = (FakeGpu, "capture") if what == "CUDA graphs" else (launches, "fused")
+    monkeypatch.setattr(*place, failing)
+    gpu = FakeGpu(6)
+    with open_stage(Needs(PROFILE, "cuda", most_tokens=16, most_context=64), gpu=gpu) as stage:
+        trace = synthetic(2, 6, layers=L, experts=E, top_k=K, seed=1)
+        plan = Plan(Requests(trace), Shape(L, E), 9, parse("lru"), SIZE)
+        with stage.device(9, range(1, 7), verify=True) as made:
+            log = play(plan, made)
+        assert (log.hits + log.misses).sum() == sum(len(request.experts) for request in Requests(trace))
+        assert what in str(stage.facts["fallbacks"])
+        assert "operation not permitted" in str(stage.facts["fallbacks"])
