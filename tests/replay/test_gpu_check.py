@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from replay import quiet
+from replay.calibration import measure
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check import check as gpu_check
 from replay.gpu_check import draw, verdict
@@ -34,6 +36,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(gpu_check, "SHORT_TOKENS", {"olmoe-1b-7b": 20, "qwen3-30b-a3b": 20})
     monkeypatch.setattr(gpu_check, "PROMPT_TOKENS", 6)
     monkeypatch.setattr(gpu_check, "BUFFER_BYTES", 1 << 16)
+    monkeypatch.setattr(measure, "POLICY_S", 0.2)
+    monkeypatch.setattr(quiet, "DECISIONS_S", 0.1)
 
 
 def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=False, budget_s=1e9):
