@@ -47,7 +47,7 @@ bench: $(READY) ## speeds as ratios measured in one run
 	$(BIN)/python -m benchmarks
 
 # Needs no network and nothing installed beyond what a GPU machine has (README, "On a GPU"): no .venv is made.
-gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, at most 8 minutes
+gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 7 minutes
 	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
 
 clean:

@@ -20,7 +20,7 @@ from traces.errors import InputError
 
 RESULTS = Path("replay/results")
 PAPER = "3.1 to 16.7 times"
-"""MoE-Infinity, abstract: latency over vLLM, Ollama, DeepSpeed and BrainStorm."""
+"""MoE-Infinity (arXiv 2401.14361), its headline: latency of a token, 485 to 2590 ms of others against 155."""
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 

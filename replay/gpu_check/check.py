@@ -8,7 +8,6 @@ experts share buffers, which every cell states (`host_experts`).
 The file is written anew after each cell. What would not end in time is left out, and said so.
 """
 
-import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from statistics import mean
 from tempfile import TemporaryDirectory
 from threading import Thread
 
-import numpy as np
 import torch
 
 from policies.contract import Shape
@@ -48,12 +46,13 @@ from replay.gpu_check.baselines import (
     play_baseline,
 )
 from replay.gpu_check.peer import FAMILIES, accelerate_offload
+from replay.gpu_check.routing import content_of, load
 from replay.gpu_check.verdict import ratios, verdict
 from replay.gpu_check.verify import verify
 from replay.quiet import decide, undisturbed
 from replay.run import Choice, first_tokens
 from sim import engine, models
-from sim.cells import Loaded, Requests, Setup
+from sim.cells import Loaded, Requests
 from sim.hardware import hardware
 from sim.log import Run
 from sim.measured import MeasuredModel
@@ -62,11 +61,8 @@ from sim.quantities import show_bytes
 from sim.results import Row
 from sim.timing import FixedTiming, Link
 from traces.errors import InputError
-from traces.schema import TraceMeta
-from traces.shards import Shards
 from traces.steps import DECODE
 from traces.synthetic import synthetic
-from traces.trace import Trace, concatenate
 
 POLICIES = ("lru", "eamc", "eamc-blend")
 ORACLE = "belady"
@@ -88,8 +84,6 @@ WITH_BASELINES = FULL
 BASELINE_TOKENS, PEER_TOKENS = 20, 4
 RATES = "rates"  # of the machine, where they cannot be measured
 PEER, PEER_BYTES_PER_S = "accelerate", 5e9  # what it may come to
-REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
-"""Of a request that is made up: what it decodes, and the prompt of the first one."""
 
 HOST_BYTES = 32 << 30
 LEAST_HOST_BYTES = 8 << 30
@@ -311,7 +305,7 @@ class Check:
         head = head_of(choice, mode, stage)
         what = f"{head['model']}: {head['policy']} at {head['cache_fraction']:.0%}, {mode}"
         names = ("model", "trace", "policy", "mode", "cache_experts", "requests")
-        key = key_of(**{name: head[name] for name in names}, tokens=tokens, content=_content(choice.loaded))
+        key = key_of(**{name: head[name] for name in names}, tokens=tokens, content=content_of(choice.loaded))
         moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
         if key in self.record or not self._affords(what, _seconds(choice, moved)):
             return
@@ -328,7 +322,7 @@ class Check:
     def _baselines(self, choice: Choice, stage: Stage) -> None:
         choice = replace(choice, loaded=first_tokens(choice.loaded, BASELINE_TOKENS))
         assert choice.loaded.profile
-        layer, content = choice.loaded.profile.experts / choice.loaded.profile.top_k, _content(choice.loaded)
+        layer, content = choice.loaded.profile.experts / choice.loaded.profile.top_k, content_of(choice.loaded)
         for name, policy in BASELINES:
             one = replace(choice, policy=parse(policy))
             head = head_of(one, name, stage) | ({"policy": None} if name in SCHEDULES else {})
@@ -396,12 +390,6 @@ def _seconds(choice: Choice, transfers: float) -> float:
     return 2 + lookups * transfers * model.transfer_ns / 1e9
 
 
-def _content(loaded: Loaded) -> str:
-    """Which routing, beyond its name."""
-    routed = np.ascontiguousarray(loaded.trace.experts) if isinstance(loaded.trace, Trace) else None
-    return loaded.fingerprint if routed is None else hashlib.sha256(routed.tobytes()).hexdigest()[:16]
-
-
 def _where(error: BaseException) -> str:
     """File and line of what raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -422,39 +410,3 @@ def compile_all() -> None:
 def slots_of(loaded: Loaded, share: float) -> int:
     """A share of all experts."""
     return max(1, round(share * loaded.all_experts))
-
-
-def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
-    """The first requests of a trace of that model among `traces`, prefills as decode if it has nothing else.
-
-    Made up where there is none: one request with a prompt, then short ones.
-    """
-    machine = hardware("h200")
-    for folder in sorted(traces.iterdir()) if traces else ():
-        try:
-            opened = Shards.open(str(folder))
-            fits = _fits(opened.meta, profile)
-        except InputError:
-            continue
-        if fits:
-            setup = Setup(trace=str(folder), hardware="h200", as_decode=opened.phases == "prefill")
-            decoded = opened.as_decode() if setup.as_decode else opened
-            return first_tokens(Loaded(setup, decoded, machine, profile), tokens)
-    trace = made_up(profile, tokens)
-    return Loaded(Setup(trace=trace.name, hardware="h200"), trace, machine, profile)
-
-
-def _fits(meta: TraceMeta, profile: ModelProfile) -> bool:
-    """The same model, or at least its shape under a name that is not known."""
-    known = models.known(meta.model)
-    shape = (meta.layers, meta.experts, meta.top_k) == (profile.moe_layers, profile.experts, profile.top_k)
-    return shape and (known is None or known.hidden_size == profile.hidden_size)
-
-
-def made_up(profile: ModelProfile, tokens: int) -> Trace:
-    """Routing from nothing: a request with a prompt, then short ones, together at least `tokens` decoded tokens."""
-    shape = profile.moe_layers, profile.experts, profile.top_k
-    first = synthetic(1, REQUEST_TOKENS, *shape, seed=0, prompt_tokens=PROMPT_TOKENS)
-    more = -(-tokens // REQUEST_TOKENS) - 1
-    trace = concatenate([first, synthetic(more, REQUEST_TOKENS, *shape, seed=1)]) if more else first
-    return replace(trace, meta=replace(trace.meta, model=profile.name))

@@ -66,6 +66,35 @@ class Watch:
         self.copies.clear()
 
 
+class Watching(Device):
+    """In front of a real device: tells `watch` of every submission and completion."""
+
+    watch: Watch
+
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        self.watch.copy(expert, slot, first, last)
+        super().copy(expert, slot, first, last)
+
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        self.watch.dense(layer)
+        super().dense(layer, tokens, context)
+
+    def experts(self, works: Sequence[Work]) -> None:
+        for expert, slot, _ in works:
+            self.watch.expert(expert, slot)
+        super().experts(works)
+
+    def next_completion(self) -> Completion:
+        completion = super().next_completion()
+        self.watch.ended(completion)
+        return completion
+
+    def discard_copies(self) -> None:
+        """A device that waits for what flies reports it first."""
+        super().discard_copies()
+        self.watch.discarded()
+
+
 class AnyOrder(Device):
     """Each completion is drawn from one of the two streams, unless compute waits for a copy; time passes at random."""
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,7 +13,6 @@ from policies.contract import Shape
 from policies.registry import parse
 from replay.devices import store as store_module
 from replay.devices.cpu import CpuDevice
-from replay.devices.device import Completion, Work
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.driver import Plan, play
@@ -22,49 +21,18 @@ from sim.cells import Requests
 from sim.log import RunLog
 from sim.models import ModelProfile, model
 from sim.untimed import count
-from tests.replay.devices import Watch
+from tests.replay.devices import Watch, Watching
+from tests.replay.tiny import TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
 
-L, E, K = 3, 8, 2
-PROFILE = dataclasses.replace(
-    model("olmoe-1b-7b"),
-    moe_layers=L,
-    experts=E,
-    top_k=K,
-    hidden_size=32,
-    expert_intermediate_size=24,
-    heads=2,
-    head_size=16,
-    vocabulary=64,
-)
-
-
+L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
+PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
 SIZE = PROFILE.expert_bytes
 
 
-class WatchedCpu(CpuDevice):
-    """A CPU device that also checks every submission and completion."""
-
-    watch: Watch
-
-    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        self.watch.copy(expert, slot, first, last)
-        super().copy(expert, slot, first, last)
-
-    def dense(self, layer: int, tokens: int, context: int) -> None:
-        self.watch.dense(layer)
-        super().dense(layer, tokens, context)
-
-    def experts(self, works: Sequence[Work]) -> None:
-        for expert, slot, _ in works:
-            self.watch.expert(expert, slot)
-        super().experts(works)
-
-    def next_completion(self) -> Completion:
-        completion = super().next_completion()
-        self.watch.ended(completion)
-        return completion
+class WatchedCpu(Watching, CpuDevice):
+    """Checks every submission and completion."""
 
 
 @contextmanager

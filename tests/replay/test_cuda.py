@@ -13,7 +13,6 @@ from policies.contract import Shape
 from policies.registry import parse
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
-from replay.devices.device import Completion, Work
 from replay.devices.gpu import Cuda, Gpu
 from replay.devices.launches import Launches
 from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
@@ -25,52 +24,19 @@ from sim.cells import Requests
 from sim.log import RunLog
 from sim.models import model
 from sim.untimed import count
-from tests.replay.devices import Watch
+from tests.replay.devices import Watch, Watching
 from tests.replay.fake_gpu import FakeGpu
+from tests.replay.tiny import TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
 
-L, E, K = 3, 8, 2
-PROFILE = dataclasses.replace(
-    model("olmoe-1b-7b"),
-    moe_layers=L,
-    experts=E,
-    top_k=K,
-    hidden_size=32,
-    expert_intermediate_size=24,
-    heads=2,
-    head_size=16,
-    vocabulary=64,
-)
+L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
+PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
 SIZE = PROFILE.expert_bytes
 
 
-class Watched(CudaDevice):
+class Watched(Watching, CudaDevice):
     """Checks every submission and completion."""
-
-    watch: Watch
-
-    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        self.watch.copy(expert, slot, first, last)
-        super().copy(expert, slot, first, last)
-
-    def dense(self, layer: int, tokens: int, context: int) -> None:
-        self.watch.dense(layer)
-        super().dense(layer, tokens, context)
-
-    def experts(self, works: Sequence[Work]) -> None:
-        for expert, slot, _ in works:
-            self.watch.expert(expert, slot)
-        super().experts(works)
-
-    def next_completion(self) -> Completion:
-        completion = super().next_completion()
-        self.watch.ended(completion)
-        return completion
-
-    def discard_copies(self) -> None:
-        self.watch.discarded()
-        super().discard_copies()
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from replay import quiet
 from replay.calibration import measure
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check import check as gpu_check
-from replay.gpu_check import draw, verdict
-from replay.gpu_check.check import Check, made_up
+from replay.gpu_check import draw, routing, verdict
+from replay.gpu_check.check import Check
+from replay.gpu_check.routing import made_up
 from replay.run import first_tokens
 from sim import models
 from sim.cells import Loaded, Requests, Setup
@@ -34,7 +35,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(models, "model", lambda name: dataclasses.replace(real(name), **TINY))
     monkeypatch.setattr(gpu_check, "FULL_TOKENS", 40)
     monkeypatch.setattr(gpu_check, "SHORT_TOKENS", {"olmoe-1b-7b": 20, "qwen3-30b-a3b": 20})
-    monkeypatch.setattr(gpu_check, "PROMPT_TOKENS", 6)
+    monkeypatch.setattr(routing, "PROMPT_TOKENS", 6)
     monkeypatch.setattr(gpu_check, "BUFFER_BYTES", 1 << 16)
     monkeypatch.setattr(measure, "POLICY_S", 0.2)
     monkeypatch.setattr(quiet, "DECISIONS_S", 0.1)
@@ -170,7 +171,7 @@ def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
     trace = made_up(models.model("olmoe-1b-7b"), 130)
     assert trace.meta.model == "olmoe-1b-7b"
     assert (trace.phase == 1).sum() == 140 or (trace.phase == 0).sum() == 140
-    assert trace.requests["prompt_tokens"].astype(int).tolist() == [gpu_check.PROMPT_TOKENS, *[0] * 6]
+    assert trace.requests["prompt_tokens"].astype(int).tolist() == [routing.PROMPT_TOKENS, *[0] * 6]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 24, 100])
