@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from policies import blend_fit, eamc_blend
-from policies.blend_evidence import AHEAD_RATE, EPS, FOLLOW_RATE, PRIOR_TOKENS, SETTINGS
-from policies.contract import Float
-from policies.registry import parse
-from sim.cells import Requests
+from policies.blend import eamc_blend, fit
+from policies.blend.evidence import AHEAD_RATE, EPS, FOLLOW_RATE, PRIOR_TOKENS, SETTINGS
+from policies.core.policy import Float
+from policies.core.registry import parse
+from sim.engines.untimed import count
 from sim.quantities import parse_cache_size
-from sim.untimed import count
+from sim.sweep.setup import Requests
 from traces.trace import Trace
 
 KIND_NAMES = ("fast average", "slow average", "request", "followers", "since")
@@ -34,7 +34,7 @@ class Variant:
     settings: dict[int, float] = field(default_factory=dict)  # place in SETTINGS: value
     without: tuple[int, ...] = ()  # kinds of evidence
     distance: float | None = None
-    horizon: int = blend_fit.HORIZON
+    horizon: int = fit.HORIZON
 
 
 VARIANTS = [
@@ -70,10 +70,10 @@ def fitted(variant: Variant, traces: Sequence[Trace]) -> Float:
     settings = np.array(SETTINGS)
     for place, value in variant.settings.items():
         settings[place] = value
-    found = [blend_fit.samples(trace, settings, horizon=variant.horizon) for trace in traces]
+    found = [fit.samples(trace, settings, horizon=variant.horizon) for trace in traces]
     kept = [kind for kind in range(len(KIND_NAMES)) if kind not in variant.without]
     weights = np.zeros(len(KIND_NAMES))
-    weights[kept] = blend_fit.fit_keep([x[:, kept] for x, *_ in found], [y for _, y, *_ in found])
+    weights[kept] = fit.fit_keep([x[:, kept] for x, *_ in found], [y for _, y, *_ in found])
     return np.concatenate([settings, weights, eamc_blend.AHEAD_WEIGHTS])
 
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from policies import matching
-from policies.contract import Event, Float, Int, Shape
-from policies.eamc import Predictor, predict, propose, weigh
-from policies.eamc_build import build
-from policies.pair import Pair
-from policies.registry import parse
+from policies.core.policy import Event, Float, Int, Shape
+from policies.core.registry import parse
+from policies.core.runner import Pair
+from policies.eamc import matching
+from policies.eamc.build import build
+from policies.eamc.eamc import Predictor, predict, propose, weigh
 from traces.steps import DECODE, RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace

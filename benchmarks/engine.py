@@ -24,12 +24,12 @@ import numpy as np
 import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
-from policies.registry import PolicySpec, parse
-from sim import kernel
-from sim.cells import Setup
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link, experts_per_layer
+from policies.core.registry import PolicySpec, parse
+from sim.engines import compiled_engine
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link, experts_per_layer
+from sim.sweep.setup import Setup
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
@@ -135,7 +135,7 @@ def against_libcachesim_and_simpy(run_of: Callable[[PolicySpec], Run]) -> None:
     except ImportError:
         libcachesim = None
         print("compiled: no share of libcachesim's speed, it is not installed: pip install -e '.[oracle]'")
-    kernel.prepare()
+    compiled_engine.prepare()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "accesses.oracleGeneral.bin"
         write_accesses(np.concatenate([request.experts for request in run_of(parse("lru")).requests]), file)
@@ -144,7 +144,7 @@ def against_libcachesim_and_simpy(run_of: Callable[[PolicySpec], Run]) -> None:
             few = first_requests(run)
             shares, gains, took = [], [], []
             for _ in range(5):
-                took.append(seconds(lambda run=run: kernel.simulate(run)) / tokens(run))
+                took.append(seconds(lambda run=run: compiled_engine.simulate(run)) / tokens(run))
                 if libcachesim:
                     shares.append(at_one_size(libcachesim, file, run.slots)[0] / tokens(run) / took[-1])
                 gains.append(seconds(lambda few=few: simulate(few)) / tokens(few) / took[-1])

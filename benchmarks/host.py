@@ -8,14 +8,14 @@ is to the compiled engine, which does the same in one loop. On a GPU, `host_us_p
 import time
 from collections.abc import Callable
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from sim import engine
-from sim.cells import Requests
-from sim.log import Run, RunLog
-from sim.timing import FixedTiming, Link
+from sim.engines import engine
+from sim.loop.log import Run, RunLog
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6

@@ -8,7 +8,7 @@ SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a me
 
 Retention is measured alone, a prefetcher beside `lru`, a name that stands for both also as a pair, and a preset where
 it sets other options than the defaults. Learning at the end of a request is shown and not charged; oracles are shown,
-and are charged nothing. `--write` makes this the table that ships (`sim/predictors.py`).
+and are charged nothing. `--write` makes this the table that ships (`sim/profiles/policy_overhead.py`).
 """
 
 import statistics
@@ -20,13 +20,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from policies.contract import Shape
-from policies.eamc_build import build
-from policies.pair import Pair
-from policies.registry import available, parse
-from policies.stride_train import Tokens, Training, train
-from sim.predictors import MEASURED, TABLE
-from sim.results import commit
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
+from policies.core.runner import Pair
+from policies.eamc.build import build
+from policies.prefetch.stride_training import Tokens, Training, train
+from sim.profiles.policy_overhead import MEASURED, TABLE
+from sim.results.metrics import commit
 from traces.steps import DECODE, RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -148,7 +148,7 @@ def write(found: dict[Row, list[Measured]]) -> None:
     """The table that ships."""
     lines = [
         "# What a policy's own work costs: microseconds an event, at 26 x 64 experts (top-6) and at 58 x 256 (top-8).",
-        "# Written by `python -m benchmarks predictors --write`; sim/predictors.py tells how it is used.",
+        "# Written by `python -m benchmarks predictors --write`; sim/profiles/policy_overhead.py tells how it is used.",
         f'commit = "{commit()}"',
         f'cpu = "{cpu()}"',
         f"date = {date.today().isoformat()}",

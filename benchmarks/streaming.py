@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.registry import parse
-from sim import kernel
-from sim.cells import Setup
-from sim.sweep import grid_of, played
+from policies.core.registry import parse
+from sim.engines import compiled_engine
+from sim.sweep.grid import grid_of, played
+from sim.sweep.setup import Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.writer import TraceWriter
@@ -51,7 +51,7 @@ def walk(path: str) -> None:
 
 def sweep(path: str) -> None:
     """Sweep a trace under LRU, and Belady for the bound; the same."""
-    kernel.prepare()
+    compiled_engine.prepare()
     began = time.perf_counter()
     loaded = Setup(path, model_profile="deepseek-v2-lite").load()
     played(loaded, grid_of(loaded, [parse("lru")], ["25%"]))

@@ -13,10 +13,10 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from policies.registry import parse
-from sim import kernel
-from sim.cells import Loaded, Setup
-from sim.sweep import Grid, grid_of, played
+from policies.core.registry import parse
+from sim.engines import compiled_engine
+from sim.sweep.grid import Grid, grid_of, played
+from sim.sweep.setup import Loaded, Setup
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks sweep", allow_abbrev=False)
     parser.add_argument("--trace", metavar="FOLDER", help="sweep this trace at ten sizes, once")
     folder = parser.parse_known_args()[0].trace
-    kernel.prepare()
+    compiled_engine.prepare()
     if folder:
         whole(folder)
     else:

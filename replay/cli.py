@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from replay.commands_calibrate import calibrate
-from replay.commands_compare import compare
+from replay.commands.calibrate import calibrate
+from replay.commands.compare import compare
 from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.run import Choice, Outcome
-    from sim.cells import Setup
+    from sim.sweep.setup import Setup
 
 POLICY = "eamc"
 CACHE_SIZE = "25%"
@@ -172,7 +172,7 @@ class Wish:
 
 
 def _typed(policy: str | None, cache_size: str | None, given: Mapping[str, object]) -> Wish:
-    from sim.cells import Setup
+    from sim.sweep.setup import Setup
 
     setup = Setup(**{"trace": str(demo_trace()), **given})  # type: ignore[arg-type]  # by name, from the options
     defaults = {
@@ -188,7 +188,7 @@ def _typed(policy: str | None, cache_size: str | None, given: Mapping[str, objec
 
 def _of_sweep(folder: Path, policy: str | None, cache_size: str | None, given: Mapping[str, object]) -> Wish:
     """The sweep's winner at `cache_size` (25% if it was swept, else the first); options that are typed prevail."""
-    from sim import winner
+    from sim.sweep import winner
 
     swept, winners = winner.read(folder)
     setup = replace(swept, untimed=False, **given)  # type: ignore[arg-type]  # by name, from the options
@@ -209,7 +209,7 @@ def _of_sweep(folder: Path, policy: str | None, cache_size: str | None, given: M
 
 def _choose(wish: Wish, device: str) -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
-    from policies.registry import parse
+    from policies.core.registry import parse
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
     from sim.quantities import parse_cache_size
 
@@ -251,9 +251,9 @@ def _replay(
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
     from replay.run import run
-    from sim.cells import Requests
-    from sim.results import writable
-    from sim.timeline import writing
+    from sim.results.metrics import writable
+    from sim.sweep.setup import Requests
+    from sim.timeline.file import writing
 
     requests, key, is_new = Requests(choice.loaded.trace), choice.key, not folder.exists()
     steps = sum(len(request.tokens) for request in requests)

@@ -14,13 +14,13 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from policies.contract import Float, Int, Requests, Shape
-from policies.pair import Pair
-from policies.registry import PolicySpec
-from policies.residency import Residency
+from policies.core.policy import Float, Int, Requests, Shape
+from policies.core.registry import PolicySpec
+from policies.core.residency import Residency
+from policies.core.runner import Pair
 from replay.devices.device import Completion, Device, Kind, Work
 from replay.pump import Pump, Transfer
-from sim.log import STALLS, RunLog
+from sim.loop.log import STALLS, RunLog
 from traces.steps import RequestSteps
 
 PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)
@@ -32,7 +32,7 @@ COLUMNS = (
     *("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
     *("link_busy_ns", "compute_busy_ns"),
 )
-"""Of one step: the rows of a run as they come, a row of `sim.log.RunLog`."""
+"""Of one step: the rows of a run as they come, a row of `sim.loop.log.RunLog`."""
 
 Row = list[int]
 T = TypeVar("T")
@@ -51,11 +51,11 @@ class Plan:
     expert_bytes: int
     chunk_bytes: int | None = None  # None: the whole expert
     cold: bool = False
-    experts_per_layer: float | None = None  # of `sim.timing`, on this device; a prefetch budget needs it
+    experts_per_layer: float | None = None  # of `sim.profiles.timing`, on this device; a prefetch budget needs it
 
 
 class Deciding(Protocol):
-    """Who decides: a policy (`policies.pair.Pair`), or a script of what one decided (`replay.comparison.lockstep`)."""
+    """Who decides: a policy (`Pair`), or a script of what one decided (`replay.comparison.lockstep`)."""
 
     def residency(self, slots: int) -> Residency:
         """The machine over a cache of `slots` experts."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.residency import Residency
+from policies.core.residency import Residency
 from replay.devices.device import Device
 
 PIECES_IN_FLIGHT = 2

@@ -16,7 +16,7 @@ from replay.driver import COLUMNS
 from replay.driver import Row as StepRow
 from replay.run import Outcome
 from sim.quantities import show_bytes
-from sim.results import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
+from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
 from traces import console
 from traces.errors import InputError
 from traces.steps import RequestSteps

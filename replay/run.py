@@ -3,7 +3,7 @@
 What a real device is compared with is the simulator on this machine as measured just before, not on the profile named
 by `--hardware`, which describes another one; that prediction is told beside it. The policy's own work differs likewise:
 on a real device it is done, on this host, and predicted from what its first events took; for a profile, and on its
-logical clock, it takes what the simulator charges (`sim.predictors`).
+logical clock, it takes what the simulator charges (`sim.profiles.policy_overhead`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from policies.contract import Int, Shape
-from policies.registry import PolicySpec
+from policies.core.policy import Int, Shape
+from policies.core.registry import PolicySpec
 from replay.devices.device import Device
 from replay.devices.pinning import REQUIRE
 from replay.devices.pinning import check as check_pin
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, Row, play
-from replay.quiet import undisturbed
 from replay.timeline import ObservedDevice
-from sim import engine, timeline_window
-from sim.cells import Loaded, Requests
-from sim.log import STALLS, Run, RunLog
-from sim.results import Cell, summarise
-from sim.results import Row as ResultRow
-from sim.timeline import Timeline
-from sim.timing import Link, Timing, experts_per_layer
+from replay.warmup import undisturbed
+from sim.engines import engine
+from sim.loop.log import STALLS, Run, RunLog
+from sim.profiles.timing import Link, Timing, experts_per_layer
+from sim.results.metrics import Cell, summarise
+from sim.results.metrics import Row as ResultRow
+from sim.sweep.setup import Loaded, Requests
+from sim.timeline import window as timeline_window
+from sim.timeline.file import Timeline
 from traces.errors import InputError, unknown
 from traces.shards import Shards
 from traces.steps import DECODE
@@ -81,7 +82,7 @@ class Choice:
         """What the device is called; None: nothing real."""
         if self.device == "virtual":
             return None
-        from replay.devices.machine import machine_name
+        from replay.devices.device_facts import machine_name
 
         return machine_name(self.device)
 
@@ -89,10 +90,10 @@ class Choice:
     def key(self) -> str:
         """Of all that decides what is measured: sixteen hexadecimal digits."""
         from replay.comparison.record import key_of
-        from sim import sweep
+        from sim.sweep import grid
 
         device = [self.device, self.machine, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
-        return key_of(cell=sweep.key(self.loaded, self.policy, self.slots), device=device)
+        return key_of(cell=grid.key(self.loaded, self.policy, self.slots), device=device)
 
     @property
     def needs(self) -> "Needs":
@@ -167,7 +168,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a replay found. Rows are those of `sim.results`; the device's facts stand in the row as well."""
+    """What a replay found. Rows are those of `sim.results.metrics`; the device's facts stand in the row as well."""
 
     row: ResultRow
     log: RunLog
@@ -298,7 +299,7 @@ def _shown(
 def _show_prediction(choice: Choice, measured: tuple[Timing, Link] | None, timeline: Timeline, slots: bool) -> None:
     """The same part of the simulated run, on the machine as measured, else as its profile says."""
     try:
-        from sim import timeline_model
+        from sim.timeline import simulated
     except ModuleNotFoundError as error:
         if error.name != "simpy":
             raise
@@ -307,7 +308,7 @@ def _show_prediction(choice: Choice, measured: tuple[Timing, Link] | None, timel
     timing, link = measured or (loaded.timing(choice.policy), loaded.link)
     window = replace(timeline_window.unasked(plan.requests), stops=True)
     names = loaded.trace.requests["id"].astype(str).tolist()
-    timeline_model.play(as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
+    simulated.play(as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
 
 
 def as_run(choice: Choice, timing: Timing, link: Link) -> Run:

@@ -3,17 +3,17 @@
 A wrapper around any device hears what is submitted and what ends. A part of a stream lasts from its submission, from
 the end of the part before or, an expert, from its arrival, whichever is latest, to its completion as polled; on a clock
 of its own (`virtual`) that is exact. Slots and queues are heard from the residency machine, as in a simulated run
-(`sim.timeline_residency`).
+(`sim.timeline.residency_tracks`).
 """
 
 from collections import deque
 from collections.abc import Sequence
 
-from policies.contract import Shape
-from policies.residency import Residency
+from policies.core.policy import Shape
+from policies.core.residency import Residency
 from replay.devices.device import Completion, Device, Kind, Work
-from sim.timeline import Args, Timeline, Track
-from sim.timeline_residency import ResidencyTracks, expert_args, expert_name
+from sim.timeline.file import Args, Timeline, Track
+from sim.timeline.residency_tracks import ResidencyTracks, expert_args, expert_name
 
 GROUP = "measured"
 

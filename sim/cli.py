@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
-from sim.commands_adapt import adapt
-from sim.commands_analysis import analyze, compare
-from sim.commands_eamc import eamc
-from sim.commands_run import run
-from sim.commands_sensitivity import sensitivity
-from sim.commands_sweep import ENGINE_HELP, sweep
-from sim.commands_train import train_stride
-from sim.commands_tune import tune
+from sim.commands.adapt import adapt
+from sim.commands.analysis import analyze, compare
+from sim.commands.eamc import eamc
+from sim.commands.run import run
+from sim.commands.sensitivity import sensitivity
+from sim.commands.sweep import ENGINE_HELP, sweep
+from sim.commands.train import train_stride
+from sim.commands.tune import tune
 from traces import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from policies.registry import PolicyInfo
+    from policies.core.registry import PolicyInfo
 
 app = typer.Typer(
     help="Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",
@@ -44,7 +44,7 @@ def policies(
 
     [b]moe-sim policies pre-gated[/b]
     """
-    from policies.registry import available
+    from policies.core.registry import available
     from traces.errors import unknown
 
     listed = available()
@@ -88,7 +88,7 @@ def _written(options: dict[str, object]) -> str:
 def hardware() -> None:
     """List the hardware profiles."""
     from sim import profiles
-    from sim.hardware import hardware as read
+    from sim.profiles.hardware_profile import hardware as read
 
     table = Table(
         Column("name", no_wrap=True),
@@ -116,7 +116,7 @@ def hardware() -> None:
 def models() -> None:
     """List the model profiles."""
     from sim import profiles
-    from sim.models import model as read
+    from sim.profiles.model_profile import model as read
     from sim.quantities import show_bytes
 
     table = Table(
@@ -146,8 +146,8 @@ def conformance(
     """
     import sys
 
-    from sim.conformance import run_file
-    from sim.results import replacing
+    from sim.engines.cases import run_file
+    from sim.results.metrics import replacing
 
     if out is None:
         run_file(cases, sys.stdout, engine)

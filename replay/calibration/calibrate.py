@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from policies.registry import PolicySpec, parse
+from policies.core.registry import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
 from replay.calibration.rates import Rates, rates
 from replay.devices.device import Device
 from replay.model.network import dtype_of
-from replay.quiet import undisturbed
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
-from sim import models
-from sim.cells import Loaded, Setup
-from sim.hardware import hardware
-from sim.measured import MeasuredModel
-from sim.models import ModelProfile
-from sim.results import Row, commit
+from replay.warmup import undisturbed
+from sim.profiles import model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.model_profile import ModelProfile
+from sim.results.metrics import Row, commit
+from sim.sweep.setup import Loaded, Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import concatenate
@@ -128,7 +128,7 @@ def choices(
 
     InputError for a profile or trace that cannot be used.
     """
-    named = [models.model(text) for text in profiles]
+    named = [model_profile.model(text) for text in profiles]
     found: dict[str, Loaded] = {}
     for trace in traces:
         loaded = Setup(trace=trace, model_profile=_fitting(trace, named, profiles)).load()

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from policies.registry import parse
+from policies.core.registry import parse
 from replay.calibration.meter import Meter
 from replay.driver import Plan, play
-from sim.measured import TABLES, MeasuredModel
+from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
 LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 48, 4, 400_000_000

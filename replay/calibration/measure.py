@@ -19,16 +19,16 @@ from typing import cast
 
 import numpy as np
 
-from policies.pair import Pair
-from policies.residency import Residency
+from policies.core.residency import Residency
+from policies.core.runner import Pair
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
 from replay.devices.device import Device
 from replay.devices.virtual import VirtualDevice
 from replay.driver import COLUMNS, Plan, Row, play
 from replay.pump import Pump
-from sim.measured import Curve, MeasuredModel, MeasuredTiming, Surface
-from sim.timing import Link, Timing
+from sim.profiles.measured import Curve, MeasuredModel, MeasuredTiming, Surface
+from sim.profiles.timing import Link, Timing
 from traces.steps import DECODE
 
 CYCLE_BYTES = 1 << 30

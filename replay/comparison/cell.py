@@ -19,21 +19,21 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from policies.contract import Int
-from policies.residency import Residency
+from policies.core.policy import Int
+from policies.core.residency import Residency
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, Recorder
 from replay.devices.device import Device
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Deciding, Driver, Plan
 from replay.driver import Row as StepRow
-from replay.quiet import undisturbed
 from replay.run import Choice, as_run, bookkeeping_us, moved
-from sim import engine
-from sim.log import RunLog, joined
-from sim.measured import MeasuredTiming
-from sim.results import Row, summarise
-from sim.timing import Link, Timing
+from replay.warmup import undisturbed
+from sim.engines import engine
+from sim.loop.log import RunLog, joined
+from sim.profiles.measured import MeasuredTiming
+from sim.profiles.timing import Link, Timing
+from sim.results.metrics import Row, summarise
 from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
@@ -50,7 +50,7 @@ FIGURES = (
     *(f"stall_{cause}_ms" for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")),
     *("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "overlap"),
 )
-"""Of `sim.results`, for both sides."""
+"""Of `sim.results.metrics`, for both sides."""
 
 WITHOUT_HOST = ("tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms")
 
@@ -68,7 +68,7 @@ class Played:
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """One cell on both sides. Figures are those of `sim.results`, errors and divergence of `errors`."""
+    """One cell on both sides. Figures are those of `sim.results.metrics`, errors and divergence of `errors`."""
 
     choice: Choice
     mode: str

@@ -13,8 +13,8 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from policies.contract import Float, Int
-from sim.log import RunLog
+from policies.core.policy import Float, Int
+from sim.loop.log import RunLog
 
 PERCENTILES = {"tpot_p50": 50, "tpot_p95": 95, "tpot_p99": 99}
 

@@ -31,15 +31,15 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from policies import core
-from policies.contract import NOTHING, Float, Int, Options, ScorePolicy, Shape
-from policies.core import BLOCKED, NO_EXPERT
-from policies.residency import Residency
+from policies.core import residency_compiled as core
+from policies.core.policy import NOTHING, Float, Int, Options, ScorePolicy, Shape
+from policies.core.residency import Residency
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from sim.log import RunLog
-from sim.timeline_residency import after
-from sim.timing import Link, Timing
+from sim.loop.log import RunLog
+from sim.profiles.timing import Link, Timing
+from sim.timeline.residency_tracks import after
 from traces.steps import RequestSteps
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from sim.plot import BOUND_COLOUR, COLOURS
-from sim.results import Row, replacing
+from sim.results.metrics import Row, replacing
+from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces.steps import DECODE
 
 if TYPE_CHECKING:

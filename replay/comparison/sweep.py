@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from policies.registry import parse
+from policies.core.registry import parse
 from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
 from replay.comparison.record import Record, key_of
 from replay.run import Choice
-from sim.measured import MeasuredModel
-from sim.results import Row, replacing
-from sim.sweep import Grid, key
-from sim.timing import Link, Timing
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.timing import Link, Timing
+from sim.results.metrics import Row, replacing
+from sim.sweep.grid import Grid, key
 from traces.errors import InputError
 
 if TYPE_CHECKING:

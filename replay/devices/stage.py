@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from replay.devices.device import Device
-from replay.devices.machine import facts
+from replay.devices.device_facts import facts
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
 from replay.model.network import Network, dtype_of
-from sim.models import ModelProfile
+from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
-from sim.results import Row
+from sim.results.metrics import Row
 from traces.errors import InputError
 
 if TYPE_CHECKING:

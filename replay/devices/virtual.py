@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way
-from sim.timing import Link, Timing
+from sim.profiles.timing import Link, Timing
 
 
 class VirtualDevice(Device):

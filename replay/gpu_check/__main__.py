@@ -10,11 +10,11 @@ import torch
 import typer
 
 from replay.comparison.record import ERROR, Record
+from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
-from replay.gpu_check.verdict import lines, unjudged
 from replay.model.network import dtype_of
-from sim import models
-from sim.results import writable
+from sim.profiles import model_profile
+from sim.results.metrics import writable
 from traces import console
 from traces.errors import InputError
 
@@ -51,7 +51,7 @@ def check(
     if not names:
         raise InputError(f"--only names no model: take some of {', '.join(SHORT_TOKENS)}")
     for name in names:
-        dtype_of(models.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
+        dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
     if not torch.cuda.is_available():
         raise InputError("make gpu-check needs a GPU, and torch finds none; the CPU is compared by moe-replay compare")
     gpu, began = Cuda(), time.monotonic()

@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from policies.contract import Int, Shape
-from policies.core import NO_EXPERT
+from policies.core.policy import Int, Shape
+from policies.core.residency_compiled import NO_EXPERT
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.devices.cuda import CudaDevice
 from replay.devices.device import Device, Work
 from replay.devices.stage import Stage
-from replay.quiet import undisturbed
 from replay.run import Choice
+from replay.warmup import undisturbed
 from traces.steps import RequestSteps
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"

@@ -20,8 +20,8 @@ from threading import Thread
 
 import torch
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.calibration import calibrate
 from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
@@ -29,12 +29,13 @@ from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell,
 from replay.comparison.record import Record, key_of
 from replay.comparison.sweep import ceiling_gbps, copy_gbps, head_of
 from replay.devices.cuda import CudaDevice
+from replay.devices.device_facts import driver
 from replay.devices.gpu import Gpu
-from replay.devices.machine import driver
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.stage import Stage, open_stage
 from replay.devices.store import RESERVE_BYTES, HostMemory, available_memory_bytes
 from replay.driver import Plan
+from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload
 from replay.gpu_check.baselines import (
     LAYER_STREAM,
     LRU_SWAP,
@@ -45,21 +46,21 @@ from replay.gpu_check.baselines import (
     ZERO_COPY,
     play_baseline,
 )
-from replay.gpu_check.peer import FAMILIES, accelerate_offload
+from replay.gpu_check.bounds import ratios, verdict
 from replay.gpu_check.routing import content_of, load
-from replay.gpu_check.verdict import ratios, verdict
 from replay.gpu_check.verify import verify
-from replay.quiet import decide, undisturbed
 from replay.run import Choice, first_tokens
-from sim import engine, models
-from sim.cells import Loaded, Requests
-from sim.hardware import hardware
-from sim.log import Run
-from sim.measured import MeasuredModel
-from sim.models import ModelProfile
+from replay.warmup import decide, undisturbed
+from sim.engines import engine
+from sim.loop.log import Run
+from sim.profiles import model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import show_bytes
-from sim.results import Row
-from sim.timing import FixedTiming, Link
+from sim.results.metrics import Row
+from sim.sweep.setup import Loaded, Requests
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
@@ -254,7 +255,7 @@ class Check:
         if not self._affords(name, MODEL_S):
             return
         with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}):
-            profile = models.model(name)
+            profile = model_profile.model(name)
             loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
             choice = Choice(loaded, parse("lru"), slots_of(loaded, QUARTER), "cuda")
             self.told(f"{name}: weights and graphs")
@@ -343,7 +344,7 @@ class Check:
         return [name for name in with_family if key_of(model=name, mode=PEER) not in self.record]
 
     def _peer(self, name: str) -> None:
-        profile, key = models.model(name), key_of(model=name, mode=PEER)
+        profile, key = model_profile.model(name), key_of(model=name, mode=PEER)
         needed = profile.experts * profile.moe_layers * profile.expert_bytes + profile.dense_bytes
         what, free = f"{name}: accelerate's offload", available_memory_bytes()
         if not self._affords(what, (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S, with_peers=True):

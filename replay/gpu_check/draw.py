@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay.comparison.record import ERROR
-from replay.gpu_check.verdict import CLOSED_LOOP
-from sim.plot import BOUND_COLOUR, COLOURS
-from sim.results import Row, replacing
+from replay.gpu_check.bounds import CLOSED_LOOP
+from sim.results.metrics import Row, replacing
+from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces import console
 from traces.errors import InputError
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from replay.run import first_tokens
-from sim import models
-from sim.cells import Loaded, Setup
-from sim.hardware import hardware
-from sim.models import ModelProfile
+from sim.profiles import model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.sweep.setup import Loaded, Setup
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.shards import Shards
@@ -43,7 +43,7 @@ def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
 
 def _fits(meta: TraceMeta, profile: ModelProfile) -> bool:
     """The same model, or at least its shape under a name that is not known."""
-    known = models.known(meta.model)
+    known = model_profile.known(meta.model)
     shape = (meta.layers, meta.experts, meta.top_k) == (profile.moe_layers, profile.experts, profile.top_k)
     return shape and (known is None or known.hidden_size == profile.hidden_size)
 

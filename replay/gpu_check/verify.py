@@ -9,7 +9,7 @@ from replay.devices.gpu import Task
 from replay.devices.stage import Stage
 from replay.gpu_check.baselines import fill
 from replay.model.network import expert_output
-from sim.results import Row
+from sim.results.metrics import Row
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 """Relative error of the sum of experts, in the 2-norm: inner activations and weights have 8 or 24 bits."""

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
-from sim.models import ModelProfile
+from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError, unknown
 
 BUCKET = 256

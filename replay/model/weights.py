@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from replay.model.network import dtype_of
-from sim.models import ModelProfile
+from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
 
 SINGLE = "model.safetensors"

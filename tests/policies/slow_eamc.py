@@ -1,10 +1,10 @@
-"""`eamc` by its words (policies/eamc.py, PAPER.md): whole matrices in lists, everything anew at every event."""
+"""`eamc` by its words (policies/eamc/eamc.py, PAPER.md): whole matrices in lists, everything anew at every event."""
 
 import numpy as np
 
-from policies.contract import Event, Shape
-from policies.eamc_options import EamcOptions
-from policies.registry import parse
+from policies.core.policy import Event, Shape
+from policies.core.registry import parse
+from policies.eamc.options import EamcOptions
 from traces.steps import RequestSteps
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.belady import NEVER, Belady
-from policies.contract import Options, Shape
+from policies.core.policy import Options, Shape
+from policies.retention.belady import NEVER, Belady
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Event, RetentionPolicy, Shape
-from policies.registry import parse
-from policies.scores import on_lookup
+from policies.core.policy import Event, RetentionPolicy, Shape
+from policies.core.registry import parse
+from policies.core.scores import on_lookup
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic

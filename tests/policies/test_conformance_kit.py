@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from policies.conformance import check
-from policies.registry import available, parse
-from policies.scripts import scripts
+from policies.checker import check
+from policies.core.registry import available, parse
+from policies.random_routing import scripts
 from traces.errors import InputError
 
 NEEDS_A_TRACE = {"static", "stride"}  # or what was trained on one, of one model's shape: their own tests hold them
@@ -29,7 +29,7 @@ HEAD = """
 import itertools
 import random
 import numpy as np
-from policies.contract import NOTHING, NO_INTS, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import NOTHING, NO_INTS, Prefetcher, RetentionPolicy, ScorePolicy
 """
 
 BAD_KEEPERS = {

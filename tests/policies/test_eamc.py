@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Event, Shape
-from policies.eamc_options import EamcOptions
-from policies.registry import parse
-from sim.untimed import count
+from policies.core.policy import Event, Shape
+from policies.core.registry import parse
+from policies.eamc.options import EamcOptions
+from sim.engines.untimed import count
 from tests.policies.slow_eamc import SlowEamc, compare, events, policy_of
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps

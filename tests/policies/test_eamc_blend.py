@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.blend_evidence import AHEAD, KINDS, SETTINGS
-from policies.blend_fit import fit_ahead, fit_keep, samples
-from policies.contract import Event, Shape
-from policies.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
-from policies.registry import parse
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
-from sim.untimed import count
+from policies.blend.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
+from policies.blend.evidence import AHEAD, KINDS, SETTINGS
+from policies.blend.fit import fit_ahead, fit_keep, samples
+from policies.core.policy import Event, Shape
+from policies.core.registry import parse
+from sim.engines.simpy_engine import simulate
+from sim.engines.untimed import count
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps, join
 from traces.synthetic import synthetic

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.contract import Shape
-from policies.eamc_build import build, predictor_of
-from policies.eamc_file import FORMAT, SavedEamc
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
+from policies.eamc.build import build, predictor_of
+from policies.eamc.file import FORMAT, SavedEamc
 from tests.policies.slow_eamc import events
 from traces.errors import InputError
 from traces.importers import import_dump

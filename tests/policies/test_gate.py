@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from policies.conformance import check
-from policies.contract import Shape
-from policies.pair import Pair
-from policies.registry import parse
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
+from policies.checker import check
+from policies.core.policy import Shape
+from policies.core.registry import parse
+from policies.core.runner import Pair
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
 from tests.strategies import traces
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
@@ -125,7 +125,7 @@ def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
 
 
 TOO_EARLY = """
-from policies.contract import NOTHING, Prefetcher
+from policies.core.policy import NOTHING, Prefetcher
 class TooEarly(Prefetcher):
     def propose(self, event):
         if event.layer + 2 >= self.shape.layers:

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.all import AllOptions
-from policies.contract import Shape
-from policies.core import ABSENT, LOADING, QUEUED, READY
-from policies.limits import Limiter, Limits, limiter
-from policies.markov import MarkovOptions
-from policies.pair import Pair
-from policies.registry import available, parse
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link, experts_per_layer
+from policies.core.limits import Limiter, Limits, limiter
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
+from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
+from policies.core.runner import Pair
+from policies.prefetch.layer_stream import AllOptions
+from policies.prefetch.markov import MarkovOptions
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from traces.synthetic import synthetic
 
 NOBODYS = {"none", "eamc", "eamc-blend"}  # nothing to limit; limits of their own

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Shape
-from policies.pair import Pair
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
+from policies.core.runner import Pair
 from tests.policies.test_prefetchers import requests_of, routings
 from traces.errors import InputError
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Shape
-from policies.pair import Pair
-from policies.ranking import best
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.ranking import best
+from policies.core.registry import parse
+from policies.core.runner import Pair
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from policies import registry
-from policies.presets import PRESETS, Preset
-from policies.registry import available, parse
-from policies.stride_train import Tokens, Training, train
-from sim.cells import Requests
+from policies.core import registry
+from policies.core.presets import PRESETS, Preset
+from policies.core.registry import available, parse
+from policies.prefetch.stride_training import Tokens, Training, train
 from sim.cli import main
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
-from sim.untimed import count
+from sim.engines.simpy_engine import simulate
+from sim.engines.untimed import count
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace

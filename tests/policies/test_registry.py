@@ -1,7 +1,7 @@
 import pytest
 
-from policies.contract import Shape
-from policies.registry import available, parse
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
 from traces.errors import InputError
 
 

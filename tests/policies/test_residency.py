@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import core, scores
-from policies.contract import Int, Options, RetentionPolicy, ScorePolicy, Shape
-from policies.core import BLOCKED, NO_EXPERT
-from policies.lru import LRU
-from policies.registry import parse
-from policies.residency import Residency
+from policies.core import residency_compiled as core
+from policies.core import scores
+from policies.core.policy import Int, Options, RetentionPolicy, ScorePolicy, Shape
+from policies.core.registry import parse
+from policies.core.residency import Residency
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.retention.lru import LRU
 
 
 class Lifo(RetentionPolicy):

@@ -11,23 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.contract import Shape
-from policies.core import BLOCKED, NO_EXPERT
-from policies.per_layer import PerLayer
-from policies.registry import available, parse
-from policies.residency import Residency
-from policies.scope import even, lru_curves, optimal
-from sim import winner
-from sim.cells import Requests, Setup
+from policies.core.per_layer import PerLayer
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
+from policies.core.residency import Residency
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.core.scope import even, lru_curves, optimal
+from sim.analysis.curves import lru_misses
 from sim.cli import main
-from sim.config import listed, specs
-from sim.curves import lru_misses
-from sim.log import Run, RunLog
-from sim.model import simulate
-from sim.report import warnings
-from sim.sweep import grid_of
-from sim.timing import FixedTiming, Link
-from sim.untimed import count
+from sim.engines.simpy_engine import simulate
+from sim.engines.untimed import count
+from sim.loop.log import Run, RunLog
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep import winner
+from sim.sweep.config import listed, specs
+from sim.sweep.grid import grid_of
+from sim.sweep.report import warnings
+from sim.sweep.setup import Requests, Setup
 from tests.sim.test_untimed import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
@@ -136,7 +136,7 @@ def test_one_layer_plays_alike_in_either_scope(policy):
 
 def test_a_users_policy_with_state_of_its_own_is_one_for_each_layer(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from policies.contract import RetentionPolicy\n"
+        "from policies.core.policy import RetentionPolicy\n"
         "class First(RetentionPolicy):\n"
         "    def __init__(self, shape, options):\n"
         "        super().__init__(shape, options)\n"
@@ -385,7 +385,7 @@ SCORED_AND_OTHER = ["lru", "eamc", "clock", "arc"]
 
 @pytest.mark.parametrize("policy", SCORED_AND_OTHER)
 def test_policies_conform_in_a_scope_of_layers(policy):
-    from policies.conformance import check
+    from policies.checker import check
 
     assert {info.name for info in available()} >= set(SCORED_AND_OTHER)
     check(f"{policy}@layer").require()

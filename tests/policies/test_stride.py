@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import conformance, stride_train
-from policies.contract import Shape
-from policies.pair import Pair
-from policies.registry import parse
-from policies.scripts import scripts
-from policies.stride import Predictor
-from policies.stride_train import Tokens, Training, probabilities, recall, recall_of_previous, train
+from policies import checker
+from policies.core.policy import Shape
+from policies.core.registry import parse
+from policies.core.runner import Pair
+from policies.prefetch import stride_training
+from policies.prefetch.stride import Predictor
+from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
+from policies.random_routing import scripts
 from sim import cli
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -166,7 +167,7 @@ def test_a_predictor_keeps_to_the_contract(tmp_path):
     spec = parse(f"lru+stride:model={path}:n=3:budget=2")
     played = 0
     for number, script in enumerate(script for script in scripts(0) if script.shape == Shape(3, 5)):
-        for held_to in conformance._CHECKS:
+        for held_to in checker._CHECKS:
             played += held_to(spec, script, random.Random(number))
     assert played > 1000
 
@@ -274,7 +275,7 @@ def test_an_interruption_leaves_nothing_behind(moe_sim, tmp_path, monkeypatch):
         if layer == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(stride_train, "_regress", interrupted)
+    monkeypatch.setattr(stride_training, "_regress", interrupted)
     code, _, _ = moe_sim("train-stride", "t", "--out", "s.npz")
     assert code == 130
     assert layers == [0, 1, 2]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from policies.contract import Shape
-from policies.registry import parse
-from sim.cells import Requests
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
+from policies.core.policy import Shape
+from policies.core.registry import parse
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -124,7 +124,7 @@ def test_a_class_in_a_file_is_a_policy_like_any_other(home, monkeypatch):
 def test_a_changed_file_is_read_again(tmp_path):
     file = tmp_path / "mine.py"
     for n, base in enumerate(("ScorePolicy", "Prefetcher")):
-        file.write_text(f"from policies.contract import {base}\nclass Mine({base}):\n    pass\n")
+        file.write_text(f"from policies.core.policy import {base}\nclass Mine({base}):\n    pass\n")
         os.utime(file, (n, n))
         assert (
             parse(f"lru+{file}:Mine" if n else f"{file}:Mine").options()["prefetch" if n else "evict"]["name"] == "Mine"
@@ -139,7 +139,7 @@ def test_a_switch_among_options_is_read_as_it_is_written(tmp_path):
 
 BROKEN = """
 from dataclasses import dataclass
-from policies.contract import Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy
 class Keeps(ScorePolicy):
     pass
 class Fetches(Prefetcher):
@@ -195,7 +195,7 @@ def test_a_file_that_is_no_policy_is_one_line_that_helps(tmp_path, monkeypatch, 
 
 
 def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
-    from policies.user_file import divide
+    from policies.core.user_file import divide
 
     assert divide(r"C:\policies\mine.py:Keeps:alpha=1:n=2") == (r"C:\policies\mine.py:Keeps", "alpha=1:n=2")
     assert divide("eamc:capacity=3:eps=0.1") == ("eamc", "capacity=3:eps=0.1")
@@ -218,7 +218,7 @@ def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
 def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path, answer, error):
     file = tmp_path / "wild.py"
     file.write_text(
-        "import numpy as np\nfrom policies.contract import Prefetcher\n\n\nclass Wild(Prefetcher):\n"
+        "import numpy as np\nfrom policies.core.policy import Prefetcher\n\n\nclass Wild(Prefetcher):\n"
         f'    """Proposes what it should not."""\n\n    def propose(self, event):\n        return {answer}\n'
     )
     requests = [TRACE.steps(i) for i in range(3)]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from policies.contract import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
-from policies.registry import PolicySpec, parse
+from policies.core.policy import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
+from policies.core.registry import PolicySpec, parse
 from replay.driver import Plan
-from sim.conformance import case_request
-from sim.timing import FixedTiming, Link
+from sim.engines.cases import case_request
+from sim.profiles.timing import FixedTiming, Link
 from traces.steps import RequestSteps
 
 

@@ -4,7 +4,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from policies.contract import Shape
+from policies.core.policy import Shape
 from replay.devices.device import Completion, Device, Kind, Work
 
 

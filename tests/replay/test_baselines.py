@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostStore
@@ -13,8 +13,8 @@ from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
 from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from replay.model.network import Network
-from sim.cells import Requests
-from sim.timing import FixedTiming, Link
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from tests.replay.devices import AnyOrder, Watch
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.test_cuda import PROFILE, SIZE, E, K, L

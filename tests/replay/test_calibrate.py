@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
+from policies.core.registry import parse
 from replay import cli
 from replay.calibration import calibrate, rates, toml
 from replay.calibration.calibrate import Found, choices, made_up, middle, profile, steps_ns
 from replay.calibration.measure import Measurement
 from sim import cli as sim_cli
-from sim import measured, models
-from sim.cells import Setup
-from sim.hardware import hardware
-from sim.models import ModelProfile
+from sim.profiles import measured, model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.sweep.setup import Setup
 from tests.replay.fake_gpu import FakeGpu
 from traces import demo_trace
 from traces.errors import InputError
@@ -181,7 +181,7 @@ def write_profile(made: ModelProfile, folder: Path) -> str:
     values = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(made).items()}
     del values["name"]
     path.write_text(toml.dumps({key: value for key, value in values.items() if value != 0}))
-    assert models.model(str(path)) == made
+    assert model_profile.model(str(path)) == made
     return str(path)
 
 

@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay import cli, report, run
 from replay.driver import COLUMNS
-from sim import winner
-from sim.cells import Requests, Setup
-from sim.results import REQUESTS, RESULTS
-from sim.store import Store
-from sim.sweep import Grid, Table, outcome, save, sweep
-from sim.winner import Winner
+from sim.results.metrics import REQUESTS, RESULTS
+from sim.sweep import winner
+from sim.sweep.grid import Grid, Table, outcome, save, sweep
+from sim.sweep.setup import Requests, Setup
+from sim.sweep.store import Store
+from sim.sweep.winner import Winner
 from traces import demo_trace
 from traces.errors import InputError
 from traces.trace import Trace
@@ -111,8 +111,8 @@ def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> N
 def test_without_simpy_the_compiled_engine_predicts_and_what_it_does_not_play_runs_on(
     command, monkeypatch: pytest.MonkeyPatch, policy: str, told: str
 ) -> None:
-    monkeypatch.delitem(sys.modules, "sim.model", raising=False)
-    monkeypatch.delattr("sim.model", raising=False)
+    monkeypatch.delitem(sys.modules, "sim.engines.simpy_engine", raising=False)
+    monkeypatch.delattr("sim.engines.simpy_engine", raising=False)
     monkeypatch.setitem(sys.modules, "simpy", None)
     status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0
@@ -171,7 +171,7 @@ def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_
 
 
 def test_a_policy_whose_cost_nobody_knows_is_told(command, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("from policies.contract import ScorePolicy\n\nclass Mine(ScorePolicy): pass\n")
+    (tmp_path / "mine.py").write_text("from policies.core.policy import ScorePolicy\n\nclass Mine(ScorePolicy): pass\n")
     status, _, err = command("--policy", "mine.py:Mine", "--device", "virtual", "--requests", "1")
     assert status == 0, err
     assert "nobody has measured what mine.py:Mine costs an event" in err

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.registry import parse
+from policies.core.registry import parse
 from replay import cli
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
@@ -23,10 +23,10 @@ from replay.comparison.lockstep import Lockstep, Recorder
 from replay.devices.virtual import VirtualDevice
 from replay.driver import play
 from replay.run import Choice
-from sim import engine
-from sim.cells import Loaded, Setup
-from sim.measured import MeasuredModel
-from sim.timing import Link, Timing
+from sim.engines import engine
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.timing import Link, Timing
+from sim.sweep.setup import Loaded, Setup
 from traces import demo_trace
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -190,8 +190,8 @@ def test_without_simpy_the_virtual_device_predicts_what_the_compiled_engine_does
 ) -> None:
     choice = chosen("clock")
     expected = play_cell(choice, CLOSED_LOOP, *machine(choice))
-    monkeypatch.delitem(sys.modules, "sim.model", raising=False)
-    monkeypatch.delattr("sim.model", raising=False)
+    monkeypatch.delitem(sys.modules, "sim.engines.simpy_engine", raising=False)
+    monkeypatch.delattr("sim.engines.simpy_engine", raising=False)
     monkeypatch.setitem(sys.modules, "simpy", None)
     found = play_cell(choice, CLOSED_LOOP, *machine(choice))
     assert found.predicted_row == expected.predicted_row

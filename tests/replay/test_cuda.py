@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
 from replay.devices.gpu import Cuda, Gpu
@@ -20,10 +20,10 @@ from replay.devices.stage import Needs, open_stage
 from replay.devices.store import HostMemory, HostStore
 from replay.driver import Plan, play
 from replay.model.network import Network
-from sim.cells import Requests
-from sim.log import RunLog
-from sim.models import model
-from sim.untimed import count
+from sim.engines.untimed import count
+from sim.loop.log import RunLog
+from sim.profiles.model_profile import model
+from sim.sweep.setup import Requests
 from tests.replay.devices import Watch, Watching
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.tiny import TINY

@@ -5,13 +5,13 @@ import random
 import numpy as np
 import pytest
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices.virtual import VirtualDevice
 from replay.driver import COLUMNS, Plan, play
-from sim.cells import Requests
-from sim.timing import FixedTiming, Link
-from sim.untimed import count
+from sim.engines.untimed import count
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from tests.replay.cases import draw
 from tests.replay.devices import AnyOrder, Watch
 from traces.synthetic import synthetic

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 import torch
 
-from replay import quiet
+from replay import warmup
 from replay.calibration import measure
 from replay.comparison.record import ERROR, Record
+from replay.gpu_check import bounds, draw, routing
 from replay.gpu_check import check as gpu_check
-from replay.gpu_check import draw, routing, verdict
 from replay.gpu_check.check import Check
 from replay.gpu_check.routing import made_up
 from replay.run import first_tokens
-from sim import models
-from sim.cells import Loaded, Requests, Setup
-from sim.hardware import hardware
+from sim.profiles import model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.sweep.setup import Loaded, Requests, Setup
 from tests.replay.fake_gpu import FakeGpu
 from tests.replay.tiny import TINY
 from traces import console
@@ -31,14 +31,14 @@ from traces.synthetic import synthetic
 @pytest.fixture
 def tiny(monkeypatch):
     """Shipped profiles, but small; and few tokens."""
-    real = models.model
-    monkeypatch.setattr(models, "model", lambda name: dataclasses.replace(real(name), **TINY))
+    real = model_profile.model
+    monkeypatch.setattr(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
     monkeypatch.setattr(gpu_check, "FULL_TOKENS", 40)
     monkeypatch.setattr(gpu_check, "SHORT_TOKENS", {"olmoe-1b-7b": 20, "qwen3-30b-a3b": 20})
     monkeypatch.setattr(routing, "PROMPT_TOKENS", 6)
     monkeypatch.setattr(gpu_check, "BUFFER_BYTES", 1 << 16)
     monkeypatch.setattr(measure, "POLICY_S", 0.2)
-    monkeypatch.setattr(quiet, "DECISIONS_S", 0.1)
+    monkeypatch.setattr(warmup, "DECISIONS_S", 0.1)
 
 
 def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=False, budget_s=1e9):
@@ -168,7 +168,7 @@ def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(tiny, tmp_path,
 
 
 def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
-    trace = made_up(models.model("olmoe-1b-7b"), 130)
+    trace = made_up(model_profile.model("olmoe-1b-7b"), 130)
     assert trace.meta.model == "olmoe-1b-7b"
     assert (trace.phase == 1).sum() == 140 or (trace.phase == 0).sum() == 140
     assert trace.requests["prompt_tokens"].astype(int).tolist() == [routing.PROMPT_TOKENS, *[0] * 6]
@@ -176,7 +176,7 @@ def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
 
 @pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 24, 100])
 def test_just_so_many_tokens_are_taken_and_the_last_request_is_cut_off(tokens):
-    profile = models.model("olmoe-1b-7b")
+    profile = model_profile.model("olmoe-1b-7b")
     trace = synthetic(3, 8, profile.moe_layers, profile.experts, profile.top_k, seed=1, prompt_tokens=5)
     loaded = Loaded(Setup(trace="synthetic"), trace, hardware("h200"), profile)
     cut = first_tokens(loaded, tokens).trace
@@ -213,18 +213,18 @@ def cell(**other):
     ],
 )
 def test_each_bound_is_broken_by_its_own_figure_alone(change, broken):
-    rows = verdict.verdict({"ceiling_gbps": 55.0}, [cell(**change)])
+    rows = bounds.verdict({"ceiling_gbps": 55.0}, [cell(**change)])
     found = [row["what"] for row in rows if not row["holds"]]
     assert len(found) == len(broken)
     assert all(what.startswith(start) for what, start in zip(found, broken, strict=True))
-    assert len(list(verdict.lines(rows))) == len({row["what"] for row in rows}) + len(broken)
+    assert len(list(bounds.lines(rows))) == len({row["what"] for row in rows}) + len(broken)
 
 
 def test_bandwidth_is_judged_of_experts_of_eight_megabytes_and_more():
     transfers = [
         {"model": "a", "expert_bytes": size, "gbps": gbps} for size, gbps in ((8e6, 53.0), (9e6, 54.0), (1e6, 1))
     ]
-    rows = verdict.verdict({"ceiling_gbps": 55.0, "transfers": transfers}, [])
+    rows = bounds.verdict({"ceiling_gbps": 55.0, "transfers": transfers}, [])
     assert [row["holds"] for row in rows] == [False, True]
 
 
@@ -232,14 +232,14 @@ def test_what_was_to_be_judged_and_was_not_is_named():
     played = [cell(policy="lru"), cell(policy="eamc", mode="lockstep"), cell(policy="eamc", cache_fraction=0.5)]
     wanted = [("mixtral-8x7b", "lru"), ("mixtral-8x7b", "eamc")]
     played[0]["predicted"] = played[1]["predicted"] = {"tpot_mean_ms": 1.0}
-    assert verdict.unjudged(played, wanted) == ["mixtral-8x7b: eamc at 25%"]
+    assert bounds.unjudged(played, wanted) == ["mixtral-8x7b: eamc at 25%"]
 
 
 def test_an_error_that_is_not_finite_holds_no_bound():
-    rows = verdict.verdict({}, [cell(errors={"tpot_mean": None, "tpot_p99": None, "token_mape": None}, tokens=500)])
+    rows = bounds.verdict({}, [cell(errors={"tpot_mean": None, "tpot_p99": None, "token_mape": None}, tokens=500)])
     broken = [row["what"] for row in rows if not row["holds"]]
     assert broken == ["TPOT mean, error", "per token, mean absolute error", "TPOT p99, error"]
-    assert "not finite" in "".join(verdict.lines(rows))
+    assert "not finite" in "".join(bounds.lines(rows))
 
 
 def test_cells_of_other_code_are_not_taken_over(tiny, tmp_path, monkeypatch):
@@ -257,7 +257,7 @@ def test_ratios_compare_like_with_like():
         {**own, "mode": "sync-per-copy", "measured": {"tpot_mean_ms": 60.0}},
     ]
     del others[2]["predicted"]
-    found = verdict.ratios([own, *others])
+    found = bounds.ratios([own, *others])
     assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 2.0)]
 
 

@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import core
-from policies.contract import Shape
-from policies.registry import PolicySpec, parse
-from policies.residency import Residency
+from policies.core import residency_compiled as core
+from policies.core.policy import Shape
+from policies.core.registry import PolicySpec, parse
+from policies.core.residency import Residency
 from replay.comparison.lockstep import Act, Decision, Lockstep, Recorder, Script
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from sim.cells import Requests
-from sim.log import Run, RunLog
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run, RunLog
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from tests.replay.cases import Case, draw
 from tests.replay.devices import AnyOrder, Watch
 from traces.synthetic import synthetic

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.calibration.host_time import FIRST_STEPS, same_again
 from replay.calibration.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
 from replay.calibration.meter import Meter, rising
@@ -23,11 +23,11 @@ from replay.devices.store import HostStore
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
 from replay.model.network import Network
-from sim.cells import Requests
-from sim.engine import AUTO, simulate
-from sim.log import Run
-from sim.models import model
-from sim.timing import FixedTiming, Link
+from sim.engines.engine import AUTO, simulate
+from sim.loop.log import Run
+from sim.profiles.model_profile import model
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from tests.replay.devices import AnyOrder, Watch
 from tests.replay.fake_gpu import FakeGpu
 from traces.synthetic import synthetic
@@ -362,7 +362,7 @@ def test_a_policy_that_looks_at_events_takes_time(policy: str) -> None:
 
 SLEEPER = """
 import time
-from policies.contract import Prefetcher
+from policies.core.policy import Prefetcher
 
 
 class Sleeper(Prefetcher):

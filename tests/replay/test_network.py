@@ -6,8 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from replay.model.network import BUCKET, Network, expert_output
-from sim import models, profiles
-from sim.models import ModelProfile
+from sim import profiles
+from sim.profiles import model_profile
+from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
 
 CPU, CUDA, META = torch.device("cpu"), torch.device("cuda"), torch.device("meta")
@@ -76,7 +77,7 @@ def through(network: Network, tokens: int, context: int, ids: torch.Tensor | Non
 
 
 def shipped() -> list[ModelProfile]:
-    known = map(models.model, profiles.names("models"))
+    known = map(model_profile.model, profiles.names("models"))
     return [
         replace(profile, expert_bytes_per_parameter=max(2.0, profile.expert_bytes_per_parameter)) for profile in known
     ]

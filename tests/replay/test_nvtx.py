@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices.nvtx import MarkedDevice
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from sim.cells import Requests
-from sim.timing import FixedTiming, Link
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Requests
 from traces.synthetic import synthetic
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from replay.gpu_check.peer import FAMILIES, accelerate_offload, build
-from sim.models import model
+from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload, build
+from sim.profiles.model_profile import model
 from traces.errors import InputError
 
 SMALL = {"hidden_size": 64, "expert_intermediate_size": 32, "heads": 4, "vocabulary": 128, "moe_layers": 2}

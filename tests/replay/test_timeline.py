@@ -11,9 +11,9 @@ from replay.cli import main
 from replay.devices.virtual import VirtualDevice
 from replay.driver import play
 from replay.timeline import ObservedDevice
-from sim import timeline_model
-from sim.log import Run
-from sim.timeline import Timeline
+from sim.loop.log import Run
+from sim.timeline import simulated
+from sim.timeline.file import Timeline
 from tests.replay.cases import draw
 
 
@@ -49,7 +49,7 @@ def test_on_a_logical_clock_experts_transfers_and_slots_are_those_of_the_simulat
         *(plan.requests, *shape, plan.slots, plan.policy, case.timing, case.link, plan.cold, plan.experts_per_layer)
     )
     names = [str(i) for i in range(len(plan.requests))]
-    timeline_model.play(run, lambda log: None, timeline, names)
+    simulated.play(run, lambda log: None, timeline, names)
     events = events_of(file.getvalue())
     ours, theirs = tracks(events, "measured"), tracks(events, "simulated")
     computed = [e for e in theirs.get("compute", []) if not e["name"].startswith("stall")]

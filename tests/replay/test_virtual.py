@@ -12,18 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.contract import Shape
-from policies.registry import parse
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from replay.devices.device import Kind
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
-from sim.cells import Requests
-from sim.conformance import case_request, case_result
-from sim.hardware import hardware
-from sim.log import Run, RunLog
-from sim.model import simulate
-from sim.models import model
-from sim.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link
+from sim.engines.cases import case_request, case_result
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import Run, RunLog
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import model
+from sim.profiles.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link
+from sim.sweep.setup import Requests
 from tests.replay.cases import Case, draw
 from traces.synthetic import synthetic
 

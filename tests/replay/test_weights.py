@@ -16,7 +16,7 @@ from torch import nn
 from replay.model.dense import GroupedQueryAttention, LatentAttention, Source
 from replay.model.network import Network, expert_output
 from replay.model.weights import Checkpoint
-from sim.models import ModelProfile
+from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
 
 CPU = torch.device("cpu")

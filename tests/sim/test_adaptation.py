@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim.adaptation import (
+from policies.core.registry import parse
+from sim.analysis.adaptation import (
     ACROSS,
     WITHIN,
     Adaptation,
@@ -25,9 +25,9 @@ from sim.adaptation import (
     summary,
     to_play,
 )
-from sim.cells import Setup
-from sim.commands_adapt import MODELS, PAPER
-from sim.sweep import Grid
+from sim.commands.adapt import MODELS, PAPER
+from sim.sweep.grid import Grid
+from sim.sweep.setup import Setup
 from tests.sim.test_cli import moe_sim
 from traces.errors import InputError
 from traces.synthetic import synthetic

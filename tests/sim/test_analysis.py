@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from policies.registry import parse
-from sim.analysis import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, save, sentence, to_play
-from sim.cells import Setup
+from policies.core.registry import parse
+from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, save, sentence, to_play
 from sim.cli import app
-from sim.sweep import Grid
+from sim.sweep.grid import Grid
+from sim.sweep.setup import Setup
 from tests.sim.test_cli import moe_sim
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -122,7 +122,7 @@ def test_tables_and_plot_are_written(loaded, tmp_path):
 
 
 def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loaded):
-    from sim.plot_curves import figure
+    from sim.analysis.plot_curves import figure
 
     found = analyse(loaded, GRID)
     lines = {line.get_label(): line for line in figure(found, loaded).axes[0].lines}

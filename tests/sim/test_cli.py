@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
-from sim.store import only_one
+from sim.sweep.store import only_one
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -225,7 +225,7 @@ def test_help_loads_neither_simpy_nor_matplotlib_nor_pandas():
 
 
 def test_sweeping_loads_no_torch():
-    code = "import sys, sim.sweep, sim.report, sim.model; print('torch' in sys.modules)"
+    code = "import sys, sim.sweep.grid, sim.sweep.report, sim.engines.simpy_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
@@ -296,7 +296,7 @@ def test_a_trace_called_cells_keeps_its_results(home, tmp_path):
 
 def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from policies.contract import ScorePolicy\n\n\nclass Mine(ScorePolicy):\n    def observe(self, event):\n"
+        "from policies.core.policy import ScorePolicy\n\n\nclass Mine(ScorePolicy):\n    def observe(self, event):\n"
         "        self.nothing += 1\n"
     )
     asked = ("sweep", str(home / "tiny"), "--policies", "lru,mine.py:Mine", "--cache-sizes", "24", "--out", "o", "-q")

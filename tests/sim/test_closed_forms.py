@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from policies.registry import parse
-from sim.log import STALLS, Run, RunLog
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
+from policies.core.registry import parse
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import STALLS, Run, RunLog
+from sim.profiles.timing import FixedTiming, Link
 from traces.steps import DECODE, RequestSteps, decode_steps, prefill_step
 
 L, E, K = 3, 8, 2

@@ -9,7 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from sim.cli import app
-from sim.compare import MEASURES, Difference, Played, choose, differences, interval, pairs_across, read, split_name
+from sim.results.compare import (
+    MEASURES,
+    Difference,
+    Played,
+    choose,
+    differences,
+    interval,
+    pairs_across,
+    read,
+    split_name,
+)
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -82,7 +92,7 @@ def test_the_same_seed_gives_the_same_interval_however_many_are_drawn_at_once(mo
     whole = interval(values, 5, 500)
     assert interval(values, 5, 500) == whole
     assert interval(values, 6, 500) != whole
-    monkeypatch.setattr("sim.compare.DRAWN_AT_ONCE", 120)
+    monkeypatch.setattr("sim.results.compare.DRAWN_AT_ONCE", 120)
     assert interval(values, 5, 500) == whole
 
 

@@ -2,7 +2,7 @@ import tomllib
 
 import pytest
 
-from sim.config import Config, alternatives, read
+from sim.sweep.config import Config, alternatives, read
 from traces.errors import InputError
 
 GIVEN = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}

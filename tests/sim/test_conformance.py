@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from sim.conformance import run_case, run_file
+from sim.engines.cases import run_case, run_file
 from traces.errors import InputError
 
 CASE = {

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
-from sim.untimed import count
+from policies.core.registry import parse
+from sim.analysis.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
+from sim.engines.untimed import count
 from tests.sim.test_untimed import EXPECTED, SHARED
 from tests.strategies import traces
 from traces.importers import import_dump

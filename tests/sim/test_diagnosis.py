@@ -1,4 +1,4 @@
-from sim.diagnosis import lines
+from sim.results.diagnosis import lines
 
 BELADY = [{"cache_experts": 16, "hit_rate": 0.8}]
 

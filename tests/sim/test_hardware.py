@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 
 from sim import profiles
-from sim.hardware import hardware
-from sim.models import derived, known, model, of_trace
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import derived, known, model, of_trace
 from traces.errors import InputError
 from traces.schema import TraceMeta
 

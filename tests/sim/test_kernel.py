@@ -22,15 +22,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import dispatch, pair
-from policies.contract import RetentionPolicy, Shape
-from policies.registry import parse
-from policies.residency import Residency
-from policies.stride import Predictor
-from sim import engine, kernel, model
-from sim.cells import Setup
-from sim.log import Ended, Run, RunLog, joined, whole
-from sim.timing import DurationTables, FixedTiming, Link
+from policies.core import dispatch
+from policies.core import runner as pair
+from policies.core.policy import RetentionPolicy, Shape
+from policies.core.registry import parse
+from policies.core.residency import Residency
+from policies.prefetch.stride import Predictor
+from sim.engines import compiled_engine, engine, simpy_engine
+from sim.loop.log import Ended, Run, RunLog, joined, whole
+from sim.profiles.timing import DurationTables, FixedTiming, Link
+from sim.sweep.setup import Setup
 from tests import reference
 from tests.sim.test_model_equals_reference import draw_case, play, stored_cases, without_stalls
 from traces import demo_trace
@@ -167,7 +168,7 @@ def draw_run(integer: Draw) -> Drawn:
 
 def difference(run: Drawn) -> list[str]:
     """Columns in which the engines differ."""
-    ours, theirs = run.on(kernel.play), run.on(model.play)
+    ours, theirs = run.on(compiled_engine.play), run.on(simpy_engine.play)
     assert len(ours) == len(theirs) == len(run.requests)
     return [
         f"{column} of request {number}"
@@ -203,7 +204,7 @@ def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
     served = {cls.name for cls in dispatch.KINDS} - {"static"}
     assert set(played) == served
     assert min(played.values()) >= 10
-    logs = [joined(run.on(kernel.play)) for run in runs]
+    logs = [joined(run.on(compiled_engine.play)) for run in runs]
     for column in ("late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
         assert sum(getattr(log, column).any() for log in logs) >= 50, column
     reached = np.sum([log.stall_ns.any(axis=0) for log in logs], axis=0)
@@ -211,8 +212,8 @@ def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
 
 
 def test_every_built_in_score_policy_and_prefetcher_is_served() -> None:
-    from policies.contract import ScorePolicy
-    from policies.registry import _prefetch, _retention, available
+    from policies.core.policy import ScorePolicy
+    from policies.core.registry import _prefetch, _retention, available
 
     available()
     built_in = [
@@ -252,8 +253,8 @@ def test_the_compiled_engine_serves_every_stored_case_and_ends_as_two_independen
 def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
     run = Run([trace.steps(i) for i in range(2)], 2, 5, 2, parse("lru+all"), TIMING, LINK)
-    theirs = model.simulate(run)
-    short = kernel.Engine(run, pair.Pair(run.policy, Shape(2, 5), run.requests))
+    theirs = simpy_engine.simulate(run)
+    short = compiled_engine.Engine(run, pair.Pair(run.policy, Shape(2, 5), run.requests))
     most = 3 * (10 + 5)
     short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
     ours = whole(lambda _, ended: short.play(ended), run)
@@ -298,7 +299,7 @@ def test_duration_tables_hold_the_timings_own_values_request_after_request() -> 
 
 
 MY_POLICY = """
-from policies.contract import ScorePolicy
+from policies.core.policy import ScorePolicy
 class Mine(ScorePolicy):
     name = "mine"
     def observe(self, event):
@@ -351,7 +352,7 @@ def test_an_engine_that_there_is_not_is_told() -> None:
 
 
 def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
-    with patch.object(model, "play", side_effect=AssertionError("SimPy was asked")):
+    with patch.object(simpy_engine, "play", side_effect=AssertionError("SimPy was asked")):
         trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
         log = engine.simulate("auto", Run([trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK))
     assert log.hits.sum() + log.misses.sum() == 5 * 2 * 2
@@ -367,7 +368,7 @@ def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
 def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
     with pytest.raises(OverflowError, match="62 bits"):
-        kernel.simulate(Run([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link))
+        compiled_engine.simulate(Run([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link))
     endless = Run([trace.steps(0)], 2, 5, 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
     for name in engine.ENGINES[:2]:
         with pytest.raises(InputError, match="do the profiles mean such times"):
@@ -377,16 +378,16 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
 SECOND_PROCESS = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from policies.registry import parse
-from sim import kernel
-from sim.log import Run
-from sim.timing import FixedTiming, Link
+from policies.core.registry import parse
+from sim.engines import compiled_engine
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
 requests = [trace.steps(i) for i in range(2)]
 times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
 for policy in ("lru", "lfu+oracle1", "eamc", "eamc-blend", "belady+markov", "expert-map", "lru+popular:budget=1"):
-    kernel.simulate(Run(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0))
+    compiled_engine.simulate(Run(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0))
 used = {
     id(value): value
     for name, module in sys.modules.items()
@@ -395,7 +396,7 @@ used = {
     if isinstance(value, Dispatcher)
 }
 compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
-print(len(kernel.play_steps.signatures), sum(kernel.play_steps.stats.cache_hits.values()), compiled)
+print(len(compiled_engine.play_steps.signatures), sum(compiled_engine.play_steps.stats.cache_hits.values()), compiled)
 """
 
 

@@ -12,7 +12,10 @@ import os, shutil, signal, sys
 from pathlib import Path
 import matplotlib
 matplotlib.use("Agg")
-from sim import cli, diagnosis, plot, report, untimed  # before the forks
+from sim import cli, untimed  # before the forks
+from sim.results import diagnosis
+from sim.results import plot
+from sim.sweep import report
 
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 OUT = Path("out").resolve()

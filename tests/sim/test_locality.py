@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.locality import locality, sch, srp
+from sim.analysis.locality import locality, sch, srp
 from traces.importers import import_dump
 from traces.synthetic import synthetic
 from traces.trace import Trace

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim import measured, profiles
-from sim.cells import Setup
-from sim.hardware import hardware
-from sim.sweep import Grid, key, played
+from policies.core.registry import parse
+from sim import profiles
+from sim.profiles import measured
+from sim.profiles.hardware_profile import hardware
+from sim.sweep.grid import Grid, key, played
+from sim.sweep.setup import Setup
 from traces import demo_trace
 from traces.errors import InputError
 

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies import pair, registry
-from policies.contract import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
-from policies.registry import PolicySpec
-from policies.residency import Residency
-from sim import conformance
-from sim.log import RunLog
+from policies.core import registry
+from policies.core import runner as pair
+from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
+from policies.core.registry import PolicySpec
+from policies.core.residency import Residency
+from sim.engines import cases
+from sim.loop.log import RunLog
 from tests import reference
 
 Case = dict[str, Any]
@@ -115,14 +116,14 @@ def play(case: Case, engine: str = "simpy") -> Case:
             table = np.array(script, np.float64).reshape(-1, 2)
             return table[:, 0].astype(np.int64), table[:, 1]
 
-    case_result = conformance.case_result
+    case_result = cases.case_result
     with (
-        patch.object(conformance, "case_result", result_with_stalls),
+        patch.object(cases, "case_result", result_with_stalls),
         patch.object(pair, "Residency", residency),
-        patch.object(conformance, "parse", parse),
+        patch.object(cases, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):
-        return conformance.run_case(case, engine)
+        return cases.run_case(case, engine)
 
 
 def stored_cases() -> list[Case]:

@@ -1,6 +1,6 @@
 import pytest
 
-from sim.plot import draw, figure, wrapped
+from sim.results.plot import draw, figure, wrapped
 
 
 def rows(policy, **columns):

@@ -12,14 +12,14 @@ import pandas as pd
 import pytest
 
 from benchmarks import predictors as benchmark
-from policies.contract import Shape
-from policies.presets import PRESETS
-from policies.registry import BUILT_IN, available, parse
-from sim import predictors
-from sim.cells import Setup
-from sim.predictors import MEASURED, cost_us
-from sim.sweep import Grid, played
-from sim.timing import Roofline
+from policies.core.policy import Shape
+from policies.core.presets import PRESETS
+from policies.core.registry import BUILT_IN, available, parse
+from sim.profiles import policy_overhead
+from sim.profiles.policy_overhead import MEASURED, cost_us
+from sim.profiles.timing import Roofline
+from sim.sweep.grid import Grid, played
+from sim.sweep.setup import Setup
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -27,7 +27,7 @@ LAYERS, EXPERTS, TOP_K = 3, 16, 2
 SMALL, LARGE = MEASURED[0][:2], MEASURED[1][:2]
 
 OWN = """
-from policies.contract import ScorePolicy
+from policies.core.policy import ScorePolicy
 
 class Mine(ScorePolicy):
     "Keep."
@@ -53,7 +53,7 @@ def table(monkeypatch):
         "pair": {"eamc": (6.0, 19.184)},
         "preset": {"eamc-code": (20.0, 40.0)},
     }
-    monkeypatch.setattr(predictors, "_table", lambda: held)
+    monkeypatch.setattr(policy_overhead, "_table", lambda: held)
 
 
 def at(policy, shape=SMALL):
@@ -102,7 +102,7 @@ def test_a_policy_of_a_users_own_has_no_cost_that_is_known(folder):
 
 
 def test_every_policy_of_this_project_has_a_row_that_was_measured():
-    rows = predictors._table()
+    rows = policy_overhead._table()
     ours = [info for info in available() if info.kind != "preset"]
     assert len(ours) >= len(BUILT_IN)
     for info in ours:
@@ -114,7 +114,7 @@ def test_every_policy_of_this_project_has_a_row_that_was_measured():
 
 
 def test_what_the_benchmark_measures_is_what_ships():
-    shipped = {(kind, name) for kind, rows in predictors._table().items() for name in rows}
+    shipped = {(kind, name) for kind, rows in policy_overhead._table().items() for name in rows}
     assert {(row.kind, row.name) for row in benchmark.rows()} == shipped
     assert {name for kind, name in shipped if kind == "preset"} == {"eamc-code", "eamc-v1"}, "these set options"
 
@@ -126,8 +126,8 @@ def test_what_the_benchmark_writes_is_read_back_and_oracles_are_free(tmp_path, m
     monkeypatch.setattr(benchmark, "TABLE", file)
     monkeypatch.setattr(benchmark, "cpu", lambda: "a CPU")
     benchmark.write(found)
-    monkeypatch.setattr(predictors, "TABLE", file)
-    read = predictors._table.__wrapped__()
+    monkeypatch.setattr(policy_overhead, "TABLE", file)
+    read = policy_overhead._table.__wrapped__()
     for i, row in enumerate(rows):
         assert read[row.kind][row.name] == ((0, 0) if row.oracle else (round(1.234 + i, 2), 5))
     assert 'cpu = "a CPU"' in file.read_text()
@@ -139,7 +139,7 @@ def test_the_benchmark_finds_the_work_that_a_policy_does(monkeypatch, tmp_path):
     monkeypatch.setattr(benchmark, "ROUNDS", 3)
     made = synthetic(7, benchmark.TOKENS, LAYERS, EXPERTS, TOP_K, seed=1)
     requests = [made.steps(i) for i in range(7)]
-    own = "from policies.contract import ScorePolicy\n\nclass Busy(ScorePolicy):\n    def observe(self, event):\n"
+    own = "from policies.core.policy import ScorePolicy\n\nclass Busy(ScorePolicy):\n    def observe(self, event):\n"
     (tmp_path / "busy.py").write_text(own + "        sum(range(20_000))\n")
     busy = benchmark.measure(f"{tmp_path}/busy.py:Busy", Shape(LAYERS, EXPERTS), requests)
     began = time.process_time()

@@ -4,8 +4,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sim.log import RunLog
-from sim.results import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
+from sim.loop.log import RunLog
+from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 

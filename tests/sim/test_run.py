@@ -9,12 +9,12 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from policies.registry import parse
-from sim import timeline_window
-from sim.cells import Setup
+from policies.core.registry import parse
 from sim.cli import main
-from sim.results import summarise
-from sim.timeline_window import WHOLE, Window
+from sim.results.metrics import summarise
+from sim.sweep.setup import Setup
+from sim.timeline import window as timeline_window
+from sim.timeline.window import WHOLE, Window
 from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -175,7 +175,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(moe_sim_run, home, tmp_pat
 
 
 def test_a_run_that_is_interrupted_leaves_no_timeline(moe_sim_run, home, tmp_path):
-    with patch("sim.timeline_model.play", side_effect=KeyboardInterrupt):
+    with patch("sim.timeline.simulated.play", side_effect=KeyboardInterrupt):
         status, out, err = moe_sim_run(str(home / "tiny"), *SHOW, "--quiet")
     assert (status, out) == (130, "")
     assert "interrupted" in err

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from policies.registry import parse
-from sim.cells import Setup
+from policies.core.registry import parse
+from sim.analysis.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
 from sim.cli import main
-from sim.hardware import hardware
-from sim.measured import MeasuredModel
-from sim.options import having, options, written
-from sim.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
-from sim.timing import Roofline, host_link
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.timing import Roofline, host_link
+from sim.sweep.setup import Setup
+from sim.tuning.policy_options import having, options, written
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace

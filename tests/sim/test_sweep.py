@@ -4,14 +4,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from policies.registry import parse
-from sim import winner
-from sim.cells import Requests, Setup
-from sim.results import REQUESTS_FILE, RESULTS_FILE
-from sim.store import Store
-from sim.sweep import Grid, Table, _sources, key, outcome, played, save, sweep
-from sim.winner import Winner
-from sim.workers import Local
+from policies.core.registry import parse
+from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
+from sim.sweep import winner
+from sim.sweep.grid import Grid, Table, _sources, key, outcome, played, save, sweep
+from sim.sweep.setup import Requests, Setup
+from sim.sweep.store import Store
+from sim.sweep.winner import Winner
+from sim.sweep.workers import Local
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -216,7 +216,7 @@ def filled(loaded, folder):
 
 def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path):
     mine = tmp_path / "mine.py"
-    text = "from policies.contract import ScorePolicy\nclass Mine(ScorePolicy):\n    name = 'mine'\n"
+    text = "from policies.core.policy import ScorePolicy\nclass Mine(ScorePolicy):\n    name = 'mine'\n"
     mine.write_text(text)
     one = Setup(folder, hardware="a5000").load()
     cells = [

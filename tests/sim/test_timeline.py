@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Driver, Plan
-from sim import model, timeline_model
-from sim.log import STALLS, Ended, Run, RunLog, joined
-from sim.timeline import Timeline, writing
-from sim.timeline_residency import ResidencyTracks
-from sim.timeline_window import WHOLE, Window
+from sim.engines import simpy_engine
+from sim.loop.log import STALLS, Ended, Run, RunLog, joined
+from sim.timeline import simulated
+from sim.timeline.file import Timeline, writing
+from sim.timeline.residency_tracks import ResidencyTracks
+from sim.timeline.window import WHOLE, Window
 from tests.sim.test_kernel import Drawn, draw_run
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -95,7 +96,7 @@ def watch(run: Drawn, window: Window = WHOLE, slots: bool = True) -> tuple[Shown
     names = [f"request {i}" for i in range(len(run.requests))]
 
     def play(played: Run, ended: Ended) -> None:
-        timeline_model.play(played, ended, timeline, names, window, slots)
+        simulated.play(played, ended, timeline, names, window, slots)
 
     logs = run.on(play)
     return Shown(parsed(f"[{file.getvalue()}]")), logs
@@ -133,7 +134,7 @@ def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
 def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
     for seed in SEEDS:
         run, _, log = watched(seed)
-        assert_logs_equal(log, joined(run.on(model.play)))
+        assert_logs_equal(log, joined(run.on(simpy_engine.play)))
         if seed % 10 < 2:
             assert_logs_equal(joined(watch(run, slots=False)[1]), log)
 
@@ -144,7 +145,7 @@ def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: 
     run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
     shown, parts = watch(run)
     log = joined(parts)
-    assert_logs_equal(log, joined(run.on(model.play)))
+    assert_logs_equal(log, joined(run.on(simpy_engine.play)))
     for check in (fills_its_steps, takes_the_timings_durations, agrees_on_the_link, agrees_on_slots, is_well_formed):
         check(run, shown, log)
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 
 from sim import profiles
-from sim.hardware import hardware
-from sim.models import model
-from sim.timing import FixedTiming, Link, Roofline, Timing, host_link
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import model
+from sim.profiles.timing import FixedTiming, Link, Roofline, Timing, host_link
 
 A5000 = hardware("a5000")
 BARE = replace(A5000, launch_us=0.0, framework_us_per_layer=0.0)

@@ -11,15 +11,15 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from policies.contract import Shape
-from policies.registry import parse
-from sim import config
-from sim.cells import Setup
+from policies.core.policy import Shape
+from policies.core.registry import parse
 from sim.cli import main
-from sim.journal import NAME, Journal
-from sim.search_space import Choices, Range, space_of
-from sim.sweep import play_cell
-from sim.tune import Halves, Search, save, tune
+from sim.sweep import config
+from sim.sweep.grid import play_cell
+from sim.sweep.setup import Setup
+from sim.tuning.journal import NAME, Journal
+from sim.tuning.search_space import Choices, Range, space_of
+from sim.tuning.tune import Halves, Search, save, tune
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -38,7 +38,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policies.contract import Prefetcher, ScorePolicy
+from policies.core.policy import Prefetcher, ScorePolicy
 from traces.errors import InputError
 
 
@@ -195,7 +195,7 @@ def test_a_search_that_goes_on_anywhere_has_the_same_end(home, tmp_path, cut):
 
 
 def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
-    from sim import tune as module
+    from sim.tuning import tune as module
 
     played = []
 

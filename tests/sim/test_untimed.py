@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim.untimed import count
+from policies.core.registry import parse
+from sim.engines.untimed import count
 from traces.importers import import_dump
 from traces.steps import DECODE, RequestSteps, decode_steps
 

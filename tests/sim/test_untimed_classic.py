@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim.log import Run
-from sim.model import simulate
-from sim.timing import FixedTiming, Link
-from sim.untimed import count
+from policies.core.registry import parse
+from sim.engines.simpy_engine import simulate
+from sim.engines.untimed import count
+from sim.loop.log import Run
+from sim.profiles.timing import FixedTiming, Link
 from tests.sim.test_untimed import SHARED, accesses, oracle_misses
 from traces.importers import import_dump
 from traces.steps import RequestSteps

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from policies.registry import parse
-from sim import workers
-from sim.cells import Setup
-from sim.results import REQUESTS_FILE, RESULTS_FILE
-from sim.store import Store
-from sim.sweep import Grid, Table, outcome, save, sweep
-from sim.workers import Cluster, Local, Task
+from policies.core.registry import parse
+from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
+from sim.sweep import workers
+from sim.sweep.grid import Grid, Table, outcome, save, sweep
+from sim.sweep.setup import Setup
+from sim.sweep.store import Store
+from sim.sweep.workers import Cluster, Local, Task
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -127,8 +127,8 @@ def killed(loaded, number, advance):
 
 ORPHANS = """
 import os, sys, time
-from sim.cells import Setup
-from sim.workers import Local, Task
+from sim.sweep.setup import Setup
+from sim.sweep.workers import Local, Task
 from tests.sim.test_workers import endless, process_of_cell
 loaded = Setup(sys.argv[1]).load()
 tasks = [Task(loaded, process_of_cell, (None,), False)] + [Task(loaded, endless, (1,), False)] * 2
@@ -186,7 +186,7 @@ def test_a_scheduler_that_dies_is_told_in_one_line_and_what_was_finished_is_kept
 
 def test_a_cluster_with_another_version_or_no_workers_is_refused(loaded, cluster, monkeypatch):
     distributed = pytest.importorskip("distributed")
-    monkeypatch.setattr("sim.workers.sources", lambda: "another")
+    monkeypatch.setattr("sim.sweep.workers.sources", lambda: "another")
     with pytest.raises(InputError, match="cells would mix versions"):
         Cluster(cluster.scheduler_address)
     with (

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from policies.registry import parse
-from sim.untimed import count
+from policies.core.registry import parse
+from sim.engines.untimed import count
 from tests import strategies
 from tests.traces.dumps import known, same
 from traces import demo_trace, export

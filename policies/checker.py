@@ -1,0 +1,349 @@
+"""The conformance kit: what every policy must hold to, checked in one call, without a clock.
+
+    from policies.checker import check
+    print(check("my_file.py:MyPolicy"))        # or: python -m policies.checker my_file.py:MyPolicy
+
+A prefetcher is checked beside what it is paired with: `check("lru+my_file.py:MyPrefetch")`. The kit drives the
+residency machine with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
+requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
+order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
+before it (oracles excepted); nothing depends on an `Event`, or its arrays, of the past; victims are among those
+offered; keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
+"""
+
+import random
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+from policies.core.policy import Float, Int, ScorePolicy, Shape
+from policies.core.registry import PolicySpec, parse
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
+from policies.core.runner import Pair
+from policies.random_routing import Script, scripts
+from traces.errors import InputError
+from traces.steps import DECODE, Lookahead, RequestSteps
+
+NEVER_CALLED = ("on_hit", "on_insert", "victim")
+"""Methods of a retention policy that a `ScorePolicy` inherits and the compiled machine does not call."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the kit found. us_per_event: mean time in `observe` and `propose` on a model of 26 x 64 experts, top-6."""
+
+    policy: str
+    failures: tuple[str, ...]  # a plain sentence each
+    events: int  # played for the checks
+    us_per_event: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether there are no failures."""
+        return not self.failures
+
+    def require(self) -> None:
+        """AssertionError with all failures, if there are any."""
+        if self.failures:
+            raise AssertionError(str(self))
+
+    def __str__(self) -> str:
+        found = "".join(f"\n  - {failure}" for failure in self.failures)
+        verdict = "does not conform:" + found if found else "conforms"
+        return f"{self.policy} {verdict}\n  ({self.events:,} events played, {self.us_per_event:.1f} us an event)"
+
+
+def check(policy: str, seed: int = 0) -> Report:
+    """Hold a policy, as typed for `moe-sim sweep --policies`, to the contract; `seed` draws other routing.
+
+    InputError if the name or an option is wrong. Whatever the policy raises is a failure of the report.
+    """
+    spec = parse(policy)
+    failures: dict[str, str] = {}  # by rule, the first of each
+    events = 0
+    for played in _CHECKS:
+        for number, script in enumerate(scripts(seed)):
+            try:
+                events += played(spec, script, random.Random(f"{seed} {number}"))
+            except RuleError as broken:
+                failures.setdefault(broken.rule, f"{broken} ({script})")
+        if failures:  # the next check takes for granted what this one is about
+            return Report(policy, tuple(failures.values()), events, 0.0)
+    return Report(policy, (), events, _us_per_event(spec, seed))
+
+
+class RuleError(Exception):
+    """A rule that the policy has broken, and the details of this case; a sentence together."""
+
+    def __init__(self, rule: str, details: str = "") -> None:
+        super().__init__(rule + details)
+        self.rule = rule
+
+
+# Driving a policy through a script
+
+
+class FreshEvents(Pair):
+    """A pair that lends every event with its arrays for as long as it lasts, then wipes them: no policy may notice."""
+
+    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+        """As ever; the request is what is lent from."""
+        super().begin_request(ordinal, request)
+        self._request = request
+        self._lent: list[Int] = []
+
+    def observe(self, layer: int, first: int, last: int) -> None:
+        """As ever, for an event of its own."""
+        for array in self._lent:
+            array[:] = 0
+        ahead = self._request.lookahead
+        self._lent = [self._request.experts.copy(), self._request.counts.copy()]
+        if ahead:
+            self._lent += [ahead.experts.copy(), ahead.counts.copy()]
+        self._event = replace(
+            self._event,
+            request_experts=self._lent[0],
+            request_counts=self._lent[1],
+            lookahead=replace(ahead, experts=self._lent[2], counts=self._lent[3]) if ahead else None,
+        )
+        super().observe(layer, first, last)
+
+
+class Drive:
+    """One run of a policy over a script; `log` holds its decisions, `marks` where each event begins in it."""
+
+    def __init__(self, spec: PolicySpec, script: Script, pair: type[Pair] = Pair) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.marks: list[int] = []
+        self._script = script
+        self._turns = random.Random(script.seed)
+        self._active = NO_EXPERT
+        self._pair, self._machine = _told(lambda: self._begin(spec, pair))
+        _told(self._play)
+
+    def _begin(self, spec: PolicySpec, pair: type[Pair]) -> tuple[Pair, Any]:
+        self._requests = self._script.requests()
+        shape = self._script.shape
+        made = pair(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
+        made.checks = False  # what breaks a rule is told in this kit's own words
+        partitions = len(spec.divide(shape, shape.total))
+        return made, made.residency(max(self._script.slots, partitions))
+
+    def _play(self) -> None:
+        script, pair, machine = self._script, self._pair, self._machine
+        L = script.shape.layers
+        for ordinal, request in enumerate(self._requests):
+            arrays = [request.experts, request.counts]
+            if request.lookahead:
+                arrays += [request.lookahead.experts, request.lookahead.counts]
+            kept = [array.copy() for array in arrays]
+            pair.begin_request(ordinal, request)
+            for step, phase in enumerate(request.phase.tolist()):
+                pair.begin_step(step, phase)
+                for layer in range(L):
+                    self.marks.append(len(self.log))
+                    first, last = request.offsets[step * L + layer : step * L + layer + 2].tolist()
+                    if script.untimed:
+                        for i in range(first, last):
+                            self._access(request, layer, i)
+                    else:
+                        self._event(request, layer, first, last)
+            pair.end_request()
+            cold = script.cold and ordinal < len(self._requests) - 1
+            if cold:
+                self._active = NO_EXPERT
+            machine.end_request(cold)
+            if not all(map(np.array_equal, kept, arrays)):
+                raise RuleError("it writes into the arrays of an event, which are the trace's")
+
+    def _access(self, request: RequestSteps, layer: int, i: int) -> None:
+        """The untimed mode: an access is an event of its own, loaded and released at once."""
+        hit = self._machine.route(request.experts, i, i + 1)
+        self._observe(layer, i, i + 1)
+        if not hit:
+            self._note(*self._machine.next_transfer())
+            self._machine.arrived()
+        self._machine.computed(int(request.experts[i]))
+
+    def _event(self, request: RequestSteps, layer: int, first: int, last: int) -> None:
+        machine, turns = self._machine, self._turns
+        ready = machine.hits(machine.route(request.experts, first, last))
+        waiting = set(request.experts[first:last].tolist()) - set(ready)
+        self._observe(layer, first, last)
+        proposal = self._pair.propose()
+        if proposal is not None:
+            self._check_proposal(*proposal)
+            self.log.append(("propose", proposal[0].tolist(), proposal[1].tolist()))
+            machine.propose(*proposal)
+        idle = turns.randrange(4)
+        while ready or waiting or idle:
+            if self._active == NO_EXPERT:
+                self._note(*machine.next_transfer())
+            if ready and (self._active == NO_EXPERT or turns.random() < 0.5):
+                machine.computed(ready.pop(0))
+            elif self._active != NO_EXPERT and machine.is_prefetch(self._active) and turns.random() < 0.3:
+                self._note(*machine.interrupt())
+            elif self._active != NO_EXPERT:
+                arrived, self._active = self._active, NO_EXPERT
+                if machine.arrived():
+                    waiting.remove(arrived)
+                    ready.append(arrived)
+            if not ready and not waiting:
+                idle = max(0, idle - 1)
+
+    def _note(self, expert: int, victim: int, prefetch: bool = False) -> None:
+        if expert not in (NO_EXPERT, BLOCKED):
+            self._active = expert
+            self.log.append(("start", expert, victim))
+
+    def _observe(self, layer: int, first: int, last: int) -> None:
+        """Rule 3, and a look at the scores."""
+        queued = self._machine.keep[PRIORITY].copy()
+        self._pair.observe(layer, first, last)
+        keeper = self._pair.retention
+        if not isinstance(keeper, ScorePolicy):
+            return
+        if keeper.keep is not self._machine.keep:
+            raise RuleError("it replaces its array `keep`: the machine holds the first one, so write into it")
+        if not np.array_equal(keeper.keep[PRIORITY], queued):
+            raise RuleError("it writes into the third row of `keep`, which is the machine's: scores are the first two")
+        if not np.isfinite(keeper.keep[:2]).all():
+            raise RuleError("its keep scores are not all finite")
+
+    def _check_proposal(self, ids: Int, priorities: Float) -> None:
+        if not isinstance(ids, np.ndarray) or not isinstance(priorities, np.ndarray):
+            raise RuleError("it proposes something else than two arrays")
+        if ids.dtype != np.int64 or priorities.dtype != np.float64:
+            raise RuleError(
+                "it proposes other than int64 ids and float64 priorities", f": {ids.dtype}, {priorities.dtype}"
+            )
+        if ids.ndim != 1 or ids.shape != priorities.shape:
+            raise RuleError("it proposes ids and priorities of different shapes", f": {ids.shape}, {priorities.shape}")
+        if np.any((ids < 0) | (ids >= self._script.shape.total)):
+            raise RuleError("it proposes ids that no expert has", f": {ids.min()} to {ids.max()}")
+        if len(np.unique(ids)) < len(ids):
+            raise RuleError("it proposes an expert twice")
+        if not np.isfinite(priorities).all():
+            raise RuleError("its priorities are not all finite")
+
+
+def _told(act: Callable[[], Any]) -> Any:
+    """Whatever the policy raises, as a sentence."""
+    try:
+        return act()
+    except RuleError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise RuleError(f"it raises {type(error).__name__}", f": {error}, at {where}") from error
+
+
+# The checks: each plays a script some times and returns the number of events
+
+
+def _hears_what_it_overrides(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+    keeper = _told(lambda: spec.build(script.shape))[0]
+    for method in NEVER_CALLED if isinstance(keeper, ScorePolicy) else ():
+        if getattr(type(keeper), method) is not getattr(ScorePolicy, method):
+            raise RuleError(
+                f"a ScorePolicy is served compiled and its {method} is never called: write the scores in `observe`, "
+                "or derive from RetentionPolicy"
+            )
+    return 0
+
+
+def _determinism(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+    first, second = Drive(spec, script), Drive(spec, script)
+    _alike(first, second, None, "two runs over the same events do not decide alike")
+    return 2 * script.events
+
+
+def _reused_events(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+    reused, fresh = Drive(spec, script), Drive(spec, script, FreshEvents)
+    complaint = "it remembers an Event or its arrays, which the engine reuses: copy what is needed"
+    _alike(reused, fresh, None, complaint)
+    return 2 * script.events
+
+
+def _causality(spec: PolicySpec, script: Script, rng: random.Random) -> int:
+    if spec.oracle or not script.events:
+        return 0
+    as_it_was = Drive(spec, script)
+    events = script.events
+    for _ in range(4):
+        cut = rng.randrange(script.events)
+        other = script.with_another_future(cut, rng)
+        upto = as_it_was.marks[cut]
+        _alike(as_it_was, Drive(spec, other), upto, "other routing later on changes a decision before it")
+        events += other.events
+    return events
+
+
+def _alike(one: Drive, other: Drive, upto: int | None, complaint: str) -> None:
+    """The same first `upto` decisions, or the same decisions."""
+    ours, theirs = one.log[:upto], other.log[:upto]
+    for i, (this, that) in enumerate(zip(ours, theirs, strict=False)):
+        if this != that:
+            event = sum(mark <= i for mark in one.marks) - 1
+            raise RuleError(complaint, f": at event {event} {_shown(this)} or {_shown(that)}")
+    if len(ours) != len(theirs):
+        raise RuleError(complaint, f": {len(ours)} decisions or {len(theirs)}")
+
+
+def _shown(decision: tuple[Any, ...]) -> str:
+    if decision[0] == "start":
+        return f"expert {decision[1]} replaces {decision[2]}" if decision[2] >= 0 else f"expert {decision[1]} is loaded"
+    return f"{decision[1]} proposed at {decision[2]}"
+
+
+_CHECKS = (_hears_what_it_overrides, _determinism, _reused_events, _causality)
+
+
+# The cost of an event
+
+
+def _us_per_event(spec: PolicySpec, seed: int) -> float:
+    """Mean microseconds in `observe` and `propose`, on decoded tokens of a model of 26 x 64 experts, top-6."""
+    rng = np.random.default_rng(seed)
+    L, E, k, tokens = 26, 64, 6, 40
+    chosen = np.sort(np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k], axis=-1)
+    request = RequestSteps(
+        request=0,
+        phase=np.full(tokens, DECODE, np.uint8),
+        tokens=np.ones(tokens, np.int64),
+        context=np.arange(1, tokens + 1),
+        offsets=np.arange(0, tokens * L * k + 1, k),
+        experts=(chosen + np.arange(L)[:, None] * E).ravel(),
+        counts=np.ones(tokens * L * k, np.int64),
+    )
+    request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
+    pair = Pair(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
+    for ordinal in range(2):  # the first warms up
+        began = perf_counter_ns()
+        pair.begin_request(ordinal, request)
+        for step in range(tokens):
+            pair.begin_step(step, DECODE)
+            for layer in range(L):
+                first = (step * L + layer) * k
+                pair.observe(layer, first, first + k)
+                pair.propose()
+        pair.end_request()
+    return (perf_counter_ns() - began) / 1000 / (tokens * L)
+
+
+if __name__ == "__main__":
+    if not sys.argv[1:] or sys.argv[1].startswith("-"):
+        sys.exit("usage: python -m policies.checker POLICY ..., as in lru+markov or my_file.py:MyPolicy")
+    try:
+        reports = [check(name) for name in sys.argv[1:]]
+    except InputError as error:
+        sys.exit(str(error))
+    print(*reports, sep="\n")
+    sys.exit(not all(report.passed for report in reports))

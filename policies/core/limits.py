@@ -1,0 +1,138 @@
+"""Limits on what a prefetcher proposes, the same options for all: how far ahead, how likely, how much the link carries.
+
+A prefetcher takes them by declaring `Limits`, or options derived from it. They are applied after it has answered and
+drop experts from its proposal, never change their order. After the event of layer l an expert of layer i is
+j = ((i - l - 1) mod L) + 1 layers ahead, around the cycle.
+
+`budget` asks for no more than arrives in time. While a layer of a decoded token computes with all its experts at hand,
+the link carries `experts_per_layer` experts, so budget * j * experts_per_layer are there when the layer j ahead begins
+(one at least: where a layer is shorter than a transfer, one expert may always be under way). The proposal is gone
+through by priority, ties to the lower id, and an expert is kept if then, for each j, the kept ones of at most j layers
+ahead are no more than that: earliest deadline first can serve them all. An expert that is READY needs no transfer: it
+is kept, and not counted. A budget of 1 is the window; demand takes of it too, so less may be wiser.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from policies.core.compiled import allocating, compiled
+from policies.core.policy import Float, Int, Shape
+from policies.core.residency_compiled import READY
+from traces.errors import InputError
+
+
+@dataclass(frozen=True)
+class Limits:
+    """depth: layers ahead (0: all); threshold: the least priority worth a transfer; budget: share of the window."""
+
+    keeps_to_depth: ClassVar[bool] = False  # True: the prefetcher itself looks no further ahead
+
+    depth: int = 0
+    threshold: float = -math.inf
+    budget: float = math.inf
+
+    def __post_init__(self) -> None:
+        if self.depth < 0:
+            raise InputError(f"depth={self.depth}: a prefetcher looks at least 1 layer ahead, 0 is without limit")
+        if math.isnan(self.threshold):
+            raise InputError("threshold=nan: a prefetcher needs a number, the least priority worth a transfer")
+        if not self.budget >= 0:
+            raise InputError(f"budget={self.budget}: a prefetcher needs a share of the overlap window, 0 or more")
+
+
+class Bounds(NamedTuple):
+    """Limits of one run, as compiled code takes them."""
+
+    threshold: Float  # [1]
+    depth: Int  # [1] layers ahead
+    room: Int  # [L] experts that arrive before the layer j ahead, j from 1; empty: no end
+    due: Int  # [L] scratch: of those kept, how many are at most j layers ahead
+
+
+class Limiter:
+    """Limits at work on one run. `state` is the residency machine's row of states by expert, once there is one."""
+
+    def __init__(self, limits: Limits, shape: Shape, experts_per_layer: float | None) -> None:
+        L = shape.layers
+        self.state: Int = np.zeros(shape.total, np.int64)
+        self._experts = shape.experts
+        room: Int = np.empty(0, np.int64)
+        if limits.budget < math.inf:
+            if experts_per_layer is None:
+                raise ValueError(f"budget={limits.budget}: the engine has not told what the link carries in a layer")
+            if experts_per_layer < math.inf:
+                carried = [min(limits.budget * j * experts_per_layer, shape.total) for j in range(1, L + 1)]
+                room = np.maximum(np.floor(carried), 1).astype(np.int64)
+        self.bounds = Bounds(
+            np.array([limits.threshold], np.float64), np.array([limits.depth or L]), room, np.empty(L, np.int64)
+        )
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+
+    def __call__(self, layer: int, ids: Int, priorities: Float) -> tuple[Int, Float]:
+        """What is left of a proposal made after the event of `layer`; the arrays are reused by the next call."""
+        kept = self._ids, self._priorities
+        n = within(self.bounds, ids, priorities, len(ids), layer, self._experts, self.state, *kept)
+        return self._ids[:n], self._priorities[:n]
+
+
+def limiter(options: object, shape: Shape, experts_per_layer: float | None) -> Limiter | None:
+    """For a prefetcher with these options; None where they set no limit, so that none is paid for."""
+    if not isinstance(options, Limits):
+        return None
+    limits = Limits(0 if options.keeps_to_depth else options.depth, options.threshold, options.budget)
+    return None if limits == Limits() else Limiter(limits, shape, experts_per_layer)
+
+
+@allocating
+def _in_time(ids: Int, priorities: Float, n: int, layer: int, E: int, room: Int, due: Int, state: Int) -> int:
+    """Of the first `n` leave what the link can carry, in place; how many. due: [L] kept ones at most j layers ahead."""
+    L = len(room)
+    due[:] = 0
+    kept = np.zeros(n, np.bool_)
+    by_id = np.argsort(ids[:n])
+    for place in np.argsort(-priorities[:n][by_id], kind="mergesort"):
+        i = by_id[place]
+        kept[i] = True
+        if state[ids[i]] == READY:
+            continue
+        nearest = (ids[i] // E - layer - 1) % L
+        for j in range(nearest, L):
+            if due[j] >= room[j]:
+                kept[i] = False
+        if kept[i]:
+            due[nearest:] += 1
+    left = 0
+    for i in range(n):
+        if kept[i]:
+            ids[left], priorities[left] = ids[i], priorities[i]
+            left += 1
+    return left
+
+
+@compiled
+def within(
+    bounds: Bounds,
+    ids: Int,
+    priorities: Float,
+    n: int,
+    layer: int,
+    E: int,
+    state: Int,
+    kept_ids: Int,
+    kept_priorities: Float,
+) -> int:
+    """Fill the kept arrays with what all limits leave of the first `n` proposed after the event of `layer`; how many.
+
+    They may be the same arrays as those of the proposal.
+    """
+    left = 0
+    for i in range(n):
+        if (ids[i] // E - layer - 1) % len(bounds.due) < bounds.depth[0] and priorities[i] >= bounds.threshold[0]:
+            kept_ids[left], kept_priorities[left] = ids[i], priorities[i]
+            left += 1
+    if len(bounds.room) == 0:
+        return left
+    return _in_time(kept_ids, kept_priorities, left, layer, E, bounds.room, bounds.due, state)

@@ -1,0 +1,131 @@
+"""Presets: the name of a documented system stands for the policies of this project that come nearest to it.
+
+A preset decides nothing itself: it is the text of a policy, scope included, that could be typed as well, beside what
+the real system does otherwise. `NAME:key=value` sets an option of whatever in it declares one.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A system by name. summary, differs: sentences; the first is shown in lists."""
+
+    name: str
+    policy: str  # as typed: EVICT[:opts][+PREFETCH[:opts]][@SCOPE]
+    summary: str
+    differs: str  # what the real system does otherwise, and what stays unverified
+
+
+PRESETS = (
+    Preset(
+        "pre-gated",
+        "fifo+oracle:horizon=1",
+        "Pre-gated MoE: every expert known exactly, one layer ahead.",
+        "The real system (arXiv 2308.12066) retrains the model's gates to choose one block ahead, so what is an oracle "
+        "on an ordinary model is knowledge there, at some cost in quality. It frees experts after their use and never "
+        "hits across tokens, where FIFO keeps what fits. At the last layer this one looks on to the next token.",
+    ),
+    Preset(
+        "specmd",
+        "least-stale",
+        "SpecMD: what the current pass has not touched goes first.",
+        "The paper (arXiv 2602.03921) combines Least-Stale with several prefetchers: add one, as in "
+        "least-stale+markov. No code is public; what of its eviction order is unverified stands in "
+        "policies/retention/least_stale.py.",
+    ),
+    Preset(
+        "brainstorm",
+        "static",
+        "BrainStorm: the experts that a profile found popular (needs profile=FOLDER).",
+        "The real system preloads by the profile and keeps what it has; here the cache starts empty and admission is "
+        "forced, so a missed expert takes the place of the least popular one.",
+    ),
+    Preset(
+        "fiddler",
+        "static",
+        "Fiddler: the experts that a profile found popular (needs profile=FOLDER).",
+        "The real system (arXiv 2402.07033) preloads by the profile, never evicts, and computes a miss on the CPU "
+        "where that is cheaper than the transfer; here admission is forced, and every miss is moved to the GPU.",
+    ),
+    Preset(
+        "eamc-code",
+        "eamc:capacity=1000:split=false:source=request:layers=future:cosine=rows:threshold=-1"
+        ":replacement=least-used:keep=most-visited",
+        "MoE-Infinity's first public release, which is not what its paper prints.",
+        "The release has 20 FIFO levels, demand on the first and every prefetch on the next, where they stay until "
+        "they start; here each proposal replaces the queue (rule 4 of the contract) and the highest priority starts "
+        "first. It weighs a prefetch by 1 - distance / (L + 1), here / L; and in place of leaving out the rows up "
+        "to the current layer it makes them uniform on both sides, which adds the same to every similarity. "
+        "Unverified: how it breaks ties, and whether its visits outlive an eviction, as they do not here. Later "
+        "releases evict the least visited (keep=least-visited), and since 2025 predict and prefetch nothing for "
+        "most models.",
+    ),
+    Preset(
+        "eamc-v1",
+        "eamc:cosine=rows:replacement=k-means",
+        "MoE-Infinity as its first version has it: K-means, and the mean of the rows' cosines.",
+        "The paper (arXiv 2401.14361v1) builds its collection from a data set beforehand, which is moe-sim eamc "
+        "build; here it is also rebuilt whenever as many EAMs wait as it holds. The start of K-means is not stated "
+        "there: here it is what is stored. What the first version leaves open is as in eamc.",
+    ),
+    Preset(
+        "mixtral-offloading",
+        "lru+gate@layer",
+        "mixtral-offloading: LRU of each layer's own, and the next layer's gate applied early (needs lookahead).",
+        "In the real system (arXiv 2312.17238) a swap also copies the victim back to the host; here eviction is "
+        "free (rule 7 of the contract). It fetches a fixed number of the speculated experts once the layer's own "
+        "are there, and quantises experts and dense layers, which is a matter of the model profile.",
+    ),
+    Preset(
+        "adapmoe",
+        "lru+gate@layer",
+        "AdapMoE: slots per layer by dynamic programming (needs profile=FOLDER), next layer's gate (needs lookahead).",
+        "The real system (arXiv 2408.10284) also activates fewer experts for tokens that bear it, which changes "
+        "what the model says, predicts for the first layer of the coming token with a gate trained for it, and "
+        "looks more layers ahead where there is time. Its dynamic programming weighs in how well each layer is "
+        "predicted; here it minimises the misses of LRU without prefetch. Without a profile the slots are even. "
+        "What is said of its gates and of its programming is from memory, unverified.",
+    ),
+    Preset(
+        "promoe",
+        "lru+stride",
+        "ProMoE: a learned predictor some layers ahead (needs model=FILE of moe-sim train-stride).",
+        "The predictors of the real system (arXiv 2410.22134) read hidden states, which a trace does not hold; "
+        "these read past choices. Its transfers are chunked and preempted early, which is --chunk-bytes here, and "
+        "it reorders the experts of a layer so that those at hand are computed first, as every policy does here. "
+        "What it keeps is LRU here; unverified.",
+    ),
+    Preset(
+        "finemoe",
+        "expert-map",
+        "FineMoE (fMoE): expert maps by trajectory, for what to keep and what to fetch.",
+        "The real system (arXiv 2502.05370) maps the gate's probabilities where a trace has choices, and searches "
+        "by prompt embedding for the first layers, which here have no prediction. Whether its visits outlive an "
+        "eviction is unverified; here they count from the start of the run. See policies/eamc/expert_map.py for the "
+        "rest.",
+    ),
+    Preset(
+        "in-depth",
+        "lfu-aged+gate",
+        "In-depth analysis: an LFU variant, and speculation by the next layer's gate (needs lookahead).",
+        "The paper (arXiv 2511.05814) was not at hand beyond its summary in our design notes: that its variant of "
+        "LFU ages is our guess, since an unaged one freezes on a decode's cyclic traffic. Unverified.",
+    ),
+    Preset(
+        "hobbit",
+        "multi-criteria+gate",
+        "HOBBIT: recency, frequency and layer distance weighed, next layer's gate (needs lookahead).",
+        "The real system (arXiv 2411.01433) keeps low-bit copies and computes with one where an unimportant expert "
+        "misses, counts high-precision uses as a fourth criterion, and adapts how many layers it looks ahead; here "
+        "all experts are of one precision and the gate looks one layer ahead. The formula and its weights are "
+        "unverified.",
+    ),
+    Preset(
+        "flashmoe",
+        "lrfu",
+        "FlashMoE, a stand-in: recency and frequency mixed by LRFU.",
+        "The real system (arXiv 2601.17063) learns the mix of recency and frequency, and reads experts from an SSD; "
+        "LRFU mixes them by a fixed decay, and experts come from host memory.",
+    ),
+)

@@ -1,0 +1,24 @@
+"""The best few of many scores, compiled: what a prefetcher with a budget proposes. Ties fall to the lower id."""
+
+from policies.core.compiled import compiled
+from policies.core.policy import Float, Int, Single
+
+
+@compiled
+def best(scores: Float | Single, base: int, above: float, ids: Int, priorities: Float) -> int:
+    """Fill `ids` with base + the places of the greatest scores, the greatest first; how many there are.
+
+    scores: [n]. Only scores greater than `above` count; ids and priorities: [at most].
+    """
+    n = 0
+    for i in range(len(scores)):
+        score = scores[i]
+        if score <= above or (n == len(ids) and score <= priorities[n - 1]):
+            continue
+        place = min(n, len(ids) - 1)
+        while place > 0 and priorities[place - 1] < score:
+            ids[place], priorities[place] = ids[place - 1], priorities[place - 1]
+            place -= 1
+        ids[place], priorities[place] = base + i, score
+        n = min(n + 1, len(ids))
+    return n

@@ -1,0 +1,411 @@
+"""The residency machine, compiled: states of experts, slots, pins, queues, victims. It owns rules 1, 2 and 4 to 10.
+
+All integers of the machine live in one array, so that a call from Python unboxes one array and costs well under a
+microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
+are `keep`, float64[3 or more, L*E]. `policies/core/residency.py` gives these functions a class and tells the theory.
+
+The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
+or one for each layer): a free slot, and a victim, are of the expert's partition.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from policies.core.compiled import allocating, compiled
+from policies.core.policy import Float, Int
+from policies.core.scores import on_evict, on_insert, on_lookup
+
+# Rows of m. By expert:
+STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, BEFORE, AFTER = range(8)
+# by partition (its slots are FIRST to END - 1; SHUT: the attempt that found no slot in it);
+FIRST, END, FREE, SHUT = range(8, 12)
+# by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
+HELD, DEMANDS, QUEUE, HITS, ONE = range(12, 17)
+ROWS = 17
+
+# States of an expert. WANTED marks one that the current event looked up and has not computed yet, so a pin is
+# READY and WANTED; UNUSED one that was prefetched and not looked up since; PROPOSED the last proposal that named it.
+ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
+
+# Single numbers, m[ONE, ...]
+# (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
+SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
+    range(12)
+)
+# and the counters of the run:
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(12, 19)
+COUNTERS = slice(N_HITS, N_WASTED + 1)
+WIDTH = 19  # columns that row ONE needs
+
+PRIORITY = 2  # row of `keep`
+
+NO_EXPERT = -1
+BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
+
+
+def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
+    """The machine of a model of `total` experts, everything absent.
+
+    partitions: slots of each; the experts are divided among them evenly, in ascending ids.
+    listed: the residents of each partition are kept in a list (see `first_listed`).
+    """
+    slots, n = sum(partitions), len(partitions)
+    m = np.zeros((ROWS, max(total + n, slots, WIDTH)), np.int64)
+    m[SLOT] = m[HELD] = NO_EXPERT
+    m[BEFORE] = m[AFTER] = np.arange(m.shape[1])
+    m[ONE, SLOTS], m[ONE, LISTS] = slots, total * listed
+    m[PARTITION, :total] = np.arange(total) * n // total
+    m[FREE, :n] = partitions
+    m[END, :n] = np.cumsum(partitions)
+    m[FIRST, 1:n] = m[END, : n - 1]
+    m[ONE, ACTIVE] = m[ONE, PAUSED] = m[ONE, LANDING] = NO_EXPERT
+    return m
+
+
+@compiled
+def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
+    """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
+
+    The hits stand in m[HITS] in ascending order.
+    """
+    one = m[ONE]
+    one[SERIAL] += 1
+    hits = misses = 0
+    for i in range(first, last):
+        expert = experts[i]
+        state = m[STATE, expert]
+        if state == READY:
+            m[HITS, hits] = expert
+            hits += 1
+        elif state != LOADING:
+            m[STATE, expert] = DEMANDED
+            m[DEMANDS, misses] = expert
+            misses += 1
+        if m[UNUSED, expert]:
+            m[UNUSED, expert] = 0
+            one[N_USED] += 1
+        m[WANTED, expert] = 1
+        score = keep[0, expert]
+        on_lookup(rule, keep, expert, one[SERIAL])
+        if one[LISTS] and state >= LOADING and keep[0, expert] != score:
+            unlink(m, expert)
+            link(m, keep, expert)
+    one[NEXT_DEMAND], one[LAST_DEMAND] = 0, misses
+    one[N_HITS] += hits
+    one[N_LATE] += last - first - hits - misses
+    one[N_MISSES] += misses
+    return hits
+
+
+@compiled
+def link(m: Int, keep: Float, expert: int) -> None:
+    """Put `expert` in its place in its partition's list, which it walks from the end."""
+    end = m[ONE, LISTS] + m[PARTITION, expert]
+    score, before = keep[0, expert], m[BEFORE, end]
+    while before != end and (keep[0, before] > score or (keep[0, before] == score and before > expert)):
+        before = m[BEFORE, before]
+    after = m[AFTER, before]
+    m[BEFORE, expert], m[AFTER, expert] = before, after
+    m[AFTER, before] = m[BEFORE, after] = expert
+
+
+@compiled
+def unlink(m: Int, expert: int) -> None:
+    """Take `expert` out of its partition's list."""
+    before, after = m[BEFORE, expert], m[AFTER, expert]
+    m[AFTER, before], m[BEFORE, after] = after, before
+
+
+@compiled
+def first_listed(m: Int, partition: int, shielded: bool) -> int:
+    """`least` where residents are listed: of the list, in the order of (score, id), the first that may go.
+
+    That is a step or two: what is pinned, loading or protected was used, or started, of late and stands near the end.
+    So does whatever `link` puts in its place, since only policies that are `listed` have lists: a score that changes
+    becomes the greatest of all there, but for ties within an event.
+    """
+    end = m[ONE, LISTS] + partition
+    expert: int = m[AFTER, end]
+    while expert != end:
+        if m[STATE, expert] == READY and not m[WANTED, expert] and protected(m, expert) == shielded:
+            return expert
+        expert = m[AFTER, expert]
+    return NO_EXPERT
+
+
+@compiled
+def computed_hits(m: Int, first: int, last: int) -> None:
+    """The compute of hits `first` to `last` - 1 of the event has ended: unpin them (rule 2)."""
+    for i in range(first, last):
+        m[WANTED, m[HITS, i]] = 0
+
+
+@compiled
+def clear_queue(m: Int) -> None:
+    """Forget the queued prefetches that have not started."""
+    for i in range(m[ONE, QUEUE_LENGTH]):
+        if m[STATE, m[QUEUE, i]] == QUEUED:
+            m[STATE, m[QUEUE, i]] = ABSENT
+    m[ONE, QUEUE_LENGTH] = 0
+
+
+@compiled
+def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
+    """Rule 4: replace the queued prefetches by these; what is READY, LOADING or demanded is left out."""
+    clear_queue(m)
+    m[ONE, PROPOSAL] += 1
+    queue, state, proposed, priority = m[QUEUE], m[STATE], m[PROPOSED], keep[PRIORITY]
+    n = 0
+    for i in range(len(experts)):
+        expert = experts[i]
+        proposed[expert] = m[ONE, PROPOSAL]
+        if state[expert] == ABSENT:
+            state[expert] = QUEUED
+            priority[expert] = priorities[i]
+            queue[n] = expert
+            n += 1
+    m[ONE, QUEUE_LENGTH] = n
+
+
+@compiled
+def best_queued(m: Int, keep: Float) -> int:
+    """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
+
+    Those of a partition that this attempt has found without a slot are passed over.
+    A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
+    """
+    queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
+    partition, shut, attempt = m[PARTITION], m[SHUT], m[ONE, ATTEMPT]
+    best, n = NO_EXPERT, 0
+    for i in range(m[ONE, QUEUE_LENGTH]):
+        expert = queue[i]
+        if state[expert] != QUEUED:
+            continue
+        queue[n] = expert
+        n += 1
+        if (
+            best == NO_EXPERT
+            or priority[expert] > priority[best]
+            or (priority[expert] == priority[best] and expert < best)
+        ) and shut[partition[expert]] != attempt:
+            best = expert
+    m[ONE, QUEUE_LENGTH] = n
+    return best
+
+
+@compiled
+def protected(m: Int, expert: int) -> bool:
+    """Rule 6: prefetched, not looked up since, and in the latest proposal."""
+    unused: bool = m[UNUSED, expert] == 1
+    return unused and m[PROPOSED, expert] == m[ONE, PROPOSAL]
+
+
+@allocating
+def evictable(m: Int, partition: int, shielded: bool) -> Int:
+    """Ascending ids of a partition's READY experts that nothing pins: the protected ones (`shielded`), or the others.
+
+    int64[n].
+    """
+    found = np.empty(m[END, partition] - m[FIRST, partition], np.int64)
+    n = 0
+    for slot in range(m[FIRST, partition], m[END, partition]):
+        expert = m[HELD, slot]
+        if (
+            expert != NO_EXPERT
+            and m[STATE, expert] == READY
+            and not m[WANTED, expert]
+            and protected(m, expert) == shielded
+        ):
+            found[n] = expert
+            n += 1
+    return np.sort(found[:n])
+
+
+@compiled
+def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
+    """Of `evictable(m, partition, shielded)` the one with the least (primary, secondary, id), or NO_EXPERT.
+
+    Scores go first: they pass over almost every slot. (`expert < 0` tells the compiler that no index is negative.)
+    """
+    if m[ONE, LISTS]:
+        return first_listed(m, partition, shielded)
+    held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
+    best, lowest = NO_EXPERT, np.inf
+    for slot in range(m[FIRST, partition], m[END, partition]):
+        expert = held[slot]
+        if expert < 0 or primary[expert] > lowest or state[expert] != READY or wanted[expert]:
+            continue
+        if (
+            best >= 0
+            and primary[expert] == lowest
+            and (secondary[expert] > secondary[best] or (secondary[expert] == secondary[best] and expert > best))
+        ):
+            continue
+        if protected(m, expert) == shielded:
+            best, lowest = expert, primary[expert]
+    return best
+
+
+@compiled
+def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
+    """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
+    one, partition = m[ONE], m[PARTITION, expert]
+    if victim != NO_EXPERT:
+        slot = m[SLOT, victim]
+        leave(m, keep, rule, victim)
+    else:
+        slot = m[FIRST, partition]
+        while m[HELD, slot] != NO_EXPERT:
+            slot += 1
+    if m[STATE, expert] == DEMANDED:
+        one[NEXT_DEMAND] += 1
+        one[N_DEMAND] += 1
+    else:
+        m[UNUSED, expert] = 1
+        one[N_PREFETCH] += 1
+    m[STATE, expert] = LOADING
+    m[SLOT, expert] = slot
+    m[HELD, slot] = expert
+    m[FREE, partition] -= 1
+    one[STARTS] += 1
+    one[ACTIVE] = expert
+    on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
+    if one[LISTS]:
+        link(m, keep, expert)
+
+
+@compiled
+def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
+    """`expert` leaves the cache and its slot is free."""
+    m[ONE, N_WASTED] += m[UNUSED, expert]
+    m[UNUSED, expert] = 0
+    m[STATE, expert] = ABSENT
+    m[HELD, m[SLOT, expert]] = NO_EXPERT
+    m[SLOT, expert] = NO_EXPERT
+    m[FREE, m[PARTITION, expert]] += 1
+    on_evict(rule, keep, expert)
+    if m[ONE, LISTS]:
+        unlink(m, expert)
+
+
+@compiled
+def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
+    """Start the first queued demand: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
+    one = m[ONE]
+    if one[NEXT_DEMAND] == one[LAST_DEMAND]:
+        return NO_EXPERT, NO_EXPERT
+    expert = m[DEMANDS, one[NEXT_DEMAND]]
+    partition, victim = m[PARTITION, expert], NO_EXPERT
+    if m[FREE, partition] == 0:
+        victim = least(m, keep, partition, False)
+        if victim == NO_EXPERT:
+            victim = least(m, keep, partition, True)
+        if victim == NO_EXPERT:
+            return BLOCKED, NO_EXPERT
+    start(m, keep, rule, expert, victim)
+    return expert, victim
+
+
+@compiled
+def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
+    """Start the best queued prefetch that can have a slot: (expert, victim).
+
+    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one partition it is the
+    best queued or none: all would have the same slot, and on one scale none may evict more than the best.
+    """
+    m[ONE, ATTEMPT] += 1
+    answer = NO_EXPERT
+    while True:
+        expert = best_queued(m, keep)
+        if expert == NO_EXPERT:
+            return answer, NO_EXPERT
+        partition, victim = m[PARTITION, expert], NO_EXPERT
+        if m[FREE, partition] == 0:
+            victim = least(m, keep, partition, False)
+            if victim == NO_EXPERT or (one_scale and keep[0, victim] >= keep[PRIORITY, expert]):
+                m[SHUT, partition] = m[ONE, ATTEMPT]
+                answer = BLOCKED
+                continue
+        start(m, keep, rule, expert, victim)
+        return expert, victim
+
+
+@compiled
+def resume(m: Int) -> int:
+    """The paused prefetch goes on, if there is one."""
+    m[ONE, ACTIVE] = m[ONE, PAUSED]
+    m[ONE, PAUSED] = NO_EXPERT
+    expert: int = m[ONE, ACTIVE]
+    return expert
+
+
+@compiled
+def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
+    """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
+
+    In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is to be had.
+    """
+    expert, victim = start_demand(m, keep, rule)
+    if expert >= 0:
+        return expert, victim, False
+    if m[ONE, PAUSED] != NO_EXPERT:
+        return resume(m), NO_EXPERT, True
+    if expert == BLOCKED:
+        return BLOCKED, NO_EXPERT, False
+    expert, victim = start_prefetch(m, keep, rule, one_scale)
+    return expert, victim, True
+
+
+@compiled
+def land(m: Int) -> None:
+    """The last bytes of the transfer on the link are sent, and the link takes others behind them: it `arrived` next."""
+    m[ONE, LANDING] = m[ONE, ACTIVE]
+    m[ONE, ACTIVE] = NO_EXPERT
+
+
+@compiled
+def arrived(m: Int) -> bool:
+    """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
+    which = ACTIVE if m[ONE, LANDING] == NO_EXPERT else LANDING
+    expert = m[ONE, which]
+    m[ONE, which] = NO_EXPERT
+    m[STATE, expert] = READY
+    awaited: bool = m[WANTED, expert] == 1
+    return awaited
+
+
+@compiled
+def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[bool, int, int, bool]:
+    """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
+    awaited = arrived(m)
+    expert, victim, prefetch = next_transfer(m, keep, rule, one_scale)
+    return awaited, expert, victim, prefetch
+
+
+@compiled
+def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
+    """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
+
+    (expert, victim) of the demand; expert < 0 where the transfer goes on, as does one that is awaited.
+    """
+    running = m[ONE, ACTIVE]
+    if m[WANTED, running]:
+        return NO_EXPERT, NO_EXPERT
+    expert, victim = start_demand(m, keep, rule)
+    if expert >= 0:
+        m[ONE, PAUSED] = running
+    return expert, victim
+
+
+@allocating
+def empty_cache(m: Int, keep: Float, rule: int) -> Int:
+    """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
+    clear_queue(m)
+    one = m[ONE]
+    one[ACTIVE] = one[PAUSED] = one[LANDING] = NO_EXPERT
+    left = np.sort(m[HELD, : one[SLOTS]].copy())
+    left = left[np.searchsorted(left, 0) :]
+    for expert in left:
+        leave(m, keep, rule, expert)
+    return left

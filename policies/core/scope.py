@@ -1,0 +1,165 @@
+"""Scope: what shares the slots of the cache. One pool for all layers (`global`), or each layer its own (`layer`).
+
+In a partitioned cache a transfer takes a free slot of its expert's layer, else its victim is of that layer. Slots per
+layer are even, what is left over one each to the first layers; or, with `profile`, AdapMoE's (arXiv 2408.10284, cache
+allocation): those that minimise the sum of the misses that the layers have under LRU in a trace. Miss curves need not
+be convex, so this is exact dynamic programming, not greedy; of equal allocations the one that gives the first layer
+most, then the second, and so on. No layer has more slots than experts: what exceeds all experts stays unused.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numba import njit
+
+from policies.core.policy import NO_INTS, Int, Options, Shape
+from traces.errors import InputError
+from traces.steps import PREFILL, RequestSteps
+from traces.trace import Trace
+
+
+class Scope(ABC):
+    """How the slots of a cache are divided into partitions, each for a contiguous range of layers."""
+
+    name: ClassVar[str]
+    per_layer: ClassVar[bool]
+    Options: ClassVar[type] = Options
+
+    def __init__(self, options: object) -> None:
+        self.options = options
+
+    @abstractmethod
+    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+        """Slots of each partition, in the order of their layers. InputError where that is impossible."""
+
+
+class Global(Scope):
+    """One pool of slots for the experts of all layers."""
+
+    name = "global"
+    per_layer = False
+
+    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+        """All in one."""
+        return (slots,)
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """profile: a trace folder of the same model, whose misses under LRU give each layer its slots; else even.
+
+    Its path holds no colon.
+    """
+
+    profile: str = ""
+
+
+class Layer(Scope):
+    """Slots of each layer's own."""
+
+    name = "layer"
+    per_layer = True
+    Options = LayerOptions
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__(options)
+        self._profile = options.profile
+
+    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+        """Each layer's, at least 1 and at most E."""
+        if slots < shape.layers:
+            raise InputError(
+                f"a cache of {slots} slots cannot be divided among {shape.layers} layers: scope layer needs "
+                f"{shape.layers} or more, scope global makes do with less"
+            )
+        slots = min(slots, shape.total)
+        return optimal(_curves_of(self._profile, shape), slots) if self._profile else even(shape.layers, slots)
+
+
+SCOPES: dict[str, type[Scope]] = {scope.name: scope for scope in (Global, Layer)}
+
+
+def even(layers: int, slots: int) -> tuple[int, ...]:
+    """`slots` divided by `layers`, what is left over one each to the first."""
+    each, more = divmod(slots, layers)
+    return (each + 1,) * more + (each,) * (layers - more)
+
+
+def optimal(misses: Int, slots: int) -> tuple[int, ...]:
+    """The division of `slots`, L <= slots <= L*E, of the least misses in sum; ties give earlier layers more.
+
+    misses: int64[L, E + 1] of each layer by its slots (column 0 is not used), which need not fall evenly, or at all.
+    Bellman's recursion over the layers, the last first: O(L * E * slots).
+    """
+    L, E = misses.shape[0], misses.shape[1] - 1
+    impossible = np.iinfo(np.int64).max // 2
+    least = np.full((L + 1, slots + 1), impossible)  # [l, s]: misses of layers l.. with s slots
+    least[L, 0] = 0
+    for layer in range(L - 1, -1, -1):
+        for own in range(1, min(E, slots) + 1):
+            sums = misses[layer, own] + least[layer + 1, : slots + 1 - own]
+            np.minimum(least[layer, own:], sums, out=least[layer, own:])
+    found = []
+    for layer in range(L):
+        choices = range(min(E, slots), 0, -1)
+        best = least[layer, slots]
+        own = next(n for n in choices if misses[layer, n] + least[layer + 1, slots - n] == best)
+        found.append(own)
+        slots -= own
+    return tuple(found)
+
+
+def lru_curves(accesses: Int, shape: Shape) -> Int:
+    """Misses of each layer by its slots under LRU: int64[L, E + 1], no slots first. accesses: [N] ids.
+
+    LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger 1970): an access hits from the size on that is its
+    expert's place among the layer's experts by recency, so one pass gives all sizes.
+    """
+    places = _places(accesses, shape.layers, shape.experts)
+    curves: Int = places.sum(axis=1, keepdims=True) - np.cumsum(places[:, :-1], axis=1)
+    return curves
+
+
+@njit(cache=True, nogil=True)
+def _places(accesses: Int, L: int, E: int) -> Int:
+    """int64[L, E + 2]: accesses by the place, from 1, that their expert had in its layer; first uses come last."""
+    recent = np.empty((L, E), np.int64)  # the layer's experts, the last used first
+    known = np.zeros(L, np.int64)
+    places = np.zeros((L, E + 2), np.int64)
+    for expert in accesses:
+        layer = expert // E
+        place = 0
+        while place < known[layer] and recent[layer, place] != expert:
+            place += 1
+        if place == known[layer]:
+            known[layer] += 1
+            places[layer, E + 1] += 1
+        else:
+            places[layer, place + 1] += 1
+        for i in range(place, 0, -1):
+            recent[layer, i] = recent[layer, i - 1]
+        recent[layer, 0] = expert
+    return places
+
+
+def _curves_of(profile: str, shape: Shape) -> Int:
+    """The miss curves of a trace's decoded tokens, of its prefills if it has none. InputError for another model's."""
+    trace = Trace.read(profile)
+    if (trace.layers, trace.num_experts) != (shape.layers, shape.experts):
+        raise InputError(
+            f"the profile {profile} is of {trace.layers} layers of {trace.num_experts} experts, "
+            f"not {shape.layers} of {shape.experts}"
+        )
+    if trace.aggregate is not None:
+        raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
+    experts = [_latest_phase(trace.steps(i), shape.layers) for i in range(len(trace.requests))]
+    return lru_curves(np.concatenate([NO_INTS, *experts]), shape)
+
+
+def _latest_phase(request: RequestSteps, layers: int) -> Int:
+    """The accesses of a request's decoded tokens; of its prefill if nothing was decoded."""
+    prefills = int((request.phase == PREFILL).sum())
+    decodes = prefills < len(request.phase)
+    return request.experts[request.offsets[prefills * layers] :] if decodes else request.experts

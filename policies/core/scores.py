@@ -1,0 +1,57 @@
+"""Keep scores that are mere bookkeeping of lookups and starts (rule 8 of the contract), compiled, chosen by number.
+
+Numba cannot keep on disk a kernel that takes functions as arguments, hence this one dispatch table. `keep` is
+float64[3, L*E]: row 0 the primary score, row 1 the secondary; serial numbers stay exact in a float64 up to 2**53.
+A rule with an option has more rows: its first numbers are the OPTION and, where it needs one, the rule's CLOCK.
+"""
+
+import numpy as np
+
+from policies.core.compiled import compiled
+from policies.core.policy import Float
+
+NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
+
+OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
+
+
+@compiled
+def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
+    """An event looks `expert` up, whatever its state."""
+    if rule == LRU:
+        keep[0, expert] = serial
+    elif rule in (LFU, LFU_PERFECT):
+        keep[0, expert] += 1
+        keep[1, expert] = serial
+    elif rule == LFU_AGED:
+        age = serial // keep[OPTION, 0]
+        if age > keep[CLOCK, 0]:
+            left = 0.5 ** (age - keep[CLOCK, 0])
+            for other in range(keep.shape[1]):
+                keep[0, other] *= left
+            keep[CLOCK, 0] = age
+        keep[0, expert] += 1
+        keep[1, expert] = serial
+    elif rule == LRFU:
+        keep[0, expert] = np.logaddexp2(keep[0, expert], keep[OPTION, 0] * serial)
+        keep[1, expert] = serial
+    elif rule == VISITS:
+        keep[1, expert] += keep[OPTION, 0]
+
+
+@compiled
+def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> None:
+    """The transfer of `expert` starts: the `start`-th of the run, after event `serial`."""
+    if rule == LRU:
+        keep[0, expert] = serial
+    elif rule == FIFO:
+        keep[0, expert] = start
+
+
+@compiled
+def on_evict(rule: int, keep: Float, expert: int) -> None:
+    """`expert` leaves the cache."""
+    if rule == LFU:
+        keep[0, expert] = 0
+    elif rule == VISITS:
+        keep[1, expert] = 0

@@ -1,0 +1,49 @@
+"""Learning an EAMC from a trace ahead of a run, without a cache: what `moe-sim eamc build` does.
+
+The requests are learned in order, by the policy's own rule of replacement. Only `least-used` asks which EAMs were
+matched on the way, so only for it the trace is played event by event; of a trace that holds EAMs alone nothing can be
+matched, and there it replaces the oldest.
+"""
+
+from policies.core.policy import Event, Shape
+from policies.core.registry import parse
+from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor
+from policies.eamc.matching import REQUEST
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.trace import Trace
+
+
+def build(trace: Trace, policy: str) -> Predictor:
+    """The collections of `policy`, as typed, after all requests of the trace. InputError if it has none."""
+    predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts))
+    if predictor.options.replacement == "least-used" and trace.aggregate is None:
+        for i in range(len(trace.requests)):
+            _play(predictor, i, trace.steps(i))
+            predictor.learn()
+        return predictor
+    by_phase = {phase: trace.eams(phase) for phase in (PREFILL, DECODE)}
+    for i in range(len(trace.requests)):
+        for phase, eams in by_phase.items():
+            predictor.of_phase(phase).bucket.eam[REQUEST] += eams[i].ravel()
+        predictor.learn()
+    return predictor
+
+
+def predictor_of(policy: str, shape: Shape) -> Predictor:
+    """What the eamc in `policy` knows, of whichever half. InputError if there is none in it."""
+    for half in parse(policy).build(shape):
+        if isinstance(half, EamcRetention | EamcPrefetcher):
+            return half.predictor
+    raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
+
+
+def _play(predictor: Predictor, ordinal: int, request: RequestSteps) -> None:
+    """Every event of a request is observed."""
+    event = Event(request=ordinal, request_experts=request.experts, request_counts=request.counts)
+    offsets, L = request.offsets.tolist(), predictor.shape.layers
+    for step, phase in enumerate(request.phase.tolist()):
+        for layer in range(L):
+            event.step, event.phase, event.layer = step, phase, layer
+            event.first, event.last = offsets[step * L + layer : step * L + layer + 2]
+            predictor.observe(event)

@@ -1,0 +1,152 @@
+"""The expert activation matrix collection (EAMC) of MoE-Infinity (arXiv 2401.14361v3): which past EAMs are kept.
+
+A collection of fixed capacity; what the EAM of a request that has ended replaces when it is full:
+
+    nearest      the stored one at the smallest cosine distance, over all layers, by the same cosine as a match (v3)
+    least-used   the one that was among the matched at the fewest events (the public code); a new one starts at 0
+    fifo         the oldest
+    k-means      none at once: EAMs wait beside the collection, unmatched, until `capacity` wait; then all are grouped,
+                 and one stays for each of `capacity` groups (v1; see policies/eamc/kmeans.py)
+
+Ties go to the oldest. An EAM that is all zero teaches nothing.
+"""
+
+import numpy as np
+
+from policies.core.policy import Event, Float, Int, Shape
+from policies.eamc import matching
+from policies.eamc.kmeans import representatives
+from policies.eamc.matching import ITERATION, NO_MATCH, REQUEST, SIZE, TIE, Bucket
+from policies.eamc.options import EamcOptions
+
+
+class Collection:
+    """An EAMC of at most `capacity` EAMs, and the running request against it (`bucket`, see matching.py)."""
+
+    def __init__(self, shape: Shape, options: EamcOptions) -> None:
+        L, total, C = shape.layers, shape.total, options.capacity
+        self.shape = shape
+        self.options = options
+        self.waiting: list[Int] = []  # of k-means, in order: [L*E] each
+        self.bucket = Bucket(
+            eams=np.zeros((C, total), np.int64),
+            columns=np.zeros((total, C), np.int64),
+            inverse=np.zeros((L, C)),
+            born=np.zeros(C, np.int64),
+            uses=np.zeros(C, np.int64),
+            eam=np.zeros((2, total), np.int64),
+            dots=np.zeros((2, L, C), np.int64),
+            squares=np.zeros((2, L), np.int64),
+            past=np.zeros((2, C)),
+            future=np.zeros((L, C)),
+            scratch=np.zeros((2, C)),
+            matched=np.full(options.matches, NO_MATCH),
+            numbers=np.zeros(matching.NUMBERS, np.int64),
+        )
+        numbers = self.bucket.numbers
+        numbers[matching.MATCHED + ITERATION] = options.source != "request"
+        numbers[matching.MATCHED + REQUEST] = options.source != "iteration"
+        numbers[matching.ROWS] = options.cosine == "rows"
+        numbers[matching.BEFORE] = options.layers != "future"
+        numbers[matching.AHEAD] = options.layers != "past"
+        self._learned = 0
+
+    @property
+    def eams(self) -> Int:
+        """What is stored, in places of no order: [C, L*E]."""
+        return self.bucket.eams
+
+    @property
+    def size(self) -> int:
+        """EAMs stored."""
+        return int(self.bucket.numbers[SIZE])
+
+    @property
+    def oldest_first(self) -> Int:
+        """Places [size] of the entries in the order in which they were learned."""
+        return np.argsort(self.bucket.born[: self.size])
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of everything held, whatever it is filled with."""
+        return sum(array.nbytes for array in (*self.bucket, *self.waiting))
+
+    def observe(self, event: Event, begins: bool) -> bool:
+        """iEAM and rEAM grow by the event and are matched anew; whether the nearest entries have changed.
+
+        `begins`: it is the first event of its step.
+        """
+        experts, counts = event.request_experts, event.request_counts
+        changed: bool = matching.observe(self.bucket, begins, event.layer, experts, counts, event.first, event.last)
+        return changed
+
+    def learn(self) -> None:
+        """The request has ended: its rEAM is added, and a new one begins."""
+        bucket = self.bucket
+        if bucket.eam[REQUEST].any():
+            self.add(bucket.eam[REQUEST])
+            bucket.eam[REQUEST] = 0
+            bucket.dots[REQUEST] = 0
+            bucket.squares[REQUEST] = 0
+
+    def add(self, eam: Int, uses: int = 0) -> None:
+        """Store an EAM [L*E], not all zero, in the place that the rule of replacement gives it."""
+        if self.size < self.options.capacity:
+            self.bucket.numbers[SIZE] += 1
+            self._place(self.size - 1, eam, uses)
+        elif self.options.replacement == "k-means":
+            self.waiting.append(eam.copy())
+            if len(self.waiting) == self.options.capacity:
+                self._group()
+        else:
+            self._place(self._replaced_by(eam), eam, uses)
+
+    def _replaced_by(self, eam: Int) -> int:
+        """The entry that goes."""
+        age = self.bucket.born
+        if self.options.replacement == "least-used":
+            return int(np.lexsort((age, self.bucket.uses))[0])
+        if self.options.replacement == "fifo":
+            return int(np.argmin(age))
+        near = similarities(self.eams, eam, self.shape.layers if self.options.cosine == "rows" else 1)
+        tied = np.flatnonzero(near >= near.max() * (1 - TIE))
+        return int(tied[np.argmin(age[tied])])
+
+    def _place(self, entry: int, eam: Int, uses: int) -> None:
+        bucket = self.bucket
+        self.eams[entry] = bucket.columns[:, entry] = eam
+        norms = np.sqrt(self._counted_squares(eam))
+        bucket.inverse[:, entry] = np.divide(1.0, norms, out=np.zeros(len(norms)), where=norms > 0)
+        self._learned += 1
+        bucket.born[entry], bucket.uses[entry] = self._learned, uses
+
+    def _counted_squares(self, eam: Int) -> Int:
+        """Squared norms [L] of what a match at each layer counts of a stored EAM."""
+        rows: Int = np.square(eam).reshape(self.shape.layers, -1).sum(axis=1)
+        if self.options.cosine == "rows":
+            return rows
+        upto: Int = np.cumsum(rows)
+        counted: dict[str, Int] = {"all": np.full_like(rows, rows.sum()), "past": upto, "future": rows.sum() - upto}
+        return counted[self.options.layers]
+
+    def _group(self) -> None:
+        """K-means over the stored and the waiting: one of each group stays, in the order in which they came."""
+        order = self.oldest_first
+        eams, uses = np.vstack([self.eams[order], *self.waiting]), self.bucket.uses[order].tolist()
+        stay = representatives(eams.reshape(len(eams), self.shape.layers, -1), self.options.capacity)
+        self.waiting.clear()
+        self.bucket.numbers[SIZE] = 0
+        for i in stay.tolist():
+            self.add(eams[i], uses[i] if i < len(uses) else 0)
+
+
+def similarities(eams: Int, eam: Int, rows: int) -> Float:
+    """Cosines [n] of EAMs [n, L*E] with one [L*E], all layers: the mean over `rows` rows; 1 row: flattened.
+
+    A row that is all zero on either side has the cosine 0.
+    """
+    ours, theirs = eams.reshape(len(eams), rows, -1), eam.reshape(rows, -1)
+    dots = np.einsum("nrx,rx->nr", ours, theirs)
+    norms = np.sqrt(np.einsum("nrx,nrx->nr", ours, ours)) * np.sqrt(np.einsum("rx,rx->r", theirs, theirs))
+    cosines: Float = np.divide(dots, norms, out=np.zeros(dots.shape), where=norms > 0).mean(axis=1)
+    return cosines

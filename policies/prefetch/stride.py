@@ -1,0 +1,202 @@
+"""A learned predictor in the manner of ProMoE (arXiv 2410.22134, section 4): the experts of the layer `stride` ahead.
+
+For each layer a model trained offline (`policies.prefetch.stride_training`, `moe-sim train-stride`) says how likely
+each of its
+experts is, `stride` events before: after the event of layer l for layer l + stride, around the cycle into the coming
+token. ProMoE's predictors read hidden states; a trace has none, so these read what was chosen: in the latest `back`
+layers, and in the layer to come when it last ran. Each is one logistic regression: the probability of expert e is
+sigmoid(bias[e] + the sum of weights[j, a, e] over the experts a that input j chose), what is not known adding nothing.
+
+The `n` likeliest of a layer are proposed at their probability as priority, ties to the lower id. Every proposal
+replaces the queue (rule 4), so the latest prediction for each layer in between is proposed again with it. A prefill is
+many tokens and no token's choice: it is not remembered, nor is another request.
+"""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from policies.core.compiled import compiled
+from policies.core.limits import Limits
+from policies.core.policy import Event, Float, Int, Prefetcher, Shape, Single
+from policies.core.ranking import best
+from policies.core.registry import prefetcher
+from traces.errors import InputError
+from traces.steps import DECODE
+
+KIND = "moe-expert-cache stride predictor 1"
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A trained model of L layers of E experts."""
+
+    stride: int  # layers ahead, 1 to L - 1
+    weights: Single  # [L, back + 1, E, E] by layer to come, input, expert chosen there, expert to come
+    bias: Single  # [L, E]
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model that it was trained for."""
+        return Shape(*self.bias.shape)
+
+    def save(self, path: Path) -> None:
+        """Write one npz file."""
+        with path.open("wb") as file:
+            np.savez(file, kind=KIND, stride=self.stride, weights=self.weights, bias=self.bias)
+
+    @staticmethod
+    def load(path: Path) -> "Predictor":
+        """Read what `save` wrote. InputError for any other file."""
+        try:
+            with np.load(path, allow_pickle=False) as held:
+                if "kind" not in held or str(held["kind"]) != KIND:
+                    raise ValueError("it is something else")
+                found = Predictor(int(held["stride"]), held["weights"], held["bias"])
+        except FileNotFoundError:
+            raise InputError(f"no stride predictor at {path}: moe-sim train-stride TRACE --out {path}") from None
+        except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(f"{path} is no stride predictor of moe-sim train-stride: {reason}") from None
+        found._check(path)
+        return found
+
+    def _check(self, path: Path) -> None:
+        """Compiled code trusts the arrays."""
+        L, E = self.bias.shape if self.bias.ndim == 2 else (0, 0)
+        inputs = self.weights.shape[1] if self.weights.ndim == 4 else 0
+        whole = self.weights.shape == (L, inputs, E, E) and self.weights.dtype == self.bias.dtype == np.float32
+        if not whole or not 1 <= self.stride < L or not 2 <= inputs <= L - self.stride + 1:
+            raise InputError(f"{path} is damaged: its arrays do not fit together; train it anew")
+        if not (np.isfinite(self.weights).all() and np.isfinite(self.bias).all()):
+            raise InputError(f"{path} is damaged: it holds numbers that are not finite; train it anew")
+
+
+NOTHING_TRAINED = Predictor(1, np.zeros((1, 2, 1, 1), np.float32), np.zeros((1, 1), np.float32))
+"""Of one layer of one expert."""
+
+
+@dataclass(frozen=True)
+class StrideOptions(Limits):
+    """model: a file of `moe-sim train-stride`; n: experts proposed for each layer."""
+
+    model: str = ""
+    n: int = 6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n < 0:
+            raise InputError(f"stride needs n >= 0, not {self.n}")
+
+
+class Foresight(NamedTuple):
+    """The trained model, what the request has chosen, and the latest prediction for each layer."""
+
+    weights: Single  # [L, back + 1, E, E]
+    bias: Single  # [L, E]
+    stride: Int  # [1]
+    latest: Int  # [L, E] ids within the layer that the latest decoded token chose
+    sizes: Int  # [L] how many of them
+    likely: Int  # [L, n] ids, the likeliest first
+    probable: Float  # [L, n] their probabilities
+    predicted: Int  # [L] how many of them
+    scores: Single  # [E] of the layer that is being predicted
+
+
+def nothing_foreseen(model: Predictor, n: int) -> Foresight:
+    """The start of a run; `n` experts are proposed for each layer."""
+    L, E = model.bias.shape
+    n = min(n, E)
+    return Foresight(
+        weights=np.ascontiguousarray(model.weights),
+        bias=np.ascontiguousarray(model.bias),
+        stride=np.array([model.stride]),
+        latest=np.empty((L, E), np.int64),
+        sizes=np.zeros(L, np.int64),
+        likely=np.empty((L, n), np.int64),
+        probable=np.empty((L, n)),
+        predicted=np.zeros(L, np.int64),
+        scores=np.empty(E, np.float32),
+    )
+
+
+@compiled
+def observe(known: Foresight, phase: int, layer: int, experts: Int, first: int, last: int) -> None:
+    """Remember what a decoded token chose in `layer`."""
+    if phase == DECODE:
+        known.sizes[layer] = last - first
+        for i in range(first, last):
+            known.latest[layer, i - first] = experts[i] - layer * known.latest.shape[1]
+
+
+@compiled
+def propose(known: Foresight, phase: int, layer: int, ids: Int, priorities: Float) -> int:
+    """Predict the layer `stride` ahead; fill ids and priorities with the latest predictions up to there; how many."""
+    if phase != DECODE or known.likely.shape[1] == 0:
+        return 0
+    stride = known.stride[0]
+    target = (layer + stride) % len(known.sizes)
+    _score(known.weights, known.bias, layer, target, known.latest, known.sizes, known.scores)
+    likely, probable = known.likely[target], known.probable[target]
+    found = best(known.scores, target * len(known.scores), -np.inf, likely, probable)
+    for i in range(found):
+        probable[i] = 1.0 / (1.0 + np.exp(-probable[i]))
+    known.predicted[target] = found
+    n = 0
+    for distance in range(1, stride + 1):
+        ahead = (layer + distance) % len(known.predicted)
+        for i in range(known.predicted[ahead]):
+            ids[n], priorities[n] = known.likely[ahead, i], known.probable[ahead, i]
+            n += 1
+    return n
+
+
+@compiled
+def _score(weights: Single, bias: Single, layer: int, target: int, latest: Int, sizes: Int, scores: Single) -> None:
+    """scores[e]: log-odds that the coming event of layer `target` chooses e, after the event of `layer`."""
+    for e in range(len(scores)):
+        scores[e] = bias[target, e]
+    back = weights.shape[1] - 1
+    for j in range(back + 1):
+        source = target if j == back else (layer - j) % len(sizes)
+        for i in range(sizes[source]):
+            row = weights[target, j, latest[source, i]]
+            for e in range(len(scores)):
+                scores[e] += row[e]
+
+
+@prefetcher("stride")
+class Stride(Prefetcher):
+    """What a predictor trained offline says of the next layers (needs model=FILE)."""
+
+    Options = StrideOptions
+
+    def __init__(self, shape: Shape, options: StrideOptions) -> None:
+        super().__init__(shape, options)
+        if not options.model:
+            raise InputError("stride needs a trained predictor, as in stride:model=FILE.npz (moe-sim train-stride)")
+        model = Predictor.load(Path(options.model))
+        if model.shape != shape:
+            raise InputError(
+                f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
+                f"not {shape.layers} of {shape.experts}"
+            )
+        self.known = nothing_foreseen(model, options.n)
+        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+
+    def begin_request(self, request: int) -> None:
+        """No token has been decoded."""
+        self.known.sizes[:] = 0
+        self.known.predicted[:] = 0
+
+    def observe(self, event: Event) -> None:
+        """Remember the token's choice."""
+        observe(self.known, event.phase, event.layer, event.request_experts, event.first, event.last)
+
+    def propose(self, event: Event) -> tuple[Int, Float]:
+        """The likeliest of the layer `stride` ahead, and again those of the layers before it."""
+        n = propose(self.known, event.phase, event.layer, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

@@ -1,0 +1,123 @@
+"""Scripted random routing for the conformance kit: small models, caches of all sizes, all kinds of requests."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from policies.core.policy import Shape
+from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
+
+Layers = list[dict[int, int]]  # of each layer: tokens by expert, ids within the layer
+Step = tuple[int, Layers]  # phase, layers
+Play = list[list[Step]]  # requests
+
+
+@dataclass(frozen=True)
+class Script:
+    """One run: routing, the cache, and the seed of the order in which link and compute stream take turns."""
+
+    shape: Shape
+    slots: int
+    play: Play
+    seed: int
+    cold: bool = False
+    untimed: bool = False
+
+    def __str__(self) -> str:
+        L, E = self.shape.layers, self.shape.experts
+        how = [f"{L} x {E} experts", f"{self.slots} slots"] + ["cold"] * self.cold + ["untimed"] * self.untimed
+        return ", ".join(how)
+
+    @property
+    def events(self) -> int:
+        """Of all requests."""
+        return self.shape.layers * sum(map(len, self.play))
+
+    def requests(self) -> list[RequestSteps]:
+        """The routing as engines are given it."""
+        return [_steps(i, request, self.shape) for i, request in enumerate(self.play)]
+
+    def with_another_future(self, cut: int, rng: random.Random) -> "Script":
+        """The same first `cut` events; then other routing, other lengths and other requests."""
+        L, E = self.shape.layers, self.shape.experts
+        play: Play = []
+        for request in self.play:
+            whole, layers = divmod(cut, L)
+            if whole < len(request):
+                phase, known = request[whole][0], request[whole][1][:layers]
+                other = _draw_step(rng, L, E, phase)[1]
+                begun = [(phase, known + other[layers:])] if layers else []
+                more = [_draw_step(rng, L, E, DECODE) for _ in range(rng.randrange(4) + (not begun))]
+                play.append([*request[:whole], *begun, *more])
+                return replace(self, play=play + _draw(rng, self.shape, rng.randrange(3)))
+            play.append(request)
+            cut -= len(request) * L
+        return self
+
+
+def scripts(seed: int) -> Iterator[Script]:
+    """Tiny caches and roomy ones, over all kinds of requests."""
+    rng = random.Random(seed)
+    shapes = [(1, 1, 1), (1, 4, 2), (2, 3, 1), (3, 5, 1), (3, 5, 2), (3, 5, 3), (4, 8, 9), (4, 8, 20), (2, 6, 12)]
+    for L, E, slots in shapes:
+        shape = Shape(L, E)
+        script = Script(shape, slots, _draw(rng, shape, 5), rng.randrange(2**31))
+        yield script
+        yield replace(script, cold=True)
+        yield replace(script, untimed=True)
+
+
+def _draw(rng: random.Random, shape: Shape, requests: int) -> Play:
+    """Requests with prefill and without, with decode and without."""
+    L, E = shape.layers, shape.experts
+    return [
+        [_draw_step(rng, L, E, PREFILL) for _ in range(rng.random() < 0.5)]
+        + [_draw_step(rng, L, E, DECODE) for _ in range(rng.choice([0, 1, 3, 6]))]
+        for _ in range(requests)
+    ]
+
+
+def _draw_step(rng: random.Random, L: int, E: int, phase: int) -> Step:
+    """One forward pass of one token or of several; some events have no experts, some experts are popular."""
+    k = min(2, E)
+    tokens = rng.randint(2, 5) if phase == PREFILL else 1
+    layers: Layers = []
+    for _ in range(L):
+        chosen: dict[int, int] = {}
+        for _ in range(tokens if rng.random() < 0.9 else 0):
+            for expert in sorted(range(E), key=lambda e: rng.random() * (1 + e % 3))[:k]:
+                chosen[expert] = chosen.get(expert, 0) + 1
+        layers.append(dict(sorted(chosen.items())))
+    return phase, layers
+
+
+def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
+    events = [(layer, chosen) for _, layers in steps for layer, chosen in enumerate(layers)]
+    tokens = [max([1, *(n for chosen in layers for n in chosen.values())]) for _, layers in steps]
+    return RequestSteps(
+        request=request,
+        phase=np.array([phase for phase, _ in steps], np.uint8),
+        tokens=np.array(tokens, np.int64),
+        context=np.cumsum(np.array(tokens, np.int64)),
+        offsets=np.cumsum(np.array([0, *(len(chosen) for _, chosen in events)], np.int64)),
+        experts=np.array([layer * shape.experts + e for layer, chosen in events for e in chosen], np.int64),
+        counts=np.array([n for _, chosen in events for n in chosen.values()], np.int64),
+        lookahead=_lookahead(events, shape),
+    )
+
+
+def _lookahead(events: list[tuple[int, dict[int, int]]], shape: Shape) -> Lookahead:
+    """Picks for each event that follow from the event before it alone, when they are known: its experts' neighbours."""
+    L, E = shape.layers, shape.experts
+    picks: list[dict[int, int]] = []
+    for i, (layer, _) in enumerate(events):
+        before = events[i - 1][1] if layer else {}
+        picks.append(dict(sorted((layer * E + (e + 1) % E, n) for e, n in before.items())))
+    return Lookahead(
+        layers=L,
+        offsets=np.cumsum(np.array([0, *map(len, picks)], np.int64)),
+        experts=np.array([expert for picked in picks for expert in picked], np.int64),
+        counts=np.array([n for picked in picks for n in picked.values()], np.int64),
+    )

@@ -1,0 +1,17 @@
+"""Perfect LFU: evict the expert with the fewest lookups of the whole run, ties to the least recently looked up.
+
+Unlike `lfu` it forgets nothing at eviction (rule 8 of the contract), so it ends as static popularity, learned online;
+a prefetch alone counts nothing. Breslau et al., Web Caching and Zipf-like Distributions, INFOCOM 1999.
+"""
+
+from policies.core import scores
+from policies.core.policy import ScorePolicy
+from policies.core.registry import retention
+
+
+@retention("lfu-perfect")
+class PerfectLFU(ScorePolicy):
+    """Least frequently used, counted over the whole run."""
+
+    rule = scores.LFU_PERFECT
+    observes = False

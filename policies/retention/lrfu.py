@@ -1,0 +1,44 @@
+"""LRFU: evict the expert with the least combined recency and frequency: the sum of (1/2)^(decay * age) of its lookups.
+
+Lee et al., IEEE Transactions on Computers 50(12), 2001: decay 0 is perfect LFU, decay 1 LRU. The sum runs over every
+lookup, evicted since or not; age counts events, each access in untimed mode. All sums shrink alike, so what is kept is
+the binary logarithm of sum((1/2)^(-decay * event)), which changes at a lookup alone and stays finite; sums that
+differ by less than its rounding count as equal, and the less recently looked up goes. A prefetch alone counts nothing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from policies.core import scores
+from policies.core.policy import ScorePolicy, Shape
+from policies.core.registry import retention
+from traces.errors import InputError
+
+NEVER = -1e300  # the logarithm of nothing, but finite
+
+
+@dataclass(frozen=True)
+class LRFUOptions:
+    """decay: the paper's lambda; a lookup is worth half after 1 / decay events."""
+
+    decay: float = 1 / 1024
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise InputError(f"lrfu needs a decay of 0 to 1 per event, not {self.decay}")
+
+
+@retention("lrfu")
+class LRFU(ScorePolicy):
+    """Least combined recency and frequency, lookups decaying exponentially."""
+
+    rule = scores.LRFU
+    observes = False
+    Options = LRFUOptions
+
+    def __init__(self, shape: Shape, options: LRFUOptions) -> None:
+        super().__init__(shape, options)
+        self.keep = np.zeros((scores.ROWS, shape.total))
+        self.keep[0] = NEVER
+        self.keep[scores.OPTION] = options.decay

@@ -1,0 +1,38 @@
+"""Random: evict any evictable expert, each as likely as the next; the baseline that a policy has to beat.
+
+The draws depend on `seed` and on nothing else, so the same run twice is the same. No ties.
+"""
+
+from dataclasses import dataclass
+from random import Random
+
+from policies.core.policy import Int, RetentionPolicy, Shape
+from policies.core.registry import retention
+from traces.errors import InputError
+
+
+@dataclass(frozen=True)
+class RandomOptions:
+    """seed: of the draws."""
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise InputError(f"random needs a seed of at least 0, not {self.seed}")
+
+
+@retention("random")
+class RandomVictim(RetentionPolicy):
+    """Any evictable expert, drawn evenly."""
+
+    observes = False
+    Options = RandomOptions
+
+    def __init__(self, shape: Shape, options: RandomOptions) -> None:
+        super().__init__(shape, options)
+        self._draws = Random(options.seed)
+
+    def victim(self, evictable: Int) -> int:
+        """One draw."""
+        return int(evictable[self._draws.randrange(len(evictable))])

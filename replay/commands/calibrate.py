@@ -1,0 +1,117 @@
+"""`moe-replay calibrate`: measure this machine and models on it, and write the profile that `moe-sim` takes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from traces import console, demo_trace
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from replay.calibration.calibrate import Found
+
+POLICIES = "lru,eamc,eamc-blend"
+
+
+def calibrate(
+    model_profile: Annotated[
+        list[str] | None, typer.Option(help="Profile or TOML file of a model to measure; several times for several.")
+    ] = None,
+    trace: Annotated[
+        list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is made up.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu or cuda.")] = "auto",
+    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = POLICIES,
+    repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
+    host_dedup: Annotated[
+        int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
+    ] = None,
+    dense: Annotated[str, typer.Option(help="real, or none: the experts alone.")] = "real",
+    out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where the passes differ by more than 3%.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+) -> None:
+    """Measure this machine, and write a hardware profile.
+
+    With neither a model nor a trace, the model of the shipped trace is measured. A trace goes with the first of the
+    models that has its layers, experts and top-k, and brings its own model where none has.
+
+    [b]moe-replay calibrate --model-profile olmoe-1b-7b --out here.toml[/b]
+
+    [b]moe-sim sweep --hardware here.toml ...[/b]
+    """
+    from policies.core.registry import parse
+    from replay.calibration.calibrate import AGREES, choices, profile, steps_of
+    from replay.calibration.calibrate import calibrate as measured
+    from replay.run import choose_device
+    from sim.results.metrics import replacing
+    from sim.sweep.config import listed
+
+    if repeat < 2:
+        raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
+    if device == "virtual":
+        raise InputError("--device virtual: has nothing to measure; auto, cpu or cuda")
+    chosen_device = choose_device(device)
+    traces = trace or ([] if model_profile else [str(demo_trace())])
+    wanted = [parse(text) for text in dict.fromkeys(listed(policies))]
+    chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense)
+    if out:
+        with replacing(out, keep=False) as part:  # better now than when all is measured
+            part.touch()
+    with _progress(steps_of(chosen, wanted, repeat), quiet) as told:
+        found = measured(chosen, wanted, repeat, told)
+    path = out or Path(f"{_slug(str(found.facts['device_name']))}.toml")
+    apart, what = found.disagreement()
+    noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
+    if apart > AGREES and strict:
+        console.fail("moe-replay", f"{noisy}; nothing was written", 1)
+    with replacing(path) as part:
+        part.write_text(profile(found), encoding="utf-8")
+    if not quiet:
+        _tell(found, path)
+    if apart > AGREES:
+        console.warn(noisy)
+
+
+def _tell(found: "Found", path: Path) -> None:
+    for name in found.models:
+        model = found.settled(name)
+        gb_per_s = model.expert_bytes / model.transfer_ns
+        costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
+        console.out.print(
+            f"{name}: an expert in {model.transfer_ns / 1e6:.4g} ms ({gb_per_s:.4g} GB/s); the host "
+            f"{model.turnaround_ns / 1e3:.1f} us a layer, {model.launch_ns / 1e3:.1f} us an expert; "
+            f"policies, us an event: {costs}",
+            soft_wrap=True,
+            markup=False,
+        )
+    apart, what = found.disagreement()
+    console.out.print(f"passes differ by at most {apart:.1%} ({what})", markup=False, soft_wrap=True)
+    console.out.print(f"wrote {path}: moe-sim --hardware {path}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _progress(steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on standard error; what it yields says what is measured next."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
+        task = bar.add_task("calibrate", total=steps)
+        begun = False
+
+        def told(what: str) -> None:
+            nonlocal begun
+            bar.update(task, description=what, advance=int(begun))
+            begun = True
+
+        yield told
+
+
+def _slug(name: str) -> str:
+    """`NVIDIA H200 SXM` -> `nvidia-h200-sxm`."""
+    words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in name.lower()).split()
+    return "-".join(words) or "this-machine"

@@ -1,0 +1,394 @@
+"""Adaptation: after a task shift, requests until the hit rate is back within one point. Untimed, so counts are exact.
+
+A shift plays `warmup` requests of one group (those of one label), then `after` requests of another. Requests differ in
+difficulty, so each of the latter is set against itself in the *undisturbed* run, where other requests of its own group
+went before it, as many. d[i], the difference in hit rate of request i after the shift, is what the shift did to it.
+
+Requests needed: the least i with mean(d[i : i + window]) >= -1 point. Windows are whole: the last begins at
+i = after - window, and a shift that none of them ends is *censored*: it needed more than that, nobody knows how many.
+
+Source: MoE-Infinity (arXiv 2401.14361), which prints the requests needed, but neither its own definition nor hit rates.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from policies.core.registry import PolicySpec
+from sim.loop.log import RunLog
+from sim.results.metrics import COUNT, SHARE, TEXT, Row, commit, replacing, writable, write_rows
+from sim.sweep.grid import Grid
+from sim.sweep.setup import Loaded
+from sim.sweep.workers import Advance, Local, Task
+from traces.errors import InputError, unknown
+from traces.trace import Trace, concatenate
+
+Float = NDArray[np.float64]
+
+LABELS = ("dataset", "task")
+"""Columns of requests that can tell groups apart, the coarser first."""
+
+TOLERANCE = 0.01
+"""How far below the undisturbed hit rate counts as back: one point."""
+
+WITHIN, ACROSS = "within", "across"
+"""Kinds of shifts: between tasks that have a dataset in common, and all others."""
+
+SHIFTS = pa.schema(
+    [
+        *[(name, TEXT) for name in ("policy", "trace", "model", "label", "kind", "group_before", "group_after")],
+        ("cache_experts", COUNT),
+        ("cache_fraction", SHARE),
+        *[(name, COUNT) for name in ("warmup", "after", "window", "seed", "requests_needed", "requests_needed_above")],
+        *[(f"{name}_{when}", SHARE) for when in ("first", "settled") for name in ("hit_rate", "undisturbed")],
+        ("requests", pa.list_(TEXT)),
+        *[(name, pa.list_(SHARE)) for name in ("hit_rates", "undisturbed_hit_rates")],
+        ("commit", TEXT),
+    ]
+)
+"""Columns of adaptation.parquet, a row per shift and policy.
+
+requests_needed is null where censored, and requests_needed_above, what is known then, everywhere else. `first`: of the
+first request after the shift, `settled`: mean of the last window. The lists have an entry for each request after it.
+"""
+
+
+NAMES = ("adaptation.parquet", "adaptation.png")
+"""The files that `save` writes."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a shift is made, and how many are."""
+
+    by: str = "dataset"  # of LABELS
+    warmup: int = 50  # requests before the shift
+    after: int = 50  # requests after it
+    window: int = 5  # requests of which the mean is judged
+    pairs: int = 6  # shifts of each kind, at most
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.by not in LABELS:
+            raise unknown("label", self.by, LABELS)
+        for option in ("warmup", "after", "window", "pairs"):
+            if (value := getattr(self, option)) < 1:
+                raise InputError(f"--{option} {value}: must be at least 1")
+        if self.after < self.window:
+            raise InputError(f"--after {self.after}: a window of {self.window} requests does not fit into it")
+
+
+@dataclass(frozen=True)
+class Shift:
+    """From one group to another; the undisturbed run is one from a group to itself."""
+
+    before: str
+    after: str
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which requests are played, by their number in the trace.
+
+    Each group is shuffled once: its first `warmup` requests come before a shift away from it and in its undisturbed
+    run, its next `after` requests after every shift to it. So a run plays no request twice, and all shifts to a group
+    share one undisturbed run.
+    """
+
+    protocol: Protocol
+    orders: dict[str, list[int]]  # group: its requests, shuffled
+    shifts: list[Shift]
+
+    @property
+    def runs(self) -> list[Shift]:
+        """Every run, an undisturbed one before the shifts that are set against it."""
+        runs: dict[Shift, None] = {}
+        for shift in self.shifts:
+            runs |= {Shift(shift.after, shift.after): None, shift: None}
+        return list(runs)
+
+    def before(self, run: Shift) -> list[int]:
+        """The requests that warm up."""
+        return self.orders[run.before][: self.protocol.warmup]
+
+    def after(self, run: Shift) -> list[int]:
+        """The requests that are measured."""
+        return self.orders[run.after][self.protocol.warmup :][: self.protocol.after]
+
+
+def plan(trace: Trace, protocol: Protocol) -> Plan:
+    """All ordered pairs of groups with enough requests, at most `pairs` of each kind, drawn with the seed.
+
+    Requests without a label, or of which nothing was routed, are in no group. InputError where no shift can be made.
+    """
+    routed = [bool((trace.experts[a:b] != trace.sentinel).any()) for a, b in _ranges(trace.offsets)]
+    requests = trace.requests.reset_index(drop=True)[routed]
+    labelled = requests[requests[protocol.by] != ""]
+    groups: dict[str, list[int]] = {str(name): list(of.index) for name, of in labelled.groupby(protocol.by)}
+    datasets = {str(name): set(of["dataset"]) for name, of in labelled.groupby(protocol.by)}
+    needed = protocol.warmup + protocol.after
+    pairs = [
+        (before, after)
+        for after in groups
+        for before in groups
+        if before != after and len(groups[before]) >= protocol.warmup and len(groups[after]) >= needed
+    ]
+    if not pairs:
+        raise _no_shift(trace, groups, protocol)
+    rng = np.random.default_rng(protocol.seed)
+    orders = {name: rng.permutation(numbers).tolist() for name, numbers in groups.items()}
+    drawn: dict[str, list[Shift]] = {WITHIN: [], ACROSS: []}
+    for i in rng.permutation(len(pairs)).tolist():
+        before, after = pairs[i]
+        kind = WITHIN if protocol.by != LABELS[0] and datasets[before] & datasets[after] else ACROSS
+        if len(drawn[kind]) < protocol.pairs:
+            drawn[kind].append(Shift(before, after, kind))
+    shifts = [shift for of_kind in drawn.values() for shift in of_kind]
+    return Plan(protocol, orders, sorted(shifts, key=lambda shift: (shift.kind == ACROSS, shift.after, shift.before)))
+
+
+def _ranges(offsets: NDArray[np.int64]) -> list[tuple[int, int]]:
+    return list(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True))
+
+
+def _no_shift(trace: Trace, groups: dict[str, list[int]], protocol: Protocol) -> InputError:
+    """Why not, and what would do."""
+    by, where = protocol.by, f"{trace.name}: no shift by {protocol.by} can be made"
+    if len(groups) < 2:
+        other = next(label for label in LABELS if label != by)
+        if trace.requests[other].nunique() > 1:
+            also = f"; --by {other} has several"
+        else:
+            also = "; a recording takes labels from its prompts, an import from the requests of --meta"
+        held = (
+            f"all its labelled requests are of {next(iter(groups))!r}" if groups else "its requests have no such label"
+        )
+        return InputError(f"{where}: {held}{also}")
+    sizes = sorted(((len(of), name) for name, of in groups.items()), reverse=True)
+    largest = ", ".join(f"{name} ({size})" for size, name in sizes[:3])
+    most = min(sizes[0][0] // 2, sizes[1][0])
+    return InputError(
+        f"{where}: one group needs {protocol.warmup + protocol.after} requests (--warmup and --after) and another "
+        f"{protocol.warmup}; the largest are {largest}"
+        + (f": try --warmup {most} --after {most} --window {min(protocol.window, most)}" if most else "")
+    )
+
+
+def requests_needed(differences: Float, window: int) -> int | None:
+    """The least i with mean(differences[i : i + window]) >= -TOLERANCE; None where no whole window has it.
+
+    differences: [n], n >= window, hit rates after the shift less the undisturbed ones.
+    """
+    back = np.flatnonzero(windows(differences, window) >= -TOLERANCE)
+    return int(back[0]) if len(back) else None
+
+
+def windows(differences: Float, window: int) -> Float:
+    """Means [n - window + 1] of whole windows."""
+    means: Float = np.lib.stride_tricks.sliding_window_view(differences, window).mean(axis=-1)
+    return means
+
+
+@dataclass(frozen=True, eq=False)
+class Measured:
+    """One shift under one policy."""
+
+    policy: str  # as typed
+    shift: Shift
+    window: int
+    hit_rates: Float  # [after]
+    undisturbed: Float  # [after] of the same requests
+
+    @property
+    def differences(self) -> Float:
+        """What the shift did to each request [after]."""
+        return self.hit_rates - self.undisturbed
+
+    @cached_property
+    def needed(self) -> int | None:
+        """Requests until back within one point; None: more than `last`."""
+        return requests_needed(self.differences, self.window)
+
+    @property
+    def last(self) -> int:
+        """The most requests that can be told."""
+        return len(self.hit_rates) - self.window
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The shifts of one kind under one policy. Rates are means over them."""
+
+    kind: str
+    policy: str
+    shifts: int
+    censored: int  # shifts that needed more than `last` requests
+    last: int
+    needed_min: int | None  # None: all are censored
+    needed_mean: float  # censored ones taken as last + 1: where there are any, a lower bound
+    needed_max: int | None  # None: some are censored
+    needed_none: float  # share of shifts
+    hit_rate_first: float  # of the first request after the shift
+    undisturbed_first: float
+    hit_rate_settled: float  # of the last window
+    undisturbed_settled: float
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """What `moe-sim adapt` found, as far as it came."""
+
+    plan: Plan
+    slots: int
+    measured: list[Measured]  # by shift, then by policy as typed
+    complete: bool  # False: interrupted, and these are the shifts that had finished
+
+    def of(self, kind: str, policy: str) -> list[Measured]:
+        """The shifts of one kind under one policy."""
+        return [one for one in self.measured if (one.shift.kind, one.policy) == (kind, policy)]
+
+    @property
+    def policies(self) -> list[str]:
+        """As typed."""
+        return list(dict.fromkeys(one.policy for one in self.measured))
+
+    @property
+    def kinds(self) -> list[str]:
+        """Those that there are shifts of."""
+        return list(dict.fromkeys(one.shift.kind for one in self.measured))
+
+    def summaries(self) -> list[Summary]:
+        """By kind, then by policy."""
+        return [summary(self.of(kind, policy)) for kind in self.kinds for policy in self.policies]
+
+    def rows(self, loaded: Loaded) -> list[Row]:
+        """As rows of `SHIFTS`."""
+        ids = loaded.trace.requests["id"]
+        return [self._row(one, loaded, ids) for one in self.measured]
+
+    def _row(self, one: Measured, loaded: Loaded, ids: "pd.Series[Any]") -> Row:
+        protocol, shift = self.plan.protocol, one.shift
+        return {
+            "policy": one.policy,
+            "trace": loaded.trace.name,
+            "model": loaded.trace.meta.model,
+            "label": protocol.by,
+            "kind": shift.kind,
+            "group_before": shift.before,
+            "group_after": shift.after,
+            "cache_experts": self.slots,
+            "cache_fraction": self.slots / loaded.all_experts,
+            **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
+            "requests_needed": one.needed,
+            "requests_needed_above": one.last if one.needed is None else None,
+            "hit_rate_first": float(one.hit_rates[0]),
+            "undisturbed_first": float(one.undisturbed[0]),
+            "hit_rate_settled": float(one.hit_rates[-one.window :].mean()),
+            "undisturbed_settled": float(one.undisturbed[-one.window :].mean()),
+            "requests": ids.iloc[self.plan.after(shift)].tolist(),
+            "hit_rates": one.hit_rates.tolist(),
+            "undisturbed_hit_rates": one.undisturbed.tolist(),
+            "commit": commit(),
+        }
+
+
+def summary(measured: Sequence[Measured]) -> Summary:
+    """Of shifts of one kind under one policy, at least one."""
+    one = measured[0]
+    known = [each.needed for each in measured if each.needed is not None]
+    censored = len(measured) - len(known)
+    first, settled = (
+        [np.mean([getattr(each, rates)[part].mean() for each in measured]) for rates in ("hit_rates", "undisturbed")]
+        for part in (slice(1), slice(-one.window, None))
+    )
+    return Summary(
+        kind=one.shift.kind,
+        policy=one.policy,
+        shifts=len(measured),
+        censored=censored,
+        last=one.last,
+        needed_min=min(known, default=None),
+        needed_mean=(sum(known) + censored * (one.last + 1)) / len(measured),
+        needed_max=None if censored else max(known),
+        needed_none=known.count(0) / len(measured),
+        hit_rate_first=float(first[0]),
+        undisturbed_first=float(first[1]),
+        hit_rate_settled=float(settled[0]),
+        undisturbed_settled=float(settled[1]),
+    )
+
+
+def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: Advance | None = None) -> Adaptation:
+    """Measure the shifts of a plan, for an untimed setup and a grid of one cache size.
+
+    `advance` is told the number of requests played since its last call, of `to_play` in all. Ctrl-C stops all workers;
+    what was finished is then returned.
+    """
+    (slots,) = grid.sizes.values()
+    runs, policies = planned.runs, grid.policies
+    cells = [(policy, slots, planned.before(run), planned.after(run)) for run in runs for policy in policies]
+    tasks = [Task(loaded, hit_rates, cell, compiled=False) for cell in cells]
+    played = Local(workers).results(tasks, advance or (lambda requests: None))
+    done: dict[int, Float] = {}
+    with suppress(KeyboardInterrupt), closing(played):
+        done.update(played)
+    found = {
+        (run, policy): done.get(i * len(policies) + j)
+        for i, run in enumerate(runs)
+        for j, policy in enumerate(policies)
+    }
+    measured = []
+    for shift in planned.shifts:
+        for policy in policies:
+            rates, undisturbed = found[shift, policy], found[Shift(shift.after, shift.after), policy]
+            if rates is not None and undisturbed is not None:
+                measured.append(Measured(policy.text, shift, planned.protocol.window, rates, undisturbed))
+    return Adaptation(planned, slots, measured, len(done) == len(cells))
+
+
+def to_play(grid: Grid, planned: Plan) -> int:
+    """Requests that `adapt` plays."""
+    protocol = planned.protocol
+    return len(planned.runs) * len(grid.policies) * (protocol.warmup + protocol.after)
+
+
+def hit_rates(
+    loaded: Loaded, policy: PolicySpec, slots: int, before: list[int], after: list[int], played: Callable[[int], None]
+) -> Float:
+    """Hit rates [len(after)] of the requests `after`, once those `before` have been played from an empty cache."""
+    order, whole = [*before, *after], loaded.whole
+    trace = concatenate([whole.select(np.array([number])) for number in order])
+    rates: list[float] = []
+
+    def ended(log: RunLog) -> None:
+        rates.append(log.hits.sum() / max(1, log.hits.sum() + log.misses.sum()))
+        played(1)
+
+    replace(loaded, trace=trace).play(policy, slots, ended)
+    return np.array(rates[len(before) :])
+
+
+def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
+    """Write the table and the plot, each whole or not at all; the files.
+
+    Of an interrupted call only the table is kept, in a folder `interrupted` of its own.
+    """
+    from sim.analysis.plot_adaptation import figure
+
+    folder = folder if found.complete else folder / "interrupted"
+    files = [folder / name for name in NAMES[: None if found.complete else 1]]
+    writable(folder, [file.name for file in files])
+    write_rows(found.rows(loaded), SHIFTS, files[0])
+    for plot in files[1:]:
+        with replacing(plot) as part:
+            figure(found, loaded).savefig(part, format="png", dpi=150)
+    return files

@@ -1,0 +1,201 @@
+"""Is it the policy or the working set? What a trace lets any cache do, and what each policy makes of it, untimed.
+
+Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest): contract, *What is
+counted*. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are played.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pyarrow as pa
+
+from policies.core.registry import PolicySpec
+from sim.analysis.curves import Accesses, Int, Reuse, belady_misses, lru_misses, reuse
+from sim.analysis.locality import Locality, locality
+from sim.loop.log import RunLog
+from sim.results.metrics import COUNT, SHARE, TEXT, Row, replacing, writable, write_rows
+from sim.sweep.grid import Grid
+from sim.sweep.setup import Loaded, Requests
+
+SPLITS = pa.schema(
+    [
+        ("policy", TEXT),
+        *[(name, COUNT) for name in ("cache_experts", "lookups", "misses", "compulsory", "capacity", "policy_misses")],
+        ("cache_fraction", SHARE),
+        ("hit_rate", SHARE),
+        ("oracle", pa.bool_()),
+    ]
+)
+"""Columns of misses.parquet, a row per policy and size."""
+
+CURVES = pa.schema(
+    [
+        ("cache_experts", COUNT),
+        ("cache_fraction", SHARE),
+        *[(name, COUNT) for name in ("lru_misses", "belady_misses")],
+        *[(name, SHARE) for name in ("lru_hit_rate", "belady_hit_rate")],
+    ]
+)
+"""Columns of curves.parquet, a row per number of slots."""
+
+REUSE = pa.schema([(name, COUNT) for name in ("at_least", "at_most", "by_accesses", "by_tokens")])
+"""Columns of reuse.parquet: uses of an expert by their distance from the one before, a row per power of two."""
+
+LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "size_ratio", "sch", "sch2")]])
+"""Columns of locality.parquet, a row per segment length (sim.analysis.locality)."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """The misses of one policy at one size, by what would have avoided them."""
+
+    policy: str  # as typed
+    oracle: bool
+    cache_experts: int
+    cache_fraction: float
+    lookups: int
+    compulsory: int  # first uses: only prefetch
+    capacity: int  # Belady's beyond those: only a larger cache, or a smaller working set
+    policy_misses: int  # a better policy
+
+    @property
+    def misses(self) -> int:
+        """All of them."""
+        return self.compulsory + self.capacity + self.policy_misses
+
+    def row(self) -> Row:
+        """As a row of `SPLITS`."""
+        hit_rate = 1 - self.misses / self.lookups if self.lookups else None
+        row = {**asdict(self), "misses": self.misses, "hit_rate": hit_rate}
+        return {name: row[name] for name in SPLITS.names}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What `moe-sim analyze` found."""
+
+    lookups: int
+    lru: Int  # [L * E + 1] misses by number of slots
+    belady: Int  # the same
+    demand: int  # experts of one decoded token
+    reuse: Reuse
+    locality: list[Locality]
+    splits: list[Split]  # by size as typed, then by policy
+
+    def curves(self) -> list[Row]:
+        """As rows of `CURVES`, from one slot to room for all."""
+        total = len(self.lru) - 1
+        return [
+            {
+                "cache_experts": slots,
+                "cache_fraction": slots / total,
+                "lru_misses": int(self.lru[slots]),
+                "belady_misses": int(self.belady[slots]),
+                "lru_hit_rate": 1 - int(self.lru[slots]) / self.lookups if self.lookups else None,
+                "belady_hit_rate": 1 - int(self.belady[slots]) / self.lookups if self.lookups else None,
+            }
+            for slots in range(1, total + 1)
+        ]
+
+    def distances(self) -> list[Row]:
+        """As rows of `REUSE`."""
+        bins = zip(self.reuse.accesses.tolist(), self.reuse.tokens.tolist(), strict=True)
+        return [
+            {"at_least": 2**b, "at_most": 2 ** (b + 1) - 1, "by_accesses": accesses, "by_tokens": tokens}
+            for b, (accesses, tokens) in enumerate(bins)
+        ]
+
+
+def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
+    """Analyse an untimed setup; `advance` is told of requests played, `to_play(grid)` cells of each.
+
+    Untimed nothing is prefetched: of a pair only what it keeps counts.
+    """
+    accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
+    known = {"lru": lru_misses(accesses.experts, accesses.total)}
+    known["belady"] = belady = belady_misses(accesses.experts, accesses.total)
+    tell = advance or (lambda played: None)
+
+    def misses(policy: PolicySpec, slots: int) -> int:
+        if policy.text in known:
+            return int(known[policy.text][slots])
+        found = 0
+
+        def ended(log: RunLog) -> None:
+            nonlocal found
+            found += int(log.misses.sum())
+            tell(1)
+
+        loaded.play(policy, slots, ended)
+        return found
+
+    first_uses = int(belady[-1])
+    return Analysis(
+        lookups=len(accesses.experts),
+        lru=known["lru"],
+        belady=belady,
+        demand=loaded.token_experts,
+        reuse=reuse(accesses),
+        locality=locality(loaded.whole),
+        splits=[
+            Split(
+                policy=policy.text,
+                oracle=policy.oracle,
+                cache_experts=slots,
+                cache_fraction=slots / loaded.all_experts,
+                lookups=len(accesses.experts),
+                compulsory=first_uses,
+                capacity=int(belady[slots]) - first_uses,
+                policy_misses=misses(policy, slots) - int(belady[slots]),
+            )
+            for slots in grid.sizes.values()
+            for policy in grid.policies
+        ],
+    )
+
+
+def to_play(grid: Grid) -> int:
+    """Cells that no curve gives."""
+    return len(grid.sizes) * sum(policy.text not in ("lru", "belady") for policy in grid.policies)
+
+
+def sentence(splits: Sequence[Split]) -> str:
+    """Policy or working set, at each size, for the best policy there that is no oracle (else the best)."""
+    clauses = []
+    for slots in dict.fromkeys(split.cache_experts for split in splits):
+        here = [split for split in splits if split.cache_experts == slots]
+        best = min([split for split in here if not split.oracle] or here, key=lambda split: split.misses)
+        clauses.append(f"at {slots} slots ({100 * best.cache_fraction:.3g}%) {_verdict(best)}")
+    text = "; ".join(clauses)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _verdict(split: Split) -> str:
+    name = split.policy
+    if not split.misses:
+        return f"it is neither: {name} misses nothing"
+    own, room, first = (part / split.misses for part in (split.policy_misses, split.capacity, split.compulsory))
+    if own > max(room, first):
+        return f"it is the policy: {own:.0%} of {name}'s misses are not Belady's"
+    if room >= first:
+        return f"it is the working set: {room:.0%} of {name}'s misses are Belady's too, for want of room"
+    return f"it is neither: {first:.0%} of {name}'s misses are first uses"
+
+
+def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
+    """Write the tables and the plot of the curves into `folder`; the files. InputError where that is impossible."""
+    from sim.analysis.plot_curves import figure
+
+    tables = {
+        "misses.parquet": ([split.row() for split in found.splits], SPLITS),
+        "curves.parquet": (found.curves(), CURVES),
+        "reuse.parquet": (found.distances(), REUSE),
+        "locality.parquet": ([asdict(metrics) for metrics in found.locality], LOCALITY),
+    }
+    writable(folder, [*tables, "curves.png"])
+    for name, (rows, schema) in tables.items():
+        write_rows(rows, schema, folder / name)
+    with replacing(folder / "curves.png") as part:
+        figure(found, loaded).savefig(part, format="png", dpi=150)
+    return [folder / name for name in (*tables, "curves.png")]

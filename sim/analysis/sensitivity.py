@@ -1,0 +1,298 @@
+"""What would help most: a cell played anew with one parameter at a time a step lower and a step higher.
+
+The parameters are what a simulated run reads: the machine's link, memory, compute and overheads, the cache in slots,
+the size of an expert (in as many slots as before), the policy's own cost, the chunk, and every numeric option of the
+policy. All else stays as it is, the predictor's cost too where an option changes. The effect is the change of mean
+TPOT (TTFT where nothing is decoded); its elasticity is d ln metric / d ln parameter, by the difference between the two
+values that were played, the point itself standing in for one that could not be.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pyarrow as pa
+
+from policies.core.registry import PolicySpec
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.results.metrics import RESULTS, SHARE, TEXT, Row, replacing, writable, write_rows
+from sim.sweep.grid import play_cell
+from sim.sweep.setup import Loaded
+from sim.sweep.winner import metric
+from sim.sweep.workers import Advance, Local, Task
+from sim.tuning.policy_options import Option, having, options
+from traces.errors import InputError
+
+NAMES = ("sensitivity.parquet", "sensitivity.png")
+
+ROWS = pa.schema(
+    [
+        ("parameter", TEXT),  # null: the point itself
+        ("unit", TEXT),
+        *[(name, SHARE) for name in ("value", "change", "elasticity")],  # change: of the metric, from the point's
+        *[field for field in RESULTS if field.name != "cell"],
+    ]
+)
+"""Columns of sensitivity.parquet, a row per cell played: which parameter was moved to where, and the cell."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A cell that can be played; timed."""
+
+    loaded: Loaded
+    policy: PolicySpec
+    slots: int
+
+    @property
+    def profile(self) -> ModelProfile:
+        """Of the model."""
+        assert self.loaded.profile
+        return self.loaded.profile
+
+    @property
+    def predictor_us(self) -> float:
+        """Charged an event."""
+        return self.loaded.timing(self.policy).predictor_ns / 1_000
+
+    def check(self) -> None:
+        """InputError where the policy cannot be had so."""
+        self.loaded.require(self.policy, self.slots)
+        self.loaded.compiled(self.policy)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A number that a cell depends on: what it is at a point, and the point where it is another."""
+
+    name: str
+    unit: str
+    value: Callable[[Point], float]
+    at: Callable[[Point, float], Point]  # InputError for a value that the policy refuses
+    whole: bool = False
+
+    def moved(self, point: Point, factor: float) -> float:
+        """The value times `factor`, to six digits; whole numbers are rounded, and at least 1 off."""
+        value = self.value(point)
+        if not self.whole:
+            return float(f"{value * factor:.6g}")
+        rounded = round(value * factor)
+        return value + math.copysign(1, value * (factor - 1)) if rounded == value else rounded
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A point where one parameter has another value."""
+
+    parameter: Parameter
+    value: float
+    point: Point
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a parameter does: its value and the metric (in ms) here, and where it is lower and higher."""
+
+    parameter: Parameter
+    here: tuple[float, float]
+    down: tuple[float, float] | None  # None: there is no lower value, or the policy refuses it
+    up: tuple[float, float] | None
+
+    @property
+    def changes(self) -> tuple[float | None, float | None]:
+        """Of the metric down and up, as shares of what it is here."""
+        down, up = (None if side is None else side[1] / self.here[1] - 1 for side in (self.down, self.up))
+        return down, up
+
+    @property
+    def largest(self) -> float:
+        """The larger change, whatever its sign."""
+        return max(abs(change) for change in self.changes if change is not None)
+
+    @property
+    def elasticity(self) -> float:
+        """d ln metric / d ln parameter, by central difference; one-sided where a side is missing."""
+        (low, at_low), (high, at_high) = self.down or self.here, self.up or self.here
+        return math.log(at_high / at_low) / math.log(high / low)
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What was found around a point."""
+
+    metric: str  # column of results
+    row: Row  # of the point
+    effects: list[Effect]  # the largest first
+    variants: list[tuple[Variant, Row]]  # as played
+
+    @property
+    def felt(self) -> list[Effect]:
+        """Those that change the metric at all."""
+        return [effect for effect in self.effects if effect.largest]
+
+    @property
+    def idle(self) -> list[Effect]:
+        """Those that do not."""
+        return [effect for effect in self.effects if not effect.largest]
+
+    def rows(self) -> list[Row]:
+        """Of sensitivity.parquet."""
+        elasticity = {effect.parameter.name: effect.elasticity for effect in self.effects}
+        varied = [
+            {
+                "parameter": variant.parameter.name,
+                "unit": variant.parameter.unit,
+                "value": variant.value,
+                "change": row[self.metric] / self.row[self.metric] - 1,
+                "elasticity": elasticity[variant.parameter.name],
+                **row,
+            }
+            for variant, row in self.variants
+        ]
+        return [{name: row.get(name) for name in ROWS.names} for row in [self.row, *varied]]
+
+
+MACHINE = {
+    "link_bandwidth_gb_per_s": ("link bandwidth", "GB/s"),
+    "link_latency_us": ("link latency", "us"),
+    "memory_bandwidth_gb_per_s": ("memory bandwidth", "GB/s"),
+    "compute_tflop_per_s": ("compute", "TFLOP/s"),
+    "launch_us": ("kernel launch", "us"),
+    "framework_us_per_layer": ("framework", "us/layer"),
+}
+"""Fields of a hardware profile that durations depend on (`sim.profiles.timing`): what they are called, their units."""
+
+
+def parameters(point: Point) -> list[Parameter]:
+    """All that a cell has."""
+    found = [_of_machine(field, *told) for field, told in MACHINE.items()]
+    found += [
+        Parameter("cache size", "slots", lambda at: at.slots, _with_slots, whole=True),
+        Parameter("expert size", "MB", lambda at: at.profile.expert_bytes / 1e6, _with_expert_size),
+        Parameter("predictor", "us", lambda at: at.predictor_us, _with_predictor),
+    ]
+    if point.loaded.setup.chunk_bytes:
+        found.append(Parameter("chunk", "B", lambda at: at.loaded.setup.chunk_bytes or 0, _with_chunk, whole=True))
+    return found + [_of_policy(option) for option in options(point.policy) if option.numeric]
+
+
+def point_of(loaded: Loaded, policy: PolicySpec, slots: int) -> Point:
+    """That cell, its predictor's cost from now on a number of its own. InputError where the policy cannot be had so.
+
+    By the machine's rates, also where the model was measured on it: rates can be moved, tables cannot.
+    """
+    point = Point(loaded, policy, slots)
+    point.check()
+    fixed = _with_predictor(point, point.predictor_us)
+    assert loaded.hardware
+    return replace(fixed, loaded=replace(fixed.loaded, hardware=replace(loaded.hardware, measured=())))
+
+
+def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
+    """What to play beside the point, and why values are left out; step: a share, above 0 and below 1."""
+    variants, left_out = [], []
+    for parameter in parameters(point):
+        value = parameter.value(point)
+        if not (value and math.isfinite(value)):
+            left_out.append(f"{parameter.name} is {value:g}, which no factor changes")
+            continue
+        for factor in (1 - step, 1 + step):
+            moved = parameter.moved(point, factor)
+            if not moved:
+                left_out.append(f"{parameter.name} at 0, which may stand for all")
+                continue
+            try:
+                other = parameter.at(point, moved)
+                other.check()
+            except InputError as error:
+                left_out.append(f"{parameter.name} at {moved:g}: {error}")
+                continue
+            if parameter.value(other) != value:
+                variants.append(Variant(parameter, parameter.value(other), other))
+    return variants, left_out
+
+
+def sensitivity(
+    point: Point, variants: Sequence[Variant], workers: int = 1, advance: Advance | None = None
+) -> Sensitivity:
+    """Play the point and the variants of its plan; `advance` is told of requests played."""
+    points = [point, *(variant.point for variant in variants)]
+    tasks = [
+        Task(each.loaded, play_cell, (each.policy, each.slots), each.loaded.compiled(each.policy)) for each in points
+    ]
+    playing = Local(workers).results(tasks, advance or (lambda played: None))
+    with closing(playing):
+        played = {place: row for place, (row, _) in playing}
+    here, rows = played[0], [played[place] for place in range(1, len(points))]
+    judged_by = metric([here])
+    moved: dict[str, dict[bool, tuple[float, float]]] = {}
+    for variant, row in zip(variants, rows, strict=True):
+        higher = variant.value > variant.parameter.value(point)
+        moved.setdefault(variant.parameter.name, {})[higher] = variant.value, row[judged_by]
+    known = {variant.parameter.name: variant.parameter for variant in variants}
+    effects = [
+        Effect(parameter, (parameter.value(point), here[judged_by]), moved[name].get(False), moved[name].get(True))
+        for name, parameter in known.items()
+    ]
+    effects.sort(key=lambda effect: -effect.largest)
+    return Sensitivity(judged_by, here, effects, list(zip(variants, rows, strict=True)))
+
+
+def save(found: Sensitivity, folder: Path) -> list[Path]:
+    """Write the table and the plot, each whole or not at all; the files."""
+    from sim.analysis.plot_sensitivity import figure
+
+    files = [folder / name for name in NAMES]
+    writable(folder, NAMES)
+    write_rows(found.rows(), ROWS, files[0])
+    with replacing(files[1]) as part:
+        figure(found).savefig(part, format="png", dpi=150)
+    return files
+
+
+def _of_machine(field: str, name: str, unit: str) -> Parameter:
+    def value(point: Point) -> float:
+        return float(getattr(point.loaded.hardware, field))
+
+    def at(point: Point, other: float) -> Point:
+        assert point.loaded.hardware
+        machine: Hardware = replace(point.loaded.hardware, **cast(Any, {field: other}))
+        return _on(point, replace(point.loaded, hardware=machine))
+
+    return Parameter(name, unit, value, at)
+
+
+def _of_policy(option: Option) -> Parameter:
+    def value(point: Point) -> float:
+        return next(float(each.value) for each in options(point.policy) if each.name == option.name)
+
+    def at(point: Point, other: float) -> Point:
+        return replace(point, policy=having(point.policy, {option: type(option.value)(other)}))
+
+    return Parameter(option.name, "", value, at, whole=isinstance(option.value, int))
+
+
+def _with_slots(point: Point, slots: float) -> Point:
+    """At least 1, at most all."""
+    return replace(point, slots=min(max(1, int(slots)), point.loaded.all_experts))
+
+
+def _with_expert_size(point: Point, megabytes: float) -> Point:
+    size = megabytes * 1e6 / point.profile.expert_parameters
+    return _on(point, replace(point.loaded, profile=replace(point.profile, expert_bytes_per_parameter=size)))
+
+
+def _with_predictor(point: Point, us: float) -> Point:
+    return _on(point, replace(point.loaded, setup=replace(point.loaded.setup, predictor_us=us)))
+
+
+def _with_chunk(point: Point, size: float) -> Point:
+    return _on(point, replace(point.loaded, setup=replace(point.loaded.setup, chunk_bytes=int(size))))
+
+
+def _on(point: Point, loaded: Loaded) -> Point:
+    return replace(point, loaded=loaded)

@@ -1,0 +1,100 @@
+"""The commands `moe-sim eamc build` and `moe-sim eamc show`: collections of past EAMs that a run can start from."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from traces import console
+
+if TYPE_CHECKING:
+    from policies.eamc.file import Part, SavedEamc
+
+eamc = typer.Typer(help="Past EAMs as a file, for eamc to start from.", no_args_is_help=True, rich_markup_mode="rich")
+
+
+@eamc.command()
+def build(
+    trace: Annotated[Path, typer.Argument(help="Folder of a trace; one of EAMs alone will do.")],
+    out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
+    policy: Annotated[str, typer.Option(help="eamc with options, or a preset of it.")] = "eamc",
+    capacity: Annotated[int | None, typer.Option(help="EAMs kept for each phase; else the policy's.")] = None,
+) -> None:
+    """Learn the EAMs of a trace's requests, in order, as the policy would.
+
+    [b]moe-sim eamc build my-trace --capacity 300 --out eamc.npz[/b]
+
+    [b]moe-sim sweep other-trace --policies lru,eamc:capacity=300:collection=eamc.npz[/b]
+    """
+    from policies.eamc import build
+    from sim.results.metrics import replacing
+    from traces.trace import Trace
+
+    typed = policy if capacity is None else f"{policy}:capacity={capacity}"
+    source = Trace.read(trace)
+    saved = build.build(source, typed).saved(source.name)
+    with replacing(out) as part, part.open("wb") as file:
+        saved.write(file)
+    held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))
+    console.out.print(f"learned {len(source.requests)} requests of {source.name}: {held}", markup=False, soft_wrap=True)
+    console.out.print(f"wrote {out}", markup=False, soft_wrap=True)
+
+
+@eamc.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Say what a file of EAMs holds.
+
+    Nearest other: the mean, over the EAMs, of the cosine with the most similar other one.
+    """
+    from dataclasses import asdict, replace
+
+    from policies.eamc.eamc import Predictor
+    from policies.eamc.file import SavedEamc
+    from sim.quantities import show_bytes
+
+    saved = SavedEamc.read(file)
+    memory = Predictor(saved.shape, replace(saved.options, collection=str(file))).memory_bytes
+    if as_json:
+        parts = {
+            name: {"eams": len(part.eams), "waiting": len(part.waiting), "nearest_other": _nearest_other(saved, part)}
+            for name, part in _named(saved)
+        }
+        about = {"trace": saved.trace, "layers": saved.shape.layers, "experts": saved.shape.experts}
+        typer.echo(json.dumps({**about, "options": asdict(saved.options), **parts, "memory_bytes": memory}, indent=1))
+        return
+    lines = [
+        f"{file}: EAMs of {saved.trace}, {saved.shape.layers} layers x {saved.shape.experts} experts",
+        f"learned with {' '.join(f'{name}={value}' for name, value in asdict(saved.options).items() if value != '')}",
+    ]
+    for name, part in _named(saved):
+        waiting = f", {len(part.waiting)} waiting for K-means" if len(part.waiting) else ""
+        near = _nearest_other(saved, part)
+        similar = "" if near is None else f", nearest other {near:.3f} on average"
+        lines.append(f"{name}: {len(part.eams)} of {saved.options.capacity} EAMs{waiting}{similar}")
+    lines.append(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
+    for line in lines:
+        console.out.print(line, markup=False, soft_wrap=True)
+
+
+def _named(saved: "SavedEamc") -> "list[tuple[str, Part]]":
+    names = ("prefill", "decode") if saved.options.split else ("both phases",)
+    return list(zip(names, saved.parts, strict=True))
+
+
+def _nearest_other(saved: "SavedEamc", part: "Part") -> float | None:
+    """None for fewer than two. By the cosine of the options."""
+    import numpy as np
+
+    from policies.eamc.kmeans import scaled
+
+    n, rows = len(part.eams), saved.shape.layers if saved.options.cosine == "rows" else 1
+    if n < 2:
+        return None
+    units = scaled(part.eams.reshape(n, rows, -1).astype(np.float64)).reshape(n, -1)
+    near = units @ units.T / rows
+    np.fill_diagonal(near, -1.0)
+    return float(near.max(axis=1).mean())

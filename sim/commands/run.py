@@ -1,0 +1,223 @@
+"""The command `moe-sim run`: one cell told in full and, with a timeline, shown moment by moment."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sim.commands import cell_flags
+from sim.timeline.window import REQUESTS, TOKENS
+from traces import console
+from traces.errors import InputError
+from traces.steps import PREFILL
+
+if TYPE_CHECKING:
+    from policies.core.registry import PolicySpec
+    from sim.loop.log import Ended, Int, RunLog
+    from sim.results.metrics import Row
+    from sim.sweep.setup import Loaded
+    from sim.timeline.window import Window
+
+LATENCIES = ("mean", "p50", "p95", "p99", "max")
+
+
+def run(
+    trace: cell_flags.Trace = None,
+    policy: cell_flags.Policy = None,
+    cache_size: cell_flags.CacheSize = None,
+    hardware: cell_flags.Hardware = None,
+    model_profile: cell_flags.ModelProfile = None,
+    requests: cell_flags.Requests = None,
+    warmup_requests: cell_flags.WarmupRequests = 0,
+    as_decode: cell_flags.AsDecode = False,
+    cold: cell_flags.Cold = False,
+    chunk_bytes: cell_flags.ChunkBytes = None,
+    predictor_us: cell_flags.PredictorUs = None,
+    engine: Annotated[
+        str, typer.Option(help="auto, simpy, or compiled, which is the same, faster, for built-in policies.")
+    ] = "auto",
+    timeline: Annotated[
+        Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
+    ] = None,
+    tokens: Annotated[str | None, typer.Option(TOKENS, help="FROM:TO, decode steps that the timeline shows.")] = None,
+    window_requests: Annotated[
+        str | None, typer.Option(REQUESTS, help="FROM:TO, requests that it shows instead.")
+    ] = None,
+    no_slots: Annotated[bool, typer.Option("--no-slots", help="Leave the tracks of the slots out of it.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+) -> None:
+    """Play one policy at one cache size, and say where the time went; with --timeline, moment by moment.
+
+    The timeline shows the compute stream with the cause of each stall, every transfer, which expert is in which slot,
+    and what waits. Of a run of more than 2,000 steps it shows the first 100 decode steps, unless a window is given;
+    then play stops with the request in which that ends. No other file is written.
+
+    [b]moe-sim run --policy lru --cache-size 50%[/b]
+
+    [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
+    """
+    from policies.core.registry import parse
+    from sim.quantities import parse_cache_size
+    from sim.sweep import report
+    from sim.sweep.grid import Grid
+    from sim.sweep.setup import Requests
+    from sim.timeline import window as timeline_window
+
+    window = timeline_window.asked(tokens, window_requests)
+    if not timeline and (window or no_slots):
+        raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
+    if timeline and engine == "compiled":
+        raise InputError("--timeline is played on the SimPy engine, with the same result: leave --engine compiled out")
+    setup = cell_flags.setup_of(
+        trace,
+        hardware,
+        chunk_bytes,
+        model_profile=model_profile,
+        requests=requests,
+        warmup_requests=warmup_requests,
+        as_decode=as_decode,
+        cold=cold,
+        predictor_us=predictor_us,
+        engine=engine,
+    )
+    loaded, spec = setup.load(), parse(policy or cell_flags.POLICY)
+    slots = parse_cache_size(cache_size or cell_flags.CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
+    loaded.require(spec, slots)
+    if window:
+        timeline_window.check(window, Requests(loaded.trace))
+    if not quiet:
+        defaults = {
+            f"the shipped trace {setup.trace}": not trace,
+            f"policy {cell_flags.POLICY}": not policy,
+            f"cache size {cell_flags.CACHE_SIZE}": not cache_size,
+            f"hardware {cell_flags.HARDWARE}": not hardware,
+        }
+        if taken := [text for text, left_out in defaults.items() if left_out]:
+            console.note(f"taking {', '.join(taken)}")
+    for warning in report.warnings(loaded, Grid((spec,), {cache_size or cell_flags.CACHE_SIZE: slots})):
+        console.warn(warning)
+    if timeline:
+        window = window or timeline_window.unasked(Requests(loaded.trace))
+        row = _shown(loaded, spec, slots, timeline, window, not no_slots, quiet)
+    else:
+        row = _played(loaded, spec, slots, quiet)
+    if as_json:
+        typer.echo(json.dumps(row, indent=1))
+    elif not quiet:
+        console.out.print(_title(row, loaded), markup=False, soft_wrap=True)
+        console.out.print(_block(row), markup=False, soft_wrap=True)
+
+
+def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
+    """The row of the cell."""
+    if loaded.setup.engine != "simpy" and not quiet:
+        from sim.engines import compiled_engine
+
+        if not compiled_engine.on_disk():
+            console.note("compiling the engine, once: this takes half a minute or more")
+    return _row(loaded, policy, slots, lambda ended: loaded.play(policy, slots, ended), quiet)
+
+
+def _shown(
+    loaded: "Loaded", policy: "PolicySpec", slots: int, path: Path, window: "Window", slot_tracks: bool, quiet: bool
+) -> "Row":
+    """The same, and the timeline at `path`."""
+    from sim.quantities import show_bytes
+    from sim.timeline import simulated
+    from sim.timeline import window as timeline_window
+    from sim.timeline.file import writing
+
+    row: Row = {}
+    with writing(path, lambda: {"made by": "moe-sim run", **row}) as timeline:
+        names = loaded.trace.requests["id"].astype(str).tolist()
+
+        def play(ended: "Ended") -> None:
+            simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
+
+        row |= _row(loaded, policy, slots, play, quiet)
+    if not quiet:
+        if not window.stops:
+            console.note(
+                f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
+                f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
+            )
+        elif row["requests"] + loaded.setup.warmup_requests < len(loaded.trace.requests):
+            console.note("played up to the end of the request in which the window ends; the figures are of that")
+        console.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
+    return row
+
+
+def _row(loaded: "Loaded", policy: "PolicySpec", slots: int, play: "Callable[[Ended], None]", quiet: bool) -> "Row":
+    """The cell's row of results.parquet, and more of TTFT, whose mean alone that has."""
+    import numpy as np
+
+    from sim.results.metrics import Summary
+    from sim.sweep import report
+
+    summary, ttft_ns = Summary(loaded.cell(policy, slots), loaded.trace.requests), list["Int"]()
+    with report.progress(len(loaded.trace.requests), quiet) as advance:
+
+        def ended(log: "RunLog") -> None:
+            summary.add(log)
+            ttft_ns.append(log.step_ns[(log.phase == PREFILL) & (log.request >= loaded.setup.warmup_requests)])
+            advance(1)
+
+        play(ended)
+    ttft = np.concatenate([np.empty(0, np.int64), *ttft_ns]) / 1e6
+    figures = [ttft.mean(), *np.percentile(ttft, [50, 95, 99]), ttft.max()] if len(ttft) else [None] * 5
+    named = {f"ttft_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}
+    return {**summary.row(), **named}
+
+
+def _title(row: "Row", loaded: "Loaded") -> str:
+    machine = f" on {loaded.hardware.title}" if loaded.hardware else ""
+    played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
+    share = f"{100 * row['cache_fraction']:.3g}%"
+    return f"{row['model']}{machine}: {row['policy']}, {row['cache_experts']} slots ({share} of the experts); {played}"
+
+
+def _block(row: "Row") -> str:
+    """What happened, a line for each question."""
+    from sim.quantities import show_bytes
+
+    elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
+    stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
+    moved = {kind: show_bytes(row[f"bytes_{kind}"]) for kind in ("demand", "prefetch", "wasted")}
+    lookups = ", ".join(f"{kind} {_share(row[column], row['lookups'])}" for kind, column in _LOOKUPS.items())
+    lines = {
+        "lookups": f"{lookups} of {row['lookups']:,}",
+        "TTFT ms": _latencies(row, "ttft"),
+        "TPOT ms": _latencies(row, "tpot"),
+        "tokens/s": "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f}",
+        "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
+        "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
+        "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
+        "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, of which wasted {moved['wasted']}",
+        **_policy(row),
+    }
+    return "\n".join(f"  {name:<9} {text}" for name, text in lines.items())
+
+
+_LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}
+
+
+def _latencies(row: "Row", kind: str) -> str:
+    figures = {name: row[f"{kind}_{name}_ms"] for name in LATENCIES}
+    return ", ".join(f"{name} {ms:,.2f}" for name, ms in figures.items() if ms is not None) or "-"
+
+
+def _share(part: float | None, whole: float | None) -> str:
+    return "-" if part is None or not whole else f"{part / whole:.1%}"
+
+
+def _policy(row: "Row") -> "dict[str, str]":
+    """What the policy resolved to, half by half, and what its own work takes."""
+    lines = {"predictor": f"{row['predictor_us']:g} us an event"}
+    for half, given in json.loads(row["options"]).items():
+        if isinstance(given, dict):
+            options = (f"{name}={value}" for name, value in given.items() if name != "name")
+            lines[half] = " ".join([given["name"], *options])
+    return lines

@@ -1,0 +1,64 @@
+"""The command `moe-sim train-stride`: the learned predictor that the prefetcher `stride` reads."""
+
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from traces import console
+from traces.errors import InputError
+
+
+def train_stride(
+    trace: Annotated[Path, typer.Argument(help="Folder of a trace.")],
+    out: Annotated[Path, typer.Option(help="File for the predictor.")],
+    stride: Annotated[int, typer.Option(help="Layers ahead that are predicted.")] = 1,
+    back: Annotated[int, typer.Option(help="Latest layers that a prediction reads, as many as there are.")] = 8,
+    epochs: Annotated[int, typer.Option(help="Passes over the tokens.")] = 3,
+    held_out: Annotated[float, typer.Option(help="Share of the requests, the last ones, to test on.")] = 0.1,
+    seed: Annotated[int, typer.Option(help="Of the order of tokens.")] = 0,
+    as_decode: Annotated[bool, typer.Option("--as-decode", help="Learn from prompts as if decoded.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+) -> None:
+    """Train a predictor of coming layers' experts on the decoded tokens of a trace.
+
+    Says how many of the held-out requests' choices are among the likeliest, beside the token before. Ctrl-C leaves
+    nothing behind.
+
+    [b]moe-sim train-stride my-trace --out stride.npz[/b]
+
+    [b]moe-sim sweep other-trace --policies lru+stride:model=stride.npz[/b]
+    """
+    from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
+    from sim.results.metrics import replacing
+    from traces.trace import Trace
+
+    training = Training(stride, back, epochs, seed)
+    if not 0 <= held_out < 1:
+        raise InputError(f"--held-out {held_out}: a share of the requests, 0 or more and below 1")
+    if out.is_dir():
+        raise InputError(f"--out {out} is a folder: name a file, as in {out / 'stride.npz'}")
+    known = Trace.read(trace)
+    if as_decode:
+        known = known.as_decode()
+    tested = int(held_out * len(known.requests))
+    tokens = Tokens.of(known.head(len(known.requests) - tested))
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("layers trained"), TimeRemainingColumn())
+    with replacing(out) as part:
+        with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
+            task = bar.add_task("train", total=tokens.layers)
+            predictor = train(tokens, training, lambda: bar.advance(task))
+        predictor.save(part)
+    if quiet:
+        return
+    unseen = Tokens.of(known.select(np.arange(len(known.requests) - tested, len(known.requests))))
+    if len(unseen):
+        console.out.print(
+            f"of the choices of the last {tested} requests, {recall(predictor, unseen):.1%} are among the "
+            f"{known.top_k} likeliest; the token before had {recall_of_previous(unseen):.1%}",
+            markup=False,
+            soft_wrap=True,
+        )
+    console.out.print(f"wrote {out}: --policies lru+stride:model={out}", markup=False, soft_wrap=True)

@@ -1,0 +1,60 @@
+"""Which engine plays a run: the compiled one where it serves the policy, else SimPy. What comes out is the same."""
+
+from functools import partial
+
+from policies.core import dispatch
+from policies.core.policy import Shape
+from policies.core.registry import PolicySpec
+from sim.loop.log import Ended, Run, RunLog, whole
+from traces.errors import InputError, unknown
+
+AUTO, SIMPY, COMPILED = "auto", "simpy", "compiled"
+ENGINES = (AUTO, SIMPY, COMPILED)
+
+
+def check(engine: str) -> None:
+    """InputError for a name that no engine has."""
+    if engine not in ENGINES:
+        raise unknown("engine", engine, ENGINES)
+
+
+def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
+    """InputError where `engine` cannot play `policy`."""
+    reason = dispatch.refusal(*policy.build(shape)) if engine == COMPILED else None
+    if reason:
+        raise InputError(f"--engine compiled does not play {policy.text}: {reason}; --engine auto plays it on SimPy")
+
+
+def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
+    """Whether `engine` has the compiled one play `policy`."""
+    return engine != SIMPY and dispatch.refusal(*policy.build(shape)) is None
+
+
+def play(engine: str, run: Run, ended: Ended) -> None:
+    """Play a run on `engine`; `ended` is told of each request.
+
+    InputError where it cannot play the policy, or where a time is beyond what a clock of 64 bits counts.
+    """
+    try:
+        _play(engine, run, ended)
+    except OverflowError as error:
+        raise InputError(f"{run.policy.text}: {error}: do the profiles mean such times and sizes?") from error
+
+
+def _play(engine: str, run: Run, ended: Ended) -> None:
+    if engine != SIMPY:
+        from sim.engines import compiled_engine
+
+        try:
+            return compiled_engine.play(run, ended)
+        except compiled_engine.NotServedError:
+            if engine == COMPILED:
+                raise
+    from sim.engines import simpy_engine
+
+    return simpy_engine.play(run, ended)
+
+
+def simulate(engine: str, run: Run) -> RunLog:
+    """The same, the log kept whole."""
+    return whole(partial(play, engine), run)

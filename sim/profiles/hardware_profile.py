@@ -1,0 +1,68 @@
+"""A machine: GPU memory and compute, the host link, the host and its disk, as one TOML profile.
+
+Rates are what a good kernel or copy reaches, not what the datasheet prints; each profile says where its
+values come from. GB and TFLOP are decimal (1 GB/s is one byte a nanosecond), GiB are binary.
+
+A profile that `moe-replay calibrate` wrote also holds what was measured there: of the machine, for people to read, and
+of each model that it was measured with, which then counts instead of the rates (`sim.profiles.measured`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sim import profiles
+from sim.profiles import measured
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.model_profile import ModelProfile
+from traces.errors import InputError
+
+
+def _facts(value: object, where: str) -> dict[str, Any]:
+    """Anything, as a table."""
+    if isinstance(value, dict):
+        return value
+    raise InputError(f"{where}: must be a table, headed [calibration]")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One GPU, one link."""
+
+    name: str
+    title: str
+    link_bandwidth_gb_per_s: float
+    link_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one transfer, whatever its size
+    memory_gib: float
+    memory_bandwidth_gb_per_s: float
+    compute_tflop_per_s: float  # bf16, dense
+    launch_us: float = field(metadata=profiles.MAY_BE_ZERO)  # of one kernel
+    framework_us_per_layer: float = field(metadata=profiles.MAY_BE_ZERO)
+    host_compute_tflop_per_s: float
+    host_memory_bandwidth_gb_per_s: float
+    disk_bandwidth_gb_per_s: float
+    disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
+    calibration: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=profiles.table(_facts))
+    measured: tuple[MeasuredModel, ...] = field(default=(), hash=False, metadata=profiles.table(measured.read))
+
+    def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
+        """What was measured with that model here, if it was, with experts of that size."""
+        return next(
+            (each for each in self.measured if (each.model, each.expert_bytes) == (profile.name, profile.expert_bytes)),
+            None,
+        )
+
+
+SLOWEST_LINK = 0.001
+"""GB/s: what is slower is a slip of the pen."""
+
+
+def hardware(text: str) -> Hardware:
+    """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
+    path = profiles.find("hardware", "hardware", text)
+    machine = profiles.read(Hardware, path)
+    if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:
+        raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
+    if machine.link_bandwidth_gb_per_s < SLOWEST_LINK:
+        raise InputError(f"{path}: link_bandwidth_gb_per_s is below {SLOWEST_LINK}: no link is so slow")
+    return machine

@@ -1,0 +1,219 @@
+"""What one model takes on one machine, as measured there: `[[measured]]` of a hardware profile, and the timing it is.
+
+A roofline is computed from a datasheet's few scalars; these are tables of the parts of a step and of a transfer, which
+`moe-replay calibrate` measures through the device that replays. Between two measured points a duration lies on the line
+through them, beyond the last on the line through the last two, before the first it is the first's; at a measured point
+it is what was measured. Everything is rounded up to whole ns.
+"""
+
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from sim import profiles
+from traces.errors import InputError, unknown
+
+if TYPE_CHECKING:
+    from sim.profiles.timing import Link
+
+Curve = tuple[tuple[int, int], ...]
+"""(tokens, ns) or (context, ns), the first ascending."""
+
+Surface = tuple[tuple[int, int, int], ...]
+"""(tokens, context, ns), ascending by tokens, then context."""
+
+TABLES = ("first_dense", "dense", "expert", "combine", "head")
+"""The keys that hold curves and surfaces."""
+
+
+@dataclass(frozen=True)
+class MeasuredModel:
+    """One model on one machine; ns are whole."""
+
+    model: str  # name of its profile
+    expert_bytes: int
+    transfer_ns: int  # of a whole expert, one behind another
+    latency_ns: int  # of it what does not grow with bytes
+    turnaround_ns: int  # of the host: a router has ended, and what is submitted in answer starts
+    launch_ns: int  # of the host: what each expert of a decoded token adds to that; below 0 where transfers start later
+    first_dense: Surface  # layer 0, with what comes before it
+    dense: Surface  # every other layer
+    expert: Curve  # one of top-k that are launched together
+    combine: Curve
+    head: Curve
+    predictor_us: Mapping[str, float] = field(default_factory=dict)  # an event, by policies as typed
+
+    def __post_init__(self) -> None:
+        """InputError, naming the key, for what no machine measures."""
+        for key in ("expert_bytes", "transfer_ns"):
+            if getattr(self, key) < 1:
+                raise InputError(f"{key} = {getattr(self, key)}: must be at least 1")
+        if not 0 <= self.latency_ns <= self.transfer_ns:
+            raise InputError(f"latency_ns = {self.latency_ns}: must be at least 0, at most transfer_ns")
+        if self.turnaround_ns < 0:
+            raise InputError(f"turnaround_ns = {self.turnaround_ns}: must be at least 0")
+        for key in TABLES:
+            _check_rows(key, getattr(self, key))
+        for policy, us in self.predictor_us.items():
+            if not 0 <= us <= profiles.MOST:
+                raise InputError(f"predictor_us of {policy} = {us}: must be at least 0 and finite")
+
+    def timing(self, predictor_ns: int = 0) -> "MeasuredTiming":
+        """Its durations under a policy whose own work takes so long an event."""
+        return MeasuredTiming(self, predictor_ns)
+
+    def link(self, chunk_bytes: int | None = None) -> "Link":
+        """The link as it carries this model's experts: exact at a whole one."""
+        from sim.profiles.timing import Link  # which knows hardware, and so this module
+
+        moving_ns = self.transfer_ns - self.latency_ns
+        return Link(self.latency_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
+
+
+@dataclass(frozen=True)
+class MeasuredTiming:
+    """Durations from a model's tables: a `sim.profiles.timing.Timing`."""
+
+    model: MeasuredModel
+    predictor_ns: int = 0
+
+    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+        """The layer's, and the host's answer to its router."""
+        first, other = self._dense
+        return _on_surface(other if layer else first, tokens, context) + self.model.turnaround_ns
+
+    def expert_ns(self, tokens: int) -> int:
+        """One expert among top-k; of a single token with its launch."""
+        return max(0, _on_curve(self.model.expert, tokens) + (self.model.launch_ns if tokens == 1 else 0))
+
+    def combine_ns(self, tokens: int) -> int:
+        """Once an event."""
+        return _on_curve(self.model.combine, tokens)
+
+    def head_ns(self, tokens: int) -> int:
+        """By the tokens of the step."""
+        return _on_curve(self.model.head, tokens)
+
+    def without_host(self) -> "MeasuredTiming":
+        """The same machine with a host that takes no time: neither to answer and launch nor for the policy."""
+        return MeasuredTiming(replace(self.model, turnaround_ns=0, launch_ns=0))
+
+    @cached_property
+    def _dense(self) -> tuple["Curves", "Curves"]:
+        return _curves(self.model.first_dense), _curves(self.model.dense)
+
+
+Curves = tuple[tuple[int, Curve], ...]
+"""For each number of tokens, ns by context."""
+
+
+def _curves(surface: Surface) -> Curves:
+    by_tokens: dict[int, list[tuple[int, int]]] = {}
+    for tokens, context, ns in surface:
+        by_tokens.setdefault(tokens, []).append((context, ns))
+    return tuple((tokens, tuple(points)) for tokens, points in by_tokens.items())
+
+
+def _on_surface(curves: Curves, tokens: int, context: int) -> int:
+    """Along the context on the two nearest numbers of tokens, then between them."""
+    at = _segment(curves, tokens)
+    return _on_curve(tuple((each, _on_curve(curve, context)) for each, curve in curves[at]), tokens)
+
+
+def _on_curve(curve: Curve, x: int) -> int:
+    """Linear between points, and beyond the last; the first point's value before it."""
+    points = curve[_segment(curve, x)]
+    if len(points) == 1:
+        return points[0][1]
+    (x0, ns0), (x1, ns1) = points
+    return max(0, ns0 - (ns0 - ns1) * (x - x0) // (x1 - x0))
+
+
+def _segment(points: Sequence[tuple[int, Any]], x: int) -> slice:
+    """The two points whose line is taken at `x`, or the only one that counts there."""
+    if len(points) == 1 or x <= points[0][0]:
+        return slice(1)
+    last = min(bisect_left(points, x, key=itemgetter(0)), len(points) - 1)
+    return slice(last - 1, last + 1)
+
+
+def _check_rows(key: str, rows: Sequence[Sequence[int]]) -> None:
+    if not rows:
+        raise InputError(f"{key}: has no row")
+    for row in rows:
+        if min(row[:-1]) < 1 or not 0 <= row[-1] <= profiles.MOST:
+            raise InputError(f"{key}: row {list(row)}: tokens and context are at least 1, ns at least 0")
+    for before, row in pairwise(rows):
+        if tuple(row[:-1]) <= tuple(before[:-1]):
+            raise InputError(f"{key}: row {list(row)} must lie above {list(before)}: rows ascend, none twice")
+
+
+# From a profile
+
+
+def read(value: object, where: str) -> tuple[MeasuredModel, ...]:
+    """The tables `[[measured]]` of a profile as they stand in the file; InputError, beginning with `where`."""
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise InputError(f"{where}: must be a list of tables, each headed [[measured]]")
+    found: dict[tuple[str, int], MeasuredModel] = {}
+    for place, table in enumerate(value, 1):
+        here = f"{where} {place}"
+        try:
+            model = _model(table)
+        except InputError as error:
+            raise InputError(f"{here}: {error}") from None
+        if (model.model, model.expert_bytes) in found:
+            raise InputError(f"{here}: {model.model} with experts of {model.expert_bytes} bytes stands there twice")
+        found[model.model, model.expert_bytes] = model
+    return tuple(found.values())
+
+
+def _model(table: dict[str, object]) -> MeasuredModel:
+    types, optional = get_type_hints(MeasuredModel), {"predictor_us"}
+    for key in table:
+        if key not in types:
+            raise unknown("key", key, types)
+    for each in fields(MeasuredModel):
+        if each.name not in table and each.name not in optional:
+            raise InputError(f"the key {each.name!r} is missing")
+    return MeasuredModel(**{key: _READERS[types[key]](key, value) for key, value in table.items()})
+
+
+def _text(key: str, value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    raise InputError(f"{key} = {value!r}: must be a text")
+
+
+def _whole(key: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= profiles.MOST:
+        return value
+    raise InputError(f"{key} = {value!r}: must be a whole number, at most {profiles.MOST:.0e}")
+
+
+def _rows(key: str, value: object, width: int) -> tuple[tuple[int, ...], ...]:
+    if isinstance(value, list) and all(isinstance(row, list) and len(row) == width for row in value):
+        return tuple(tuple(_whole(f"{key}: {row}", number) for number in row) for row in value)
+    columns = "[tokens, ns]" if width == 2 else "[tokens, context, ns]"
+    raise InputError(f"{key}: must be a list of rows {columns}")
+
+
+def _costs(key: str, value: object) -> dict[str, float]:
+    if isinstance(value, dict):
+        wrong = [us for us in value.values() if not isinstance(us, int | float) or isinstance(us, bool)]
+        if not wrong:
+            return {policy: float(us) for policy, us in value.items()}
+    raise InputError(f"{key}: must be a table of microseconds by policy")
+
+
+_READERS: dict[Any, Any] = {
+    str: _text,
+    int: _whole,
+    Curve: lambda key, value: _rows(key, value, 2),
+    Surface: lambda key, value: _rows(key, value, 3),
+    Mapping[str, float]: _costs,
+}

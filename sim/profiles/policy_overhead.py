@@ -1,0 +1,66 @@
+"""What a policy's own work costs an event: the predictor of rule 14, as every timed cell pays it by default.
+
+The shipped table, `profiles/predictors.toml`, is measured by `python -m benchmarks predictors --write` at two shapes
+on one core of the CPU that it names: what passes `Pair.observe` and `Pair.propose` in the steady state of decode, each
+policy with its default options, less the same calls with nothing to tell. Models of other shapes lie on the line
+through both, over the experts of a layer or over all of them, whichever gives more, so that no policy is flattered.
+
+Residency, recency, victims and the queue are any cache's work and cost nothing here, so `lru` costs 0. Oracles cost 0:
+nobody can run them, and a bound that pays is none. Learning at the end of a request is outside any token.
+"""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from policies.core.registry import PolicySpec, parse
+from sim import profiles
+
+TABLE = Path(profiles.__file__).parent / "predictors.toml"
+
+MEASURED = ((26, 64, 6), (58, 256, 8))
+"""Layers, experts and top-k at which the table's two columns were measured (DeepSeek-V2-Lite, DeepSeek-V3)."""
+
+
+def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
+    """Microseconds an event of a model of `layers` x `experts`; None for a policy that is not this project's.
+
+    A preset with a row of its own has that cost, by whatever words its halves are typed; halves that share what they
+    learn are one predictor, others add up. Other options and scopes make no difference.
+    """
+    table = _table()
+    found: list[tuple[float, float] | None]
+    presets = [
+        row for name, row in table["preset"].items() if name == policy.preset or _halves(parse(name)) == _halves(policy)
+    ]
+    if presets:
+        found = list(presets[:1])
+    elif policy.shares:
+        found = [table["pair"].get(policy.evict)]
+    else:
+        found = [table["retention"].get(policy.evict), table["prefetch"].get(policy.prefetch)]
+    costs = [_at(layers, experts, row) for row in found if row is not None]
+    return sum(costs) if len(costs) == len(found) else None
+
+
+def _halves(policy: PolicySpec) -> tuple[Any, Any]:
+    """What is kept and what is fetched, with every option."""
+    resolved = policy.resolved()
+    return resolved["evict"], resolved["prefetch"]
+
+
+def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
+    """On the higher of two lines through both points, but at least half of the lower: none is good far from them."""
+    (few, small, _), (many, large, _) = MEASURED
+    over_layer = (experts - small) / (large - small)
+    over_all = (layers * experts - few * small) / (many * large - few * small)
+    return max(row[0] + (row[1] - row[0]) * max(over_layer, over_all), min(row) / 2)
+
+
+@cache
+def _table() -> dict[str, dict[str, tuple[float, float]]]:
+    """Rows by kind (retention, prefetch, pair, preset) and name."""
+    with TABLE.open("rb") as file:
+        held = tomllib.load(file)["us"]
+    return {kind: {name: (small, large) for name, (small, large) in rows.items()} for kind, rows in held.items()}

@@ -1,0 +1,256 @@
+"""Is one cell of a sweep better than another? Paired differences over requests, with bootstrap intervals.
+
+Two cells that played the same requests of the same trace are compared request by request, so that what requests
+differ in among themselves cancels out. The interval is the percentile bootstrap's (Efron 1979): requests are drawn
+anew, with replacement, and the middle 95% of the means taken. It says how far the mean would move with other requests
+of this kind, as if they were independent; a cache that stays warm between them makes them a little less so.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from policies.core.scope import SCOPES
+from sim.quantities import parse_cache_size
+from sim.results.metrics import REQUESTS, RESULTS, tables_below
+from traces.errors import InputError, unknown
+
+CONFIDENCE = 0.95
+RESAMPLES = 10_000
+DRAWN_AT_ONCE = 2**22
+
+Float = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A column of requests.parquet to compare, and how to say it."""
+
+    name: str
+    meaning: str
+    scale: float  # from the column to what is said
+    unit: str
+    more: str  # what a positive difference is called
+    less: str
+
+
+MEASURES = (
+    Measure("hit_rate", "hit rate", 100, "points", "higher in hit rate", "lower in hit rate"),
+    Measure("tpot_mean_ms", "time per token", 1, "ms", "slower per token", "faster per token"),
+    Measure("ttft_ms", "time to the first token", 1, "ms", "slower to the first token", "faster to the first token"),
+)
+
+
+@dataclass(frozen=True)
+class Played:
+    """One cell of a sweep, with its requests in the order of play."""
+
+    folder: Path
+    policy: str
+    cache_experts: int
+    all_experts: int
+    expert_bytes: int | None
+    trace: str
+    phase: str
+    warmup_requests: int
+    timed: bool
+    requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a cell has more than the baseline in one measure: the mean over requests, in the measure's unit."""
+
+    measure: Measure
+    cell: str
+    baseline: str
+    mean: float
+    low: float
+    high: float
+    requests: int
+
+    def sentence(self) -> str:
+        """`eamc is 3.2 ms (95%: 2.1 to 4.4) slower per token than lru over 40 requests`."""
+        over = f"over {self.requests} requests"
+        if self.mean == self.low == self.high == 0:
+            return f"{self.cell} and {self.baseline} do not differ in {self.measure.meaning} {over}"
+        sign = -1 if self.mean < 0 else 1
+        low, high = sorted((sign * self.low, sign * self.high))
+        size, low_text, high_text = _figures(abs(self.mean), low, high)
+        way = self.measure.less if sign < 0 else self.measure.more
+        chance = ", which may be chance" if low <= 0 <= high else ""
+        return (
+            f"{self.cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {way} than "
+            f"{self.baseline} {over}{chance}"
+        )
+
+
+def read(folder: Path) -> list[Played]:
+    """The cells of a sweep's results folder, in the order of its rows. InputError if it is none."""
+    tables = []
+    for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
+        try:
+            tables.append(pd.read_parquet(folder / name, columns=schema.names))
+        except FileNotFoundError as error:
+            raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
+    cells, requests = tables
+    requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
+    by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
+    return [
+        Played(
+            folder=folder,
+            policy=str(row["policy"]),
+            cache_experts=int(row["cache_experts"]),
+            all_experts=round(row["cache_experts"] / row["cache_fraction"]),
+            expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
+            trace=str(row["trace"]),
+            phase=str(row["phase"]),
+            warmup_requests=int(row["warmup_requests"]),
+            timed=row["hardware"] is not None,
+            requests=by_cell[row["policy"], row["cache_experts"]].reset_index(drop=True),
+        )
+        for row in cells.to_dict("records")
+    ]
+
+
+def split_name(text: str) -> tuple[Path, str | None, str | None]:
+    """`results/x:policy@size` as folder, policy and size, as far as they are named. InputError for no folder.
+
+    The policy may name its scope: `results/x:lru@layer@25%`.
+    """
+    if Path(text).is_dir():
+        return Path(text), None, None
+    for i, letter in enumerate(text):
+        if letter == ":" and Path(text[:i]).is_dir():
+            cell = text[i + 1 :]
+            policy, _, size = cell.rpartition("@") if "@" in cell else (cell, "", "")
+            if size.partition(":")[0] in SCOPES:
+                policy, size = cell, ""
+            return Path(text[:i]), policy or None, size or None
+    raise InputError(f"no results folder {text}: write results/x, or results/x:policy@size for one of its cells")
+
+
+def choose(cells: Sequence[Played], policy: str | None, size: str | None) -> list[Played]:
+    """Those of one folder's cells that have this policy and cache size, of either kind if None.
+
+    InputError, naming what there is, if there are none.
+    """
+    if policy is not None:
+        known = list(dict.fromkeys(cell.policy for cell in cells))
+        if policy not in known:
+            raise unknown(f"policy in {cells[0].folder}", policy, known)
+    if size is not None:
+        slots = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes)
+        if slots not in {cell.cache_experts for cell in cells}:
+            swept = ", ".join(str(n) for n in dict.fromkeys(cell.cache_experts for cell in cells))
+            raise InputError(f"{cells[0].folder} has no cache of {size} ({slots} experts); it has {swept}")
+        cells = [cell for cell in cells if cell.cache_experts == slots]
+    found = [cell for cell in cells if policy in (None, cell.policy)]
+    if not found:
+        raise InputError(f"{cells[0].folder} did not play {policy} with a cache of {size}")
+    return found
+
+
+def pairs_within(cells: Sequence[Played], policies: Sequence[str]) -> list[tuple[Played, Played]]:
+    """(baseline, cell) at each size: the first policy is the baseline of the others. InputError if one is missing."""
+    if len(policies) < 2:
+        raise InputError("--policies needs two or more to compare: the baseline first, as in lru,eamc")
+    found = []
+    for slots in dict.fromkeys(cell.cache_experts for cell in cells):
+        here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
+        for policy in policies:
+            if policy not in here:
+                raise unknown(f"policy in {cells[0].folder}", policy, here)
+        found += [(here[policies[0]], here[policy]) for policy in policies[1:]]
+    return found
+
+
+def pairs_across(first: Sequence[Played], second: Sequence[Played]) -> list[tuple[Played, Played]]:
+    """(baseline, cell): of two folders the cells of one policy and size; where each gives one cell, those two."""
+    if len(first) == len(second) == 1:
+        return [(first[0], second[0])]
+    other = {(cell.policy, cell.cache_experts): cell for cell in second}
+    found = [(cell, other[key]) for cell in first if (key := (cell.policy, cell.cache_experts)) in other]
+    if not found:
+        raise InputError(
+            f"{first[0].folder} and {second[0].folder} have no policy and size in common: name one cell of each, "
+            f"as in {first[0].folder}:{first[0].policy}@{first[0].cache_experts}"
+        )
+    return found
+
+
+def differences(baseline: Played, cell: Played, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
+    """What `cell` has more than `baseline`, for each measure that both have. InputError if they cannot be paired."""
+    _pairable(baseline, cell)
+    names = _names(baseline, cell)
+    found = []
+    for measure in MEASURES:
+        both = (table[measure.name].to_numpy(np.float64) for table in (cell.requests, baseline.requests))
+        more, less = both
+        difference = measure.scale * (more - less)
+        difference = difference[~np.isnan(difference)]
+        if len(difference) > 1:
+            low, high = interval(difference, seed, resamples)
+            mean = float(difference.mean())
+            found.append(Difference(measure, names[1], names[0], mean, low, high, len(difference)))
+    if not found:
+        raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
+    return found
+
+
+def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Percentile bootstrap interval of the mean of `values` [n], n at least 1; the same seed gives the same one."""
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    at_once = max(1, DRAWN_AT_ONCE // len(values))
+    for start in range(0, resamples, at_once):
+        part = means[start : start + at_once]
+        part[:] = values[rng.integers(len(values), size=(len(part), len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return float(low), float(high)
+
+
+def _pairable(baseline: Played, cell: Played) -> None:
+    """InputError unless both played the same requests the same way."""
+    for what, one, other in (
+        ("traces", baseline.trace, cell.trace),
+        ("phases", baseline.phase, cell.phase),
+        ("numbers of warm-up requests", baseline.warmup_requests, cell.warmup_requests),
+        ("modes", *("times" if played.timed else "counts alone" for played in (baseline, cell))),
+    ):
+        if one != other:
+            raise InputError(f"cannot pair different {what}: {baseline.folder} has {one}, {cell.folder} has {other}")
+    if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
+        sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
+        raise InputError(f"cannot pair different requests: {baseline.folder} and {cell.folder}, {sizes} of them")
+    differ = (baseline.requests["lookups"] != cell.requests["lookups"]).to_numpy()
+    if differ.any():
+        name = baseline.requests["request"].iloc[int(differ.argmax())]
+        raise InputError(
+            f"cannot pair {baseline.folder} and {cell.folder}: request {name} looks up another number of experts"
+        )
+
+
+def _names(baseline: Played, cell: Played) -> tuple[str, str]:
+    """The two as short as they can be told apart: policy, then size, then folder where these differ."""
+    sizes = baseline.cache_experts != cell.cache_experts
+    folders = baseline.folder.resolve() != cell.folder.resolve()
+
+    def name(one: Played) -> str:
+        return f"{f'{one.folder}:' if folders else ''}{one.policy}{f'@{one.cache_experts}' if sizes else ''}"
+
+    return name(baseline), name(cell)
+
+
+def _figures(mean: float, low: float, high: float) -> tuple[str, str, str]:
+    """All three with the decimals that show two digits of the interval's width."""
+    width = max(high - low, abs(mean) / 100)
+    decimals = min(6, max(1, 1 - math.floor(math.log10(width)))) if width > 0 else 1
+    return f"{mean:.{decimals}f}", f"{low:.{decimals}f}", f"{high:.{decimals}f}"

@@ -1,0 +1,84 @@
+"""What ails a cell, in a line: the failure signatures of MoE-Infinity (arXiv 2401.14361) read from its row.
+
+Misses are the policy's where Belady, at the same size, would have had far fewer, and the working set's where it would
+not. An idle GPU waits for fetches that came too late or that nobody made early. A busy link carries experts that are
+never looked up, or holds up what is needed at once. Below one token's demand no recency helps.
+"""
+
+from collections.abc import Sequence
+
+from sim.results.metrics import Row
+
+MANY_MISSES = 0.3
+"""Of all lookups; fewer are not worth a word."""
+
+POLICYS = 0.1
+"""Points of hit rate to Belady above which misses are the policy's."""
+
+IDLE = 0.3
+"""Of the time, waiting for weights or for the policy."""
+
+WASTED = 0.3
+"""Of the bytes over the link, prefetched and never looked up."""
+
+MINOR = 0.05
+"""Of the time or of lookups: what is not worth a word."""
+
+
+def lines(rows: Sequence[Row], bound: Sequence[Row], demand: float) -> list[str]:
+    """A line for each row that needs one.
+
+    bound: Belady's rows, as far as there are any; demand: one token's experts as a share of all.
+    """
+    best = {row["cache_experts"]: row["hit_rate"] for row in bound}
+    found = [(row, _findings(row, best.get(row["cache_experts"]), demand)) for row in rows]
+    return [
+        f"{row['policy']} at {row['cache_experts']} ({100 * row['cache_fraction']:.3g}%): {'; '.join(findings)}"
+        for row, findings in found
+        if findings
+    ]
+
+
+def _findings(row: Row, best: float | None, demand: float) -> list[str]:
+    if row["oracle"] or row["hit_rate"] is None:
+        return []
+    return [*_misses(row, best, demand), *_idle(row), *_link(row)]
+
+
+def _misses(row: Row, best: float | None, demand: float) -> list[str]:
+    missed = row["misses"] / row["lookups"]
+    if missed < MANY_MISSES:
+        return []
+    late = row["late"] / row["lookups"]
+    text = f"{missed:.0%} of lookups miss" + (f", {late:.0%} come late" if late >= MINOR else "")
+    if row["phase"] != "prefill" and row["cache_fraction"] < demand:
+        return [f"{text}, the cache is below one token's demand ({demand:.0%})"]
+    if best is None:
+        return [text]
+    if best - row["hit_rate"] > POLICYS:
+        return [f"{text}, the policy's doing: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
+    return [f"{text}, the working set's doing: Belady hits {best:.0%}, a larger cache would help"]
+
+
+def _idle(row: Row) -> list[str]:
+    if row["gpu_idle_ms"] is None:
+        return []
+    elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
+    shares = {
+        "for experts that nobody fetched early": row["stall_demand_ms"],
+        "for prefetches that came late": row["stall_late_ms"],
+        "behind other prefetches on the link (--chunk-bytes lets misses interrupt)": row["stall_behind_prefetch_ms"],
+        "for the policy's own work": row["stall_predictor_ms"],
+    }
+    if not elapsed or row["gpu_idle_ms"] / elapsed < IDLE:
+        return []
+    worst = sorted(((ms / elapsed, why) for why, ms in shares.items() if ms / elapsed >= MINOR), reverse=True)
+    told = ", ".join(f"{share:.0%} {why}" for share, why in worst)
+    return [f"the GPU waits {row['gpu_idle_ms'] / elapsed:.0%} of the time: {told}"]
+
+
+def _link(row: Row) -> list[str]:
+    moved = (row["bytes_demand"] or 0) + (row["bytes_prefetch"] or 0)
+    if not moved or row["bytes_wasted"] / moved < WASTED:
+        return []
+    return [f"{row['bytes_wasted'] / moved:.0%} of the bytes moved were prefetched in vain"]

@@ -1,0 +1,78 @@
+"""The pictures of a sweep: hit rate and latency against cache size, with Belady as the bound."""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sim.results.metrics import Row, replacing
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+BOUND_COLOUR = "#777777"
+
+DRAWN = {
+    "hit_rate": ("hit_rate.png", "hit rate"),
+    "tpot_mean_ms": ("tpot.png", "mean time per output token (ms)"),
+    "ttft_mean_ms": ("ttft.png", "mean time to first token (ms)"),
+}
+"""Columns of results that there is a plot of: its file, its axis."""
+
+
+def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iterable[str], folder: Path) -> list[Path]:
+    """Write a PNG for each of `columns` that is one of `DRAWN`; the files.
+
+    `bound`: Belady's rows; `demand`: one token's experts as a share of all, below which recency is of no use.
+    """
+    files = []
+    for column in columns:
+        if column in DRAWN:
+            files.append(folder / DRAWN[column][0])
+            with replacing(files[-1]) as part:
+                figure(rows, bound, demand, column).savefig(part, format="png", dpi=150)
+    return files
+
+
+def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str) -> "Figure":
+    """One column of the results against cache size."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = drawing.add_subplot()
+    policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != "belady"))
+    for i, policy in enumerate(policies):
+        points = _points([row for row in rows if row["policy"] == policy], column)
+        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        axes.plot(*points, color=colour, marker=marker, label=wrapped(policy), linewidth=1.6, markersize=5)
+    if bound:
+        axes.plot(*_points(bound, column), "--.", color=BOUND_COLOUR, linewidth=1.3, label="belady (bound)")
+    if any(row["phase"] != "prefill" for row in rows):
+        axes.axvline(100 * demand, color=BOUND_COLOUR, linestyle=":", linewidth=1, label="one token's experts")
+    axes.set_xlabel("cache size (% of all experts)")
+    axes.set_ylabel(DRAWN[column][1])
+    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1 if column == "hit_rate" else None)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    first = rows[0]
+    machine = f" on {first['hardware']}" if first["hardware"] else ""
+    axes.set_title(f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests", fontsize=9)
+    drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
+    return drawing
+
+
+def wrapped(policy: str, width: int = 28) -> str:
+    """A policy as typed, broken before its options so that a legend has room for it."""
+    lines = [""]
+    for part in re.split(r"(?=[:+@])", policy):
+        lines[-1:] = [lines[-1] + part] if len(lines[-1]) + len(part) <= width else [lines[-1], part]
+    return "\n".join(filter(None, lines))
+
+
+def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:
+    """Cache sizes in % and the column's values, by size."""
+    ordered = sorted(rows, key=lambda row: row["cache_experts"])
+    return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]

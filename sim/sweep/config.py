@@ -1,0 +1,194 @@
+"""What a sweep is asked to do, from flags or a TOML file: lists of traces, policies, cache sizes, machines and seeds.
+
+An option of a policy may list alternatives between bars, `eamc:capacity=100|300:matches=1|2`: each combination is a
+policy of its own. Seeds are for the policies that draw; others are played once. The number of cells is known before
+any is made.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from policies.core.registry import SHARED, PolicySpec, parse
+from sim import profiles
+from sim.quantities import parse_bytes
+from sim.results.metrics import commit, replacing
+from sim.sweep.setup import Setup
+from sim.tuning.policy_options import SEED, having, options
+from traces.errors import InputError, unknown
+from traces.location import absolute
+
+NAME = "sweep.toml"
+
+_ALTERNATIVES = re.compile(r"(?<==)[^:+@,]*\|[^:+@,]*")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A sweep's grid, and what holds for all of its cells; InputError for a value that it cannot have."""
+
+    traces: tuple[str, ...]
+    policies: tuple[str, ...]
+    cache_sizes: tuple[str, ...]
+    hardware: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)
+    scope: str | None = None
+    model_profile: str | None = None
+    requests: int | None = None
+    warmup_requests: int = 0
+    as_decode: bool = False
+    cold: bool = False
+    untimed: bool = False
+    chunk_bytes: int | str | None = None
+    predictor_us: float | None = None
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, (option, example) in _EXAMPLES.items():
+            if not getattr(self, name):
+                raise InputError(f"{option} names none: {example}")
+        if wrong := [seed for seed in self.seeds if not 0 <= seed < 2**63]:
+            raise InputError(f"--seeds {wrong[0]}: a seed is a whole number from 0 to below 2**63")
+
+    @property
+    def cells(self) -> int:
+        """How many there are at most, counted without making them."""
+        listed = (map(_count, _ALTERNATIVES.findall(text)) for text in self.policies)
+        policies = sum(map(math.prod, listed))
+        return policies * len(self.cache_sizes) * len(self.traces) * len(self.machines) * len(self.seeds)
+
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """Hardware that makes a difference, each once: untimed, none does."""
+        return self.hardware[:1] if self.untimed else tuple(dict.fromkeys(self.hardware))
+
+    def specs(self) -> list[PolicySpec]:
+        """The policies, each once, in the order of the rows. InputError for one that there is not."""
+        return specs(self.policies, self.scope, self.seeds)
+
+    def setups(self) -> Iterator[Setup]:
+        """One for each trace and machine."""
+        chunk = self.chunk_bytes
+        for trace, machine in itertools.product(dict.fromkeys(self.traces), self.machines):
+            yield Setup(
+                trace=trace,
+                hardware=machine,
+                model_profile=self.model_profile,
+                requests=self.requests,
+                warmup_requests=self.warmup_requests,
+                as_decode=self.as_decode,
+                cold=self.cold,
+                untimed=self.untimed,
+                chunk_bytes=parse_bytes(chunk, "--chunk-bytes") if isinstance(chunk, str) else chunk,
+                predictor_us=self.predictor_us,
+                engine=self.engine,
+            )
+
+    def resolved(self) -> "Config":
+        """The same with paths that hold wherever one stands."""
+        return dataclasses.replace(
+            self,
+            traces=tuple(map(absolute, self.traces)),
+            hardware=tuple(_absolute("hardware", machine) for machine in self.machines),
+            model_profile=None if self.model_profile is None else _absolute("models", self.model_profile),
+        )
+
+    def write(self, path: Path) -> None:
+        """As a file that `--config` takes, whole or not at all; what policies resolve to stands in comments."""
+        values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        text = [
+            "# `moe-sim sweep --config THIS` plays the same again; paths of policies are as typed in",
+            f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
+        ]
+        text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs()]
+        with replacing(path) as file:
+            file.write_text("\n".join(text) + "\n\n" + tomli_w.dumps(values), encoding="utf-8")
+
+
+def specs(policies: Sequence[str], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
+    """Policies as typed, each once; `scope` is of those that name none. InputError for one that there is not."""
+    found = (
+        _seeded(parse(text).within(SHARED if scope is None else scope), seed)
+        for typed in policies
+        for text in alternatives(typed)
+        for seed in seeds
+    )
+    return list({spec.text: spec for spec in found}.values())
+
+
+def _seeded(policy: PolicySpec, seed: int) -> PolicySpec:
+    """The same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
+    drawn = {option: seed for option in options(policy) if option.key == SEED and not option.stated}
+    return having(policy, drawn) if drawn else policy
+
+
+def alternatives(text: str) -> Iterator[str]:
+    """A policy as typed, once for each combination of the alternatives that its options list."""
+    between = _ALTERNATIVES.split(text)
+    for chosen in itertools.product(*(values.split("|") for values in _ALTERNATIVES.findall(text))):
+        yield between[0] + "".join(value + rest for value, rest in zip(chosen, between[1:], strict=True))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The values of a TOML file, checked. InputError for a key or a value that a sweep cannot have."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no TOML: {error}") from error
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(Config)}
+    for key, value in values.items():
+        if key not in kinds:
+            raise unknown(f"key of {path}", key, kinds)
+        listed = kinds[key].startswith("tuple")
+        if listed != isinstance(value, list):
+            raise InputError(f"{path}: {key} is {value!r}; {'a list' if listed else 'one value'} is needed")
+        wanted = [name for name in ("str", "int", "float", "bool") if name in kinds[key]]
+        for each in value if listed else [value]:
+            if not any(_is(each, name) for name in wanted):
+                raise InputError(
+                    f"{path}: {key} cannot be {each!r}: {' or '.join(_KINDS[name] for name in wanted)} is needed"
+                )
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+
+
+_EXAMPLES = {
+    "traces": ("TRACE", "name the folder of one"),
+    "policies": ("--policies", "write lru,eamc (moe-sim policies lists them)"),
+    "cache_sizes": ("--cache-sizes", "write 10%,25% or 64 or 8GiB"),
+    "hardware": ("--hardware", "write a5000 (moe-sim hardware lists them)"),
+    "seeds": ("--seeds", "write 1,2,3"),
+}
+"""What a sweep needs at least one of: its flag, and how to write it."""
+
+
+_KINDS = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+def listed(text: str | None) -> tuple[str, ...]:
+    """What stands between the commas."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def _count(values: str) -> int:
+    return values.count("|") + 1
+
+
+def _is(value: object, name: str) -> bool:
+    kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    return isinstance(value, kinds[name]) and (isinstance(value, bool) == (name == "bool"))
+
+
+def _absolute(kind: str, text: str) -> str:
+    """The path of a profile in a file, from the root; the name of a shipped one as it is."""
+    return text if text in profiles.names(kind) else str(Path(text).expanduser().resolve())

@@ -1,0 +1,250 @@
+"""The sweep: cells of policies x cache sizes over traces and machines, each played once, wherever there is room.
+
+A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish changes a
+result; rows come in the order of tables, sizes, then policies as typed. What has ended is on disk (`sim.sweep.store`),
+under
+a key made of all that the cell depends on, the code and the files that it reads included: a sweep that goes on plays
+no such cell again. Belady is the bound: where it was not asked for, it is computed for the plots and gets no row.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+
+from policies.core import user_file
+from policies.core.registry import PolicySpec, parse
+from sim.loop.log import RunLog
+from sim.quantities import parse_cache_size
+from sim.results import metrics, plot
+from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.sweep import winner
+from sim.sweep.setup import Loaded
+from sim.sweep.store import Store
+from sim.sweep.winner import Winner
+from sim.sweep.workers import Advance, Local, Task, Workers
+from traces.errors import InputError
+from traces.reader import open_folder
+
+BELADY = "belady"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is swept over one trace on one machine, without repetitions."""
+
+    policies: tuple[PolicySpec, ...]
+    sizes: dict[str, int]  # as typed: slots, no two the same
+
+    def cells(self) -> list[tuple[PolicySpec, int]]:
+        """In the order of the rows, the bound's last."""
+        return self.asked() + [(parse(BELADY), slots) for slots in self.sizes.values() if not self.asks_for_bound]
+
+    def asked(self) -> list[tuple[PolicySpec, int]]:
+        """Those that get a row."""
+        return [(policy, slots) for slots in self.sizes.values() for policy in self.policies]
+
+    @property
+    def asks_for_bound(self) -> bool:
+        """Whether the bound is one of the policies, so that its rows are wanted."""
+        return any(policy.text == BELADY for policy in self.policies)
+
+
+def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequence[str]) -> Grid:
+    """Each number of slots once. InputError for a size or a policy that this trace cannot have."""
+    if not cache_sizes:
+        raise InputError("--cache-sizes names none: write 10%,25% or 64 or 8GiB")
+    if not policies:
+        raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
+    sizes: dict[str, int] = {}
+    for text in cache_sizes:
+        slots = parse_cache_size(text, loaded.all_experts, loaded.expert_bytes)
+        if slots not in sizes.values():
+            sizes[text] = slots
+    for policy in policies:
+        loaded.require(policy, min(sizes.values()))
+    return Grid(tuple(policies), sizes)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The cells of one trace on one machine, and the folder for what was found of them."""
+
+    loaded: Loaded
+    grid: Grid
+    folder: Path
+
+    def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
+        """By the key of the cell, in the order of the rows, the bound's last."""
+        return {
+            key(self.loaded, *cell): Task(self.loaded, play_cell, cell, self.loaded.compiled(cell[0]))
+            for cell in self.grid.cells()
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found of a table."""
+
+    table: Table
+    rows: list[Row]
+    bound: list[Row]  # of Belady, by size
+    winners: list[Winner]
+    judged_by: str  # the column that chose the winners
+
+
+def sweep(
+    tables: Sequence[Table], store: Store, workers: Workers | None = None, advance: Advance | None = None
+) -> None:
+    """Play every cell that `store` does not hold; each is there as soon as it has ended, whatever happens then.
+
+    `advance` is told the number of requests played since its last call.
+    """
+    tasks = missing(tables, store)
+    keys = list(tasks)
+    playing = (workers or Local(1)).results(list(tasks.values()), advance or (lambda played: None))
+    with closing(playing):
+        for place, (row, requests) in playing:
+            store.put(keys[place], {**row, "cell": keys[place]}, _labelled(requests, keys[place]))
+
+
+def played(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None) -> Outcome:
+    """Sweep one grid for its rows alone: nothing stays on disk."""
+    with TemporaryDirectory() as scratch:
+        table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
+        sweep([table], store, Local(workers), advance)
+        return outcome(table, store)
+
+
+def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
+    """The cells still to be played, by key."""
+    return {key: task for table in tables for key, task in table.tasks().items() if key not in store}
+
+
+def outcome(table: Table, store: Store) -> Outcome:
+    """What was found of a table whose cells have all been played."""
+    found = (store.row(key) for key in table.tasks())
+    cells = {cell: {**row, "prefetch_coverage": None} for cell, row in zip(table.grid.cells(), found, strict=True)}
+    for policy, slots in table.grid.asked():
+        without = _misses_without_prefetch(policy, slots, table.grid, cells)
+        if without is not None:
+            row = cells[policy, slots]
+            row["prefetch_coverage"] = metrics.coverage(row["misses"], without)
+    rows = [cells[cell] for cell in table.grid.asked()]
+    return Outcome(
+        table=table,
+        rows=rows,
+        bound=[row for (policy, _), row in cells.items() if policy.text == BELADY],
+        winners=winner.choose(rows, table.grid.sizes),
+        judged_by=winner.metric(rows),
+    )
+
+
+def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
+    """Write what was found, each file whole or not at all, and clear the store; the files.
+
+    Tables of several traces or machines have a folder each, and `folder` a table of all rows.
+    """
+    files = [file for found in outcomes for file in _save(found, store)]
+    if len(outcomes) > 1:
+        files = [folder / RESULTS_FILE]
+        metrics.write_rows([row for found in outcomes for row in found.rows], RESULTS, files[0])
+    store.clear()
+    return files
+
+
+def _save(found: Outcome, store: Store) -> list[Path]:
+    folder, loaded, grid = found.table.folder, found.table.loaded, found.table.grid
+    metrics.writable(folder)
+    tables = [folder / RESULTS_FILE, folder / REQUESTS_FILE]
+    metrics.write_rows(found.rows, RESULTS, tables[0])
+    store.write_requests([key(loaded, *cell) for cell in grid.asked()], tables[1])
+    winner.write(folder / winner.NAME, loaded.setup, found.judged_by, found.winners)
+    demand = loaded.token_experts / loaded.all_experts
+    plots = plot.draw(found.rows, found.bound, demand, ("hit_rate", found.judged_by), folder)
+    return [*tables, folder / winner.NAME, *plots]
+
+
+def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
+    """One cell, summed up where it is played: its row, and those of its requests."""
+    summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
+
+    def ended(log: RunLog) -> None:
+        summary.add(log)
+        played(1)
+
+    try:
+        loaded.play(policy, slots, ended)
+    except Exception as error:
+        if told := user_file.told(error, (policy.evict, policy.prefetch), f"{policy.text} at {slots} experts"):
+            raise told from error
+        raise
+    return summary.row(), summary.requests()
+
+
+def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
+    """Sixteen hexadecimal digits of all that a cell's rows depend on."""
+    setup = dataclasses.asdict(loaded.setup)
+    for name in ("trace", "engine", "hardware", "model_profile", "predictor_us"):  # said below, or no difference
+        del setup[name]
+    resolved = policy.resolved()
+    depends = {
+        "setup": setup,
+        "trace": [loaded.trace.name, loaded.fingerprint],
+        "machine": [dataclasses.asdict(part) if part else None for part in (loaded.hardware, loaded.profile)],
+        "predictor_us": loaded.predictor_us(policy),
+        "policy": [policy.text, resolved],
+        "files": [_sources(name) for name in (policy.evict, policy.prefetch)]
+        + [_digest(text) for text in _texts(resolved)],
+        "slots": slots,
+        "code": metrics.sources(),
+    }
+    return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
+    """Options that are texts, of which some name files: a profile, a collection, a predictor."""
+    options = (value for half in resolved.values() for name, value in half.items() if name != "name")
+    return [value for value in options if isinstance(value, str)]
+
+
+@cache
+def _sources(name: str) -> str | None:
+    """Of a policy in a file of its own: the digest of that file and the modules beside it."""
+    if not user_file.is_in_a_file(name):
+        return None
+    beside = sorted(Path(name.rpartition(":")[0]).resolve().parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()
+
+
+@cache
+def _digest(name: str) -> str | None:
+    """Of a file's or a trace's content; None of what is neither."""
+    path = Path(name)
+    if not name or not path.exists():
+        return None
+    return open_folder(path).fingerprint if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _labelled(requests: pa.Table, key: str) -> pa.Table:
+    place = requests.schema.get_field_index("cell")
+    return requests.set_column(place, requests.schema.field(place), pa.array([key] * len(requests), pa.string()))
+
+
+def _misses_without_prefetch(
+    policy: PolicySpec, slots: int, grid: Grid, rows: dict[tuple[PolicySpec, int], Row]
+) -> int | None:
+    """Of the cell that differs in nothing but prefetch; None if `policy` is one, or the grid has none."""
+    plain = policy.without_prefetch().resolved()
+    if policy.resolved() == plain:
+        return None
+    same = [other for other in grid.policies if other.resolved() == plain]
+    return int(rows[same[0], slots]["misses"]) if same else None

@@ -1,0 +1,165 @@
+"""Cells that are finished, on disk: each has a file the moment it ends, so that nothing which kills a sweep loses one.
+
+While a sweep runs, FOLDER/cells/results holds a row and FOLDER/cells/requests the requests' rows of every finished
+cell, one Parquet file each, named by the cell's key; both folders can be read as data sets at any time. A file
+appears whole or not at all, the row last: a key with a row is done. When the sweep ends, they become the tables of its
+results, and the folder `cells` goes.
+"""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from sim.results import metrics
+from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, replacing, write_rows, write_table
+from traces.errors import InputError
+
+NAME = "cells"
+LOCK = ".sweeping"
+WRITTEN = (RESULTS_FILE, REQUESTS_FILE, "winner.toml", "sweep.toml", "hit_rate.png", "tpot.png", "ttft.png")
+"""Files of a sweep that has ended."""
+
+ROW_GROUP = 65_536
+"""Rows of requests that are written together, about: what merging holds in memory."""
+
+
+class Store:
+    """Finished cells in `folder`, by their keys: of a sweep under way there, and of one that has ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._results, self._requests = (folder / NAME / name for name in ("results", "requests"))
+        self._rows: dict[str, Row] = {}
+        self._tables: dict[str, Path] = {}
+        for file in sorted(self._results.glob("[!.]*.parquet")):
+            if (requests := self._requests / file.name).is_file():
+                self._rows[file.stem] = _read(file, RESULTS).to_pylist()[0]
+                self._tables[file.stem] = requests
+        for table in _ended(folder):
+            self._take(table)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def put(self, key: str, row: Row, requests: pa.Table) -> None:
+        """A cell has ended. InputError where it cannot be written."""
+        try:
+            for folder in (self._results, self._requests):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
+        write_table(requests, self._requests / f"{key}.parquet")
+        write_rows([row], RESULTS, self._results / f"{key}.parquet")
+        self._rows[key], self._tables[key] = row, self._requests / f"{key}.parquet"
+
+    def row(self, key: str) -> Row:
+        """The row of a finished cell."""
+        return dict(self._rows[key])
+
+    def requests(self, key: str) -> pa.Table:
+        """The rows of its requests, in the order of play."""
+        table = _read(self._tables[key], REQUESTS)
+        return table.filter(pc.equal(table.column("cell"), key))
+
+    def write_requests(self, keys: Iterable[str], path: Path) -> None:
+        """The requests of these cells as one file, whole or not at all."""
+        with replacing(path) as file, pq.ParquetWriter(file, REQUESTS) as writer:
+            for table in _grouped(self.requests(key) for key in keys):
+                writer.write_table(table)
+
+    def clear(self) -> None:
+        """The cells have become tables: remove their files."""
+        _clear(self.folder)
+
+    def _take(self, folder: Path) -> None:
+        """Cells of a sweep that has ended there, if one has; those without their requests were being replaced."""
+        rows, requests = folder / RESULTS_FILE, folder / REQUESTS_FILE
+        if not (rows.is_file() and requests.is_file()):
+            return
+        whole = set(_read(requests, REQUESTS, ["cell"]).column("cell").unique().to_pylist())
+        for row in _read(rows, RESULTS).to_pylist():
+            key = row["cell"]
+            if key in whole and key not in self._rows:
+                self._rows[key], self._tables[key] = row, requests
+
+
+def held(folder: Path) -> bool:
+    """Whether a sweep has ended in `folder`, or has begun to."""
+    return (folder / NAME).exists() or (folder / RESULTS_FILE).exists()
+
+
+def drop(folder: Path) -> None:
+    """Remove all that sweeps have written in `folder`, and nothing else."""
+    _clear(folder)
+    for table in _ended(folder):
+        for name in WRITTEN:
+            (table / name).unlink(missing_ok=True)
+        if table != folder and not any(table.iterdir()):
+            table.rmdir()
+
+
+def _clear(folder: Path) -> None:
+    """Whole or not at all, as whoever reads the folder next sees it."""
+    done = folder / f".{NAME}"
+    shutil.rmtree(done, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        (folder / NAME).rename(done)
+    shutil.rmtree(done, ignore_errors=True)
+
+
+def _ended(folder: Path) -> list[Path]:
+    """Folders with the tables of a sweep that has ended."""
+    return [folder, *sorted(file.parent for file in folder.glob(f"*/{REQUESTS_FILE}"))]
+
+
+@contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Make `folder`, and let nobody else sweep into it meanwhile. InputError where that cannot be."""
+    metrics.writable(folder)
+    lock_file = folder / LOCK
+    lock = FileLock(lock_file, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"another sweep is writing to {folder}: wait for it, or name another folder with --out"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+        lock_file.unlink(missing_ok=True)
+
+
+def _read(file: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+    try:
+        return pq.read_table(str(file), schema=schema, columns=columns)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(
+            f"{file} is damaged, or of another version of moe-sim sweep: drop what is there with --overwrite, "
+            "or name another folder"
+        ) from error
+
+
+def _grouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """The same rows in tables of about ROW_GROUP, so that many small cells make no small groups."""
+    held: list[pa.Table] = []
+    for table in tables:
+        held.append(table)
+        if sum(map(len, held)) >= ROW_GROUP:
+            yield pa.concat_tables(held).combine_chunks()
+            held = []
+    if held:
+        yield pa.concat_tables(held).combine_chunks()

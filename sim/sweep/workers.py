@@ -1,0 +1,279 @@
+"""Who plays the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
+
+What the compiled engine plays leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
+goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. On
+a cluster every cell is a task: its worker reads the trace by its path or URL, one that dies is replaced by another.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor as Threads
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Generic, Protocol, TypeVar
+
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.results.metrics import sources
+from sim.sweep.setup import Loaded, Setup
+from traces import console
+from traces.errors import InputError
+from traces.location import absolute
+
+Advance = Callable[[int], None]
+
+T = TypeVar("T")
+
+Played = Generator[tuple[int, T], None, None]
+"""(place of a task, its result), as they finish; who closes it, as Ctrl-C does, stops what is running."""
+
+LOOK = 100
+"""Looks at what has ended, ten a second, between two at whether a cluster still has workers."""
+
+
+@dataclass(frozen=True)
+class Task(Generic[T]):
+    """`play(loaded, *arguments, advance)`, of a module's function, found by its name elsewhere."""
+
+    loaded: Loaded
+    play: Callable[..., T]
+    arguments: tuple[Any, ...]
+    compiled: bool  # leaves Python's lock alone
+
+    @property
+    def elsewhere(self) -> tuple[Any, ...]:
+        """What another process needs of it: names and profiles, not the trace."""
+        setup, machine = self.loaded.setup, (self.loaded.hardware, self.loaded.profile)
+        return replace(setup, trace=absolute(setup.trace)), machine, self.play, self.arguments
+
+    @property
+    def requests(self) -> int:
+        """Of which `advance` is told."""
+        return len(self.loaded.trace.requests)
+
+
+class Workers(Protocol):
+    """What plays tasks."""
+
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """Play them; `advance` is told of requests played, from any thread."""
+        ...
+
+
+class Local:
+    """`workers` cells at a time on this machine."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """As `Workers` says."""
+        if min(self.workers, len(tasks)) <= 1:
+            for place, task in enumerate(tasks):
+                yield place, task.play(task.loaded, *task.arguments, advance)
+            return
+        stopped, lock, seen = threading.Event(), threading.Lock(), 0
+
+        def played(requests: int) -> None:
+            if stopped.is_set():
+                raise _Stopped
+            with lock:
+                advance(requests)
+
+        def work(task: Task[T]) -> T:
+            if task.compiled or not processes:
+                return task.play(task.loaded, *task.arguments, played)
+            found: T = processes.submit(_in_process, *task.elsewhere).result()
+            return found
+
+        with ExitStack() as stack:
+            threads = stack.enter_context(Threads(self.workers))
+            stack.callback(threads.shutdown, wait=False, cancel_futures=True)
+            counter, processes = None, None
+            if not all(task.compiled for task in tasks):
+                counter, processes = stack.enter_context(_processes(self.workers))
+            stack.callback(stopped.set)
+            for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
+                if counter is not None:
+                    with lock:
+                        advance(counter.value - seen)
+                    seen = counter.value
+                yield from finished
+
+
+class Cluster:
+    """The workers of a Dask scheduler; they need the same version of this package, and the traces' paths or URLs."""
+
+    def __init__(self, address: str) -> None:
+        try:
+            import distributed
+        except ImportError as error:
+            raise InputError("--scheduler needs Dask: pip install 'moe-expert-cache[cluster]'") from error
+        if "://" not in address:
+            raise InputError(f"--scheduler {address}: write it as tcp://HOST:8786")
+        self.address = address
+        self._distributed: Any = distributed
+        logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what is wrong is told once, below
+        try:
+            self._client = self._distributed.Client(address, timeout=10, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise InputError(f"no Dask scheduler answers at {address}: {error}") from error
+        self._check_workers()
+
+    def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
+        executor = self._client.get_executor(pure=False)
+
+        def submit(task: Task[T]) -> Future[T]:
+            future: Future[T] = executor.submit(_anywhere, *task.elsewhere)
+            return future
+
+        at_a_time = 4 * max(1, sum(self._client.nthreads().values()))
+        try:
+            for turn, finished in enumerate(_as_completed(submit, tasks, at_a_time), 1):
+                if turn % LOOK == 0 and not self._client.nthreads():
+                    console.warn(f"{self.address} has no workers any more: waiting; Ctrl-C keeps what is finished")
+                for place, result in finished:
+                    advance(tasks[place].requests)
+                    yield place, result
+        except self._distributed.KilledWorker as error:
+            raise InputError(f"a cell kills its workers, by want of memory perhaps: {error}") from error
+        except (CancelledError, OSError) as error:
+            if self._client.status == "running":
+                raise
+            raise InputError(f"the Dask scheduler at {self.address} is gone: go on with --resume") from error
+        finally:
+            self._client.close(timeout=2)
+
+    def _check_workers(self) -> None:
+        try:
+            found = self._client.run(_version, on_error="return")
+        except (OSError, TimeoutError) as error:
+            raise InputError(f"the Dask scheduler at {self.address} is gone: {error}") from error
+        if not found:
+            raise InputError(f"the Dask scheduler at {self.address} has no workers: start some with `dask worker`")
+        for worker, answer in found.items():
+            if isinstance(answer, Exception):
+                raise InputError(f"{worker} cannot import this package, install it there: {answer}")
+            if answer != sources():
+                raise InputError(f"{worker} runs another version of this package: cells would mix versions")
+
+
+class _Stopped(Exception):  # noqa: N818
+    """Ends a cell whose result nobody wants any more."""
+
+
+def _as_completed(
+    submit: Callable[[Task[T]], Future[T]], tasks: Sequence[Task[T]], at_a_time: int
+) -> Iterator[list[tuple[int, T]]]:
+    """What has ended since, some ten times a second; so many tasks wait or run, in their order."""
+    running: dict[Future[T], int] = {}
+    following = iter(enumerate(tasks))
+    while True:
+        for place, task in following:
+            running[submit(task)] = place
+            if len(running) >= at_a_time:
+                break
+        if not running:
+            return
+        done, _ = wait(running, timeout=0.1, return_when=FIRST_COMPLETED)
+        ended = sorted(((running.pop(future), future) for future in done), key=lambda each: each[0])
+        failed = [future for _, future in ended if future.cancelled() or future.exception()]
+        yield [(place, future.result()) for place, future in ended if future not in failed]
+        for future in failed:
+            future.result()
+
+
+Machine = tuple[Hardware | None, ModelProfile | None]
+
+
+@lru_cache(maxsize=2)
+def _loaded(setup: Setup) -> Loaded:
+    """The trace stays open for the next cell."""
+    return setup.load()
+
+
+def _on(setup: Setup, machine: Machine) -> Loaded:
+    loaded = _loaded(setup)
+    hardware, profile = machine
+    same = machine == (loaded.hardware, loaded.profile)
+    return loaded if same else replace(loaded, hardware=hardware, profile=profile)
+
+
+def _anywhere(setup: Setup, machine: Machine, play: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    """A cell in a process of a cluster."""
+    return play(_on(setup, machine), *arguments, lambda requests: None)
+
+
+def _version() -> str:
+    """Of the code, where it is called."""
+    return sources()
+
+
+_worker: dict[str, Any] = {}
+"""What a process of `Local` holds: the counter of requests played."""
+
+
+def _in_process(setup: Setup, machine: Machine, play: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    def played(requests: int) -> None:
+        with _worker["counter"].get_lock():
+            _worker["counter"].value += requests
+
+    return play(_on(setup, machine), *arguments, played)
+
+
+@contextmanager
+def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
+    """Processes that leave Ctrl-C to this one, and the counter of requests that they have played."""
+    context = multiprocessing.get_context("spawn")
+    counter = context.Value("q", 0)
+    strangers = set(multiprocessing.active_children())
+    with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
+        try:
+            with _interrupts_later():
+                pool.submit(int).result()
+            yield counter, pool
+        except BrokenProcessPool as error:
+            raise InputError("a worker process was killed, by want of memory perhaps: try fewer --workers") from error
+        finally:
+            for process in set(multiprocessing.active_children()) - strangers:
+                process.terminate()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin(counter: Any) -> None:
+    _worker["counter"] = counter
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work for ever."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+    os._exit(1)
+
+
+@contextmanager
+def _interrupts_later() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block; processes started in it leave it to this one for good."""
+    main = threading.current_thread() is threading.main_thread()
+    if not (main and hasattr(signal, "pthread_sigmask")):  # elsewhere, and on Windows, nothing can be put off
+        yield
+        return
+    missed: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: missed.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if missed:
+        raise KeyboardInterrupt

@@ -1,0 +1,173 @@
+"""A timeline file: slices, instants and counters on named tracks, for https://ui.perfetto.dev to open as it is.
+
+The format is the JSON of Chrome's trace events ("Trace Event Format", Google): `X` is a slice, `i` an instant, `C` a
+counter, `M` names a process or a thread. Times are microseconds there, written with three decimals, so that no
+nanosecond is lost. Perfetto looks names up by thread alone, so a number is never used twice, by whichever process. The
+file is written as events come, in any order of time; of slices on one track that begin together, the outer goes first.
+Knows nothing of who tells it: a simulated and a measured run may share a file.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TextIO
+
+from sim.results.metrics import replacing
+from traces.errors import InputError
+
+Args = Mapping[str, object]
+"""What a slice or an instant shows when it is selected; None is left out."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A named group of tracks; counters belong to it."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Track:
+    """A named line of slices and instants, which nest or follow one another."""
+
+    process: Process
+    id: int
+
+
+class Timeline:
+    """Writes the events of one file, those between `open` and `close`; before and after they are dropped.
+
+    A slice that began before is cut where the timeline opens. Times: ns, not negative.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._write = file.write
+        self._numbers = count(1)
+        self._between = "\n"
+        self._since = 0
+        self.is_open = False
+
+    def process(self, name: str) -> Process:
+        """A new group of tracks, shown below those made before."""
+        process = Process(next(self._numbers))
+        self._name("process", name, process.id, process.id)
+        return process
+
+    def track(self, process: Process, name: str) -> Track:
+        """A new track of a process, shown below those made before."""
+        track = Track(process, next(self._numbers))
+        self._name("thread", name, process.id, track.id)
+        return track
+
+    def open(self, now: int) -> None:
+        """What happens from `now` on is written."""
+        self.is_open, self._since = True, now
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self.is_open = False
+
+    def slice(self, track: Track, name: str, began: int, ended: int, args: Args) -> None:
+        """Something lasted from `began` to `ended`."""
+        if not self.is_open or (ended <= self._since and began < self._since):
+            return
+        began = max(began, self._since)
+        where = f'"pid":{track.process.id},"tid":{track.id},"ts":{_us(began)},"dur":{_us(ended - began)}'
+        self._event(f'"ph":"X","name":{json.dumps(name)},{where},"args":{_shown(args)}')
+
+    def instant(self, track: Track, name: str, at: int, args: Args) -> None:
+        """Something happened."""
+        if self.is_open:
+            where = f'"pid":{track.process.id},"tid":{track.id},"ts":{_us(at)}'
+            self._event(f'"ph":"i","s":"t","name":{json.dumps(name)},{where},"args":{_shown(args)}')
+
+    def counter(self, process: Process, name: str, at: int, values: Mapping[str, int]) -> None:
+        """From `at` on each of `values`, a counter of its own, is so much."""
+        if self.is_open:
+            where = f'"pid":{process.id},"ts":{_us(at)}'
+            self._event(f'"ph":"C","name":{json.dumps(name)},{where},"args":{json.dumps(values)}')
+
+    def _name(self, kind: str, name: str, pid: int, tid: int) -> None:
+        """Name a process or a thread, and sort it by its number."""
+        for what, args in ((f"{kind}_name", {"name": name}), (f"{kind}_sort_index", {"sort_index": tid})):
+            self._event(f'"ph":"M","name":"{what}","pid":{pid},"tid":{tid},"args":{json.dumps(args)}')
+
+    def _event(self, body: str) -> None:
+        self._write(f"{self._between}{{{body}}}")
+        self._between = ",\n"
+
+
+class ComputeTrack:
+    """The track of the compute stream: steps, in them layers, in these parts and stalls without a gap."""
+
+    def __init__(self, timeline: Timeline, process: Process) -> None:
+        self._timeline = timeline
+        self._track = timeline.track(process, "compute")
+        self._began = 0  # of the step
+        self._layers: list[int] = []  # when each began
+        self._parts: list[tuple[str, int, int, Args]] = []
+        self.ended = 0  # of the latest part
+
+    def begin(self, now: int) -> None:
+        """A step begins."""
+        self._began = self.ended = now
+        self._layers, self._parts = [], []
+
+    def layer(self, number: int) -> None:
+        """Layer `number` has begun where the latest part ended."""
+        assert number == len(self._layers)
+        self._layers.append(self.ended)
+
+    def until(self, end: int, name: str, args: Args) -> None:
+        """What has begun where the latest part ended lasts until `end`."""
+        self._parts.append((name, self.ended, end, args))
+        self.ended = end
+
+    def stalled(self, cause: str, began: int, ended: int, args: Args) -> None:
+        """The stream waits; one slice for as long as the cause, and what is on the link, stay the same."""
+        assert began == self.ended, "a stall that does not follow what was computed before"
+        name = f"stall: {cause}"
+        if self._parts and (self._parts[-1][0], self._parts[-1][3]) == (name, args):
+            began = self._parts.pop()[1]
+        self._parts.append((name, began, ended, args))
+        self.ended = ended
+
+    def end(self, name: str, args: Args) -> None:
+        """The step has ended with the latest part, the head: write it, the outer slices first."""
+        timeline, track = self._timeline, self._track
+        timeline.slice(track, name, self._began, self.ended, args)
+        head_began = self._parts[-1][1]
+        for number, (began, ended) in enumerate(zip(self._layers, [*self._layers[1:], head_began], strict=True)):
+            timeline.slice(track, f"layer {number}", began, ended, {"layer": number})
+        for part, began, ended, told in self._parts:
+            timeline.slice(track, part, began, ended, told)
+
+
+@contextmanager
+def writing(path: Path, about: Callable[[], Args]) -> Iterator[Timeline]:
+    """A timeline at `path`, gzipped where the name ends in .gz; whole or not at all.
+
+    about: asked at the end, what the file says of itself (`otherData`). InputError where it cannot be written.
+    """
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'timeline.json'}")
+    with replacing(path) as part, _opened(part, zipped=path.suffix == ".gz") as file:
+        file.write('{"traceEvents":[')
+        yield Timeline(file)
+        file.write(f'\n],"otherData":{_shown(about())}}}\n')
+
+
+def _opened(path: Path, zipped: bool) -> TextIO:
+    return gzip.open(path, "wt", 6, "utf-8") if zipped else path.open("w", encoding="utf-8")
+
+
+def _us(ns: int) -> str:
+    return f"{ns // 1_000}.{ns % 1_000:03d}"
+
+
+def _shown(args: Args) -> str:
+    return json.dumps({name: value for name, value in args.items() if value is not None})

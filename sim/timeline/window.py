@@ -1,0 +1,77 @@
+"""Which part of a run a timeline shows: everything from one moment to another, both ends of steps or of requests."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from traces.errors import InputError
+from traces.steps import DECODE
+
+if TYPE_CHECKING:
+    from policies.core.policy import Requests
+
+TOKENS, REQUESTS = "--tokens", "--window-requests"
+
+SHOWN_WHOLE = 2_000
+"""Steps up to which a run is shown whole unasked."""
+FIRST = 100
+"""Decode steps, or requests where nothing is decoded, that are shown of a longer run."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """From where `first` decode steps, or requests, of the run have ended, to where `last` have."""
+
+    of: Literal["decode steps", "requests"]
+    first: int
+    last: int | None  # None: to the end of the run
+    stops: bool = True  # whether play stops with the request in which the window ends
+
+
+WHOLE = Window("requests", 0, None)
+
+
+def asked(tokens: str | None, requests: str | None) -> Window | None:
+    """The window as typed, FROM:TO with either left out, TO not included; None without one. InputError."""
+    if tokens is not None and requests is not None:
+        raise InputError(f"{TOKENS} {tokens} and {REQUESTS} {requests}: a timeline has one window, so give one of them")
+    option, text = (TOKENS, tokens) if tokens is not None else (REQUESTS, requests)
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d*):(\d*)", text.strip())
+    if not match:
+        raise InputError(f"{option} {text!r} is no window: give FROM:TO, such as 100:140 or :40")
+    first, last = int(match[1] or 0), int(match[2]) if match[2] else None
+    if last is not None and last <= first:
+        raise InputError(f"{option} {text} holds nothing: TO, which is not included, has to be above FROM")
+    return Window("decode steps" if tokens is not None else "requests", first, last)
+
+
+def check(window: Window, requests: "Requests") -> None:
+    """InputError for a window that begins where the run has ended."""
+    if window.of == "requests":
+        found = len(requests)
+    else:
+        found = _counted((int((request.phase == DECODE).sum()) for request in requests), window.first)
+    if found <= window.first:
+        option = REQUESTS if window.of == "requests" else TOKENS
+        raise InputError(f"{option} begins at {window.first}: the run has {found} {window.of}, counted from 0")
+
+
+def unasked(requests: "Requests") -> Window:
+    """All of a short run, else its beginning; play goes on after that."""
+    if _counted((len(request.phase) for request in requests), SHOWN_WHOLE) <= SHOWN_WHOLE:
+        return WHOLE
+    decodes = any((request.phase == DECODE).any() for request in requests)
+    return Window("decode steps" if decodes else "requests", 0, FIRST, stops=False)
+
+
+def _counted(steps: Iterable[int], enough: int) -> int:
+    """The sum of `steps`, or what it is once it is above `enough`: a long trace is not read for it."""
+    found = 0
+    for n in steps:
+        found += n
+        if found > enough:
+            break
+    return found

@@ -1,0 +1,249 @@
+"""Search a policy's options: the first half of the requests finds them, the other half says what they are worth.
+
+A trial plays one set of options over the first half, from an empty cache; less of the metric is better (mean TPOT, TTFT
+where nothing is decoded, misses where nothing is timed). What a policy refuses is pruned. Options come from optuna's
+TPE sampler, `workers` at a time and told of together, the draws of each batch seeded by the seed and the trials before
+it: so seed and number of workers make the search, and one that goes on from its journal (`sim.tuning.journal`) has the
+same
+end as one that was never interrupted. The second half is played behind the first and counted alone; the gain there is
+what to expect, that on the first half is not.
+"""
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from policies.core.registry import PolicySpec, parse
+from sim.results.metrics import SHARE, TEXT, Row, write_table
+from sim.sweep import winner
+from sim.sweep.grid import key, play_cell
+from sim.sweep.setup import Loaded, Setup
+from sim.sweep.workers import Advance, Local, Task
+from sim.tuning.journal import WORKERS, Journal, optuna
+from sim.tuning.policy_options import having
+from sim.tuning.search_space import Space
+from traces.errors import InputError
+
+TRIALS, BEST = "trials.parquet", "best.toml"
+
+OWN = ("trial", "policy", "state", "value", "refusal")
+"""Columns of trials.parquet beside the options."""
+
+COMPLETE, PRUNED = "complete", "pruned"
+
+
+@dataclass(frozen=True)
+class Halves:
+    """The same requests twice: the first half of them, and all with that half not counted."""
+
+    first: Loaded
+    second: Loaded
+
+    @classmethod
+    def of(cls, setup: Setup) -> "Halves":
+        """InputError for whatever cannot be used, and for fewer than two requests."""
+        requests = len(setup.load().trace.requests)
+        if requests < 2:
+            raise InputError(f"{setup.trace} has {requests} request: half of them tune, half judge, so it takes two")
+        half = requests // 2
+        return cls(replace(setup, requests=half).load(), replace(setup, requests=requests, warmup_requests=half).load())
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is searched, and how."""
+
+    halves: Halves
+    policy: PolicySpec  # as typed
+    slots: int
+    space: Space
+    trials: int
+    seed: int
+    workers: int
+
+    @property
+    def words(self) -> str:
+        """The space as typed."""
+        return ":".join(dimension.text for dimension in self.space)
+
+    def searched(self) -> dict[str, str]:
+        """All that the trials depend on, by the words for it; how many there are is not of it."""
+        first = self.halves.first
+        return {
+            "trace": f"{first.trace.name} {first.fingerprint}",
+            "--policy": self.policy.text,
+            "--search": self.words,
+            "--cache-size": f"{self.slots}",
+            "--hardware": first.hardware.name if first.hardware else "",
+            "--seed": f"{self.seed}",
+            WORKERS: f"{self.workers}",
+            "setup, file or version": key(first, self.policy, self.slots),
+        }
+
+    def requests(self, kept: int) -> int:
+        """To be played, at most: trials beside the whole batches of `kept` ones, and to judge."""
+        first, second = (len(half.trace.requests) for half in (self.halves.first, self.halves.second))
+        return (max(0, self.trials - kept // self.workers * self.workers) + 1) * first + 2 * second
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A set of options that was tried."""
+
+    options: dict[str, Any]  # by name
+    policy: str  # as it would be typed; empty: refused
+    value: float | None  # of the metric; None: refused
+    refusal: str = ""  # in the policy's words
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A policy, and the metric on both halves."""
+
+    policy: str
+    first: float
+    second: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What came of a search."""
+
+    metric: str  # column of results
+    trials: list[Trial]
+    typed: Judged
+    best: Judged  # the policy as typed where no trial is better on the first half
+
+    @property
+    def gains(self) -> tuple[float, float]:
+        """By how much the best is below the policy as typed, as shares, on either half."""
+        return _gain(self.typed.first, self.best.first), _gain(self.typed.second, self.best.second)
+
+    @property
+    def improved(self) -> bool:
+        """Whether any trial is better than the policy as typed on the half that it was tried on."""
+        return self.best.policy != self.typed.policy
+
+    @property
+    def overfit(self) -> bool:
+        """Whether that is all it is."""
+        return self.improved and self.best.second >= self.typed.second
+
+    def leaders(self, n: int) -> list[Trial]:
+        """The best policies, each once."""
+        return [trial for _, trial in _ranked(self.trials)[:n]]
+
+
+def tune(search: Search, journal: Journal, advance: Advance) -> Found:
+    """Search, then judge; what `journal` holds is not played again. `advance` is told of requests played.
+
+    InputError where the policy refuses all that was tried.
+    """
+    journal.begin(search.searched())
+    halves, workers = search.halves, Local(search.workers)
+    as_typed = [(half, search.policy) for half in (halves.first, halves.second)]
+    first, second = _rows(workers, as_typed, search.slots, advance)
+    metric = winner.metric([first, second])
+    trials = [_trial(search.space, trial) for trial in _search(search, journal, metric, workers, advance)]
+    ranked = _ranked(trials)
+    if not ranked:
+        raise InputError(f"{search.policy.text} refuses all {len(trials)} trials, the last so: {trials[-1].refusal}")
+    typed = best = Judged(search.policy.text, first[metric], second[metric])
+    value, leader = ranked[0]
+    if value < typed.first:
+        (row,) = _rows(workers, [(halves.second, parse(leader.policy))], search.slots, advance)
+        best = Judged(leader.policy, value, row[metric])
+    return Found(metric, trials, typed, best)
+
+
+def save(found: Found, search: Search, folder: Path) -> Path:
+    """Write the table of trials, whole or not at all; its path."""
+    columns: dict[str, pa.Array] = {
+        "trial": pa.array(range(len(found.trials)), pa.int64()),
+        **{
+            f"option.{name}" if name in OWN else name: pa.array([trial.options[name] for trial in found.trials])
+            for name in (dimension.option.name for dimension in search.space)
+        },
+        "policy": pa.array([trial.policy or None for trial in found.trials], TEXT),
+        "state": pa.array([PRUNED if trial.value is None else COMPLETE for trial in found.trials], TEXT),
+        "value": pa.array([trial.value for trial in found.trials], SHARE),
+        "refusal": pa.array([trial.refusal or None for trial in found.trials], TEXT),
+    }
+    write_table(pa.table(columns), folder / TRIALS)
+    return folder / TRIALS
+
+
+def _search(search: Search, journal: Journal, metric: str, workers: Local, advance: Advance) -> list[Any]:
+    """All trials, of optuna, in their order; each batch is in the journal before the next is drawn."""
+    package, first = optuna(), search.halves.first
+    distributions = {dimension.option.name: dimension.distribution(package) for dimension in search.space}
+    kept = journal.trials
+    known: dict[str, float] = {trial.user_attrs["policy"]: trial.value for trial in kept if trial.value is not None}
+    study = package.create_study(direction="minimize")
+    study.add_trials(kept[: len(kept) // search.workers * search.workers])
+    wanted = max(search.trials, len(kept))
+    while (begun := len(study.get_trials(deepcopy=False))) < wanted:
+        study.sampler = package.samplers.TPESampler(seed=_seed(search.seed, begun))
+        asked = [study.ask(distributions) for _ in range(min(search.workers, wanted - begun))]
+        tried = [_tried(search, trial.params) for trial in asked]
+        fresh = {policy.text: policy for policy in tried if isinstance(policy, PolicySpec) and policy.text not in known}
+        rows = _rows(workers, [(first, policy) for policy in fresh.values()], search.slots, advance)
+        known |= {text: row[metric] for text, row in zip(fresh, rows, strict=True)}
+        advance((len(asked) - len(fresh)) * len(first.trace.requests))
+        for trial, policy in zip(asked, tried, strict=True):
+            text, refusal = ("", policy) if isinstance(policy, str) else (policy.text, "")
+            trial.set_user_attr("policy", text)
+            trial.set_user_attr("refusal", refusal)
+            pruned = package.trial.TrialState.PRUNED
+            ended = study.tell(trial, known[text]) if text else study.tell(trial, state=pruned)
+            if trial.number >= len(kept):
+                journal.add(ended)
+    return list(study.get_trials(deepcopy=False))
+
+
+def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
+    """The policy with the options drawn, or in what words it refuses them."""
+    values = {dimension.option: dimension.value(drawn[dimension.option.name]) for dimension in search.space}
+    try:
+        policy = having(search.policy, values)
+        search.halves.first.require(policy, search.slots)
+        search.halves.first.compiled(policy)
+    except InputError as error:
+        return str(error)
+    return policy
+
+
+def _rows(workers: Local, cells: Sequence[tuple[Loaded, PolicySpec]], slots: int, advance: Advance) -> list[Row]:
+    """Of cells, in their order."""
+    tasks = [Task(loaded, play_cell, (policy, slots), loaded.compiled(policy)) for loaded, policy in cells]
+    with closing(workers.results(tasks, advance)) as playing:
+        rows = {place: row for place, (row, _) in playing}
+    return [rows[place] for place in range(len(cells))]
+
+
+def _seed(seed: int, begun: int) -> int:
+    """Of the draws of a batch."""
+    return int(np.random.SeedSequence([seed, begun]).generate_state(1)[0])
+
+
+def _trial(space: Space, trial: Any) -> Trial:
+    options = {each.option.name: each.value(trial.params[each.option.name]) for each in space}
+    return Trial(options, trial.user_attrs["policy"], trial.value, trial.user_attrs["refusal"])
+
+
+def _ranked(trials: Sequence[Trial]) -> list[tuple[float, Trial]]:
+    """Those that were played, the best first, of equal ones the earliest; each policy once."""
+    played: dict[str, tuple[float, Trial]] = {}
+    for trial in trials:
+        if trial.value is not None:
+            played.setdefault(trial.policy, (trial.value, trial))
+    return sorted(played.values(), key=lambda one: one[0])
+
+
+def _gain(typed: float, best: float) -> float:
+    return 1 - best / typed if typed else 0.0
