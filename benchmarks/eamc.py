@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from policies.core.policy import Event, Float, Int, Shape
+from policies.core.events import RequestEvents
+from policies.core.policy import Float, Int, Shape
 from policies.core.registry import parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from policies.eamc import matching
 from policies.eamc.build import build
 from policies.eamc.eamc import Predictor, predict, propose, weigh
@@ -91,33 +92,33 @@ def us_an_event(work: Callable[[RequestSteps], object], requests: list[RequestSt
 
 def in_python(predictor: Predictor) -> Callable[[RequestSteps], None]:
     """The match as a policy calls it."""
-    collection, event = predictor.of_phase(DECODE), Event(phase=DECODE)
+    collection = predictor.of_phase(DECODE)
 
     def work(request: RequestSteps) -> None:
-        event.request_experts, event.request_counts = request.experts, request.counts
-        for i in range(TOKENS * LAYERS):
-            event.layer, event.first, event.last = i % LAYERS, i * TOP_K, (i + 1) * TOP_K
-            collection.observe(event, i % LAYERS == 0)
+        events = RequestEvents(request, LAYERS)
+        for step in range(TOKENS):
+            for layer in range(LAYERS):
+                collection.observe(events.event(step, layer), layer == 0)
 
     return work
 
 
 def whole(policy: str, saved: Predictor) -> Callable[[RequestSteps], None]:
     """Observe and propose, as an engine calls them."""
-    pair = Pair(parse(policy), Shape(LAYERS, EXPERTS), [])
-    for ours, theirs in zip(pair.retention.predictor.collections, saved.collections, strict=True):
+    runner = PolicyRunner(parse(policy), Shape(LAYERS, EXPERTS), [])
+    for ours, theirs in zip(runner.retention.predictor.collections, saved.collections, strict=True):
         for entry in theirs.oldest_first:
             ours.add(theirs.eams[entry])
     number = iter(range(1 << 30))
 
     def work(request: RequestSteps) -> None:
-        pair.begin_request(next(number), request)
+        events = RequestEvents(request, LAYERS)
+        runner.begin_request(next(number))
         for step in range(TOKENS):
-            pair.begin_step(step, DECODE)
             for layer in range(LAYERS):
-                first = (step * LAYERS + layer) * TOP_K
-                pair.observe(layer, first, first + TOP_K)
-                pair.propose()
+                event = events.event(step, layer)
+                runner.observe(event)
+                runner.propose(event)
 
     return work
 

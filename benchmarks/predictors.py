@@ -1,10 +1,11 @@
 """What a policy's own work costs an event, as an engine pays it: `python -m benchmarks predictors [--write]`.
 
 Every policy plays the decode of synthetic requests at two shapes: popular experts, topics and reuse make its matches
-change. What passes `Pair.observe` and `Pair.propose` is timed, Python included, less the same loop over a pair that
-has nothing to be told (`lru`): what a cache does anyway is left out. A policy that is timed has its collections full
-(`eamc` starts from a file, others play WARM_UP requests), a profile, a trained model, or a trace with lookahead. Of
-SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it longer.
+change. What passes `observe` and `propose` of a `PolicyRunner` is timed, Python included, less the same loop over a
+policy that has nothing to be told (`lru`): what a cache does anyway is left out. A policy that is timed has its
+collections full (`eamc` starts from a file, others play WARM_UP requests), a profile, a trained model, or a trace with
+lookahead. Of SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it
+longer.
 
 Retention is measured alone, a prefetcher beside `lru`, a name that stands for both also as a pair, and a preset where
 it sets other options than the defaults. Learning at the end of a request is shown and not charged; oracles are shown,
@@ -20,14 +21,15 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.registry import available, parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from policies.eamc.build import build
 from policies.prefetch.stride_training import Tokens, Training, train
 from sim.profiles.policy_overhead import MEASURED, TABLE
 from sim.results.metrics import commit
-from traces.steps import DECODE, RequestSteps
+from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -92,30 +94,27 @@ def prepared(learned: Trace, folder: Path) -> dict[str, str]:
     return needs
 
 
-def seconds(pair: Pair, ordinal: int, request: RequestSteps) -> tuple[float, float]:
+def seconds(runner: PolicyRunner, ordinal: int, request: RequestSteps) -> tuple[float, float]:
     """Of all events of a request of decode, and of its end."""
-    layers, top_k = pair.shape.layers, int(request.offsets[1])
-    pair.begin_request(ordinal, request)
-    first = 0
+    events = RequestEvents(request, runner.shape.layers)
+    heard = [events.event(step, layer) for step in range(TOKENS) for layer in range(events.layers)]
+    runner.begin_request(ordinal)
     began = time.process_time()
-    for step in range(TOKENS):
-        pair.begin_step(step, DECODE)
-        for layer in range(layers):
-            pair.observe(layer, first, first + top_k)
-            pair.propose()
-            first += top_k
+    for event in heard:
+        runner.observe(event)
+        runner.propose(event)
     ended = time.process_time()
-    pair.end_request()
+    runner.end_request()
     return ended - began, time.process_time() - ended
 
 
 def measure(policy: str, shape: Shape, requests: Sequence[RequestSteps]) -> Measured:
-    pair, idle = (Pair(parse(text), shape, requests) for text in (policy, "lru"))
-    if pair.silent:
+    runner, idle = (PolicyRunner(parse(text), shape, requests) for text in (policy, "lru"))
+    if runner.silent:
         return Measured(0.0, 0.0)
     events, ends = [], []
     for ordinal, request in enumerate(requests):
-        event, end = seconds(pair, ordinal, request)
+        event, end = seconds(runner, ordinal, request)
         nothing, _ = seconds(idle, ordinal, request)
         events.append(1e6 * (event - nothing) / (TOKENS * shape.layers))
         ends.append(1e6 * end)

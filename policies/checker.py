@@ -11,6 +11,7 @@ before it (oracles excepted); nothing depends on an `Event`, or its arrays, of t
 offered; keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
 """
 
+import copy
 import random
 import sys
 import traceback
@@ -22,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.policy import Float, Int, ScorePolicy, Shape
+from policies.core.events import RequestEvents
+from policies.core.policy import Event, Float, Int, ScorePolicy, Shape
 from policies.core.registry import PolicySpec, parse
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
 from traces.steps import DECODE, Lookahead, RequestSteps
@@ -89,94 +91,62 @@ class RuleError(Exception):
 # Driving a policy through a script
 
 
-class FreshEvents(Pair):
-    """A pair that lends every event with its arrays for as long as it lasts, then wipes them: no policy may notice."""
-
-    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
-        """As ever; the request is what is lent from."""
-        super().begin_request(ordinal, request)
-        self._request = request
-        self._lent: list[Int] = []
-
-    def observe(self, layer: int, first: int, last: int) -> None:
-        """As ever, for an event of its own."""
-        for array in self._lent:
-            array[:] = 0
-        ahead = self._request.lookahead
-        self._lent = [self._request.experts.copy(), self._request.counts.copy()]
-        if ahead:
-            self._lent += [ahead.experts.copy(), ahead.counts.copy()]
-        self._event = replace(
-            self._event,
-            request_experts=self._lent[0],
-            request_counts=self._lent[1],
-            lookahead=replace(ahead, experts=self._lent[2], counts=self._lent[3]) if ahead else None,
-        )
-        super().observe(layer, first, last)
-
-
 class Drive:
     """One run of a policy over a script; `log` holds its decisions, `marks` where each event begins in it."""
 
-    def __init__(self, spec: PolicySpec, script: Script, pair: type[Pair] = Pair) -> None:
+    def __init__(self, spec: PolicySpec, script: Script) -> None:
         self.log: list[tuple[Any, ...]] = []
         self.marks: list[int] = []
         self._script = script
         self._turns = random.Random(script.seed)
         self._active = NO_EXPERT
-        self._pair, self._machine = _told(lambda: self._begin(spec, pair))
+        self._runner, self._machine = _told(lambda: self._begin(spec))
         _told(self._play)
 
-    def _begin(self, spec: PolicySpec, pair: type[Pair]) -> tuple[Pair, Any]:
+    def _begin(self, spec: PolicySpec) -> tuple[PolicyRunner, Any]:
         self._requests = self._script.requests()
         shape = self._script.shape
-        made = pair(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
-        made.checks = False  # what breaks a rule is told in this kit's own words
+        runner = PolicyRunner(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
+        runner.checks = False  # what breaks a rule is told in this kit's own words
         partitions = len(spec.divide(shape, shape.total))
-        return made, made.residency(max(self._script.slots, partitions))
+        return runner, runner.residency(max(self._script.slots, partitions))
 
     def _play(self) -> None:
-        script, pair, machine = self._script, self._pair, self._machine
-        L = script.shape.layers
+        script, runner, machine = self._script, self._runner, self._machine
+        L, played = script.shape.layers, 0
         for ordinal, request in enumerate(self._requests):
-            arrays = [request.experts, request.counts]
-            if request.lookahead:
-                arrays += [request.lookahead.experts, request.lookahead.counts]
-            kept = [array.copy() for array in arrays]
-            pair.begin_request(ordinal, request)
-            for step, phase in enumerate(request.phase.tolist()):
-                pair.begin_step(step, phase)
+            events = RequestEvents(request, L, played, script.untimed)
+            played += events.count
+            runner.begin_request(ordinal)
+            for step in range(len(request.phase)):
                 for layer in range(L):
                     self.marks.append(len(self.log))
-                    first, last = request.offsets[step * L + layer : step * L + layer + 2].tolist()
                     if script.untimed:
-                        for i in range(first, last):
-                            self._access(request, layer, i)
+                        for event in events.accesses(step, layer):
+                            self._access(event)
                     else:
-                        self._event(request, layer, first, last)
-            pair.end_request()
+                        self._event(events.event(step, layer))
+            runner.end_request()
             cold = script.cold and ordinal < len(self._requests) - 1
             if cold:
                 self._active = NO_EXPERT
             machine.end_request(cold)
-            if not all(map(np.array_equal, kept, arrays)):
-                raise RuleError("it writes into the arrays of an event, which are the trace's")
 
-    def _access(self, request: RequestSteps, layer: int, i: int) -> None:
+    def _access(self, event: Event) -> None:
         """The untimed mode: an access is an event of its own, loaded and released at once."""
-        hit = self._machine.route(request.experts, i, i + 1)
-        self._observe(layer, i, i + 1)
+        hit = self._machine.route(event.experts, 0, 1)
+        self._observe(event)
         if not hit:
             self._note(*self._machine.next_transfer())
             self._machine.arrived()
-        self._machine.computed(int(request.experts[i]))
+        self._machine.computed(int(event.experts[0]))
 
-    def _event(self, request: RequestSteps, layer: int, first: int, last: int) -> None:
+    def _event(self, event: Event) -> None:
         machine, turns = self._machine, self._turns
-        ready = machine.hits(machine.route(request.experts, first, last))
-        waiting = set(request.experts[first:last].tolist()) - set(ready)
-        self._observe(layer, first, last)
-        proposal = self._pair.propose()
+        ready = machine.hits(machine.route(event.experts, 0, len(event.experts)))
+        waiting = set(event.experts.tolist()) - set(ready)
+        self._observe(event)
+        proposal = self._runner.propose(event)
         if proposal is not None:
             self._check_proposal(*proposal)
             self.log.append(("propose", proposal[0].tolist(), proposal[1].tolist()))
@@ -202,11 +172,13 @@ class Drive:
             self._active = expert
             self.log.append(("start", expert, victim))
 
-    def _observe(self, layer: int, first: int, last: int) -> None:
+    def _observe(self, event: Event) -> None:
         """Rule 3, and a look at the scores."""
-        queued = self._machine.keep[PRIORITY].copy()
-        self._pair.observe(layer, first, last)
-        keeper = self._pair.retention
+        queued, heard = self._machine.keep[PRIORITY].copy(), copy.deepcopy(event)
+        self._runner.observe(event)
+        if not all(np.array_equal(*both) for both in zip(heard[3:], event[3:], strict=True)):
+            raise RuleError("it writes into the arrays of an event, which its other half reads too")
+        keeper = self._runner.retention
         if not isinstance(keeper, ScorePolicy):
             return
         if keeper.keep is not self._machine.keep:
@@ -265,13 +237,6 @@ def _determinism(spec: PolicySpec, script: Script, rng: random.Random) -> int:
     return 2 * script.events
 
 
-def _reused_events(spec: PolicySpec, script: Script, rng: random.Random) -> int:
-    reused, fresh = Drive(spec, script), Drive(spec, script, FreshEvents)
-    complaint = "it remembers an Event or its arrays, which the engine reuses: copy what is needed"
-    _alike(reused, fresh, None, complaint)
-    return 2 * script.events
-
-
 def _causality(spec: PolicySpec, script: Script, rng: random.Random) -> int:
     if spec.oracle or not script.events:
         return 0
@@ -303,7 +268,7 @@ def _shown(decision: tuple[Any, ...]) -> str:
     return f"{decision[1]} proposed at {decision[2]}"
 
 
-_CHECKS = (_hears_what_it_overrides, _determinism, _reused_events, _causality)
+_CHECKS = (_hears_what_it_overrides, _determinism, _causality)
 
 
 # The cost of an event
@@ -324,17 +289,16 @@ def _us_per_event(spec: PolicySpec, seed: int) -> float:
         counts=np.ones(tokens * L * k, np.int64),
     )
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
-    pair = Pair(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
+    runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up
+        events = RequestEvents(request, L)
+        heard = [events.event(step, layer) for step in range(tokens) for layer in range(L)]
         began = perf_counter_ns()
-        pair.begin_request(ordinal, request)
-        for step in range(tokens):
-            pair.begin_step(step, DECODE)
-            for layer in range(L):
-                first = (step * L + layer) * k
-                pair.observe(layer, first, first + k)
-                pair.propose()
-        pair.end_request()
+        runner.begin_request(ordinal)
+        for event in heard:
+            runner.observe(event)
+            runner.propose(event)
+        runner.end_request()
     return (perf_counter_ns() - began) / 1000 / (tokens * L)
 
 

@@ -14,14 +14,14 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from policies.core.policy import Float, Int, Requests, Shape
+from policies.core.events import RequestEvents
+from policies.core.policy import Event, Float, Int, Requests, Shape
 from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from replay.devices.device import Completion, Device, Kind, Work
 from replay.pump import Pump, Transfer
 from sim.loop.log import STALLS, RunLog
-from traces.steps import RequestSteps
 
 PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)
 """Of STALLS. Waiting for a slot alone never occurs on one link: what has arrived is computed, and can then go."""
@@ -55,25 +55,21 @@ class Plan:
 
 
 class Deciding(Protocol):
-    """Who decides: a policy (`Pair`), or a script of what one decided (`replay.comparison.lockstep`)."""
+    """Who decides: a policy (`PolicyRunner`), or a script of what one decided (`replay.comparison.lockstep`)."""
 
     def residency(self, slots: int) -> Residency:
         """The machine over a cache of `slots` experts."""
         ...
 
-    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+    def begin_request(self, ordinal: int) -> None:
         """The request is about to be played."""
         ...
 
-    def begin_step(self, step: int, phase: int) -> None:
-        """A step of it is about to be played."""
-        ...
-
-    def observe(self, layer: int, first: int, last: int) -> None:
+    def observe(self, event: Event) -> None:
         """Rule 3."""
         ...
 
-    def propose(self) -> tuple[Int, Float] | None:
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Rule 4."""
         ...
 
@@ -112,7 +108,7 @@ class Driver:
         """`policy`: who decides, if not the plan's policy."""
         self.plan = plan
         self.device = device
-        self.policy: Deciding = policy or Pair(
+        self.policy: Deciding = policy or PolicyRunner(
             plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer
         )
         self.machine = self.policy.residency(plan.slots)
@@ -123,6 +119,7 @@ class Driver:
         self._landing: set[int] = set()  # of these the experts whose last piece is flying
         self._predicting = False
         self._since = 0  # time up to here is accounted for
+        self._played = 0  # events of the requests that have begun
         self._stall_ns = [0] * len(STALLS)
         self._link_ns = self._compute_ns = 0
 
@@ -158,12 +155,14 @@ class Driver:
         """Play a request's steps, one by one; what happens to a row between two steps takes none of their time."""
         request = self.plan.requests[ordinal]
         cold = self.plan.cold and ordinal < len(self.plan.requests) - 1
-        self.policy.begin_request(ordinal, request)
+        events = RequestEvents(request, self.plan.shape.layers, self._played)
+        self._played += events.count
+        self.policy.begin_request(ordinal)
         steps = len(request.tokens)
         for step in range(steps):
             before = self._totals()
             began = self._since = self.device.now()
-            self._step(request, step)
+            self._step(events, step)
             step_ns = self._since - began
             if step == steps - 1:
                 self._end_request(cold)
@@ -179,18 +178,17 @@ class Driver:
 
     # The compute stream
 
-    def _step(self, request: RequestSteps, step: int) -> None:
+    def _step(self, events: RequestEvents, step: int) -> None:
         """One forward pass: L layers, then the head."""
-        device = self.device
+        device, request = self.device, events.request
         tokens, context = int(request.tokens[step]), int(request.context[step])
         layers = self.plan.shape.layers
         offsets = request.offsets[step * layers : (step + 1) * layers + 1].tolist()
-        self.policy.begin_step(step, int(request.phase[step]))
         for layer in range(layers):
             self._submitting(NO_EXPERT)
             device.dense(layer, tokens, context)
             self._until(Kind.ROUTER)
-            self._routed(request, layer, offsets[layer], offsets[layer + 1])
+            self._routed(events, step, layer, offsets[layer], offsets[layer + 1])
             while self._tokens:
                 self._handle(device.next_completion())
             self._submitting(NO_EXPERT)
@@ -199,15 +197,15 @@ class Driver:
         device.head(tokens)
         self._until(Kind.HEAD)
 
-    def _routed(self, request: RequestSteps, layer: int, first: int, last: int) -> None:
+    def _routed(self, events: RequestEvents, step: int, layer: int, first: int, last: int) -> None:
         """Rules 1 to 4, then the link and the compute stream act (with a predictor's time, the link acts before)."""
-        hits = self.machine.route(request.experts, first, last)
-        experts, counts = request.experts[first:last].tolist(), request.counts[first:last].tolist()
-        self._tokens = dict(zip(experts, counts, strict=True))
-        self._ask(lambda: self.policy.observe(layer, first, last))
+        hits = self.machine.route(events.request.experts, first, last)
+        event = events.event(step, layer)
+        self._tokens = dict(zip(event.experts.tolist(), event.counts.tolist(), strict=True))
+        self._ask(lambda: self.policy.observe(event))
         if self.device.predictor_takes_time:
             self._send()
-        self._proposal = self._ask(self.policy.propose)
+        self._proposal = self._ask(lambda: self.policy.propose(event))
         self._predicting = self.device.predict()
         if self._predicting:
             self._computing.append(NO_EXPERT)

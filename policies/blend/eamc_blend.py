@@ -244,14 +244,14 @@ class BlendRetention(ScorePolicy):
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
         self.blend.numbers[PER_ACCESS] = per_access
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """The request's own counts start anew."""
         begin_request(self.blend)
 
     def observe(self, event: Event) -> None:
         """Learn from the event, and score its layer's experts anew."""
-        accesses = event.request_experts, event.request_counts, event.first, event.last
-        observe(self.blend, event.phase, event.step, event.layer, *accesses)
+        accesses = event.experts, event.counts, 0, len(event.experts)
+        observe(self.blend, event.phase, int(event.steps[0]), event.layer, *accesses)
 
 
 @prefetcher("eamc-blend")
@@ -281,18 +281,18 @@ class BlendPrefetcher(Prefetcher):
         with np.errstate(divide="ignore", invalid="ignore"):
             self.blend.settings[LEAST] = np.log(self._wrong) - np.log(experts_per_layer)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """The request's own counts start anew (a prefetcher on its own)."""
         if self.observes:
             begin_request(self.blend)
 
     def observe(self, event: Event) -> None:
         """Learn from the event (a prefetcher on its own)."""
-        accesses = event.request_experts, event.request_counts, event.first, event.last
-        observe(self.blend, event.phase, event.step, event.layer, *accesses)
+        accesses = event.experts, event.counts, 0, len(event.experts)
+        observe(self.blend, event.phase, int(event.steps[0]), event.layer, *accesses)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """What is likely enough in the next layer."""
-        picks = event.ahead[0]
+        picks = event.ahead_experts
         n = propose(self.blend, event.phase, event.layer, picks, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

@@ -23,19 +23,19 @@ class PerLayer(RetentionPolicy):
         for keeper in self._of:
             keeper.foresee(requests, per_access)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """For every layer."""
         for keeper in self._of:
-            keeper.begin_request(request)
+            keeper.begin_request(request, seat)
 
     def observe(self, event: Event) -> None:
         """For the event's layer."""
         self._of[event.layer].observe(event)
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         """For every layer."""
         for keeper in self._of:
-            keeper.end_request()
+            keeper.end_request(seat)
 
     def on_hit(self, expert: int, serial: int) -> None:
         """For the expert's layer."""

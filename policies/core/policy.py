@@ -6,14 +6,14 @@ falls to the lower id. Rules 3, 4, 8 and 10 of the contract say when each method
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.steps import Lookahead, RequestSteps
+from traces.steps import RequestSteps
 
 Int = NDArray[np.int64]
 Float = NDArray[np.float64]
@@ -39,42 +39,33 @@ class Shape:
         return self.layers * self.experts
 
 
-@dataclass(slots=True)
-class Event:
-    """One (step, layer), after its router: the distinct experts it chose, ids ascending.
+class Event(NamedTuple):
+    """What a policy hears after a router: the distinct experts that one layer chose, for all requests of the step.
 
-    The engine reuses one instance; a policy that wants to remember an event copies what it needs. Compiled code
-    takes the request's arrays and the range, which spares the slices.
+    It holds arrays of its own and nothing of what comes later. Of all requests together are `experts` and `counts`;
+    a request's own are `own_experts` and `own_counts` from offsets[r] to offsets[r + 1], r being its place in `seats`.
+    With one request these are the same arrays. Compiled functions take an Event as it is.
     """
 
-    request: int = 0  # ordinal in the order of play
-    step: int = 0  # index within the request
-    phase: int = 0  # traces.steps.PREFILL or DECODE
-    layer: int = 0
-    serial: int = 0  # number of the event over the whole run, from 1
-    request_experts: Int = field(default_factory=lambda: NO_INTS)  # [A] all accesses of the request
-    request_counts: Int = field(default_factory=lambda: NO_INTS)  # [A] tokens of the step that chose each
-    first: int = 0  # the event's accesses are first to last - 1
-    last: int = 0
-    lookahead: Lookahead | None = None  # of the request, where the trace has it; policies read `ahead`
+    serial: int  # number of the event over the whole run, from 1
+    phase: int  # traces.steps.PREFILL or DECODE
+    layer: int
+    experts: Int  # [n] ids, ascending
+    counts: Int  # [n] tokens of the step that chose each
+    seats: Int  # [R] place that each request holds in the batch; 0 with one request at a time
+    steps: Int  # [R] index of the step within each request
+    offsets: Int  # [R + 1]
+    own_experts: Int  # [m] ids, ascending within a request
+    own_counts: Int  # [m]
+    ahead_experts: Int  # ids that the next layer's router picks for what entered this layer; empty if not recorded
+    ahead_counts: Int  # tokens of each
 
-    @property
-    def experts(self) -> Int:
-        """Ids [n]."""
-        return self.request_experts[self.first : self.last]
-
-    @property
-    def counts(self) -> Int:
-        """Tokens [n] that chose each."""
-        return self.request_counts[self.first : self.last]
-
-    @property
-    def ahead(self) -> tuple[Int, Int]:
-        """Ids [n] that the next layer's router picks for what entered this layer, and tokens [n] of each.
-
-        Nothing after the last layer, nor of a trace that has no such column.
-        """
-        return self.lookahead.after(self.step, self.layer) if self.lookahead else (NO_INTS, NO_INTS)
+    def by_request(self) -> Iterator[tuple[int, int, Int, Int]]:
+        """Each request's (seat, step, experts, counts)."""
+        ends = self.offsets.tolist()
+        for r, (seat, step) in enumerate(zip(self.seats.tolist(), self.steps.tolist(), strict=True)):
+            own = slice(ends[r], ends[r + 1])
+            yield seat, step, self.own_experts[own], self.own_counts[own]
 
 
 class Options:
@@ -99,14 +90,14 @@ class Listener:
         With `per_access` every access is an event of its own (the untimed mode).
         """
 
-    def begin_request(self, request: int) -> None:
-        """A request starts; `request` is its ordinal in the order of play."""
+    def begin_request(self, request: int, seat: int) -> None:
+        """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the order of play."""
 
     def observe(self, event: Event) -> None:
         """Rule 3: the router of an event is known."""
 
-    def end_request(self) -> None:
-        """The last step of the request has ended: the time to learn from it."""
+    def end_request(self, seat: int) -> None:
+        """The last step of the request in `seat` has ended: the time to learn from it."""
 
 
 class RetentionPolicy(Listener, ABC):

@@ -1,6 +1,6 @@
 """Retention and prefetch of one run, as one thing that hears of requests and events (rules 3, 4 and 10).
 
-Every engine tells a pair what happens, in the order in which it happens; whatever a policy is told passes here.
+Every engine tells it what happens, in the order in which it happens; whatever a policy is told passes here.
 """
 
 import numpy as np
@@ -11,10 +11,9 @@ from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
 from policies.core.residency_compiled import STATE
 from traces.errors import InputError
-from traces.steps import RequestSteps
 
 
-class Pair:
+class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
     checks: whether proposals are looked at before compiled code takes them: those of a user's prefetcher are.
@@ -34,15 +33,15 @@ class Pair:
         self.shape = shape
         self._divide = spec.divide
         self.retention, self.prefetcher = spec.build(shape)
+        if self.prefetcher.needs_lookahead and not per_access and requests and requests[0].lookahead is None:
+            raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
         for half in (self.retention, self.prefetcher):
             half.foresee(requests, per_access)
         if experts_per_layer is not None:
             self.prefetcher.window(experts_per_layer)
-        self._event = Event()
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
         self.checks = not type(self.prefetcher).__module__.startswith("policies.")
-        self._needs_lookahead = self.prefetcher.needs_lookahead and not per_access
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
 
     def residency(self, slots: int) -> Residency:
@@ -54,36 +53,24 @@ class Pair:
             self._limiter.state = machine.m[STATE]
         return machine
 
-    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
-        """The request is about to be played, the `ordinal`-th of the run."""
-        event = self._event
-        event.request, event.request_experts, event.request_counts = ordinal, request.experts, request.counts
-        event.lookahead = request.lookahead
-        if self._needs_lookahead and request.lookahead is None:
-            raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the request has none")
-        self.retention.begin_request(ordinal)
-        self.prefetcher.begin_request(ordinal)
+    def begin_request(self, ordinal: int, seat: int = 0) -> None:
+        """The `ordinal`-th request of the run takes `seat`."""
+        self.retention.begin_request(ordinal, seat)
+        self.prefetcher.begin_request(ordinal, seat)
 
-    def begin_step(self, step: int, phase: int) -> None:
-        """Step number `step` of the request is about to be played."""
-        self._event.step, self._event.phase = step, phase
-
-    def observe(self, layer: int, first: int, last: int) -> None:
-        """Rule 3: the router of `layer` chose accesses `first` to `last` - 1 of the request."""
-        event = self._event
-        event.layer, event.first, event.last = layer, first, last
-        event.serial += 1
+    def observe(self, event: Event) -> None:
+        """Rule 3."""
         for observe in self._observers:
             observe(event)
 
-    def propose(self) -> tuple[Int, Float] | None:
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
         if not self.prefetcher.proposes:
             return None
-        proposal = self.prefetcher.propose(self._event)
+        proposal = self.prefetcher.propose(event)
         if self.checks:
             self._check(proposal)
-        return proposal if self._limiter is None else self._limiter(self._event.layer, *proposal)
+        return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
 
     def _check(self, proposal: object) -> None:
         """Compiled code takes a proposal as it is: InputError for one of a user's that is not what rule 4 asks for."""
@@ -99,7 +86,7 @@ class Pair:
         if len(np.unique(experts)) < len(experts) or not np.isfinite(priorities).all():
             raise InputError(f"prefetcher {name} proposes an expert twice, or a priority that is not finite")
 
-    def end_request(self) -> None:
-        """The last step of the request has ended."""
-        self.retention.end_request()
-        self.prefetcher.end_request()
+    def end_request(self, seat: int = 0) -> None:
+        """The last step of the request in `seat` has ended."""
+        self.retention.end_request(seat)
+        self.prefetcher.end_request(seat)

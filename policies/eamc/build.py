@@ -5,7 +5,8 @@ matched on the way, so only for it the trace is played event by event; of a trac
 matched, and there it replaces the oldest.
 """
 
-from policies.core.policy import Event, Shape
+from policies.core.events import RequestEvents
+from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor
 from policies.eamc.matching import REQUEST
@@ -19,7 +20,7 @@ def build(trace: Trace, policy: str) -> Predictor:
     predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts))
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):
-            _play(predictor, i, trace.steps(i))
+            _play(predictor, trace.steps(i))
             predictor.learn()
         return predictor
     by_phase = {phase: trace.eams(phase) for phase in (PREFILL, DECODE)}
@@ -38,12 +39,9 @@ def predictor_of(policy: str, shape: Shape) -> Predictor:
     raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
 
 
-def _play(predictor: Predictor, ordinal: int, request: RequestSteps) -> None:
+def _play(predictor: Predictor, request: RequestSteps) -> None:
     """Every event of a request is observed."""
-    event = Event(request=ordinal, request_experts=request.experts, request_counts=request.counts)
-    offsets, L = request.offsets.tolist(), predictor.shape.layers
-    for step, phase in enumerate(request.phase.tolist()):
-        for layer in range(L):
-            event.step, event.phase, event.layer = step, phase, layer
-            event.first, event.last = offsets[step * L + layer : step * L + layer + 2]
-            predictor.observe(event)
+    events = RequestEvents(request, predictor.shape.layers)
+    for step in range(len(request.phase)):
+        for layer in range(events.layers):
+            predictor.observe(events.event(step, layer))

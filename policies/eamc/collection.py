@@ -76,8 +76,8 @@ class Collection:
 
         `begins`: it is the first event of its step.
         """
-        experts, counts = event.request_experts, event.request_counts
-        changed: bool = matching.observe(self.bucket, begins, event.layer, experts, counts, event.first, event.last)
+        accesses = event.experts, event.counts, 0, len(event.experts)
+        changed: bool = matching.observe(self.bucket, begins, event.layer, *accesses)
         return changed
 
     def learn(self) -> None:

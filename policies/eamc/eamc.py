@@ -234,17 +234,19 @@ class Predictor:
 
     def observe(self, event: Event) -> bool:
         """Match anew; whether the ratios have changed."""
-        accesses = event.request_experts, event.request_counts, event.first, event.last
+        accesses = event.experts, event.counts, 0, len(event.experts)
         meets = event.phase if self.options.split else 0
-        changed: bool = match(self.collections[meets].bucket, self.says, meets, event.step, event.layer, *accesses)
+        changed: bool = match(
+            self.collections[meets].bucket, self.says, meets, int(event.steps[0]), event.layer, *accesses
+        )
         return changed
 
     def score(self, event: Event, keep: Float) -> None:
         """Match anew, and write the keep scores that this changes."""
-        accesses = event.request_experts, event.request_counts, event.first, event.last
+        accesses = event.experts, event.counts, 0, len(event.experts)
         meets = event.phase if self.options.split else 0
         bucket = self.collections[meets].bucket
-        match_and_score(bucket, self.says, keep, meets, event.step, event.layer, *accesses)
+        match_and_score(bucket, self.says, keep, meets, int(event.steps[0]), event.layer, *accesses)
 
     @property
     def ratios(self) -> Float:
@@ -321,7 +323,7 @@ class EamcRetention(ScorePolicy):
         """Match anew, and score what that changes."""
         self.predictor.score(event, self.keep)
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         """Learn the request."""
         self.predictor.learn()
 
@@ -357,7 +359,7 @@ class EamcPrefetcher(Prefetcher):
         """Match anew (a prefetcher on its own)."""
         self.predictor.observe(event)
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         """Learn the request (a prefetcher on its own)."""
         if self.observes:
             self.predictor.learn()

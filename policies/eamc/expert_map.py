@@ -220,11 +220,11 @@ class ExpertMapRetention(ScorePolicy):
 
     def observe(self, event: Event) -> None:
         """Match anew; share in the match x lookups, then lookups."""
-        experts, first, last = event.request_experts, event.first, event.last
-        observe(self.maps, event.step, event.layer, experts, event.request_counts, first, last)
-        score(self.maps, self.keep, experts, first, last)
+        experts, last = event.experts, len(event.experts)
+        observe(self.maps, int(event.steps[0]), event.layer, experts, event.counts, 0, last)
+        score(self.maps, self.keep, experts, 0, last)
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         """The maps learn the last step."""
         end_request(self.maps)
 
@@ -250,15 +250,15 @@ class ExpertMap(Prefetcher):
 
     def observe(self, event: Event) -> None:
         """Match anew (a prefetcher on its own)."""
-        accesses = event.request_experts, event.request_counts, event.first, event.last
-        observe(self.maps, event.step, event.layer, *accesses)
+        accesses = event.experts, event.counts, 0, len(event.experts)
+        observe(self.maps, int(event.steps[0]), event.layer, *accesses)
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         """Learn the last step (a prefetcher on its own)."""
         if self.observes:
             end_request(self.maps)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """What the nearest map chose in the next layers."""
-        n = propose(self.maps, event.layer, event.last - event.first, self._ids, self._priorities)
+        n = propose(self.maps, event.layer, len(event.experts), self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

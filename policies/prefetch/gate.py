@@ -36,5 +36,5 @@ class Gate(Prefetcher):
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """All the picks."""
-        n = propose(*event.ahead, self._ids, self._priorities)
+        n = propose(event.ahead_experts, event.ahead_counts, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

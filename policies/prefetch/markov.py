@@ -106,10 +106,10 @@ class Markov(Prefetcher):
 
     def observe(self, event: Event) -> None:
         """Learn what has followed the layer below."""
-        observe(self.chain, event.layer, event.request_experts, event.first, event.last)
+        observe(self.chain, event.layer, event.experts, 0, len(event.experts))
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The n best of the next layer."""
-        accesses = event.request_experts, event.first, event.last
+        accesses = event.experts, 0, len(event.experts)
         n = propose(self.chain, event.layer, self.shape.layers, *accesses, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

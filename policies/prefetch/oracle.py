@@ -83,7 +83,7 @@ class Oracle(Prefetcher):
         """Keep the run's requests."""
         self._requests = requests
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """Turn to the request's routing."""
         self._request = self._requests[request]
 
@@ -91,7 +91,7 @@ class Oracle(Prefetcher):
         """The distinct experts of the events within the horizon."""
         if self._request is None:
             return NOTHING
-        number = event.step * self.shape.layers + event.layer
+        number = int(event.steps[0]) * self.shape.layers + event.layer
         future = self._request.offsets, self._request.experts
         n = propose(self.seen, number, *future, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

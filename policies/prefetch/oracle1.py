@@ -42,7 +42,7 @@ class NextLayerOracle(Prefetcher):
         """Keep the run's requests."""
         self._requests = requests
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """Turn to the request's routing."""
         self._request = self._requests[request]
 
@@ -51,5 +51,5 @@ class NextLayerOracle(Prefetcher):
         if self._request is None:
             return NOTHING
         L, future = self.shape.layers, (self._request.offsets, self._request.experts)
-        n = propose(event.step * L + event.layer, L, *future, self._ids, self._priorities)
+        n = propose(int(event.steps[0]) * L + event.layer, L, *future, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

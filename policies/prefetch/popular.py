@@ -86,7 +86,7 @@ class Popular(Prefetcher):
 
     def observe(self, event: Event) -> None:
         """Count the event for each of its experts."""
-        observe(self.known, event.request_experts, event.first, event.last)
+        observe(self.known, event.experts, 0, len(event.experts))
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The n most used of the next layer."""

@@ -74,13 +74,13 @@ class Previous(Prefetcher):
         self.latest = nothing_decoded(shape, options)
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """No token has been decoded."""
         self.latest.sizes[:] = 0
 
     def observe(self, event: Event) -> None:
         """Remember the token's choice."""
-        observe(self.latest, event.phase, event.layer, event.request_experts, event.first, event.last)
+        observe(self.latest, event.phase, event.layer, event.experts, 0, len(event.experts))
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The latest choices of the next layers, around the cycle."""

@@ -187,14 +187,14 @@ class Stride(Prefetcher):
         self.known = nothing_foreseen(model, options.n)
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """No token has been decoded."""
         self.known.sizes[:] = 0
         self.known.predicted[:] = 0
 
     def observe(self, event: Event) -> None:
         """Remember the token's choice."""
-        observe(self.known, event.phase, event.layer, event.request_experts, event.first, event.last)
+        observe(self.known, event.phase, event.layer, event.experts, 0, len(event.experts))
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """The likeliest of the layer `stride` ahead, and again those of the layers before it."""

@@ -48,6 +48,7 @@ class Belady(ScorePolicy):
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
         self.following: Int = NO_INTS  # [A] of the request, by access: the event of the next use
+        self._heard = 0  # accesses of it
         self._requests: Requests = []
         self._per_access = False
         self._stretch = 1  # requests between two that are kept
@@ -71,11 +72,12 @@ class Belady(ScorePolicy):
             numbers[numbers < NEVER] += 1 - number
         self.keep[0] = -upcoming
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """Turn to the request's next uses."""
         if request not in self._after:
             self._turn_to_stretch(request // self._stretch)
         self.following = self._look_back(request, self._after[request].copy())[1]
+        self._heard = 0
 
     def _turn_to_stretch(self, stretch: int) -> None:
         """Learn what is used next after each request of a stretch."""
@@ -95,4 +97,6 @@ class Belady(ScorePolicy):
 
     def observe(self, event: Event) -> None:
         """What was looked up now is next used later."""
-        observe(self.following, self.keep, event.request_experts, event.first, event.last)
+        n = len(event.experts)
+        observe(self.following[self._heard : self._heard + n], self.keep, event.experts, 0, n)
+        self._heard += n

@@ -35,10 +35,10 @@ class LeastStale(ScorePolicy):
         self.current: Int = np.array([NOT_BEGUN])
         self.keep[1] = np.repeat(np.arange(shape.layers), shape.experts)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """Its first step is another pass."""
         self.current[0] = NOT_BEGUN
 
     def observe(self, event: Event) -> None:
         """What is looked up is fresh, until the next pass begins."""
-        observe(self.current, self.keep, event.step, event.request_experts, event.first, event.last)
+        observe(self.current, self.keep, int(event.steps[0]), event.experts, 0, len(event.experts))

@@ -76,12 +76,12 @@ class MultiCriteria(ScorePolicy):
         super().__init__(shape, options)
         self.uses = unused(shape, options)
 
-    def begin_request(self, request: int) -> None:
+    def begin_request(self, request: int, seat: int) -> None:
         """No step has used anything."""
         self.uses.last[:] = 0
         self.uses.used[:] = 0
 
     def observe(self, event: Event) -> None:
         """Count the event, and score all experts for where the step now is."""
-        accesses = event.request_experts, event.first, event.last
-        observe(self.uses, self.keep, event.step + 1, event.layer, *accesses)
+        accesses = event.experts, 0, len(event.experts)
+        observe(self.uses, self.keep, int(event.steps[0]) + 1, event.layer, *accesses)

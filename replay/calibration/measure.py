@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 
 from policies.core.residency import Residency
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
 from replay.devices.device import Device
@@ -285,7 +285,7 @@ def policy_ns(plan: Plan, timing: Timing, link: Link) -> int:
     The plan is played from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
     tenth (compilation, empty collections) is not counted.
     """
-    if Pair(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer).silent:
+    if PolicyRunner(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer).silent:
         return 0
     phase, predictor = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
     rows: list[tuple[int, int]] = []

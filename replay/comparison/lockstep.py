@@ -32,7 +32,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from policies.core import residency_compiled as core
-from policies.core.policy import NOTHING, Float, Int, Options, ScorePolicy, Shape
+from policies.core.policy import NOTHING, Event, Float, Int, Options, ScorePolicy, Shape
 from policies.core.residency import Residency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from replay.devices.virtual import VirtualDevice
@@ -40,7 +40,6 @@ from replay.driver import Plan, play
 from sim.loop.log import RunLog
 from sim.profiles.timing import Link, Timing
 from sim.timeline.residency_tracks import after
-from traces.steps import RequestSteps
 
 
 class Act(IntEnum):
@@ -138,16 +137,13 @@ class Lockstep:
         shape = self._plan.shape
         return LockstepMachine(shape, self._plan.policy.divide(shape, slots), self._script)
 
-    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+    def begin_request(self, ordinal: int) -> None:
         """Of no interest."""
 
-    def begin_step(self, step: int, phase: int) -> None:
+    def observe(self, event: Event) -> None:
         """Of no interest."""
 
-    def observe(self, layer: int, first: int, last: int) -> None:
-        """Of no interest."""
-
-    def propose(self) -> tuple[Int, Float] | None:
+    def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Nothing; but where the script's run heard proposals, their arrival is a moment."""
         return NOTHING if self._script.proposes else None
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from policies.core.policy import Int, Shape
+from policies.core.policy import Event, Int, Shape
 from policies.core.residency_compiled import NO_EXPERT
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.devices.cuda import CudaDevice
@@ -25,7 +25,6 @@ from replay.devices.device import Device, Work
 from replay.devices.stage import Stage
 from replay.run import Choice
 from replay.warmup import undisturbed
-from traces.steps import RequestSteps
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
 SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
@@ -58,16 +57,13 @@ class Schedule:
         """Itself: it has what driver and pump ask of a residency machine."""
         return self
 
-    def begin_request(self, ordinal: int, request: RequestSteps) -> None:
+    def begin_request(self, ordinal: int) -> None:
         """Of no interest."""
 
-    def begin_step(self, step: int, phase: int) -> None:
+    def observe(self, event: Event) -> None:
         """Of no interest."""
 
-    def observe(self, layer: int, first: int, last: int) -> None:
-        """Of no interest."""
-
-    def propose(self) -> None:
+    def propose(self, event: Event) -> None:
         """Nothing."""
 
     # The machine

@@ -21,7 +21,7 @@ from policies.core.limits import Bounds, limiter
 from policies.core.policy import Float, Int, Shape
 from policies.core.registry import parse
 from policies.core.residency_compiled import BLOCKED
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from sim.loop.log import STALLS, Ended, Run, RunLog, whole
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError
@@ -327,10 +327,11 @@ def simulate(run: Run) -> RunLog:
 
 def play(run: Run, ended: Ended) -> None:
     """As `simpy_engine.play`, whose logs these are. NotServedError for a policy that this engine cannot play."""
-    pair = Pair(run.policy, Shape(run.layers, run.experts), run.requests, experts_per_layer=run.experts_per_layer)
-    if reason := dispatch.refusal(pair.retention, pair.prefetcher):
+    shape = Shape(run.layers, run.experts)
+    runner = PolicyRunner(run.policy, shape, run.requests, experts_per_layer=run.experts_per_layer)
+    if reason := dispatch.refusal(runner.retention, runner.prefetcher):
         raise NotServedError(f"the compiled engine does not play {run.policy.text}: {reason} (--engine simpy does)")
-    Engine(run, pair).play(ended)
+    Engine(run, runner).play(ended)
 
 
 def on_disk() -> bool:
@@ -353,15 +354,15 @@ class NotServedError(InputError):
 class Engine:
     """One run: the machine, the policies' minds, and the rows that requests leave behind."""
 
-    def __init__(self, run: Run, pair: Pair) -> None:
-        shape, timing, link = pair.shape, run.timing, run.link
+    def __init__(self, run: Run, runner: PolicyRunner) -> None:
+        shape, timing, link = runner.shape, run.timing, run.link
         L, E = shape.layers, shape.experts
         self.requests = run.requests
         self.cold = run.cold
-        self.pair = pair
-        self.machine = pair.residency(run.slots)
+        self.runner = runner
+        self.machine = runner.residency(run.slots)
         self.rest = dispatch.nothing()
-        self.plan = _plan(pair, run.experts_per_layer)
+        self.plan = _plan(runner, run.experts_per_layer)
         self.tables = DurationTables(timing, L)
         self.predictor_ns = timing.predictor_ns
         self.link = link
@@ -384,7 +385,7 @@ class Engine:
         last = len(self.requests) - 1
         for ordinal in range(last + 1):
             request = self.requests[ordinal]
-            self.pair.begin_request(ordinal, request)
+            self.runner.begin_request(ordinal)
             totals, evictions = self._play(request)
             if len(totals):
                 self._end_request(self.cold and ordinal != last)
@@ -399,7 +400,7 @@ class Engine:
             return rows, evictions
         told, durations = dispatch.told(request), self.tables.of(request)
         self._check_range(told, durations)
-        minds = dispatch.minds(self.rest, self.pair.retention, self.pair.prefetcher)
+        minds = dispatch.minds(self.rest, self.runner.retention, self.runner.prefetcher)
         step, n = 0, self.state.n
         while step < len(rows):
             step = play_steps(self.state, self.plan, minds, told, durations, self.predictor_ns, step, rows)
@@ -409,7 +410,7 @@ class Engine:
 
     def _end_request(self, cold: bool) -> None:
         """Rule 10; `cold` discards what is under way."""
-        self.pair.end_request()
+        self.runner.end_request()
         n = self.state.n
         if cold:
             n[BUSY] = busy_until_now(n)
@@ -452,16 +453,16 @@ class Engine:
         )
 
 
-def _plan(pair: Pair, experts_per_layer: float | None) -> Plan:
-    keeper, fetcher, total = pair.retention, pair.prefetcher, pair.shape.total
-    limited = limiter(fetcher.options, pair.shape, experts_per_layer)
+def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
+    keeper, fetcher, total = runner.retention, runner.prefetcher, runner.shape.total
+    limited = limiter(fetcher.options, runner.shape, experts_per_layer)
     kind = KINDS[type(fetcher)]
     return Plan(
         keeps=KINDS[type(keeper)] if keeper.observes else NONE,
         listens=kind if fetcher.observes else NONE,
         fetches=kind if fetcher.proposes else NONE,
         limited=limited is not None,
-        bounds=(limited or limits.Limiter(limits.Limits(), pair.shape, None)).bounds,
+        bounds=(limited or limits.Limiter(limits.Limits(), runner.shape, None)).bounds,
         ids=np.empty(total, np.int64),
         priorities=np.empty(total),
     )

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import simpy
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.residency import Residency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from sim.engines.hits import HitQueue
 from sim.loop.log import STALLS, Ended, Run, RunLog, whole
 from sim.profiles.timing import Link
@@ -76,7 +77,7 @@ class Model:
         self.shape = Shape(run.layers, run.experts)
         self.timing = run.timing
         self.cold = run.cold
-        self.policy = Pair(run.policy, self.shape, run.requests, experts_per_layer=run.experts_per_layer)
+        self.policy = PolicyRunner(run.policy, self.shape, run.requests, experts_per_layer=run.experts_per_layer)
         self.machine = self.policy.residency(run.slots)
         self.hits = HitQueue(self.machine)
         self.link = HostLink(self.env, self.machine, run.link, self.hits)
@@ -88,14 +89,16 @@ class Model:
     # The compute stream
 
     def _compute_stream(self, ended: Ended) -> Wait:
-        last = len(self.requests) - 1
+        last, played = len(self.requests) - 1, 0
         for ordinal in range(last + 1):
             request, rows = self.requests[ordinal], []
-            self.policy.begin_request(ordinal, request)
+            events = RequestEvents(request, self.shape.layers, played)
+            played += events.count
+            self.policy.begin_request(ordinal)
             steps = len(request.tokens)
             for step in range(steps):
                 before, began = self._snapshot(), self.env.now
-                yield from self._step(request, step)
+                yield from self._step(events, step)
                 if step == steps - 1:
                     self._end_request(cold=self.cold and ordinal != last)
                 rows.append(self._row(request, step, self.env.now - began, before))
@@ -108,13 +111,13 @@ class Model:
             self.link.cut()
         self.machine.end_request(cold)
 
-    def _step(self, request: RequestSteps, step: int) -> Wait:
+    def _step(self, events: RequestEvents, step: int) -> Wait:
         """One forward pass: L layers, then the head."""
         env, link, machine, hits, policy = self.env, self.link, self.machine, self.hits, self.policy
         timing, L, predictor_ns = self.timing, self.shape.layers, self.timing.predictor_ns
+        request = events.request
         tokens, context = int(request.tokens[step]), int(request.context[step])
         dense_ns, combine_ns, one_token_ns = timing.dense_ns, timing.combine_ns(tokens), timing.expert_ns(1)
-        policy.begin_step(step, int(request.phase[step]))
         experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
         for layer in range(L):
             yield At(env, dense_ns(layer, tokens, context), ROUTER)
@@ -123,8 +126,9 @@ class Model:
             n_others = last - first - n_hits
             proposal = None
             if not policy.silent:
-                policy.observe(layer, first, last)
-                proposal = policy.propose()
+                event = events.event(step, layer)
+                policy.observe(event)
+                proposal = policy.propose(event)
             if predictor_ns:
                 link.queued()
                 yield At(env, predictor_ns, COMPUTE)

@@ -6,12 +6,12 @@ event of its own for recency, counts and EAMs. Misses equal those of an independ
 
 import numpy as np
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Requests, Shape
 from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from sim.loop.log import STALLS, Ended, RunLog, joined
-from traces.steps import RequestSteps
 
 
 def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
@@ -25,30 +25,32 @@ def play(
     requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, ended: Ended, cold: bool = False
 ) -> None:
     """The same; `ended` takes the log of each request as it ends."""
-    pair = Pair(policy, Shape(layers, experts), requests, per_access=True)
-    machine = pair.residency(slots)
-    last = len(requests) - 1
+    runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
+    machine = runner.residency(slots)
+    last, played = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request, evictions = requests[ordinal], list[int]()
-        pair.begin_request(ordinal, request)
-        rows = _play(pair, machine, request, evictions)
-        pair.end_request()
+        events = RequestEvents(request, layers, played, per_access=True)
+        played += events.count
+        runner.begin_request(ordinal)
+        rows = _play(runner, machine, events, evictions)
+        runner.end_request()
         machine.end_request(cold and ordinal != last)
         ended(_log(np.array(rows, np.int64).reshape(-1, 5), evictions))
 
 
-def _play(pair: Pair, machine: Residency, request: RequestSteps, evictions: list[int]) -> list[list[int]]:
+def _play(runner: PolicyRunner, machine: Residency, events: RequestEvents, evictions: list[int]) -> list[list[int]]:
     """One request; a row (request, phase, tokens, hits, misses) for each step."""
-    rows = []
-    layers, experts, offsets = pair.shape.layers, request.experts.tolist(), request.offsets.tolist()
+    rows, request, layers = [], events.request, events.layers
+    experts, offsets = request.experts.tolist(), request.offsets.tolist()
     for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
-        pair.begin_step(step, phase)
         hits = 0
         for layer in range(layers):
+            heard = None if runner.silent else events.accesses(step, layer)
             for i in range(offsets[step * layers + layer], offsets[step * layers + layer + 1]):
                 hit = machine.route(request.experts, i, i + 1)
-                if not pair.silent:
-                    pair.observe(layer, i, i + 1)
+                if heard:
+                    runner.observe(next(heard))
                 if not hit:
                     _, victim, _ = machine.next_transfer()
                     if victim >= 0:

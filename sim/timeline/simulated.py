@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from policies.core import residency_compiled as core
+from policies.core.events import RequestEvents
 from policies.core.policy import Int, Shape
 from policies.core.residency import Residency
 from sim.engines.hits import HitQueue
@@ -17,7 +18,7 @@ from sim.profiles.timing import Link
 from sim.timeline.file import Args, ComputeTrack, Process, Timeline
 from sim.timeline.residency_tracks import ResidencyTracks, after, expert_args, expert_name
 from sim.timeline.window import WHOLE, Window
-from traces.steps import DECODE, RequestSteps
+from traces.steps import DECODE
 
 
 class WindowOver(Exception):  # noqa: N818  # no error: it ends a run that has been shown
@@ -87,15 +88,15 @@ class ObservedModel(Model):
 
     # The compute stream
 
-    def _step(self, request: RequestSteps, step: int) -> Wait:
+    def _step(self, events: RequestEvents, step: int) -> Wait:
         """One forward pass, shown as a whole when it has ended."""
-        began, before = self.env.now, self.machine.counters()
+        request, began, before = events.request, self.env.now, self.machine.counters()
         if self._position() >= self._window.first and not self._is_over() and not self._timeline.is_open:
             self._timeline.open(began)
         self._request, self._layer, tokens = request, -1, int(request.tokens[step])
         self._combine_ns = self.timing.combine_ns(tokens)
         self._compute.begin(began)
-        yield from super()._step(request, step)
+        yield from super()._step(events, step)
         self._combine()
         self._compute.until(self.env.now, "head", {})
         hits, late, misses = (now - then for now, then in zip(self.machine.counters()[:3], before[:3], strict=True))

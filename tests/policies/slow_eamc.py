@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Event, Shape
 from policies.core.registry import parse
 from policies.eamc.options import EamcOptions
@@ -111,8 +112,9 @@ class SlowEamc:
         self.ratio, self.known = np.zeros((shape.layers, shape.experts)), False
 
     def observe(self, event: Event) -> None:
-        if self.step != (event.request, event.step):
-            self.step = event.request, event.step
+        step = int(event.steps[0])
+        if self.step != step:
+            self.step = step
             self.iteration = np.zeros(self.ratio.shape, np.int64)
         collection = self.collections[event.phase if self.options.split else 0]
         for expert, count in zip(event.experts, event.counts, strict=True):
@@ -152,9 +154,10 @@ class SlowEamc:
             (self.ratio[i, e] + self.options.eps) * decay[self.options.decay][i] for i in range(L) for e in range(E)
         ]
 
-    def end_request(self) -> None:
+    def end_request(self, seat: int) -> None:
         for collection in self.collections:
             collection.learn()
+        self.step = None
 
 
 def policy_of(options: EamcOptions) -> str:
@@ -165,15 +168,9 @@ def policy_of(options: EamcOptions) -> str:
 def events(requests: list[RequestSteps], L: int, per_access: bool = False, first: int = 0):
     """(request, its events) of each; with `per_access` as the untimed mode has them: one for each access."""
     for ordinal, request in enumerate(requests, first):
-        heard = []
-        for step, phase in enumerate(request.phase.tolist()):
-            for layer in range(L):
-                a, b = request.offsets[step * L + layer : step * L + layer + 2].tolist()
-                parts = [(i, i + 1) for i in range(a, b)] if per_access else [(a, b)]
-                heard += [
-                    Event(ordinal, step, phase, layer, 0, request.experts, request.counts, *part) for part in parts
-                ]
-        yield ordinal, heard
+        made = RequestEvents(request, L, per_access=per_access)
+        places = [(step, layer) for step in range(len(request.phase)) for layer in range(L)]
+        yield ordinal, [event for at in places for event in (made.accesses(*at) if per_access else [made.event(*at)])]
 
 
 def compare(shape: Shape, options: EamcOptions, requests: list[RequestSteps], per_access: bool = False) -> int:
@@ -191,5 +188,5 @@ def compare(shape: Shape, options: EamcOptions, requests: list[RequestSteps], pe
             np.testing.assert_allclose(priorities, [wanted[i] for i in ids.tolist()], rtol=1e-12)
             proposed += len(ids)
         for listener in (keeper, prefetcher, slow):
-            listener.end_request()
+            listener.end_request(0)
     return proposed

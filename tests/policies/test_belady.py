@@ -42,7 +42,7 @@ def test_next_uses_are_those_that_a_search_through_the_whole_run_finds(
     belady = Belady(Shape(2, 7), Options())
     belady.foresee(run, per_access)
     for i, wanted in enumerate(slow_next_uses(run, per_access)):
-        belady.begin_request(i)
+        belady.begin_request(i, 0)
         assert belady.following.tolist() == wanted
 
 
@@ -53,7 +53,7 @@ def test_requests_may_begin_in_any_order() -> None:
     belady.foresee(run, per_access=False)
     wanted = slow_next_uses(run, per_access=False)
     for i in (4, 0, 10, 4, 9, 5):
-        belady.begin_request(i)
+        belady.begin_request(i, 0)
         assert belady.following.tolist() == wanted[i]
 
 
@@ -71,7 +71,7 @@ def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(request
     belady.foresee([trace.steps(i) for i in range(requests)], per_access=False)
     most = 0
     for i in range(requests):
-        belady.begin_request(i)
+        belady.begin_request(i, 0)
         held = [*vars(belady).values(), *belady._after.values()]
         most = max(most, sum(array.nbytes for array in held if isinstance(array, np.ndarray)))
     eams, request, scores = 2 * int(requests**0.5) * L * E * 8, 40 * L * 4 * 8, 3 * L * E * 8

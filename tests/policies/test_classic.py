@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.policy import Event, RetentionPolicy, Shape
+from policies.core.events import alone
+from policies.core.policy import RetentionPolicy, Shape
 from policies.core.registry import parse
 from policies.core.scores import on_lookup
 from traces.errors import InputError
@@ -198,7 +199,7 @@ class Both:
                 self.by_hand.hit(expert)
         if self.policy.observes:
             ids = np.array(experts, np.int64)
-            self.policy.observe(Event(0, self.serial, DECODE, 0, self.serial, ids, np.ones_like(ids), 0, len(ids)))
+            self.policy.observe(alone(DECODE, 0, self.serial, ids, np.ones_like(ids), self.serial))
         self.by_hand.missed(missed)
         for expert in missed:
             self.start(expert, True, draw)
@@ -286,7 +287,7 @@ def test_least_stale_spares_what_the_current_pass_has_touched_and_later_layers()
 
     def looks_up(step: int, layer: int, *experts: int) -> None:
         ids = np.array(experts)
-        policy.observe(Event(0, step, DECODE, layer, 0, ids, np.ones_like(ids), 0, len(ids)))
+        policy.observe(alone(DECODE, layer, step, ids, np.ones_like(ids)))
 
     looks_up(0, 0, 0, 1)
     assert policy.victim(residents) == 3, "stale, though of the last layer"

@@ -29,7 +29,7 @@ HEAD = """
 import itertools
 import random
 import numpy as np
-from policies.core.policy import NOTHING, NO_INTS, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy
 """
 
 BAD_KEEPERS = {
@@ -46,8 +46,13 @@ class Bad(ScorePolicy):
 """,
     "changes a decision before it": """
 class Bad(ScorePolicy):
+    def foresee(self, requests, per_access):
+        self.requests = requests
+    def begin_request(self, request, seat):
+        self.coming = self.requests[request].experts
     def observe(self, event):
-        self.keep[0, event.request_experts[event.last:]] = event.serial
+        self.coming = self.coming[len(event.experts):]
+        self.keep[0, self.coming] = event.serial
 """,
     "other routing later on changes": """
 class Bad(ScorePolicy):
@@ -63,7 +68,7 @@ class Bad(RetentionPolicy):
     "its keep scores are not all finite": """
 class Bad(ScorePolicy):
     def observe(self, event):
-        self.keep[1, event.experts] = np.inf if event.step == 3 else 0
+        self.keep[1, event.experts] = np.inf if event.steps[0] == 3 else 0
 """,
     "it replaces its array `keep`": """
 class Bad(ScorePolicy):
@@ -74,21 +79,6 @@ class Bad(ScorePolicy):
 class Bad(ScorePolicy):
     def observe(self, event):
         self.keep[:] = event.serial
-""",
-    "it remembers an Event or": """
-class Bad(ScorePolicy):
-    before = None
-    def observe(self, event):
-        if self.before is not None:
-            self.keep[0, self.before.experts] += 1
-        self.before = event
-""",
-    "it remembers an Event or its arrays": """
-class Bad(ScorePolicy):
-    before = NO_INTS
-    def observe(self, event):
-        self.keep[0, self.before] += 1
-        self.before = event.experts
 """,
     "it writes into the arrays of an event": """
 class Bad(ScorePolicy):
@@ -107,7 +97,7 @@ class Bad(ScorePolicy):
 """,
     "it raises KeyError": """
 class Bad(RetentionPolicy):
-    def begin_request(self, request):
+    def begin_request(self, request, seat):
         self.inserted = {}
     def on_insert(self, expert, serial, start):
         self.inserted[expert] = start
@@ -123,8 +113,6 @@ BAD_PREFETCHERS = {
     "different shapes: (1,), (2,)": "(np.array([0]), np.ones(2))",
     "something else than two arrays": "([0], [1.0])",
     "int64 ids and float64 priorities: int64, int64": "(np.array([0]), np.array([1]))",
-    "other routing later on changes": "(event.request_experts[event.last:][:1], np.ones(1))"
-    " if event.last < len(event.request_experts) else NOTHING",
     "two runs over the same events": "(np.array([random.randrange(self.shape.total)]), np.ones(1))",
 }
 
@@ -132,6 +120,19 @@ BAD = {says: (code, "{}") for says, code in BAD_KEEPERS.items()} | {
     says + " (prefetch)": (f"class Bad(Prefetcher):\n    def propose(self, event):\n        return {code}\n", "lru+{}")
     for says, code in BAD_PREFETCHERS.items()
 }
+BAD["other routing later on changes (prefetch)"] = (
+    """
+class Bad(Prefetcher):
+    def foresee(self, requests, per_access):
+        self.requests = requests
+    def begin_request(self, request, seat):
+        self.coming = self.requests[request].experts
+    def propose(self, event):
+        self.coming = self.coming[len(event.experts):]
+        return self.coming[:1], np.ones(len(self.coming[:1]))
+""",
+    "lru+{}",
+)
 
 
 @pytest.mark.parametrize("says", BAD)
@@ -154,6 +155,10 @@ class Odd(RetentionPolicy):
     def __init__(self, shape, options):
         super().__init__(shape, options)
         self.random = random.Random(3)
+        self.heard = []
+    def observe(self, event):
+        self.heard.append((event, event.experts.tolist()))
+        assert all(known.experts.tolist() == experts for known, experts in self.heard)
     def victim(self, evictable):
         return self.random.choice(evictable)
 class Everything(Prefetcher):

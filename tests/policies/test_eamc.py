@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.policy import Event, Shape
+from policies.core.events import alone
+from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
@@ -112,7 +113,7 @@ def decisions(chosen: EamcOptions, requests: list[RequestSteps], shape: Shape) -
             keeper.observe(event)
             ids, priorities = prefetcher.propose(event)
             seen.append((keeper.keep[0].tolist(), ids.tolist(), priorities.tolist()))
-        keeper.end_request()
+        keeper.end_request(0)
     return seen
 
 
@@ -154,7 +155,7 @@ def test_visits_are_counted_from_the_transfer_on_and_candidates_are_skipped_firs
                 evicted.append(order[0])
                 del visits[order[0]]
             visits[expert] = visits.get(expert, 0) + 1
-        slow.end_request()
+        slow.end_request(0)
     log = count(requests, 3, 6, slots, parse(policy_of(options)))
     assert log.evictions.tolist() == evicted
     assert len(set(evicted)) > 6
@@ -175,7 +176,7 @@ def test_a_prefetcher_on_its_own_proposes_as_the_pair_does(history, chosen):
             for ours, theirs in zip(alone.propose(event), beside.propose(event), strict=True):
                 assert ours.tolist() == theirs.tolist()
         for listener in (keeper, alone, beside):
-            listener.end_request()
+            listener.end_request(0)
 
 
 # Degenerate cases
@@ -193,13 +194,13 @@ class Told:
         experts = np.array(sorted(chosen), np.int64)
         counts = np.array([chosen[e] for e in sorted(chosen)], np.int64)
         ids = experts + layer * self.shape.experts
-        event = Event(self.request, self.step, phase, layer, 0, ids, counts, 0, len(ids))
+        event = alone(phase, layer, self.step, ids, counts)
         self.keeper.observe(event)
         return self.prefetcher.propose(event)[0].tolist()
 
     def end(self) -> None:
-        self.keeper.end_request()
-        self.prefetcher.end_request()
+        self.keeper.end_request(0)
+        self.prefetcher.end_request(0)
         self.request += 1
 
     def learn(self, *rows: dict[int, int], phase: int = DECODE) -> None:

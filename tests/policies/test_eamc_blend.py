@@ -9,6 +9,7 @@ import pytest
 from policies.blend.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
 from policies.blend.evidence import AHEAD, KINDS, SETTINGS
 from policies.blend.fit import fit_ahead, fit_keep, samples
+from policies.core.events import alone
 from policies.core.policy import Event, Shape
 from policies.core.registry import parse
 from sim.engines.simpy_engine import simulate
@@ -25,18 +26,18 @@ FAST_RATE, SLOW_RATE, FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS = SETTINGS
 Steps = list[list[list[int]]]
 
 
-def events(steps: Steps, request: int = 0) -> list[Event]:
+def events(steps: Steps) -> list[Event]:
     """A request's events: for each step and layer the experts chosen, as numbers within the layer."""
     told = []
     for step, layers in enumerate(steps):
         for layer, chosen in enumerate(layers):
             ids = np.array(sorted(chosen), np.int64) + layer * E
-            told.append(Event(request, step, DECODE, layer, 0, ids, np.ones(len(ids), np.int64), 0, len(ids)))
+            told.append(alone(DECODE, layer, step, ids, np.ones(len(ids), np.int64)))
     return told
 
 
 def tell(policy: BlendRetention, steps: Steps) -> None:
-    policy.begin_request(0)
+    policy.begin_request(0, 0)
     for event in events(steps):
         policy.observe(event)
 
@@ -105,7 +106,7 @@ def test_what_pays_in_the_next_layer_is_proposed_at_its_worth(seed: int, wrong: 
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong))
     fetcher = BlendPrefetcher.beside(policy)
     fetcher.window(0.3)
-    policy.begin_request(0)
+    policy.begin_request(0, 0)
     for event in events(steps):
         policy.observe(event)
         ids, priorities = fetcher.propose(event)
@@ -127,7 +128,7 @@ def test_on_its_own_it_proposes_the_same() -> None:
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=0.1))
     beside, alone = BlendPrefetcher.beside(policy), BlendPrefetcher(Shape(L, E), BlendOptions(wrong=0.1))
     for listener in (policy, alone):
-        listener.begin_request(0)
+        listener.begin_request(0, 0)
     proposed = 0
     for event in events(steps):
         policy.observe(event)
@@ -157,15 +158,16 @@ def test_a_gate_that_is_always_right_is_believed_and_one_that_is_always_wrong_is
         policy = BlendRetention(Shape(L, E), BlendOptions())
         fetcher = BlendPrefetcher.beside(policy)
         fetcher.window(0.5)
-        policy.begin_request(0)
+        policy.begin_request(0, 0)
         told = hit = 0
         for event in events(steps):
-            event.lookahead = lookahead
+            picks = lookahead.after(int(event.steps[0]), event.layer)
+            event = event._replace(ahead_experts=picks[0], ahead_counts=picks[1])
             policy.observe(event)
             mine = set(fetcher.propose(event)[0].tolist())
-            if event.step >= 30 and event.layer < L - 1:
-                told += len(event.ahead[0])
-                hit += len(mine & set(event.ahead[0].tolist()))
+            if event.steps[0] >= 30 and event.layer < L - 1:
+                told += len(picks[0])
+                hit += len(mine & set(picks[0].tolist()))
         return hit / told
 
     right = [step[1:] for step in steps]
@@ -178,14 +180,14 @@ def test_a_layer_that_decode_does_not_run_is_set_aside_until_it_runs_again() -> 
     """An encoder's: its experts are worth less than all others, and are not fetched."""
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=0.0))
     fetcher = BlendPrefetcher.beside(policy)
-    policy.begin_request(0)
+    policy.begin_request(0, 0)
 
     def play(step: int, phase: int, layers: range) -> set[int]:
         """One step through these layers; the layers of what is proposed."""
         proposed: set[int] = set()
         for layer in range(L):
             ids = np.arange(K if layer in layers else 0, dtype=np.int64) + layer * E
-            event = Event(0, step, phase, layer, 0, ids, np.ones(len(ids), np.int64), 0, len(ids))
+            event = alone(phase, layer, step, ids, np.ones(len(ids), np.int64))
             policy.observe(event)
             proposed |= set((fetcher.propose(event)[0] // E).tolist())
         return proposed
@@ -224,8 +226,8 @@ def test_an_encoder_that_decode_does_not_run_makes_it_no_worse_than_lru(slots: i
 def test_a_prefill_proposes_nothing() -> None:
     policy = BlendRetention(Shape(1, E), BlendOptions())
     fetcher = BlendPrefetcher.beside(policy)
-    policy.begin_request(0)
-    event = Event(0, 0, PREFILL, 0, 0, np.arange(E), np.arange(1, E + 1), 0, E)
+    policy.begin_request(0, 0)
+    event = alone(PREFILL, 0, 0, np.arange(E), np.arange(1, E + 1))
     policy.observe(event)
     assert len(fetcher.propose(event)[0]) == 0
 
@@ -235,12 +237,12 @@ def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() 
     whole, pieces = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(2))
     tell(whole, steps)
     pieces.foresee([], per_access=True)
-    pieces.begin_request(0)
+    pieces.begin_request(0, 0)
     for step, layers in enumerate(steps):
         for layer, chosen in enumerate(layers):
             for e in sorted(chosen):
                 ids = np.array([layer * E + e], np.int64)
-                pieces.observe(Event(0, step, DECODE, layer, 0, ids, np.ones(1, np.int64), 0, 1))
+                pieces.observe(alone(DECODE, layer, step, ids, np.ones(1, np.int64)))
     passed = (L - 1) * E
     np.testing.assert_allclose(pieces.keep[0, :passed], whole.keep[0, :passed], rtol=1e-6)
 
@@ -248,8 +250,8 @@ def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() 
 def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
     policy = BlendRetention(Shape(1, E), BlendOptions())
     policy.foresee([], per_access=True)
-    policy.begin_request(0)
-    policy.observe(Event(0, 0, DECODE, 0, 0, np.array([1]), np.ones(1, np.int64), 0, 1))
+    policy.begin_request(0, 0)
+    policy.observe(alone(DECODE, 0, 0, np.array([1]), np.ones(1, np.int64)))
     assert (policy.keep[0, :2] != 0).all()
     assert (policy.keep[0, 2:] == 0).all()
 
@@ -257,9 +259,9 @@ def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
 def test_a_prefill_counts_as_its_tokens_average() -> None:
     def scores(counts: list[int]) -> list[float]:
         policy = BlendRetention(Shape(1, E), BlendOptions())
-        policy.begin_request(0)
+        policy.begin_request(0, 0)
         ids = np.arange(E)
-        policy.observe(Event(0, 0, PREFILL, 0, 0, ids, np.array(counts), 0, E))
+        policy.observe(alone(PREFILL, 0, 0, ids, np.array(counts)))
         return list(np.argsort(-policy.keep[0], kind="stable"))
 
     assert scores([1, 9, 3, 2, 5]) == [1, 4, 2, 3, 0]

@@ -49,7 +49,7 @@ def decided(policy, shape: Shape, heard) -> list[object]:
             keeper.observe(event)
             ids, priorities = prefetcher.propose(event)
             seen.append((keeper.keep[0].tolist(), ids.tolist(), priorities.tolist()))
-        keeper.end_request()
+        keeper.end_request(0)
     return seen
 
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 
 from policies.checker import check
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import Run
 from sim.profiles.timing import FixedTiming, Link
@@ -29,18 +30,18 @@ from traces.writer import write_trace
 
 def proposals(requests, shape, policy="lru+gate"):
     """After each event, by (request, step, layer): {id: priority}."""
-    pair = Pair(parse(policy), shape, requests)
+    runner = PolicyRunner(parse(policy), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        pair.begin_request(ordinal, request)
-        for step, phase in enumerate(request.phase.tolist()):
-            pair.begin_step(step, phase)
+        events = RequestEvents(request, shape.layers)
+        runner.begin_request(ordinal)
+        for step in range(len(request.phase)):
             for layer in range(shape.layers):
-                at = step * shape.layers + layer
-                pair.observe(layer, *request.offsets[at : at + 2].tolist())
-                ids, priorities = pair.propose()
+                event = events.event(step, layer)
+                runner.observe(event)
+                ids, priorities = runner.propose(event)
                 found[ordinal, step, layer] = dict(zip(ids.tolist(), priorities.tolist(), strict=True))
-        pair.end_request()
+        runner.end_request()
     return found
 
 
@@ -127,10 +128,14 @@ def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
 TOO_EARLY = """
 from policies.core.policy import NOTHING, Prefetcher
 class TooEarly(Prefetcher):
+    def foresee(self, requests, per_access):
+        self.requests = requests
+    def begin_request(self, request, seat):
+        self.lookahead = self.requests[request].lookahead
     def propose(self, event):
         if event.layer + 2 >= self.shape.layers:
             return NOTHING
-        ids, counts = event.lookahead.after(event.step, event.layer + 1)
+        ids, counts = self.lookahead.after(event.steps[0], event.layer + 1)
         return ids, counts.astype(float)
 """
 

@@ -11,7 +11,7 @@ from policies.core.limits import Limiter, Limits, limiter
 from policies.core.policy import Shape
 from policies.core.registry import available, parse
 from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
@@ -150,8 +150,8 @@ def test_every_prefetcher_takes_every_limit(name):
 
 def test_an_engine_that_does_not_know_its_window_plays_no_budget():
     with pytest.raises(ValueError, match="the engine has not told"):
-        Pair(parse("lru+markov:budget=1"), Shape(2, 2), [])
-    Pair(parse("lru+markov:budget=1"), Shape(2, 2), [], per_access=True)  # untimed nothing is prefetched
+        PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [])
+    PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [], per_access=True)  # untimed nothing is prefetched
 
 
 TIMING = FixedTiming(dense=400, expert=90, expert_per_token=10, combine=100, head=50)

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from tests.policies.test_prefetchers import requests_of, routings
 from traces.errors import InputError
 
@@ -21,15 +22,14 @@ def test_the_keep_score_is_the_formula(run, recency, frequency, distance):
     L, E = shape.layers, shape.experts
     requests = requests_of(routing, E)
     spec = parse(f"multi-criteria:recency={recency}:frequency={frequency}:distance={distance}")
-    pair = Pair(spec, shape, requests)
+    runner = PolicyRunner(spec, shape, requests)
     for ordinal, tokens in enumerate(routing):
-        pair.begin_request(ordinal, requests[ordinal])
+        events = RequestEvents(requests[ordinal], L)
+        runner.begin_request(ordinal)
         uses = {expert: [] for expert in range(shape.total)}
         for step, token in enumerate(tokens, start=1):
-            pair.begin_step(step - 1, 1)
             for layer, chosen in enumerate(token):
-                at = (step - 1) * L + layer
-                pair.observe(layer, *requests[ordinal].offsets[at : at + 2].tolist())
+                runner.observe(events.event(step - 1, layer))
                 for e in chosen:
                     uses[layer * E + e].append(step)
                 for expert, steps in uses.items():
@@ -39,18 +39,17 @@ def test_the_keep_score_is_the_formula(run, recency, frequency, distance):
                         + Fraction(frequency) * Fraction(len(steps), step)
                         + Fraction(distance) * (1 - Fraction(events_to_go, L))
                     )
-                    assert pair.retention.keep[0, expert] == pytest.approx(float(expected))
-        pair.end_request()
+                    assert runner.retention.keep[0, expert] == pytest.approx(float(expected))
+        runner.end_request()
 
 
 def test_the_layer_that_comes_next_is_kept_before_the_one_that_has_just_run():
     shape = Shape(3, 2)
     requests = requests_of([[[[0], [0], [0]]]], 2)
-    pair = Pair(parse("multi-criteria:recency=0:frequency=0:distance=1"), shape, requests)
-    pair.begin_request(0, requests[0])
-    pair.begin_step(0, 1)
-    pair.observe(0, 0, 1)
-    assert pair.retention.keep[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1, 2 / 3, 2 / 3])
+    runner = PolicyRunner(parse("multi-criteria:recency=0:frequency=0:distance=1"), shape, requests)
+    runner.begin_request(0)
+    runner.observe(RequestEvents(requests[0], 3).event(0, 0))
+    assert runner.retention.keep[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1, 2 / 3, 2 / 3])
 
 
 @pytest.mark.parametrize("typed", ["recency=-1", "distance=2", "recency=0:frequency=0:distance=0", "frequency=nan"])

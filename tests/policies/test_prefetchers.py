@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.ranking import best
 from policies.core.registry import parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
 
@@ -42,20 +43,20 @@ def requests_of(routing, E):
 def proposals(name, shape, routing):
     """After each event: the proposal as {(layer, expert): priority}, by request, step and layer."""
     requests = requests_of(routing, shape.experts)
-    pair = Pair(parse(f"lru+{name}"), shape, requests)
+    runner = PolicyRunner(parse(f"lru+{name}"), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        pair.begin_request(ordinal, request)
-        for step, phase in enumerate(request.phase.tolist()):
-            pair.begin_step(step, phase)
+        events = RequestEvents(request, shape.layers)
+        runner.begin_request(ordinal)
+        for step in range(len(request.phase)):
             for layer in range(shape.layers):
-                at = step * shape.layers + layer
-                pair.observe(layer, *request.offsets[at : at + 2].tolist())
-                ids, priorities = pair.propose()
+                event = events.event(step, layer)
+                runner.observe(event)
+                ids, priorities = runner.propose(event)
                 assert len(set(ids.tolist())) == len(ids)
                 named = [divmod(i, shape.experts) for i in ids.tolist()]
                 found[ordinal, step, layer] = dict(zip(named, priorities.tolist(), strict=True))
-        pair.end_request()
+        runner.end_request()
     return found
 
 
@@ -213,36 +214,34 @@ def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, dist
 def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(run, capacity, untimed):
     shape, routing = run
     requests = requests_of(routing, shape.experts)
-    pair = Pair(parse(f"expert-map:capacity={capacity}"), shape, requests, per_access=untimed)
+    runner = PolicyRunner(parse(f"expert-map:capacity={capacity}"), shape, requests, per_access=untimed)
     stored, lookups = [], np.zeros(shape.total)
 
     def shared(one, other):
         return len(set(one) & set(other))  # all maps of a step so far have the same norm: as many as it has experts
 
     for ordinal, request in enumerate(requests):
-        pair.begin_request(ordinal, request)
+        events = RequestEvents(request, shape.layers, per_access=untimed)
+        runner.begin_request(ordinal)
         for step in range(len(request.phase)):
-            pair.begin_step(step, DECODE)
             own = []
             for layer in range(shape.layers):
-                at = step * shape.layers + layer
-                first, last = request.offsets[at : at + 2].tolist()
-                for one in [(i, i + 1) for i in range(first, last)] if untimed else [(first, last)]:
-                    pair.observe(layer, *one)
-                    own += request.experts[slice(*one)].tolist()
-                    lookups[request.experts[slice(*one)]] += 1
+                for event in events.accesses(step, layer) if untimed else [events.event(step, layer)]:
+                    runner.observe(event)
+                    own += event.experts.tolist()
+                    lookups[event.experts] += 1
                     upto = (layer + 1) * shape.experts
                     scores = [shared(own, [e for e in each if e < upto]) for each in stored]
                     share = np.zeros(shape.total)
                     if scores and max(scores):
                         share[stored[scores.index(max(scores))]] = 1 / 2
-                    assert pair.retention.keep[:2].tolist() == [(share * lookups).tolist(), lookups.tolist()]
+                    assert runner.retention.keep[:2].tolist() == [(share * lookups).tolist(), lookups.tolist()]
             if len(stored) < capacity:
                 stored.append(own)
             else:
                 scores = [shared(own, each) for each in stored]
                 stored[scores.index(max(scores))] = own
-        pair.end_request()
+        runner.end_request()
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=8), st.integers(1, 5), st.sampled_from([0.0, 0.25]))

@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies import checker
+from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from policies.core.runner import Pair
+from policies.core.runner import PolicyRunner
 from policies.prefetch import stride_training
 from policies.prefetch.stride import Predictor
 from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
@@ -43,18 +44,18 @@ def proposals(trace, path, n):
     """After each event: [(id, priority)], by request, step and layer."""
     shape = Shape(trace.layers, trace.num_experts)
     requests = [trace.steps(i) for i in range(len(trace.requests))]
-    pair = Pair(parse(f"lru+stride:model={path}:n={n}"), shape, requests)
+    runner = PolicyRunner(parse(f"lru+stride:model={path}:n={n}"), shape, requests)
     found = {}
     for ordinal, request in enumerate(requests):
-        pair.begin_request(ordinal, request)
-        for step, phase in enumerate(request.phase.tolist()):
-            pair.begin_step(step, phase)
+        events = RequestEvents(request, shape.layers)
+        runner.begin_request(ordinal)
+        for step in range(len(request.phase)):
             for layer in range(shape.layers):
-                at = step * shape.layers + layer
-                pair.observe(layer, *request.offsets[at : at + 2].tolist())
-                ids, priorities = pair.propose()
+                event = events.event(step, layer)
+                runner.observe(event)
+                ids, priorities = runner.propose(event)
                 found[ordinal, step, layer] = list(zip(ids.tolist(), priorities.tolist(), strict=True))
-        pair.end_request()
+        runner.end_request()
     return found
 
 

@@ -22,8 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import dispatch
-from policies.core import runner as pair
+from policies.core import dispatch, runner
 from policies.core.policy import RetentionPolicy, Shape
 from policies.core.registry import parse
 from policies.core.residency import Residency
@@ -84,7 +83,7 @@ class Drawn(NamedTuple):
         ) -> Residency:
             return Residency(shape, divided, policy, one_scale or self.one_scale)
 
-        with patch.object(pair, "Residency", residency):
+        with patch.object(runner, "Residency", residency):
             play(self.run, parts.append)
         return parts
 
@@ -254,7 +253,7 @@ def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
     run = Run([trace.steps(i) for i in range(2)], 2, 5, 2, parse("lru+all"), TIMING, LINK)
     theirs = simpy_engine.simulate(run)
-    short = compiled_engine.Engine(run, pair.Pair(run.policy, Shape(2, 5), run.requests))
+    short = compiled_engine.Engine(run, runner.PolicyRunner(run.policy, Shape(2, 5), run.requests))
     most = 3 * (10 + 5)
     short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
     ours = whole(lambda _, ended: short.play(ended), run)

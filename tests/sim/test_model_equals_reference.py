@@ -17,8 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import registry
-from policies.core import runner as pair
+from policies.core import registry, runner
 from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
 from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
@@ -111,15 +110,18 @@ def play(case: Case, engine: str = "simpy") -> Case:
     class Scripted(Prefetcher):
         name, observes = "scripted", False
 
+        def begin_request(self, request: int, seat: int) -> None:
+            self.script = case["proposals"][request]
+
         def propose(self, event: Event) -> tuple[Int, Float]:
-            script = case["proposals"][event.request][event.step][event.layer]
+            script = self.script[event.steps[0]][event.layer]
             table = np.array(script, np.float64).reshape(-1, 2)
             return table[:, 0].astype(np.int64), table[:, 1]
 
     case_result = cases.case_result
     with (
         patch.object(cases, "case_result", result_with_stalls),
-        patch.object(pair, "Residency", residency),
+        patch.object(runner, "Residency", residency),
         patch.object(cases, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):

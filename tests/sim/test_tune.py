@@ -73,8 +73,11 @@ class Lucky(ScorePolicy):
 
     Options = LuckyOptions
 
+    def begin_request(self, request, seat):
+        self.request = request
+
     def observe(self, event):
-        sign = 1 if (event.request < 2) == self.options.lucky else -1
+        sign = 1 if (self.request < 2) == self.options.lucky else -1
         self.keep[0, event.experts] = sign * event.serial
 '''
 

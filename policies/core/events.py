@@ -1,0 +1,56 @@
+"""How events are made: from the routing of one request that is played alone.
+
+An event gets copies, so that a policy that keeps, or spoils, an event's arrays reaches nothing else.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from policies.core.policy import NO_INTS, Event, Int
+from traces.steps import RequestSteps
+
+
+def alone(
+    phase: int,
+    layer: int,
+    step: int,
+    experts: Int,
+    counts: Int,
+    serial: int = 0,
+    ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
+) -> Event:
+    """Return an event of the only request, in step number `step`."""
+    seats, steps, offsets = np.zeros(1, np.int64), np.array([step]), np.array([0, len(experts)])
+    return Event(serial, phase, layer, experts, counts, seats, steps, offsets, experts, counts, *ahead)
+
+
+class RequestEvents:
+    """The events of one request, as it is played alone after `before` events of others.
+
+    With `per_access` every access is an event of its own (the untimed mode), without lookahead.
+    """
+
+    def __init__(self, request: RequestSteps, layers: int, before: int = 0, per_access: bool = False) -> None:
+        self.request = request
+        self.layers = layers
+        self._before = before
+        self.count = len(request.experts) if per_access else len(request.phase) * layers
+        self._offsets: list[int] = request.offsets.tolist()
+        self._phases: list[int] = request.phase.tolist()
+
+    def event(self, step: int, layer: int) -> Event:
+        """Return the event of `layer` in step number `step`."""
+        request, number = self.request, step * self.layers + layer
+        chosen = slice(self._offsets[number], self._offsets[number + 1])
+        experts, counts = request.experts[chosen].copy(), request.counts[chosen].copy()
+        ahead = request.lookahead.after(step, layer) if request.lookahead else (NO_INTS, NO_INTS)
+        return alone(self._phases[step], layer, step, experts, counts, self._before + number + 1, ahead)
+
+    def accesses(self, step: int, layer: int) -> Iterator[Event]:
+        """Yield an event for each access of `layer` in step number `step`."""
+        request, number = self.request, step * self.layers + layer
+        for i in range(self._offsets[number], self._offsets[number + 1]):
+            one = slice(i, i + 1)
+            experts, counts = request.experts[one].copy(), request.counts[one].copy()
+            yield alone(self._phases[step], layer, step, experts, counts, self._before + i + 1)
