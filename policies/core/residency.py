@@ -1,24 +1,17 @@
-"""The residency machine: which expert is where, what is pinned, what moves next. Rules 1, 2 and 4 to 10 live here.
+"""Residency: which expert is where, what is pinned, what moves next. Rules 1, 2 and 4 to 10 live here.
 
-Whatever decides about slots belongs to this machine; whatever takes time belongs to an engine. The machine knows no
-clock, no bytes and no device: an engine tells it what happened, it answers what to do, and all engines (the SimPy
-model, its compiled twin, the replay harness) drive this one.
+Whatever decides about slots belongs here; whatever takes time belongs to an engine. Residency is a state machine that
+knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop
+(`sim.loop`) drives it through the interface `Residency`, the compiled engine through the same compiled functions.
 
 Theory of operation. An expert is ABSENT, QUEUED (a proposed prefetch), DEMANDED (a queued miss), LOADING or READY:
 
     ABSENT --propose--> QUEUED --start--> LOADING --arrived--> READY --evicted--> ABSENT
        '------route----> DEMANDED --start----^
 
-One transfer is on the link at a time, and on a device another behind the last bytes of the first. An engine calls
-
-    route        when a router is known                      (rules 1 to 3)
-    propose      with the prefetcher's answer                (rule 4)
-    next_transfer whenever the link is free and after each of the other calls   (rules 5 and 6)
-    interrupt    at a chunk boundary of a prefetch           (rule 5)
-    land         when the rest of a transfer is sent, and the link takes more behind it (devices alone)
-    arrived      when a transfer has ended, the one that landed first
-    computed     when an expert's compute in its event has ended (rule 2)
-    end_request  after the last head of a request            (rule 10)
+One transfer is on the link at a time, and on a device another behind the last bytes of the first. `Residency` lists
+the calls of an engine and when it makes them. Evicting moves no bytes (rule 7). An event larger than the cache needs
+no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
 A score policy is served wholly by the compiled core; any other names its victims in Python, at the same moments.
 
@@ -29,6 +22,7 @@ case. With one partition that is the best queued prefetch or none, as the rule s
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,17 +31,108 @@ from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 
 
-class Residency:
-    """The machine over one cache under one retention policy.
+class Residency(Protocol):
+    """What the loop asks, in its order: the interface of everything that decides which expert sits where."""
+
+    @property
+    def slots(self) -> int:
+        """Slots in use: a device needs so many."""
+        ...
+
+    def route(self, experts: Int) -> list[int]:
+        """Look up the experts of an event, ascending ids (rules 1 and 2). Return the hits, ascending."""
+        ...
+
+    def propose(self, experts: Int, priorities: Float) -> None:
+        """Take the prefetcher's proposal (rule 4)."""
+        ...
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """Choose what the free link takes (rules 5 and 6). Return (expert, victim or NO_EXPERT, is it a prefetch).
+
+        In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is available.
+        """
+        ...
+
+    def interrupt(self) -> tuple[int, int]:
+        """At a chunk boundary of a prefetch: return (demand that pauses it, victim), or (below 0, NO_EXPERT) (rule 5)."""
+        ...
+
+    def land(self) -> None:
+        """The rest of a transfer is sent and the link takes more behind it (devices with several copies in flight)."""
+        ...
+
+    def arrived(self) -> bool:
+        """A transfer has ended, the one that landed first. Return whether the current event waits for its expert."""
+        ...
+
+    def computed(self, expert: int) -> None:
+        """The compute of `expert` in its event has ended: unpin it (rule 2)."""
+        ...
+
+    def end_request(self, cold: bool) -> None:
+        """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
+        ...
+
+    def slot(self, expert: int) -> int:
+        """Return the slot that `expert` holds, or NO_EXPERT."""
+        ...
+
+    def awaited(self, expert: int) -> bool:
+        """Return whether the current event looked `expert` up and has not computed it yet."""
+        ...
+
+    def resident(self) -> Int:
+        """Return ascending ids of the experts that hold a slot, those still LOADING included."""
+        ...
+
+    def counters(self) -> list[int]:
+        """Return hits, late, misses, demand and prefetch transfers, prefetches used and wasted, so far."""
+        ...
+
+
+class ResidencyObserver:
+    """Hears each call of a residency after it has been answered; every method does nothing by default."""
+
+    def routed(self, experts: Int, hits: list[int]) -> None:
+        """`route` has answered."""
+
+    def proposed(self, experts: Int, priorities: Float) -> None:
+        """`propose` has been called."""
+
+    def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
+        """`next_transfer` has answered: a transfer starts or resumes, or there is none (expert < 0)."""
+
+    def interrupted(self, expert: int, victim: int) -> None:
+        """`interrupt` has answered."""
+
+    def landed(self) -> None:
+        """`land` has been called."""
+
+    def arrived(self) -> None:
+        """`arrived` has answered."""
+
+    def ended(self, cold: bool) -> None:
+        """`end_request` has been called."""
+
+
+class Compiled(NamedTuple):
+    """The arrays and numbers of a residency under a score policy, as compiled functions take them."""
+
+    m: Int
+    keep: Float
+    rule: int
+    one_scale: bool
+
+
+class PolicyResidency:
+    """The residency of one cache under one retention policy.
 
     partitions: slots of each, in the order of the experts that share them: one for all layers or one for each.
     one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);
     it has no meaning for a policy without scores.
 
-    The calls of the hot path are attributes, bound once: `route(experts, first, last) -> hits`,
-    `propose(experts, priorities)`, `next_transfer() -> (expert, victim, is a prefetch)`, `interrupt() -> (expert,
-    victim)`, `arrived() -> awaited`, `arrived_and_next()` (both at once), `computed_hits(first, last)`;
-    see `policies.core.residency_compiled`.
+    The calls of the hot path are attributes, bound once.
     """
 
     def __init__(
@@ -57,83 +142,92 @@ class Residency:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
         self.one_scale = one_scale
+        self.slots = sum(partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
+        self._wanted, self._hits, self._slot = m[core.WANTED], m[core.HITS], m[core.SLOT]
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
         self.land: Callable[[], None] = partial(core.land, m)
-        self._wanted = m[core.WANTED]
-        self.computed_hits: Callable[[int, int], None] = partial(core.computed_hits, m)
-        self.route: Callable[[Int, int, int], int] = (
-            partial(core.route, m, keep, rule) if scored else self._route_in_python
-        )
         self.next_transfer: Callable[[], tuple[int, int, bool]] = (
             partial(core.next_transfer, m, keep, rule, one_scale) if scored else self._next_in_python
-        )
-        self.arrived_and_next: Callable[[], tuple[bool, int, int, bool]] = (
-            partial(core.arrived_and_next, m, keep, rule, one_scale)
-            if scored
-            else lambda: (self.arrived(), *self._next_in_python())
         )
         self.interrupt: Callable[[], tuple[int, int]] = (
             partial(core.interrupt, m, keep, rule) if scored else self._interrupt_in_python
         )
-
-    # What an engine asks
-
-    def hits(self, n: int) -> list[int]:
-        """The `n` hits of the event, ascending."""
-        found: list[int] = self.m[core.HITS, :n].tolist()
-        return found
-
-    def is_prefetch(self, expert: int) -> bool:
-        """Whether `expert` came, or comes, by a prefetch and was not looked up since."""
-        return bool(self.m[core.UNUSED, expert])
-
-    def awaited(self, expert: int) -> bool:
-        """Whether the current event looked `expert` up and has not computed it yet."""
-        return bool(self._wanted[expert])
-
-    def slot(self, expert: int) -> int:
-        """The slot that `expert` holds, or NO_EXPERT."""
-        return int(self.m[core.SLOT, expert])
+        self._on_hit = None if scored else policy.on_hit
 
     @property
-    def serial(self) -> int:
-        """The number of the latest event."""
-        return int(self.m[core.ONE, core.SERIAL])
+    def compiled(self) -> Compiled:
+        """The state of a score policy's residency, for the compiled engine."""
+        return Compiled(self.m, self.keep, self.rule, self.one_scale)
 
-    def counters(self) -> list[int]:
-        """Hits, late, misses, demand transfers, prefetch transfers, prefetches used, prefetches wasted, so far."""
-        counts: list[int] = self.m[core.ONE, core.COUNTERS].tolist()
-        return counts
-
-    def resident(self) -> Int:
-        """Ascending ids of the experts that hold a slot, those still LOADING included."""
-        held = self.m[core.HELD, : self.m[core.ONE, core.SLOTS]]
-        return np.sort(held[held != NO_EXPERT])
+    def route(self, experts: Int) -> list[int]:
+        """Look up the experts of an event, ascending ids (rules 1 and 2). Return the hits, ascending."""
+        if self._on_hit:
+            states = self.m[core.STATE, experts]
+            here = experts[(states == core.LOADING) | (states == core.READY)].tolist()
+        hits = core.route(self.m, self.keep, self.rule, experts, 0, len(experts))
+        if self._on_hit:
+            for expert in here:
+                self._on_hit(expert, self.serial)
+        found: list[int] = self._hits[:hits].tolist()
+        return found
 
     def computed(self, expert: int) -> None:
         """The compute of `expert` in its event has ended: unpin it (rule 2)."""
         self._wanted[expert] = 0
 
     def end_request(self, cold: bool) -> None:
-        """Rule 10: queued prefetches are dropped; `cold` empties the cache and frees the link."""
+        """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
         core.clear_queue(self.m)
         if cold:
             for expert in core.empty_cache(self.m, self.keep, self.rule).tolist():
                 self.policy.on_evict(expert)
 
-    # The same transitions for a policy that names its victims in Python
+    def slot(self, expert: int) -> int:
+        """Return the slot that `expert` holds, or NO_EXPERT."""
+        return int(self._slot[expert])
 
-    def _route_in_python(self, experts: Int, first: int, last: int) -> int:
-        here = [e for e in experts[first:last].tolist() if self.m[core.STATE, e] in (core.LOADING, core.READY)]
-        hits = core.route(self.m, self.keep, self.rule, experts, first, last)
-        for expert in here:
-            self.policy.on_hit(expert, self.serial)
-        return int(hits)
+    def awaited(self, expert: int) -> bool:
+        """Return whether the current event looked `expert` up and has not computed it yet."""
+        return bool(self._wanted[expert])
+
+    def counters(self) -> list[int]:
+        """Return hits, late, misses, demand and prefetch transfers, prefetches used and wasted, so far."""
+        counts: list[int] = self.m[core.ONE, core.COUNTERS].tolist()
+        return counts
+
+    @property
+    def serial(self) -> int:
+        """The number of the latest event."""
+        return int(self.m[core.ONE, core.SERIAL])
+
+    @property
+    def states(self) -> Int:
+        """State of every expert (`policies.core.residency_compiled`): int64[L*E], a view."""
+        states: Int = self.m[core.STATE, : self.policy.shape.total]
+        return states
+
+    def resident(self) -> Int:
+        """Return ascending ids of the experts that hold a slot, those still LOADING included."""
+        held = self.m[core.HELD, : self.slots]
+        return np.sort(held[held != NO_EXPERT])
+
+    def priority(self, expert: int) -> float:
+        """Return the priority of the latest proposal that queued `expert`."""
+        return float(self.keep[core.PRIORITY, expert])
+
+    def waiting(self) -> tuple[int, int, int]:
+        """Return how many demands and prefetches are queued, and how many transfers are under way or paused."""
+        one = self.m[core.ONE]
+        under_way = one[[core.LANDING, core.ACTIVE, core.PAUSED]] != NO_EXPERT
+        demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
+        return demands, int((self.states == core.QUEUED).sum()), int(under_way.sum())
+
+    # The same transitions for a policy that names its victims in Python
 
     def _next_in_python(self) -> tuple[int, int, bool]:
         one = self.m[core.ONE]
@@ -181,3 +275,55 @@ class Residency:
         core.start(self.m, self.keep, self.rule, expert, victim)
         self.policy.on_insert(expert, self.serial, int(self.m[core.ONE, core.STARTS]))
         return expert, victim
+
+class ObservedResidency:
+    """The same residency; an observer hears of every call."""
+
+    def __init__(self, residency: Residency, observer: ResidencyObserver) -> None:
+        self._residency, self._observer = residency, observer
+        self.slot, self.awaited = residency.slot, residency.awaited
+        self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
+
+    @property
+    def slots(self) -> int:
+        """Slots in use."""
+        return self._residency.slots
+
+    def route(self, experts: Int) -> list[int]:
+        """Rules 1 and 2."""
+        hits = self._residency.route(experts)
+        self._observer.routed(experts, hits)
+        return hits
+
+    def propose(self, experts: Int, priorities: Float) -> None:
+        """Rule 4."""
+        self._residency.propose(experts, priorities)
+        self._observer.proposed(experts, priorities)
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """Rule 5."""
+        found = self._residency.next_transfer()
+        self._observer.turned_to(*found)
+        return found
+
+    def interrupt(self) -> tuple[int, int]:
+        """Rule 5 at a chunk boundary."""
+        found = self._residency.interrupt()
+        self._observer.interrupted(*found)
+        return found
+
+    def land(self) -> None:
+        """The rest of a transfer is sent."""
+        self._residency.land()
+        self._observer.landed()
+
+    def arrived(self) -> bool:
+        """A transfer has ended."""
+        awaited = self._residency.arrived()
+        self._observer.arrived()
+        return awaited
+
+    def end_request(self, cold: bool) -> None:
+        """Rule 10."""
+        self._residency.end_request(cold)
+        self._observer.ended(cold)

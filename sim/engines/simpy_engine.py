@@ -1,36 +1,24 @@
-"""The SimPy engine, the specification of time: one GPU, one host link. Rules 11 to 15 of the contract live here.
+"""The SimPy engine: the loop on a simulated machine of GPU memory, host link and compute. Rules 11, 12 and 15.
 
-Two things happen at once. The compute stream is a SimPy process that reads top to bottom: dense part, router,
-predictor, hits, arrivals, combine, head. The link is a few callbacks around one transfer at a time. Every decision
-is the residency machine's. Only waits and transfers are SimPy events: hits cost one wait together, and the end of
-a single hit becomes an event only while a transfer is stuck for want of a slot.
+Link and compute stream are SimPy processes that do one piece of work after another. Slots of GPU memory are filled by
+the link; the compute stream waits for an expert that is still arriving. What happens at one nanosecond happens in the
+order of rule 15: link, then compute, then routers. Every decision is the loop's (`sim.loop`); this file is only time.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import simpy
 
-from policies.core.events import RequestEvents
-from policies.core.policy import Shape
-from policies.core.residency import Residency
-from policies.core.residency_compiled import BLOCKED, NO_EXPERT
-from policies.core.runner import PolicyRunner
-from sim.engines.hits import HitQueue
-from sim.loop.log import STALLS, Ended, Run, RunLog, whole
-from sim.profiles.timing import Link
-from traces.steps import RequestSteps
+from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
+from sim.loop.driver import Driver, LoopObserver
+from sim.loop.log import Ended, Run, RunLog, StepRow, whole
+from sim.profiles.timing import Link, Timing
 
-PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)  # of STALLS; with one link the fifth never occurs, see HostLink
-NOT_WAITING = -1
-
-# Rule 15 within one instant: transfers and chunk boundaries, then ends of compute, then routers. One transfer and one
-# part of the compute stream run at a time, so ids never decide; the end of an earlier hit precedes that of the last.
-# SimPy's own wake-ups have the ranks 0 and 1 and run before all of these.
-TRANSFER, HIT, COMPUTE, ROUTER = range(2, 6)
+LINK, COMPUTE, ROUTER = range(2, 5)
+"""Rule 15: ranks of ends within one nanosecond. SimPy's own wake-ups have the ranks 0 and 1 and come before these."""
 
 Wait = Generator[simpy.Event, Any, None]
 
@@ -58,272 +46,170 @@ class At(simpy.Event):
         env.schedule(self, rank, delay)  # type: ignore[arg-type]  # priorities above NORMAL, as SimPy's heap allows
 
 
-def simulate(run: Run) -> RunLog:
-    """Play a run and keep its log whole."""
-    return whole(play, run)
+class Job(NamedTuple):
+    """One piece of work of a stream."""
+
+    completion: Completion
+    duration: int
+    rank: int
 
 
-def play(run: Run, ended: Ended) -> None:
-    """Play a run; `ended` is told of each request when it ends."""
-    Model(run).play(ended)
+class Stream:
+    """A serial stream: does the jobs that it is given in their order, one at a time."""
+
+    def __init__(self, env: Nanoseconds, ended: Callable[[Completion], None]) -> None:
+        self.env = env
+        self.end: At | None = None
+        """Of the job under way; None: idle, or waiting for an expert."""
+        self.job: Job | None = None
+        self._jobs: deque[Job] = deque()
+        self._ended = ended
+        self._idle: simpy.Event | None = None
+        self._process = env.process(self._run())
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Do these behind all others."""
+        self._jobs.extend(jobs)
+        if self._idle is not None:
+            self._idle.succeed()
+            self._idle = None
+
+    def discard(self) -> None:
+        """Forget the job under way and those behind it."""
+        self._jobs.clear()
+        if self.end is not None:
+            self._process.interrupt()
+            self.end = self.job = None
+
+    def ready(self, job: Job) -> simpy.Event | None:
+        """What the job waits for before it starts; None: nothing."""
+        return None
+
+    def _run(self) -> Wait:
+        env, jobs, ended = self.env, self._jobs, self._ended
+        while True:
+            try:
+                while not jobs:
+                    self._idle = env.event()
+                    yield self._idle
+                job = jobs.popleft()
+                if (awaited := self.ready(job)) is not None:
+                    yield awaited
+                self.job = job
+                self.end = At(env, job.duration, job.rank)
+                yield self.end
+            except simpy.Interrupt:
+                continue
+            self.end = self.job = None
+            ended(job.completion)
 
 
-class Model:
-    """One run: environment, residency machine, compute stream, link, and the log that they fill."""
+class ComputeStream(Stream):
+    """Computes; an expert whose last piece is on the link is waited for, and holds back all that is behind it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, env: Nanoseconds, ended: Callable[[Completion], None], link: Stream) -> None:
+        super().__init__(env, ended)
+        self._link = link
+
+    def ready(self, job: Job) -> simpy.Event | None:
+        """The end of the piece on the link, if it is the job's expert that arrives with it."""
+        if job.completion.kind is Kind.EXPERT:
+            copying = self._link.job
+            if copying is not None and copying.completion.expert == job.completion.expert:
+                return self._link.end
+        return None
+
+
+class SimpyDevice(Device):
+    """A machine with one GPU and one host link, whose times are those of `timing` and `link`."""
+
+    def __init__(self, timing: Timing, link: Link) -> None:
         self.env = Nanoseconds()
-        self.requests = run.requests
-        self.shape = Shape(run.layers, run.experts)
-        self.timing = run.timing
-        self.cold = run.cold
-        self.policy = PolicyRunner(run.policy, self.shape, run.requests, experts_per_layer=run.experts_per_layer)
-        self.machine = self.policy.residency(run.slots)
-        self.hits = HitQueue(self.machine)
-        self.link = HostLink(self.env, self.machine, run.link, self.hits)
+        self._timing = timing
+        self._ended: deque[Completion] = deque()
+        self._link = Stream(self.env, self._ended.append)
+        self._compute = ComputeStream(self.env, self._ended.append, self._link)
+        self._expert_ns = lru_cache(timing.expert_ns)
+        self._combine_ns = lru_cache(timing.combine_ns)
+        self._head_ns = lru_cache(timing.head_ns)
+        self._used_ns = lru_cache(link.used_ns)
+        self.predictor_takes_time = timing.predictor_ns > 0
 
-    def play(self, ended: Ended) -> None:
-        """Play everything; the run ends with the last head."""
-        self.env.run(until=self.env.process(self._compute_stream(ended)))
+    def now(self) -> int:
+        """Return the simulated time in ns."""
+        return self.env._now  # type: ignore[return-value]  # as `Nanoseconds.now`, on the hot path
 
-    # The compute stream
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        """Rule 12: a chunk takes the difference of what its transfer has used."""
+        duration = self._used_ns(last) - self._used_ns(first)
+        self._link.submit((Job(Completion(Kind.COPY, expert), duration, LINK),))
 
-    def _compute_stream(self, ended: Ended) -> Wait:
-        last, played = len(self.requests) - 1, 0
-        for ordinal in range(last + 1):
-            request, rows = self.requests[ordinal], []
-            events = RequestEvents(request, self.shape.layers, played)
-            played += events.count
-            self.policy.begin_request(ordinal)
-            steps = len(request.tokens)
-            for step in range(steps):
-                before, began = self._snapshot(), self.env.now
-                yield from self._step(events, step)
-                if step == steps - 1:
-                    self._end_request(cold=self.cold and ordinal != last)
-                rows.append(self._row(request, step, self.env.now - began, before))
-            ended(self._log(rows))
+    def discard_copies(self) -> None:
+        """Takes no time (rule 10)."""
+        self._link.discard()
 
-    def _end_request(self, cold: bool) -> None:
-        """Rule 10. What `--cold` discards counts for the step that has just ended."""
-        self.policy.end_request()
-        if cold:
-            self.link.cut()
-        self.machine.end_request(cold)
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        """Rule 11: the router comes last within its nanosecond."""
+        self._submit(Kind.ROUTER, self._timing.dense_ns(layer, tokens, context), ROUTER)
 
-    def _step(self, events: RequestEvents, step: int) -> Wait:
-        """One forward pass: L layers, then the head."""
-        env, link, machine, hits, policy = self.env, self.link, self.machine, self.hits, self.policy
-        timing, L, predictor_ns = self.timing, self.shape.layers, self.timing.predictor_ns
-        request = events.request
-        tokens, context = int(request.tokens[step]), int(request.context[step])
-        dense_ns, combine_ns, one_token_ns = timing.dense_ns, timing.combine_ns(tokens), timing.expert_ns(1)
-        experts, offsets = request.experts, request.offsets[step * L : step * L + L + 1].tolist()
-        for layer in range(L):
-            yield At(env, dense_ns(layer, tokens, context), ROUTER)
-            first, last = offsets[layer], offsets[layer + 1]
-            n_hits = machine.route(experts, first, last)
-            n_others = last - first - n_hits
-            proposal = None
-            if not policy.silent:
-                event = events.event(step, layer)
-                policy.observe(event)
-                proposal = policy.propose(event)
-            if predictor_ns:
-                link.queued()
-                yield At(env, predictor_ns, COMPUTE)
-                link.stall_ns[PREDICTOR] += predictor_ns
-            if proposal is not None:
-                machine.propose(*proposal)
-            durations = None if tokens == 1 else self._durations(request, first, last)
-            if n_hits:
-                hits_ns = hits.begin(n_hits, env.now, durations, one_token_ns)
-            if n_others or proposal is not None:
-                link.queued()
-            if n_hits:
-                yield At(env, hits_ns, COMPUTE)
-                hits.finish()
-                link.act()
-            for _ in range(n_others):
-                while not link.arrivals:
-                    yield link.next_chunk()
-                expert = link.arrivals.popleft()
-                yield At(env, durations[expert] if durations else one_token_ns, COMPUTE)
-                machine.computed(expert)
-                link.act()
-            if combine_ns:
-                yield At(env, combine_ns, COMPUTE)
-        yield At(env, timing.head_ns(tokens), COMPUTE)
+    def predict(self) -> bool:
+        """Rule 14: a constant time of the compute stream."""
+        if self.predictor_takes_time:
+            self._submit(Kind.PREDICTOR, self._timing.predictor_ns)
+        return self.predictor_takes_time
 
-    def _durations(self, request: RequestSteps, first: int, last: int) -> dict[int, int]:
-        """Of each expert of an event, by its tokens."""
-        tokens = zip(request.experts[first:last].tolist(), request.counts[first:last].tolist(), strict=True)
-        return {expert: self.timing.expert_ns(n) for expert, n in tokens}
-
-    # The log
-
-    def _snapshot(self) -> list[int]:
-        return [*self.link.stall_ns, *self.machine.counters(), self.link.busy_until_now()]
-
-    def _row(self, request: RequestSteps, step: int, step_ns: int, before: list[int]) -> list[int]:
-        spent = [now - then for now, then in zip(self._snapshot(), before, strict=True)]
-        kind = [request.request, int(request.phase[step]), int(request.tokens[step])]
-        return [*kind, step_ns, *spent]
-
-    def _log(self, rows: list[list[int]]) -> RunLog:
-        table = np.array(rows, np.int64).reshape(-1, 17)
-        evictions, self.link.evictions = np.array(self.link.evictions, np.int64), []
-        stall = table[:, 4:9]
-        return RunLog(
-            request=table[:, 0],
-            phase=table[:, 1].astype(np.uint8),
-            tokens=table[:, 2],
-            step_ns=table[:, 3],
-            stall_ns=stall,
-            hits=table[:, 9],
-            late=table[:, 10],
-            misses=table[:, 11],
-            demand_transfers=table[:, 12],
-            prefetch_transfers=table[:, 13],
-            prefetch_used=table[:, 14],
-            prefetch_wasted=table[:, 15],
-            link_busy_ns=table[:, 16],
-            compute_busy_ns=table[:, 3] - stall.sum(axis=1),
-            expert_bytes=self.link.spec.expert_bytes,
-            evictions=evictions,
+    def experts(self, works: Sequence[Work]) -> None:
+        """One after another."""
+        expert_ns = self._expert_ns
+        self._compute.submit(
+            [Job(Completion(Kind.EXPERT, expert), expert_ns(tokens), COMPUTE) for expert, _, tokens in works]
         )
 
+    def combine(self, tokens: int) -> None:
+        """Once an event."""
+        self._submit(Kind.COMBINE, self._combine_ns(tokens))
 
-class HostLink:
-    """The serial host link: at most one transfer at a time, chunk by chunk while it may be interrupted (rule 12).
+    def head(self, tokens: int) -> None:
+        """Once a step."""
+        self._submit(Kind.HEAD, self._head_ns(tokens))
 
-    The compute stream never waits with the link idle: what it waits for is on the link, or is queued and finds a
-    slot, since whatever has arrived is computed first and whatever is computed can be evicted.
-    """
+    def next_completion(self) -> Completion:
+        """Let simulated time pass until something has ended."""
+        ended, env = self._ended, self.env
+        try:
+            while not ended:
+                env.step()
+        except simpy.core.EmptySchedule:
+            raise nothing_under_way() from None
+        return ended.popleft()
 
-    def __init__(self, env: Nanoseconds, machine: Residency, spec: Link, hits: HitQueue) -> None:
-        self.env = env
-        self.machine = machine
-        self.spec = spec
-        self.arrivals: deque[int] = deque()
-        self.stall_ns = [0] * len(STALLS)
-        self.evictions: list[int] = []
-        self._hits = hits
-        self._used_ns = lru_cache(spec.used_ns)
-        self._whole_ns = spec.used_ns(spec.expert_bytes)
-        self._whole_sent, self._chunk_sent = self._after_transfer, self._after_chunk  # bound once
-        self._chunk = min(spec.chunk_bytes or spec.expert_bytes, spec.expert_bytes)
-        self._end: At | None = None  # of the chunk on the link
-        self._expert = NO_EXPERT
-        self._began = 0  # of the chunk
-        self._busy_ns = 0
-        self._moved = 0  # bytes of the running transfer, its current chunk included
-        self._paused = 0  # bytes of the paused transfer
-        self._cause = DEMAND
-        self._nothing_queued = True
-        self._waiting_since = NOT_WAITING  # stall up to here is accounted for
+    def poll(self) -> Completion | None:
+        """Return what ends at this instant; the clock stands still."""
+        while not self._ended and self.env.peek() <= self.env.now:
+            self.env.step()
+        return self._ended.popleft() if self._ended else None
 
-    def act(self) -> None:
-        """Rule 5: if the link is free, start what comes next; if all of it is stuck, try at the next hit's end."""
-        if self._end is None and not self._nothing_queued:
-            self._turn_to(*self.machine.next_transfer())
+    def close(self) -> None:
+        """Nothing is held."""
 
-    def queued(self) -> None:
-        """The router or the prefetcher has changed what is queued."""
-        self._nothing_queued = False
-        self.act()
+    def _submit(self, kind: Kind, duration: int, rank: int = COMPUTE) -> None:
+        self._compute.submit((Job(Completion(kind), duration, rank),))
 
-    def next_chunk(self) -> simpy.Event:
-        """The compute stream waits: for the end of the chunk on the link, as long as nothing has arrived."""
-        assert self._end is not None, "the compute stream waits for a transfer that nobody makes"
-        if self._waiting_since == NOT_WAITING:
-            self._waiting_since = self.env.now
-        return self._end
 
-    def cut(self) -> None:
-        """`--cold`: discard what is under way."""
-        self._busy_ns = self.busy_until_now()
-        self._end = None
-        self._moved = self._paused = 0
+def play(run: Run, ended: Ended, observer: LoopObserver | None = None) -> None:
+    """Run everything on a simulated machine; `ended` takes the log of each request when it ends."""
+    device = SimpyDevice(run.timing, run.gpu.link)
+    driver = Driver(run, device, observer=observer)
+    rows: list[StepRow] = []
+    evictions = driver.session.pump.evictions
+    for row in driver.steps():
+        rows.append(row)
+        if driver.nobody_active:
+            ended(RunLog.of_rows(rows, run.gpu.link.expert_bytes, evictions))
+            rows.clear()
+            evictions.clear()
 
-    def busy_until_now(self) -> int:
-        """Time during which the link moved bytes, latency included."""
-        return self._busy_ns + (self.env.now - self._began if self._end else 0)
 
-    def _turn_to(self, expert: int, victim: int, prefetch: bool) -> None:
-        """The machine has answered what comes next."""
-        if expert >= 0:
-            self._start(expert, victim, prefetch)
-            return
-        self._end = None
-        if expert == BLOCKED:
-            end = self._hits.next_end()
-            if end is not None:
-                At(self.env, end - self.env.now, HIT).callbacks.append(self._after_hit)
-        else:
-            self._nothing_queued = True
-
-    def _start(self, expert: int, victim: int, prefetch: bool) -> None:
-        if victim >= 0:
-            self.evictions.append(victim)
-        self._expert = expert
-        if prefetch:
-            self._cause = BEHIND_PREFETCH
-            self._moved, self._paused = self._paused, 0
-            self._send_chunk()
-        else:
-            self._cause = DEMAND
-            self._send(self._whole_ns, self._whole_sent)
-
-    def _send_chunk(self) -> None:
-        moved, whole = self._moved, self.spec.expert_bytes
-        self._moved = upto = min(moved + self._chunk, whole)
-        duration = self._used_ns(upto) - self._used_ns(moved)
-        self._send(duration, self._whole_sent if upto == whole else self._chunk_sent)
-
-    def _send(self, duration: int, then: Callable[[simpy.Event], None]) -> None:
-        self._began = self.env.now
-        self._end = at = At(self.env, duration, TRANSFER)
-        at.callbacks.append(then)
-
-    def _after_chunk(self, at: simpy.Event) -> None:
-        """A chunk boundary, unless the transfer was cut off: a demand may go first."""
-        if at is not self._end:
-            return
-        self._account()
-        expert, victim = self.machine.interrupt()
-        if expert >= 0:
-            self._paused = self._moved
-            self._start(expert, victim, prefetch=False)
-        else:
-            self._send_chunk()
-
-    def _after_transfer(self, at: simpy.Event) -> None:
-        """The end of a transfer, unless it was cut off."""
-        if at is not self._end:
-            return
-        self._account()
-        arrival = self._expert
-        self._moved = 0
-        awaited, expert, victim, prefetch = self.machine.arrived_and_next()
-        if awaited:
-            self.arrivals.append(arrival)
-            self._waiting_since = NOT_WAITING
-        self._turn_to(expert, victim, prefetch)
-
-    def _account(self) -> None:
-        """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
-        now = self.env.now
-        self._busy_ns += now - self._began
-        if self._hits.ends:
-            self._hits.settle(now)
-        elif self._waiting_since != NOT_WAITING:
-            cause = self._cause
-            if cause == BEHIND_PREFETCH and self.machine.awaited(self._expert):
-                cause = LATE
-            self.stall_ns[cause] += now - self._waiting_since
-            self._waiting_since = now
-
-    def _after_hit(self, at: simpy.Event) -> None:
-        self._hits.unpin_next()
-        self.act()
+def simulate(run: Run) -> RunLog:
+    """Run everything and keep its log whole."""
+    return whole(play, run)

@@ -1,6 +1,6 @@
-"""The copy pump: turns the residency machine's transfers into pieces and keeps the link busy. Rule 5 over completions.
+"""The copy pump: turns the residency's transfers into pieces and keeps a link busy. Rules 5 and 12 over completions.
 
-Copy engines know no priorities, so the queue stays on the host, in the machine. Each chunk (a demand is one chunk,
+Copy engines know no priorities, so the queue stays on the host, in the residency. Each chunk (a demand is one chunk,
 since nothing interrupts it) goes as two pieces: its body, and a tail that flies no longer than the host takes to
 answer, right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link
 never waits for the host, and no choice is made earlier than that. A device whose host answers at once has no tails.
@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.core.residency import Residency
-from replay.devices.device import Device
+from policies.core.residency import NO_EXPERT, Residency
+from sim.loop.device import Device
 
 PIECES_IN_FLIGHT = 2
 
@@ -26,11 +26,29 @@ class Transfer:
     sent: int = 0  # bytes submitted
 
 
+class PumpObserver:
+    """Hears what the link is given; every method does nothing by default."""
+
+    def copying(self, transfer: Transfer, first: int, upto: int) -> None:
+        """A piece is submitted."""
+
+    def copied(self) -> None:
+        """The oldest piece in flight has ended."""
+
+
 class Pump:
     """One transfer that sends, one more that was interrupted, and the pieces in flight."""
 
-    def __init__(self, machine: Residency, device: Device, expert_bytes: int, chunk_bytes: int | None) -> None:
-        self._machine = machine
+    def __init__(
+        self,
+        residency: Residency,
+        device: Device,
+        expert_bytes: int,
+        chunk_bytes: int | None,
+        observer: PumpObserver | None = None,
+    ) -> None:
+        self._observer = observer
+        self._residency = residency
         self._device = device
         self._tail_bytes = device.tail_bytes
         self._expert_bytes = expert_bytes
@@ -40,6 +58,7 @@ class Pump:
         self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
         self._active: Transfer | None = None
+        self._nothing_queued = True
         self.evictions: list[int] = []
 
     @property
@@ -50,6 +69,15 @@ class Pump:
     def landing(self) -> Iterator[int]:
         """Experts whose last piece is flying, in the order of their arrival."""
         return (transfer.expert for transfer, _, upto in self.in_flight if upto == self._expert_bytes)
+
+    def queued(self) -> None:
+        """The router or the prefetcher has changed what is queued."""
+        self._nothing_queued = False
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is in flight and nothing is queued."""
+        return self._nothing_queued and not self.in_flight
 
     def act(self) -> None:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
@@ -66,22 +94,26 @@ class Pump:
         self.in_flight.append((transfer, first, upto))
         self._flying_bytes += upto - first
         transfer.sent = upto
+        if self._observer:
+            self._observer.copying(transfer, first, upto)
         self._device.copy(transfer.expert, transfer.slot, first, upto)
         return True
 
     def piece_ended(self) -> int | None:
         """The oldest piece in flight has ended; the expert that has arrived with it, if one has."""
+        if self._observer:
+            self._observer.copied()
         transfer, first, upto = self.in_flight.popleft()
         self._flying_bytes -= upto - first
         if upto < self._expert_bytes:
             return None
         if transfer is self._active:
             self._active = None
-        self._machine.arrived()
+        self._residency.arrived()
         return transfer.expert
 
-    def go_on(self, device: Device) -> None:
-        """On another device, while nothing is on the link; what was evicted so far is forgotten."""
+    def move_to(self, device: Device) -> None:
+        """Continue on another device, while nothing is on the link; forget what was evicted so far."""
         self._device, self._tail_bytes = device, device.tail_bytes
         self.evictions = []
 
@@ -112,12 +144,12 @@ class Pump:
         """The transfer that the next piece is of."""
         transfer = self._active
         if transfer and transfer.sent == self._expert_bytes:
-            self._machine.land()
+            self._residency.land()
             self._active = transfer = None
         if transfer is None:
             return self._next()
         if not transfer.demand and transfer.sent % self._chunk_bytes == 0:
-            expert, victim = self._machine.interrupt()
+            expert, victim = self._residency.interrupt()
             if expert >= 0:
                 self._paused = transfer
                 return self._begin(expert, victim, prefetch=False)
@@ -125,8 +157,11 @@ class Pump:
 
     def _next(self) -> Transfer | None:
         """Take the transfer that comes next, if there is one."""
-        expert, victim, prefetch = self._machine.next_transfer()
+        if self._nothing_queued:
+            return None
+        expert, victim, prefetch = self._residency.next_transfer()
         if expert < 0:
+            self._nothing_queued = expert == NO_EXPERT
             return None
         if self._paused and self._paused.expert == expert:
             self._active, self._paused = self._paused, None
@@ -136,5 +171,5 @@ class Pump:
     def _begin(self, expert: int, victim: int, prefetch: bool) -> Transfer:
         if victim >= 0:
             self.evictions.append(victim)
-        self._active = Transfer(expert, self._machine.slot(expert), demand=not prefetch)
+        self._active = Transfer(expert, self._residency.slot(expert), demand=not prefetch)
         return self._active

@@ -1,0 +1,37 @@
+"""What devices on real hardware share: the time spent in their calls, and the report of a device that is stuck."""
+
+from collections.abc import Callable, Iterable
+from functools import wraps
+from time import perf_counter_ns
+from typing import Concatenate, ParamSpec, TypeVar
+
+from sim.loop.device import Completion, Device
+from traces.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+D = TypeVar("D", bound=Device)
+
+WATCHDOG_S = 60.0
+"""Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
+
+
+def timed(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P], T]:
+    """Count the time in this call as the device's, not as the host's bookkeeping."""
+
+    @wraps(method)
+    def call(self: D, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        began = perf_counter_ns()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.inside_ns += perf_counter_ns() - began
+
+    return call
+
+
+def stuck(seconds: float, oldest: Iterable[Completion]) -> InputError:
+    """Nothing has ended for too long; `oldest` of each stream are under way."""
+    named = [(each.kind.name.lower(), each.expert) for each in oldest]
+    waiting = " and ".join(kind if expert < 0 else f"{kind} of expert {expert}" for kind, expert in named)
+    return InputError(f"the device is stuck: nothing has ended for {seconds:g} s, under way since: {waiting}")

@@ -1,0 +1,115 @@
+"""What the loop plays on: a device, a few serial streams behind one small interface.
+
+The compute stream runs what it is given in the order in which it is given; the link copies pieces in the order in which
+they are given. A stream for the disk and one for experts computed on the host (rules 17 and 13) will stand beside them.
+An expert's compute may be submitted while its last piece is flying: the device holds it, and all that is submitted
+behind it, back until that piece has ended. The loop submits work without waiting and asks for the next completion, so
+SimPy processes, threads and CUDA streams polled by one thread all fit. Everything else is shared by all devices.
+
+Devices: `sim.engines.simpy_engine.SimpyDevice`, `replay.devices.cpu.CpuDevice`, `replay.devices.cuda.CudaDevice`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class Kind(IntEnum):
+    """What has ended."""
+
+    COPY = 0
+    PREDICTOR = 1
+    EXPERT = 2
+    COMBINE = 3
+    HEAD = 4
+    ROUTER = 5  # the dense part of a layer: only now may its routing be used
+
+
+class Completion(NamedTuple):
+    """One piece of work has ended; `expert` where the work was an expert's compute or one of its pieces."""
+
+    kind: Kind
+    expert: int = -1
+
+
+Work = tuple[int, int, int]
+"""An expert's compute: expert, the slot that holds it, tokens."""
+
+
+class Device(ABC):
+    """Two streams, submitted to without waiting; completions of each arrive in the order of submission.
+
+    What ended before something else began is reported before it: a copy before the compute that waited for it.
+    """
+
+    tail_bytes: int = 0
+    """The next piece is submitted when at most this much is flying: what the host takes to answer, in bytes."""
+    predictor_takes_time: bool = True
+    """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
+    inside_ns: int = 0
+    """Time that the host has spent in calls of this device, waiting included; 0 on a clock of its own."""
+
+    def prepare(self, contexts: Iterable[int]) -> None:  # noqa: B027  most have nothing to prepare
+        """Prepare for decoding tokens at these context lengths."""
+
+    @abstractmethod
+    def now(self) -> int:
+        """Return the device's clock, in ns."""
+
+    # The link
+
+    @abstractmethod
+    def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+        """Copy bytes `first` to `last` of `expert` into `slot`."""
+
+    @abstractmethod
+    def discard_copies(self) -> None:
+        """Forget the copies under way; none of them writes hereafter. Called while nothing computes (`--cold`)."""
+
+    # The compute stream
+
+    @abstractmethod
+    def dense(self, layer: int, tokens: int, context: int) -> None:
+        """Compute everything before the router of MoE layer `layer`, and the router; ends as ROUTER."""
+
+    def predict(self) -> bool:
+        """Take the predictor's time, if this device makes up for it. Return False where it passes by itself."""
+        return False
+
+    @abstractmethod
+    def experts(self, works: Sequence[Work]) -> None:
+        """Compute each expert on its tokens; one completion for each, in this order.
+
+        An expert is in its slot, or its last piece is flying, and stays there until its completion.
+        """
+
+    @abstractmethod
+    def combine(self, tokens: int) -> None:
+        """Compute the weighted sum of the experts' outputs."""
+
+    @abstractmethod
+    def head(self, tokens: int) -> None:
+        """Compute what follows the last MoE layer."""
+
+    # Completions
+
+    @abstractmethod
+    def next_completion(self) -> Completion:
+        """Wait for the next completion.
+
+        RuntimeError where nothing is under way, InputError where nothing ends for too long.
+        """
+
+    @abstractmethod
+    def poll(self) -> Completion | None:
+        """Return the next completion if it has happened by now, without waiting."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back."""
+
+
+def nothing_under_way() -> RuntimeError:
+    """The loop waits for what it never submitted: a defect, reported instead of a hang."""
+    return RuntimeError("waiting for a completion while nothing is under way")
