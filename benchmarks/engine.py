@@ -24,10 +24,11 @@ import numpy as np
 import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
+from policies.core.policy import Shape
 from policies.core.registry import PolicySpec, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from sim.sweep.setup import Setup
 from traces.steps import RequestSteps
@@ -87,7 +88,7 @@ def against_a_bare_loop() -> None:
     for policy in ("lru", "eamc", "lru+popular", "belady"):
 
         def play(policy: str = policy) -> object:
-            return simulate(Run(requests, LAYERS, EXPERTS, SLOTS, parse(policy), TIMING, LINK))
+            return simulate(gpu_run(requests, Shape(LAYERS, EXPERTS), SLOTS, parse(policy), TIMING, LINK))
 
         waits = count_waits(play)
         pairs = [(seconds(play), seconds(lambda waits=waits: bare_loop(waits))) for _ in range(ROUNDS)]
@@ -100,7 +101,7 @@ def against_a_bare_loop() -> None:
 
 
 def synthetic_run(policy: PolicySpec) -> Run:
-    return Run(requests_of(*LONG), LAYERS, EXPERTS, SLOTS, policy, TIMING, LINK)
+    return gpu_run(requests_of(*LONG), Shape(LAYERS, EXPERTS), SLOTS, policy, TIMING, LINK)
 
 
 def recorded_run(folder: str) -> Callable[[PolicySpec], Run]:
@@ -113,7 +114,9 @@ def recorded_run(folder: str) -> Callable[[PolicySpec], Run]:
     def run(policy: PolicySpec) -> Run:
         timing = loaded.timing(policy)
         window = experts_per_layer(timing, link, trace.layers, trace.top_k)
-        return Run(requests, trace.layers, trace.num_experts, slots, policy, timing, link, experts_per_layer=window)
+        return gpu_run(
+            requests, Shape(trace.layers, trace.num_experts), slots, policy, timing, link, experts_per_layer=window
+        )
 
     return run
 

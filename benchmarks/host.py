@@ -13,7 +13,8 @@ from policies.core.registry import parse
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
 from sim.engines import engine
-from sim.loop.log import Run, RunLog
+from sim.loop.log import RunLog
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from traces.synthetic import synthetic
@@ -33,7 +34,7 @@ def main() -> None:
     print(f"host loop of a replay, {LAYERS} x {EXPERTS} experts, top-{TOP_K}, a quarter in the cache:")
     for text in POLICIES:
         plan = Plan(requests, shape, slots, parse(text), EXPERT_BYTES, experts_per_layer=1.0)
-        run = Run(requests, LAYERS, EXPERTS, slots, plan.policy, TIMING, LINK, experts_per_layer=1.0)
+        run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, plan.policy, TIMING, LINK, experts_per_layer=1.0)
         play(plan, VirtualDevice(TIMING, LINK))
         simulated = _seconds(lambda run=run: engine.simulate(engine.AUTO, run))
         whole = _seconds(lambda plan=plan: play(plan, VirtualDevice(TIMING, LINK)))

@@ -134,7 +134,7 @@ class Drive:
 
     def _access(self, event: Event) -> None:
         """The untimed mode: an access is an event of its own, loaded and released at once."""
-        hit = self._machine.route(event.experts, 0, 1)
+        hit = self._machine.route(event.experts)
         self._observe(event)
         if not hit:
             self._note(*self._machine.next_transfer())
@@ -143,7 +143,7 @@ class Drive:
 
     def _event(self, event: Event) -> None:
         machine, turns = self._machine, self._turns
-        ready = machine.hits(machine.route(event.experts, 0, len(event.experts)))
+        ready = machine.route(event.experts)
         waiting = set(event.experts.tolist()) - set(ready)
         self._observe(event)
         proposal = self._runner.propose(event)

@@ -26,7 +26,8 @@ from replay.driver import Plan, Row, play
 from replay.timeline import ObservedDevice
 from replay.warmup import undisturbed
 from sim.engines import engine
-from sim.loop.log import STALLS, Run, RunLog
+from sim.loop.log import STALLS, RunLog
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.results.metrics import Row as ResultRow

@@ -4,6 +4,7 @@ An event gets copies, so that a policy that keeps, or spoils, an event's arrays 
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import numpy as np
 
@@ -21,8 +22,29 @@ def alone(
     ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
 ) -> Event:
     """Return an event of the only request, in step number `step`."""
-    seats, steps, offsets = np.zeros(1, np.int64), np.array([step]), np.array([0, len(experts)])
-    return Event(serial, phase, layer, experts, counts, seats, steps, offsets, experts, counts, *ahead)
+    return Event(
+        serial, phase, layer, experts, counts, SEAT_0, number(step), ends(len(experts)), experts, counts, *ahead
+    )
+
+
+SEAT_0: Int = np.zeros(1, np.int64)
+SEAT_0.flags.writeable = False
+
+
+@lru_cache(4)
+def number(n: int) -> Int:
+    """Return int64[1] that holds `n`, shared and read-only."""
+    array = np.array([n], np.int64)
+    array.flags.writeable = False
+    return array
+
+
+@lru_cache(1024)
+def ends(n: int) -> Int:
+    """Return the offsets of one request with `n` experts, shared and read-only."""
+    array = np.array([0, n], np.int64)
+    array.flags.writeable = False
+    return array
 
 
 class RequestEvents:
@@ -37,7 +59,16 @@ class RequestEvents:
         self._before = before
         self.count = len(request.experts) if per_access else len(request.phase) * layers
         self._offsets: list[int] = request.offsets.tolist()
+        self._experts: list[int] = request.experts.tolist()
+        self._counts: list[int] = request.counts.tolist()
         self._phases: list[int] = request.phase.tolist()
+
+    def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return the experts of that event, int64[n] ascending, and the tokens of each."""
+        place = step * self.layers + layer
+        first, last = self._offsets[place], self._offsets[place + 1]
+        tokens = dict(zip(self._experts[first:last], self._counts[first:last], strict=True))
+        return self.request.experts[first:last], tokens
 
     def event(self, step: int, layer: int) -> Event:
         """Return the event of `layer` in step number `step`."""

@@ -147,9 +147,10 @@ class PolicyResidency:
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
-        self._wanted, self._hits, self._slot = m[core.WANTED], m[core.HITS], m[core.SLOT]
+        self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
+        self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
         self.next_transfer: Callable[[], tuple[int, int, bool]] = (
             partial(core.next_transfer, m, keep, rule, one_scale) if scored else self._next_in_python
@@ -187,10 +188,6 @@ class PolicyResidency:
             for expert in core.empty_cache(self.m, self.keep, self.rule).tolist():
                 self.policy.on_evict(expert)
 
-    def slot(self, expert: int) -> int:
-        """Return the slot that `expert` holds, or NO_EXPERT."""
-        return int(self._slot[expert])
-
     def awaited(self, expert: int) -> bool:
         """Return whether the current event looked `expert` up and has not computed it yet."""
         return bool(self._wanted[expert])
@@ -199,6 +196,10 @@ class PolicyResidency:
         """Return hits, late, misses, demand and prefetch transfers, prefetches used and wasted, so far."""
         counts: list[int] = self.m[core.ONE, core.COUNTERS].tolist()
         return counts
+
+    def is_prefetch(self, expert: int) -> bool:
+        """Return whether `expert` came, or comes, by a prefetch and was not looked up since."""
+        return bool(self.m[core.UNUSED, expert])
 
     @property
     def serial(self) -> int:
@@ -275,6 +276,7 @@ class PolicyResidency:
         core.start(self.m, self.keep, self.rule, expert, victim)
         self.policy.on_insert(expert, self.serial, int(self.m[core.ONE, core.STARTS]))
         return expert, victim
+
 
 class ObservedResidency:
     """The same residency; an observer hears of every call."""

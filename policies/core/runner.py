@@ -8,8 +8,7 @@ import numpy as np
 from policies.core.limits import limiter
 from policies.core.policy import Event, Float, Int, Requests, Shape
 from policies.core.registry import PolicySpec
-from policies.core.residency import Residency
-from policies.core.residency_compiled import STATE
+from policies.core.residency import PolicyResidency
 from traces.errors import InputError
 
 
@@ -44,14 +43,14 @@ class PolicyRunner:
         self.checks = not type(self.prefetcher).__module__.startswith("policies.")
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
 
-    def residency(self, slots: int) -> Residency:
-        """The machine over a cache of `slots` experts under this retention, divided as its scope says."""
+    def residency(self, slots: int) -> PolicyResidency:
+        """Return the residency of a cache of `slots` experts under this retention, divided as its scope says."""
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
-        machine = Residency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
+        residency = PolicyResidency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
         if self._limiter:
-            self._limiter.state = machine.m[STATE]
-        return machine
+            self._limiter.state = residency.states
+        return residency
 
     def begin_request(self, ordinal: int, seat: int = 0) -> None:
         """The `ordinal`-th request of the run takes `seat`."""

@@ -52,7 +52,7 @@ from replay.gpu_check.verify import verify
 from replay.run import Choice, first_tokens
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
-from sim.loop.log import Run
+from sim.loop.run import Run, gpu_run
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
@@ -404,7 +404,9 @@ def compile_all() -> None:
         requests, shape = Requests(trace), Shape(3, 8)
         plan = Plan(requests, shape, 9, parse(policy), 64, experts_per_layer=1.0)
         decide(plan)
-        run = Run(requests, 3, 8, 9, plan.policy, FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64), experts_per_layer=1.0)
+        run = gpu_run(
+            requests, Shape(3, 8), 9, plan.policy, FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64), experts_per_layer=1.0
+        )
         engine.simulate(engine.AUTO, run)
 
 

@@ -10,9 +10,11 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from policies.core.policy import Shape
 from policies.core.registry import parse
 from sim.engines.engine import AUTO, SIMPY, check, simulate
-from sim.loop.log import Run, RunLog
+from sim.loop.log import RunLog
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, RequestSteps
@@ -87,10 +89,9 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
         prefetch = f"popular:n={case['popular_n']}"
     log = simulate(
         engine,
-        Run(
+        gpu_run(
             [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
-            layers=case["L"],
-            experts=case["E"],
+            Shape(case["L"], case["E"]),
             slots=case["slots"],
             policy=parse(f"{case['evict']}+{prefetch}"),
             timing=FixedTiming(

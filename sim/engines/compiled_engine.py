@@ -22,7 +22,9 @@ from policies.core.policy import Float, Int, Shape
 from policies.core.registry import parse
 from policies.core.residency_compiled import BLOCKED
 from policies.core.runner import PolicyRunner
-from sim.loop.log import STALLS, Ended, Run, RunLog, whole
+from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS, Ended, RequestLog, RunLog, whole
+from sim.loop.run import Run, gpu_run
+from sim.loop.session import decider_of
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import RequestSteps
@@ -57,7 +59,6 @@ NEVER = np.iinfo(np.int64).max
     NUMBERS,
 ) = range(24)
 
-PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)
 NOT_WAITING = -1
 
 # Columns of `rows`: totals of the run when a step ends
@@ -327,10 +328,9 @@ def simulate(run: Run) -> RunLog:
 
 def play(run: Run, ended: Ended) -> None:
     """As `simpy_engine.play`, whose logs these are. NotServedError for a policy that this engine cannot play."""
-    shape = Shape(run.layers, run.experts)
-    runner = PolicyRunner(run.policy, shape, run.requests, experts_per_layer=run.experts_per_layer)
+    runner = decider_of(run)
     if reason := dispatch.refusal(runner.retention, runner.prefetcher):
-        raise NotServedError(f"the compiled engine does not play {run.policy.text}: {reason} (--engine simpy does)")
+        raise NotServedError(f"the compiled engine does not play {run.gpu.policy.text}: {reason} (--engine simpy does)")
     Engine(run, runner).play(ended)
 
 
@@ -344,7 +344,7 @@ def prepare() -> None:
     """Compile the engine, or load it: once for the processes that come after."""
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     request = RequestSteps(0, np.ones(1, np.uint8), one, one, np.zeros(2, np.int64), none, none)
-    simulate(Run([request], 1, 1, 1, parse("lru"), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
+    simulate(gpu_run([request], Shape(1, 1), 1, parse("lru"), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
 
 
 class NotServedError(InputError):
@@ -355,23 +355,23 @@ class Engine:
     """One run: the machine, the policies' minds, and the rows that requests leave behind."""
 
     def __init__(self, run: Run, runner: PolicyRunner) -> None:
-        shape, timing, link = runner.shape, run.timing, run.link
+        shape, timing, link = runner.shape, run.timing, run.gpu.link
         L, E = shape.layers, shape.experts
         self.requests = run.requests
         self.cold = run.cold
         self.runner = runner
-        self.machine = runner.residency(run.slots)
+        self.residency = runner.residency(run.gpu.slots)
         self.rest = dispatch.nothing()
-        self.plan = _plan(runner, run.experts_per_layer)
+        self.plan = _plan(runner, run.gpu.experts_per_layer)
         self.tables = DurationTables(timing, L)
         self.predictor_ns = timing.predictor_ns
         self.link = link
         self.whole_ns = link.used_ns(link.expert_bytes)
         self.state = Machine(
-            m=self.machine.m,
-            keep=self.machine.keep,
-            rule=self.machine.rule,
-            one_scale=self.machine.one_scale,
+            m=self.residency.m,
+            keep=self.residency.keep,
+            rule=self.residency.rule,
+            one_scale=self.residency.one_scale,
             n=_numbers(link),
             ends=np.zeros(E, np.int64),
             arrivals=np.zeros(E, np.int64),
@@ -385,19 +385,18 @@ class Engine:
         last = len(self.requests) - 1
         for ordinal in range(last + 1):
             request = self.requests[ordinal]
+            if not len(request.tokens):
+                continue
             self.runner.begin_request(ordinal)
             totals, evictions = self._play(request)
-            if len(totals):
-                self._end_request(self.cold and ordinal != last)
-                # What --cold discards is within the step that has ended.
-                totals[-1, COUNTERS:LINK_BUSY] = self.machine.counters()
+            self._end_request(self.cold and ordinal != last)
+            # What --cold discards is within the step that has ended.
+            totals[-1, COUNTERS:LINK_BUSY] = self.residency.counters()
             ended(self._log(request, totals, evictions))
 
     def _play(self, request: RequestSteps) -> tuple[Int, list[Int]]:
         """All steps of a request: totals [S, COLUMNS] of the run at the end of each; the experts evicted."""
         rows, evictions = np.zeros((len(request.tokens), COLUMNS), np.int64), [np.empty(0, np.int64)]
-        if not len(rows):
-            return rows, evictions
         told, durations = dispatch.told(request), self.tables.of(request)
         self._check_range(told, durations)
         minds = dispatch.minds(self.rest, self.runner.retention, self.runner.prefetcher)
@@ -416,7 +415,7 @@ class Engine:
             n[BUSY] = busy_until_now(n)
             n[LINK_END] = NEVER
             n[MOVED] = n[PAUSED] = 0
-        self.machine.end_request(cold)
+        self.residency.end_request(cold)
 
     def _check_range(self, told: Told, durations: Durations) -> None:
         """Compiled numbers wrap around: OverflowError before they can, should a run last more than a century."""
@@ -430,27 +429,13 @@ class Engine:
 
     def _log(self, request: RequestSteps, totals: Int, evictions: list[Int]) -> RunLog:
         spent = np.diff(totals, axis=0, prepend=self.totals[None])
-        self.totals = totals[-1] if len(totals) else self.totals
+        self.totals = totals[-1]
         stall = spent[:, STALL:COUNTERS]
-        hits, late, misses, demand, prefetch, used, wasted = spent[:, COUNTERS:LINK_BUSY].T
-        return RunLog(
-            request=np.full(len(spent), request.request),
-            phase=request.phase,
-            tokens=request.tokens,
-            step_ns=spent[:, CLOCK],
-            stall_ns=stall,
-            hits=hits,
-            late=late,
-            misses=misses,
-            demand_transfers=demand,
-            prefetch_transfers=prefetch,
-            prefetch_used=used,
-            prefetch_wasted=wasted,
-            link_busy_ns=spent[:, LINK_BUSY],
-            compute_busy_ns=spent[:, CLOCK] - stall.sum(axis=1),
-            expert_bytes=self.link.expert_bytes,
-            evictions=np.concatenate(evictions),
-        )
+        busy_ns = spent[:, CLOCK] - stall.sum(axis=1)
+        table = np.column_stack([request.phase, request.tokens, spent, busy_ns]).astype(np.int64)
+        numbers = np.arange(len(spent)), np.full(len(spent), request.request)
+        by_request = RequestLog(*numbers, request.tokens, spent[:, CLOCK])
+        return RunLog.of_table(table, by_request, self.link.expert_bytes, np.concatenate(evictions))
 
 
 def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:

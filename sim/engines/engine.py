@@ -5,7 +5,8 @@ from functools import partial
 from policies.core import dispatch
 from policies.core.policy import Shape
 from policies.core.registry import PolicySpec
-from sim.loop.log import Ended, Run, RunLog, whole
+from sim.loop.log import Ended, RunLog, whole
+from sim.loop.run import Run
 from traces.errors import InputError, unknown
 
 AUTO, SIMPY, COMPILED = "auto", "simpy", "compiled"
@@ -38,7 +39,7 @@ def play(engine: str, run: Run, ended: Ended) -> None:
     try:
         _play(engine, run, ended)
     except OverflowError as error:
-        raise InputError(f"{run.policy.text}: {error}: do the profiles mean such times and sizes?") from error
+        raise InputError(f"{run.gpu.policy.text}: {error}: do the profiles mean such times and sizes?") from error
 
 
 def _play(engine: str, run: Run, ended: Ended) -> None:

@@ -6,19 +6,24 @@ order of rule 15: link, then compute, then routers. Every decision is the loop's
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Generator, Sequence
+from functools import cache, lru_cache, partial
+from typing import Any
 
 import simpy
 
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 from sim.loop.driver import Driver, LoopObserver
-from sim.loop.log import Ended, Run, RunLog, StepRow, whole
+from sim.loop.log import Ended, RunLog, StepRow, whole
+from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing
 
 LINK, COMPUTE, ROUTER = range(2, 5)
 """Rule 15: ranks of ends within one nanosecond. SimPy's own wake-ups have the ranks 0 and 1 and come before these."""
+
+EXPERT = Kind.EXPERT
+ROUTER_ENDED, COMBINED = Completion(Kind.ROUTER), Completion(Kind.COMBINE)
+NO_EXPERT = -1
 
 Wait = Generator[simpy.Event, Any, None]
 
@@ -46,78 +51,29 @@ class At(simpy.Event):
         env.schedule(self, rank, delay)  # type: ignore[arg-type]  # priorities above NORMAL, as SimPy's heap allows
 
 
-class Job(NamedTuple):
-    """One piece of work of a stream."""
-
-    completion: Completion
-    duration: int
-    rank: int
+Job = tuple[Completion, int, int]
+"""One piece of work of a stream: how it is reported, its duration, and its rank."""
 
 
-class Stream:
-    """A serial stream: does the jobs that it is given in their order, one at a time."""
+class Queue:
+    """The work of one serial stream, and the event that its process waits for while there is none."""
 
-    def __init__(self, env: Nanoseconds, ended: Callable[[Completion], None]) -> None:
-        self.env = env
-        self.end: At | None = None
-        """Of the job under way; None: idle, or waiting for an expert."""
-        self.job: Job | None = None
-        self._jobs: deque[Job] = deque()
-        self._ended = ended
+    def __init__(self, env: Nanoseconds) -> None:
+        self.jobs: deque[Job] = deque()
+        self._env = env
         self._idle: simpy.Event | None = None
-        self._process = env.process(self._run())
 
-    def submit(self, jobs: Iterable[Job]) -> None:
-        """Do these behind all others."""
-        self._jobs.extend(jobs)
+    def put(self, *jobs: Job) -> None:
+        """Add work behind all other."""
+        self.jobs.extend(jobs)
         if self._idle is not None:
             self._idle.succeed()
             self._idle = None
 
-    def discard(self) -> None:
-        """Forget the job under way and those behind it."""
-        self._jobs.clear()
-        if self.end is not None:
-            self._process.interrupt()
-            self.end = self.job = None
-
-    def ready(self, job: Job) -> simpy.Event | None:
-        """What the job waits for before it starts; None: nothing."""
-        return None
-
-    def _run(self) -> Wait:
-        env, jobs, ended = self.env, self._jobs, self._ended
-        while True:
-            try:
-                while not jobs:
-                    self._idle = env.event()
-                    yield self._idle
-                job = jobs.popleft()
-                if (awaited := self.ready(job)) is not None:
-                    yield awaited
-                self.job = job
-                self.end = At(env, job.duration, job.rank)
-                yield self.end
-            except simpy.Interrupt:
-                continue
-            self.end = self.job = None
-            ended(job.completion)
-
-
-class ComputeStream(Stream):
-    """Computes; an expert whose last piece is on the link is waited for, and holds back all that is behind it."""
-
-    def __init__(self, env: Nanoseconds, ended: Callable[[Completion], None], link: Stream) -> None:
-        super().__init__(env, ended)
-        self._link = link
-
-    def ready(self, job: Job) -> simpy.Event | None:
-        """The end of the piece on the link, if it is the job's expert that arrives with it."""
-        if job.completion.kind is Kind.EXPERT:
-            copying = self._link.job
-            if copying is not None and copying.completion.expert == job.completion.expert:
-                return self._link.end
-        return None
+    def filled(self) -> simpy.Event:
+        """Return the event of the next `put`."""
+        self._idle = self._env.event()
+        return self._idle
 
 
 class SimpyDevice(Device):
@@ -127,58 +83,94 @@ class SimpyDevice(Device):
         self.env = Nanoseconds()
         self._timing = timing
         self._ended: deque[Completion] = deque()
-        self._link = Stream(self.env, self._ended.append)
-        self._compute = ComputeStream(self.env, self._ended.append, self._link)
-        self._expert_ns = lru_cache(timing.expert_ns)
-        self._combine_ns = lru_cache(timing.combine_ns)
-        self._head_ns = lru_cache(timing.head_ns)
+        self._copies, self._computes = Queue(self.env), Queue(self.env)
+        self._arriving = NO_EXPERT  # whose piece is on the link
+        self._arrival: simpy.Event | None = None  # the end of that piece
+        self._expert_job = cache(lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens), COMPUTE))
+        self._copied = cache(partial(Completion, Kind.COPY))
+        self._combine_ns, self._head_ns = lru_cache(timing.combine_ns), lru_cache(timing.head_ns)
         self._used_ns = lru_cache(link.used_ns)
         self.predictor_takes_time = timing.predictor_ns > 0
+        self._link_process = self.env.process(self._link())
+        self.env.process(self._compute())
+
+    def _link(self) -> Wait:
+        """The host link: one piece after another. An interrupt discards the piece on it."""
+        env, jobs, ended = self.env, self._copies.jobs, self._ended.append
+        while True:
+            try:
+                while not jobs:
+                    yield self._copies.filled()
+                completion, duration, rank = jobs.popleft()
+                self._arriving, self._arrival = completion.expert, At(env, duration, rank)
+                yield self._arrival
+            except simpy.Interrupt:
+                continue
+            self._arriving = NO_EXPERT
+            ended(completion)
+
+    def _compute(self) -> Wait:
+        """The compute stream. An expert whose last piece is on the link holds back all that is behind it."""
+        env, jobs, ended = self.env, self._computes.jobs, self._ended.append
+        while True:
+            while not jobs:
+                yield self._computes.filled()
+            completion, duration, rank = jobs.popleft()
+            if completion.expert == self._arriving != NO_EXPERT and self._arrival is not None:
+                yield self._arrival
+            yield At(env, duration, rank)
+            ended(completion)
 
     def now(self) -> int:
         """Return the simulated time in ns."""
         return self.env._now  # type: ignore[return-value]  # as `Nanoseconds.now`, on the hot path
 
+    # The link
+
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """Rule 12: a chunk takes the difference of what its transfer has used."""
-        duration = self._used_ns(last) - self._used_ns(first)
-        self._link.submit((Job(Completion(Kind.COPY, expert), duration, LINK),))
+        self._copies.put((self._copied(expert), self._used_ns(last) - self._used_ns(first), LINK))
 
     def discard_copies(self) -> None:
         """Takes no time (rule 10)."""
-        self._link.discard()
+        self._copies.jobs.clear()
+        if self._arriving != NO_EXPERT:
+            self._link_process.interrupt()
+            self._arriving = NO_EXPERT
+
+    # The compute stream
 
     def dense(self, layer: int, tokens: int, context: int) -> None:
         """Rule 11: the router comes last within its nanosecond."""
-        self._submit(Kind.ROUTER, self._timing.dense_ns(layer, tokens, context), ROUTER)
+        self._computes.put((ROUTER_ENDED, self._timing.dense_ns(layer, tokens, context), ROUTER))
 
     def predict(self) -> bool:
         """Rule 14: a constant time of the compute stream."""
         if self.predictor_takes_time:
-            self._submit(Kind.PREDICTOR, self._timing.predictor_ns)
+            self._computes.put((Completion(Kind.PREDICTOR), self._timing.predictor_ns, COMPUTE))
         return self.predictor_takes_time
 
     def experts(self, works: Sequence[Work]) -> None:
         """One after another."""
-        expert_ns = self._expert_ns
-        self._compute.submit(
-            [Job(Completion(Kind.EXPERT, expert), expert_ns(tokens), COMPUTE) for expert, _, tokens in works]
-        )
+        job = self._expert_job
+        self._computes.put(*[job(expert, tokens) for expert, _, tokens in works])
 
     def combine(self, tokens: int) -> None:
         """Once an event."""
-        self._submit(Kind.COMBINE, self._combine_ns(tokens))
+        self._computes.put((COMBINED, self._combine_ns(tokens), COMPUTE))
 
     def head(self, tokens: int) -> None:
         """Once a step."""
-        self._submit(Kind.HEAD, self._head_ns(tokens))
+        self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens), COMPUTE))
+
+    # Completions
 
     def next_completion(self) -> Completion:
         """Let simulated time pass until something has ended."""
-        ended, env = self._ended, self.env
+        ended, step = self._ended, self.env.step
         try:
             while not ended:
-                env.step()
+                step()
         except simpy.core.EmptySchedule:
             raise nothing_under_way() from None
         return ended.popleft()
@@ -191,9 +183,6 @@ class SimpyDevice(Device):
 
     def close(self) -> None:
         """Nothing is held."""
-
-    def _submit(self, kind: Kind, duration: int, rank: int = COMPUTE) -> None:
-        self._compute.submit((Job(Completion(kind), duration, rank),))
 
 
 def play(run: Run, ended: Ended, observer: LoopObserver | None = None) -> None:

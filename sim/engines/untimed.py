@@ -4,14 +4,12 @@ Ascending id within a (token, layer) whatever the trace stores; no link, no pref
 event of its own for recency, counts and EAMs. Misses equal those of an independent cache simulator to the unit.
 """
 
-import numpy as np
-
 from policies.core.events import RequestEvents
 from policies.core.policy import Requests, Shape
 from policies.core.registry import PolicySpec
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from policies.core.runner import PolicyRunner
-from sim.loop.log import STALLS, Ended, RunLog, joined
+from sim.loop.log import COLUMNS, Ended, RunLog, Share, StepRow, joined
 
 
 def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
@@ -26,21 +24,23 @@ def play(
 ) -> None:
     """The same; `ended` takes the log of each request as it ends."""
     runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
-    machine = runner.residency(slots)
+    residency = runner.residency(slots)
     last, played = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request, evictions = requests[ordinal], list[int]()
         events = RequestEvents(request, layers, played, per_access=True)
         played += events.count
         runner.begin_request(ordinal)
-        rows = _play(runner, machine, events, evictions)
+        rows = _play(runner, residency, events, evictions)
         runner.end_request()
-        machine.end_request(cold and ordinal != last)
-        ended(_log(np.array(rows, np.int64).reshape(-1, 5), evictions))
+        residency.end_request(cold and ordinal != last)
+        ended(RunLog.of_rows(rows, 0, evictions))
 
 
-def _play(runner: PolicyRunner, machine: Residency, events: RequestEvents, evictions: list[int]) -> list[list[int]]:
-    """One request; a row (request, phase, tokens, hits, misses) for each step."""
+def _play(
+    runner: PolicyRunner, residency: PolicyResidency, events: RequestEvents, evictions: list[int]
+) -> list[StepRow]:
+    """Run one request; return the row of each step."""
     rows, request, layers = [], events.request, events.layers
     experts, offsets = request.experts.tolist(), request.offsets.tolist()
     for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
@@ -48,38 +48,21 @@ def _play(runner: PolicyRunner, machine: Residency, events: RequestEvents, evict
         for layer in range(layers):
             heard = None if runner.silent else events.accesses(step, layer)
             for i in range(offsets[step * layers + layer], offsets[step * layers + layer + 1]):
-                hit = machine.route(request.experts, i, i + 1)
+                hit = len(residency.route(request.experts[i : i + 1]))
                 if heard:
                     runner.observe(next(heard))
                 if not hit:
-                    _, victim, _ = machine.next_transfer()
+                    _, victim, _ = residency.next_transfer()
                     if victim >= 0:
                         evictions.append(victim)
-                    machine.arrived()
-                machine.computed(experts[i])
+                    residency.arrived()
+                residency.computed(experts[i])
                 hits += hit
         lookups = offsets[(step + 1) * layers] - offsets[step * layers]
-        rows.append([request.request, phase, tokens, hits, lookups - hits])
+        rows.append(_row(request.request, phase, tokens, hits, lookups - hits))
     return rows
 
 
-def _log(table: np.ndarray, evictions: list[int]) -> RunLog:
-    zeros = np.zeros(len(table), np.int64)
-    return RunLog(
-        request=table[:, 0],
-        phase=table[:, 1].astype(np.uint8),
-        tokens=table[:, 2],
-        step_ns=zeros,
-        stall_ns=np.zeros((len(table), len(STALLS)), np.int64),
-        hits=table[:, 3],
-        late=zeros,
-        misses=table[:, 4],
-        demand_transfers=table[:, 4],
-        prefetch_transfers=zeros,
-        prefetch_used=zeros,
-        prefetch_wasted=zeros,
-        link_busy_ns=zeros,
-        compute_busy_ns=zeros,
-        expert_bytes=0,
-        evictions=np.array(evictions, np.int64),
-    )
+def _row(request: int, phase: int, tokens: int, hits: int, misses: int) -> StepRow:
+    counted = {"phase": phase, "tokens": tokens, "hits": hits, "misses": misses, "demand_transfers": misses}
+    return StepRow([counted.get(name, 0) for name in COLUMNS], [Share(request, tokens, 0)])

@@ -53,7 +53,7 @@ class Driver:
         """`decider`: who decides, if not the run's policies."""
         self._run = run
         self.session = Session(run, device, decider, observer)
-        self._schedule = OneAtATime(run.requests)
+        self._schedule = OneAtATime(run.requests, run.shape.layers)
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""
@@ -118,7 +118,7 @@ class Driver:
             session.submitting(Kind.ROUTER)
             device.dense(layer, tokens, context)
             session.until(Kind.ROUTER)
-            session.route(step.event(layer))
+            session.route(step, layer)
             session.finish_event()
             session.submitting(Kind.COMBINE)
             device.combine(tokens)

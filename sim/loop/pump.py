@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from policies.core.residency import NO_EXPERT, Residency
+from policies.core.residency import BLOCKED, Residency
 from sim.loop.device import Device
 
 PIECES_IN_FLIGHT = 2
@@ -55,10 +55,14 @@ class Pump:
         self._chunk_bytes = min(chunk_bytes or expert_bytes, expert_bytes)
         self.in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
         self._flying_bytes = 0
+        self._busy_ns = self._busy_since = 0
         self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
         self._active: Transfer | None = None
-        self._nothing_queued = True
+        self.asks = False
+        """Whether something may be queued, for which the residency has to be asked."""
+        self.blocked = False
+        """Whether something is queued that found no slot: it is tried again when an expert has been computed."""
         self.evictions: list[int] = []
 
     @property
@@ -72,45 +76,41 @@ class Pump:
 
     def queued(self) -> None:
         """The router or the prefetcher has changed what is queued."""
-        self._nothing_queued = False
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is in flight and nothing is queued."""
-        return self._nothing_queued and not self.in_flight
+        self.asks = True
 
     def act(self) -> None:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
-        while self.send():
-            pass
-
-    def send(self) -> bool:
-        """Submit a piece, if the link has room and there is one to send."""
-        transfer = self._sending() if self._has_room() else None
-        if transfer is None:
-            return False
-        first = transfer.sent
-        upto, self._owes_tail = self._piece_end(transfer)
-        self.in_flight.append((transfer, first, upto))
-        self._flying_bytes += upto - first
-        transfer.sent = upto
-        if self._observer:
-            self._observer.copying(transfer, first, upto)
-        self._device.copy(transfer.expert, transfer.slot, first, upto)
-        return True
+        in_flight, device = self.in_flight, self._device
+        while self._has_room() and (transfer := self._sending()) is not None:
+            first = transfer.sent
+            upto, self._owes_tail = self._piece_end(transfer)
+            transfer.sent = upto
+            if self._observer:
+                self._observer.copying(transfer, first, upto)
+            device.copy(transfer.expert, transfer.slot, first, upto)
+            if not in_flight:
+                self._busy_since = device.now()
+            in_flight.append((transfer, first, upto))
+            self._flying_bytes += upto - first
 
     def piece_ended(self) -> int | None:
-        """The oldest piece in flight has ended; the expert that has arrived with it, if one has."""
+        """The oldest piece in flight has ended; return the expert that has arrived with it, or None."""
         if self._observer:
             self._observer.copied()
         transfer, first, upto = self.in_flight.popleft()
         self._flying_bytes -= upto - first
+        if not self.in_flight:
+            self._busy_ns += self._device.now() - self._busy_since
         if upto < self._expert_bytes:
             return None
         if transfer is self._active:
             self._active = None
         self._residency.arrived()
         return transfer.expert
+
+    def busy_ns(self) -> int:
+        """Return the time in which the link moved bytes, latency included, so far."""
+        return self._busy_ns + (self._device.now() - self._busy_since if self.in_flight else 0)
 
     def move_to(self, device: Device) -> None:
         """Continue on another device, while nothing is on the link; forget what was evicted so far."""
@@ -119,6 +119,7 @@ class Pump:
 
     def cut(self) -> None:
         """`--cold`: discard what is under way."""
+        self._busy_ns = self.busy_ns()
         self._device.discard_copies()
         self.in_flight.clear()
         self._flying_bytes = 0
@@ -157,11 +158,12 @@ class Pump:
 
     def _next(self) -> Transfer | None:
         """Take the transfer that comes next, if there is one."""
-        if self._nothing_queued:
+        if not self.asks:
             return None
         expert, victim, prefetch = self._residency.next_transfer()
+        self.blocked = expert == BLOCKED
         if expert < 0:
-            self._nothing_queued = expert == NO_EXPERT
+            self.asks = self.blocked
             return None
         if self._paused and self._paused.expert == expert:
             self._active, self._paused = self._paused, None

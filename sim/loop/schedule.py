@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Event, Requests
-from traces.steps import RequestSteps
+from policies.core.policy import Event, Int, Requests
 
 
 class Place(NamedTuple):
@@ -40,8 +39,15 @@ class Step:
     events: RequestEvents
     number: int  # of the step in its request
 
+    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return the experts that the router of `layer` chose, int64[n] ascending, and the tokens of each.
+
+        Nobody asks before that router has ended (rule 16).
+        """
+        return self.events.chosen(self.number, layer)
+
     def event(self, layer: int) -> Event:
-        """Return what the router of `layer` chose. Nobody asks before that router has ended (rule 16)."""
+        """Return the same as policies hear it."""
         return self.events.event(self.number, layer)
 
 
@@ -56,18 +62,23 @@ class Schedule(Protocol):
 class OneAtATime:
     """The requests of a trace, one after another."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: Requests, layers: int) -> None:
         self._requests = requests
+        self._layers = layers
 
     def steps(self, first: int = 0) -> Iterator[Step]:
         """Yield each request's prefill and then its decoded tokens, from the request with ordinal `first` on."""
         last = len(self._requests) - 1
+        before = sum(len(self._requests[ordinal].phase) for ordinal in range(first)) * self._layers
         for ordinal in range(first, last + 1):
-            yield from _steps_of(ordinal, self._requests[ordinal], more=ordinal < last)
+            events = RequestEvents(self._requests[ordinal], self._layers, before)
+            before += events.count
+            yield from _steps_of(ordinal, events, more=ordinal < last)
 
 
-def _steps_of(ordinal: int, request: RequestSteps, more: bool) -> Iterator[Step]:
-    events, last = RequestEvents(request), len(request.tokens) - 1
+def _steps_of(ordinal: int, events: RequestEvents, more: bool) -> Iterator[Step]:
+    request = events.request
+    last = len(request.tokens) - 1
     each = zip(request.phase.tolist(), request.tokens.tolist(), request.context.tolist(), strict=True)
     for number, (phase, tokens, context) in enumerate(each):
         places = (Place(ordinal, 0, request.request, tokens),)

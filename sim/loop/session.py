@@ -1,6 +1,6 @@
 """A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11 and 14.
 
-Whoever knows the next routing calls `route(event)`: the driver (`sim.loop.driver`), which plays a schedule, or a live
+Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a live
 model, which computes its dense parts itself. The session answers with work for the device, and handles completions.
 All decisions are the residency's and the policies'. The compute stream keeps the order of submission, so the hits of an
 event go in at once, and each other expert behind them as soon as its last piece is on its way: the device waits for it,
@@ -18,8 +18,14 @@ from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.pump import Pump, PumpObserver
 from sim.loop.run import Run
+from sim.loop.schedule import Step
 
 NO_EXPERT = -1  # in the compute stream's queue: other work
+
+COPY, EXPERT, PREDICTOR_ENDED = Kind.COPY, Kind.EXPERT, Kind.PREDICTOR
+
+COMPUTING, PREDICTING, WAITING = range(3)
+"""What the compute stream does. WAITING: for an expert, or for the host, which has submitted nothing."""
 
 
 class Decider(Protocol):
@@ -62,8 +68,8 @@ class SessionObserver(ResidencyObserver, PumpObserver):
     def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
         """Nothing has been run yet; `now` asks for the device's time."""
 
-    def event_routed(self, event: Event, late: list[int]) -> None:
-        """An event was looked up; `late` are its experts that are on their way."""
+    def event_routed(self, layer: int, tokens: dict[int, int], late: list[int]) -> None:
+        """An event was looked up: the tokens of each of its experts, and which of them are on their way."""
 
     def submitted(self, kind: Kind, experts: Sequence[int] = (NO_EXPERT,)) -> None:
         """The compute stream is given work."""
@@ -89,48 +95,48 @@ class Session:
         self.decider: Decider = decider or decider_of(run)
         residency = self.decider.residency(run.gpu.slots)
         self.residency: Residency = ObservedResidency(residency, observer) if observer else residency
+        self._slot, self._computed = self.residency.slot, self.residency.computed  # bound once
         self._observer = observer
         if observer:
             observer.run_begins(residency, lambda: self.device.now())
         link = run.gpu.link
         self.pump = Pump(self.residency, device, link.expert_bytes, link.chunk_bytes, observer)
-        self._proposal: tuple[Int, Float] | None = None
         self._tokens: dict[int, int] = {}  # of each expert of the current event that was not submitted yet
+        self._proposal: tuple[Int, Float] | None = None
         self._computing: deque[int] = deque()  # submitted to the compute stream: experts and NO_EXPERT
         self._landing: set[int] = set()  # of these the experts whose last piece is flying
-        self._predicting = False
-        self._since = device.now()  # time up to here is accounted for
+        self._doing = WAITING  # what the compute stream does
+        self._since = device.now()  # up to there its time is accounted for
         self._stall_ns = [0] * len(STALLS)
-        self._link_ns = self._compute_ns = 0
+        self._compute_ns = 0
 
     # What the outside calls
 
-    def route(self, event: Event) -> None:
-        """Look the event up, ask the policies, let link and compute stream start what they can."""
-        decider = self.decider
-        hits = self.residency.route(event.experts)
-        self._tokens = tokens = dict(zip(event.experts.tolist(), event.counts.tolist(), strict=True))
+    def route(self, step: Step, layer: int) -> None:
+        """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
+        chosen, self._tokens = step.chosen(layer)
+        tokens = self._tokens
+        hits = self.residency.route(chosen)
         if len(hits) < len(tokens):
             self.pump.queued()
         if self._observer:
-            self._observer.event_routed(event, [e for e in tokens if e not in hits and self.residency.slot(e) >= 0])
-        if decider.silent:
-            if self.device.predictor_takes_time:
-                self._send()
-        else:
-            self._charge()
-            self._ask_to_observe(event)
-        self._predicting = self.device.predict()
-        if self._predicting:
-            self.submitting(Kind.PREDICTOR)
+            late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
+            self._observer.event_routed(layer, tokens.copy(), late)
+        if not self.decider.silent:
+            self._ask(step.event(layer))
+        elif self.device.predictor_takes_time:
+            self._send()
+        if self.device.predict():
+            self.submitting(PREDICTOR_ENDED)
+            self._turn(PREDICTING)
         elif self._proposal is not None:
-            self._predicting = True
+            self._turn(PREDICTING)
             self._proposal_arrives()
-            self._charge()
-            self._predicting = False
+            self._turn(WAITING)
         if hits:
             self._compute(hits)
-        self._pump()
+        if self.pump.asks:
+            self._pump()
 
     def finish_event(self) -> None:
         """Handle completions until every expert of the event has been submitted behind its last piece."""
@@ -144,11 +150,12 @@ class Session:
 
     def until(self, kind: Kind) -> None:
         """Handle completions up to the first of `kind`."""
-        while True:
-            completion = self.device.next_completion()
-            self.handle(completion)
-            if completion.kind is kind:
-                return
+        next_completion, handle = self.device.next_completion, self.handle
+        ended = None
+        while ended is not kind:
+            completion = next_completion()
+            handle(completion)
+            ended = completion[0]
 
     def poll(self) -> None:
         """Handle what has ended by now, without waiting."""
@@ -157,29 +164,31 @@ class Session:
 
     def submitting(self, kind: Kind) -> None:
         """The compute stream is about to be given a dense part (ends as ROUTER), a combine or a head."""
-        self._charge()
+        if not self._computing:
+            self._turn(COMPUTING)
         self._computing.append(NO_EXPERT)
         if self._observer:
             self._observer.submitted(kind)
 
     def handle(self, completion: Completion) -> None:
         """Handle one completion, with the transfers and computes that it lets start."""
-        self._charge()
-        kind = completion.kind
-        if kind is Kind.COPY:
-            arrived = self.pump.piece_ended()
-            if arrived is not None:
-                self._landing.discard(arrived)
-            self._pump()
+        kind, expert = completion
+        if kind is COPY:
+            self._piece_ended()
             return
-        self._computing.popleft()
+        computing = self._computing
+        computing.popleft()
+        if not computing or computing[0] in self._landing:
+            self._turn(WAITING)
+        elif self._doing == PREDICTING:
+            self._turn(COMPUTING)
         if self._observer:
             self._observer.ended(completion)
-        if kind is Kind.EXPERT:
-            self.residency.computed(completion.expert)
-            self._pump()
-        elif kind is Kind.PREDICTOR:
-            self._predicting = False
+        if kind is EXPERT:
+            self._computed(expert)
+            if self.pump.blocked:
+                self._pump()
+        elif kind is PREDICTOR_ENDED:
             if self._proposal is not None:
                 self._proposal_arrives()
             self._pump()
@@ -205,33 +214,31 @@ class Session:
 
     def begin_step(self) -> int:
         """Account for time from now on; return the clock."""
-        self._since = self.device.now()
+        self._turn(self._doing)
         return self._since
 
     @property
     def clock(self) -> int:
-        """Time up to which everything is accounted for: that of the completion handled last."""
+        """Time up to which everything is accounted for."""
         return self._since
 
     def totals(self) -> list[int]:
         """Return stalls by cause, the residency's counters, busy time of link and compute stream: all so far."""
-        return [*self._stall_ns, *self.residency.counters(), self._link_ns, self._compute_ns]
+        self._turn(self._doing)
+        return [*self._stall_ns, *self.residency.counters(), self.pump.busy_ns(), self._compute_ns]
 
     # Asking the policies
 
-    def _ask_to_observe(self, event: Event) -> None:
+    def _ask(self, event: Event) -> None:
         """Rules 3 and 4. The policies' own time on the host counts as the predictor's."""
-        self._predicting = True
+        self._turn(PREDICTING)
         self.decider.observe(event)
-        self._charge()
-        self._predicting = False
         if self.device.predictor_takes_time:
+            self._turn(WAITING)
             self._send()
-            self._charge()
-        self._predicting = True
+            self._turn(PREDICTING)
         self._proposal = self.decider.propose(event)
-        self._charge()
-        self._predicting = False
+        self._turn(WAITING)
 
     def _proposal_arrives(self) -> None:
         assert self._proposal is not None
@@ -242,18 +249,28 @@ class Session:
 
     def _compute(self, experts: list[int]) -> None:
         """Submit experts of the event, which are in their slots or landing."""
-        tokens, slot = self._tokens, self.residency.slot
+        tokens, slot, computing = self._tokens, self._slot, self._computing
         works: list[Work] = [(expert, slot(expert), tokens.pop(expert)) for expert in experts]
-        self._charge()
-        self._computing.extend(experts)
+        if not computing:
+            self._turn(WAITING if experts[0] in self._landing else COMPUTING)
+        computing.extend(experts)
         if self._observer:
-            self._observer.submitted(Kind.EXPERT, experts)
+            self._observer.submitted(EXPERT, experts)
         self.device.experts(works)
+
+    def _piece_ended(self) -> None:
+        """The oldest piece on the link has ended."""
+        if self._doing != COMPUTING:
+            self._turn(self._doing)
+        arrived = self.pump.piece_ended()
+        if arrived is not None and arrived in self._landing:
+            self._landing.discard(arrived)
+            if self._doing == WAITING and self._computing[0] == arrived:
+                self._turn(COMPUTING)
+        self._pump()
 
     def _pump(self) -> None:
         """Let the link act; what lands of the event is computed behind what was submitted before."""
-        if self.pump.is_idle:
-            return
         self._send()
         if self._tokens:
             landing = [expert for expert in self.pump.landing() if expert in self._tokens]
@@ -262,40 +279,35 @@ class Session:
                 self._compute(landing)
 
     def _send(self) -> None:
-        """Submit pieces. A link that was idle is busy from the time at which the first one is submitted."""
-        if self.pump.in_flight:
-            self.pump.act()
-        elif self.pump.send():
-            self._charge(link_is_busy=False)
-            self.pump.act()
+        """Let the link act. Up to now it was idle, if it was, and nobody waited for it."""
+        if not self.pump.in_flight and self._doing == WAITING:
+            self._turn(WAITING)
+        self.pump.act()
 
     # Where the time went
 
-    def _charge(self, link_is_busy: bool = True) -> None:
-        """Before anything changes: the time since the last change belongs to what was under way.
+    def _turn(self, doing: int) -> None:
+        """Attribute the compute stream's time since the last turn to what it did; from now on it does `doing`.
 
         Time in which nothing is submitted and nothing awaited is the host's own: it is in no column, only in step_ns.
         """
         now = self.device.now()
-        elapsed = now - self._since
-        if not elapsed:
+        began, did = self._since, self._doing
+        self._since, self._doing = now, doing
+        if now == began:
             return
-        began, self._since = self._since, now
-        flying = self.pump.in_flight[0][0] if link_is_busy and self.pump.in_flight else None
-        if flying:
-            self._link_ns += elapsed
-        if self._predicting:
+        if did == COMPUTING:
+            self._compute_ns += now - began
+            return
+        on_link = self.pump.on_link
+        if did == PREDICTING:
             cause = PREDICTOR
-        elif self._computing and self._computing[0] not in self._landing:
-            self._compute_ns += elapsed
+        elif on_link is None or not (self._computing or self._tokens):
             return
-        elif flying and (self._computing or self._tokens):
-            if flying.demand:
-                cause = DEMAND
-            else:
-                cause = LATE if self.residency.awaited(flying.expert) else BEHIND_PREFETCH
+        elif on_link.demand:
+            cause = DEMAND
         else:
-            return
-        self._stall_ns[cause] += elapsed
+            cause = LATE if self.residency.awaited(on_link.expert) else BEHIND_PREFETCH
+        self._stall_ns[cause] += now - began
         if self._observer:
-            self._observer.stalled(cause, began, now, flying.expert if flying else NO_EXPERT)
+            self._observer.stalled(cause, began, now, on_link.expert if on_link else NO_EXPERT)

@@ -12,7 +12,8 @@ from typing import overload
 from policies.core.policy import Shape
 from policies.core.registry import PolicySpec
 from sim.engines import engine
-from sim.loop.log import Ended, Run, RunLog, joined
+from sim.loop.log import Ended, RunLog, joined
+from sim.loop.run import Run, gpu_run
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.measured import MeasuredModel
@@ -185,8 +186,8 @@ class Loaded:
         """One cell as an engine takes it; timed setups only."""
         trace, timing, link = self.trace, self.timing(policy), self.link
         window = experts_per_layer(timing, link, trace.layers, trace.top_k)
-        shape = trace.layers, trace.num_experts
-        return Run(Requests(trace), *shape, slots, policy, timing, link, self.setup.cold, window)
+        shape = Shape(trace.layers, trace.num_experts)
+        return gpu_run(Requests(trace), shape, slots, policy, timing, link, self.setup.cold, window)
 
     def log(self, policy: PolicySpec, slots: int) -> RunLog:
         """The same, the log kept whole."""

@@ -7,13 +7,15 @@ anyway. A part of the compute stream goes from the end of the one before to the 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from sim.engines.hits import HitQueue
+
 from policies.core import residency_compiled as core
 from policies.core.events import RequestEvents
 from policies.core.policy import Int, Shape
 from policies.core.residency import Residency
-from sim.engines.hits import HitQueue
 from sim.engines.simpy_engine import DEMAND, HostLink, Model, Nanoseconds, Wait
-from sim.loop.log import STALLS, Ended, Run, RunLog
+from sim.loop.log import STALLS, Ended, RunLog
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import Link
 from sim.timeline.file import Args, ComputeTrack, Process, Timeline
 from sim.timeline.residency_tracks import ResidencyTracks, after, expert_args, expert_name

@@ -14,7 +14,7 @@ from policies.core.policy import Event, Shape
 from policies.core.registry import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps, join
@@ -286,7 +286,8 @@ def test_its_prefetch_shortens_the_run_where_the_next_layer_follows_from_this_on
 
     timing, link = FixedTiming(500, 100, 10, 10, 500), Link(10, 1, 1, 1_000)
     alone, fetching = (
-        simulate(Run(requests(4), 6, 16, 24, parse(text), timing, link)) for text in ("eamc-blend+none", "eamc-blend")
+        simulate(gpu_run(requests(4), Shape(6, 16), 24, parse(text), timing, link))
+        for text in ("eamc-blend+none", "eamc-blend")
     )
     assert fetching.prefetch_used.sum() > 0.8 * fetching.prefetch_transfers.sum() > 0
     assert fetching.step_ns.sum() < 0.9 * alone.step_ns.sum()

@@ -18,7 +18,7 @@ from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.strategies import traces
 from traces.errors import InputError
@@ -117,7 +117,7 @@ def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
 
     def run(policy, played):
         requests = [played.steps(i) for i in range(4)]
-        return simulate(Run(requests, 4, 8, 12, parse(policy), TIMING, LINK))
+        return simulate(gpu_run(requests, Shape(4, 8), 12, parse(policy), TIMING, LINK))
 
     known, foreseen, blind = run("lru+gate", right), run("lru+oracle1", trace), run("lru", trace)
     for field in dataclasses.fields(known):

@@ -15,7 +15,7 @@ from policies.core.runner import PolicyRunner
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
 from traces.synthetic import synthetic
 
@@ -167,7 +167,7 @@ def test_the_window_is_a_layers_compute_over_a_transfer():
 def run(policy, window=None, slots=12):
     trace = synthetic(requests=3, tokens=20, layers=4, experts=8, top_k=2, seed=7)
     requests = [trace.steps(i) for i in range(3)]
-    return simulate(Run(requests, 4, 8, slots, parse(policy), TIMING, LINK, experts_per_layer=window))
+    return simulate(gpu_run(requests, Shape(4, 8), slots, parse(policy), TIMING, LINK, experts_per_layer=window))
 
 
 def logged(log):

@@ -6,13 +6,14 @@ from dataclasses import replace
 import pytest
 
 from policies.core import registry
+from policies.core.policy import Shape
 from policies.core.presets import PRESETS, Preset
 from policies.core.registry import available, parse
 from policies.prefetch.stride_training import Tokens, Training, train
 from sim.cli import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from traces.errors import InputError
@@ -45,7 +46,7 @@ def test_every_preset_plays_as_what_it_stands_for(preset, folder):
     assert spec.options()["preset"] == preset.name
     if not options:
         assert spec.resolved() == parse(preset.policy).options()
-    log = simulate(Run(list(Requests(TRACE)), L, E, 9, spec, TIMING, LINK, experts_per_layer=1.5))
+    log = simulate(gpu_run(list(Requests(TRACE)), Shape(L, E), 9, spec, TIMING, LINK, experts_per_layer=1.5))
     lookups = sum(len(request.experts) for request in Requests(TRACE))
     assert log.hits.sum() + log.late.sum() + log.misses.sum() == lookups
     assert log.misses.sum() > 0

@@ -11,7 +11,7 @@ from policies.core import residency_compiled as core
 from policies.core import scores
 from policies.core.policy import Int, Options, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import parse
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.retention.lru import LRU
 
@@ -41,7 +41,7 @@ class Lifo(RetentionPolicy):
 class Drive:
     """Plays events through a machine, taking every choice that time would take from `choices`."""
 
-    machine: Residency
+    machine: PolicyResidency
     choices: st.DataObject
     active: int = NO_EXPERT
     log: list[tuple[object, ...]] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Drive:
     def event(self, experts: list[int], proposal: list[tuple[int, float]]) -> None:
         machine = self.machine
         ids = np.array(experts, np.int64)
-        hits = machine.hits(machine.route(ids, 0, len(ids)))
+        hits = machine.route(ids)
         self.log.append(("hits", *hits))
         machine.propose(np.array([e for e, _ in proposal], np.int64), np.array([p for _, p in proposal]))
         todo, ready = set(experts), list(hits)
@@ -106,7 +106,7 @@ class Drive:
         assert prefetched == used + wasted + len(unused)
 
 
-def listed(machine: Residency, onward: int) -> list[list[int]]:
+def listed(machine: PolicyResidency, onward: int) -> list[list[int]]:
     """The machine's list of each partition, in the direction of the row `onward` (core.AFTER or core.BEFORE)."""
     m, found = machine.m, []
     for end in range(m[core.ONE, core.LISTS], m[core.ONE, core.LISTS] + np.count_nonzero(m[core.END])):
@@ -118,7 +118,7 @@ def listed(machine: Residency, onward: int) -> list[list[int]]:
     return found
 
 
-def by_score(machine: Residency) -> list[list[int]]:
+def by_score(machine: PolicyResidency) -> list[list[int]]:
     """What each partition holds, ascending (score, id)."""
     m = machine.m
     partitions = zip(m[core.FIRST], m[core.END], strict=True)
@@ -144,9 +144,9 @@ def runs(draw):
     return shape, slots, policy, events, draw(st.booleans())
 
 
-def machine_of(shape: Shape, slots: tuple[int, ...], policy: str, one_scale: bool) -> Residency:
+def machine_of(shape: Shape, slots: tuple[int, ...], policy: str, one_scale: bool) -> PolicyResidency:
     retention = Lifo(shape, Options()) if policy == "lifo" else parse(policy).build(shape)[0]
-    return Residency(shape, slots, retention, one_scale)
+    return PolicyResidency(shape, slots, retention, one_scale)
 
 
 @given(runs(), st.data())
@@ -241,7 +241,7 @@ def test_the_compiled_victim_is_the_one_that_the_definition_names(run):
         return
     machine = machine_of(shape, slots, policy, False)
     for experts, _ in events:
-        machine.route(np.array(experts, np.int64), 0, len(experts))
+        machine.route(np.array(experts, np.int64))
         while (expected := _victim_by_definition(machine)) is not None:
             expert, victim, _ = machine.next_transfer()
             if expert < 0:
@@ -253,7 +253,7 @@ def test_the_compiled_victim_is_the_one_that_the_definition_names(run):
             machine.computed(expert)
 
 
-def _victim_by_definition(machine: Residency) -> int | None:
+def _victim_by_definition(machine: PolicyResidency) -> int | None:
     m = machine.m
     partition = m[core.PARTITION, m[core.DEMANDS, m[core.ONE, core.NEXT_DEMAND]]]
     if m[core.FREE, partition]:
@@ -266,7 +266,7 @@ def _victim_by_definition(machine: Residency) -> int | None:
 def test_residents_are_listed_by_score_and_then_by_id_in_both_directions(policy, order):
     machine = machine_of(Shape(1, 5), (4,), policy, False)
     for experts in ([0], [3], [0, 1, 2]):
-        machine.route(np.array(experts, np.int64), 0, len(experts))
+        machine.route(np.array(experts, np.int64))
         while machine.next_transfer()[0] >= 0:
             machine.arrived()
         for expert in experts:
@@ -287,14 +287,14 @@ class Heir(LRU):
 
 @pytest.mark.parametrize("cls", [Contrary, Heir])
 def test_a_policy_that_does_not_say_that_it_is_listed_may_write_its_scores(cls):
-    machine = Residency(Shape(1, 3), (2,), cls(Shape(1, 3), Options()))
+    machine = PolicyResidency(Shape(1, 3), (2,), cls(Shape(1, 3), Options()))
     for expert in (0, 1):
-        machine.route(np.array([expert], np.int64), 0, 1)
+        machine.route(np.array([expert], np.int64))
         machine.next_transfer()
         machine.arrived()
         machine.computed(expert)
     machine.keep[0, :2] = [9, 8]
-    machine.route(np.array([2], np.int64), 0, 1)
+    machine.route(np.array([2], np.int64))
     assert machine.next_transfer() == (2, 1, False)
 
 
@@ -308,8 +308,8 @@ def test_a_victim_that_was_not_offered_is_an_error():
         def victim(self, evictable: Int) -> int:
             return 3
 
-    machine = Residency(Shape(1, 4), (1,), Liar(Shape(1, 4), Options()))
-    machine.route(np.array([0, 1], np.int64), 0, 2)
+    machine = PolicyResidency(Shape(1, 4), (1,), Liar(Shape(1, 4), Options()))
+    machine.route(np.array([0, 1], np.int64))
     machine.next_transfer()
     machine.arrived()
     machine.computed(0)

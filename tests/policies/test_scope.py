@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 from policies.core.per_layer import PerLayer
 from policies.core.policy import Shape
 from policies.core.registry import available, parse
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
 from sim.analysis.curves import lru_misses
 from sim.cli import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
-from sim.loop.log import Run, RunLog
+from sim.loop.log import RunLog
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep import winner
 from sim.sweep.config import listed, specs
@@ -126,7 +127,10 @@ def test_one_layer_plays_alike_in_either_scope(policy):
     trace = synthetic(3, tokens=12, layers=1, experts=16, top_k=3, seed=2, prompt_tokens=5)
     requests = list(Requests(trace))
     for slots in (1, 5, 11):
-        timed = [simulate(Run(requests, 1, 16, slots, parse(policy + s), TIMING, LINK, True)) for s in ("", "@layer")]
+        timed = [
+            simulate(gpu_run(requests, Shape(1, 16), slots, parse(policy + s), TIMING, LINK, True))
+            for s in ("", "@layer")
+        ]
         untimed = [count(requests, 1, 16, slots, parse(policy + s)) for s in ("", "@layer")]
         for one, other in (timed, untimed):
             for field in fields(RunLog):
@@ -163,12 +167,12 @@ def test_a_users_policy_with_state_of_its_own_is_one_for_each_layer(tmp_path):
 # Slots, victims and the queue
 
 
-def machine(policy: str = "lru") -> Residency:
+def machine(policy: str = "lru") -> PolicyResidency:
     """Two layers of three experts (0 to 2, 3 to 5), one slot each."""
-    return Residency(Shape(2, 3), (1, 1), parse(f"{policy}@layer").build(Shape(2, 3))[0])
+    return PolicyResidency(Shape(2, 3), (1, 1), parse(f"{policy}@layer").build(Shape(2, 3))[0])
 
 
-def propose(machine: Residency, *pairs: tuple[int, float]) -> None:
+def propose(machine: PolicyResidency, *pairs: tuple[int, float]) -> None:
     machine.propose(np.array([expert for expert, _ in pairs]), np.array([priority for _, priority in pairs]))
 
 
@@ -205,7 +209,7 @@ def test_an_event_larger_than_its_partition_runs_in_waves(policy):
     requests = [request_of(np.broadcast_to(np.arange(k), (tokens, L, k)), k)]
     link = replace(LINK, chunk_bytes=None)
     transfer, compute, rest = link.used_ns(400), 21, L * 102 + 300
-    log = simulate(Run(requests, L, k, L, parse(policy), TIMING, link))
+    log = simulate(gpu_run(requests, Shape(L, k), L, parse(policy), TIMING, link))
     assert log.misses.tolist() == [L * k] + [L * (k - 1)] * (tokens - 1), "what came last stays"
     assert log.step_ns.tolist() == [rest + L * (n * transfer + k * compute) for n in [k] + [k - 1] * (tokens - 1)], (
         "with one slot nothing overlaps"
@@ -396,7 +400,7 @@ def test_policies_conform_in_a_scope_of_layers(policy):
 def test_a_layer_never_holds_more_than_its_slots(L, seed):
     rng = np.random.default_rng(seed)
     partitions = tuple(int(n) for n in rng.integers(1, 4, L))
-    ours = Residency(Shape(L, 4), partitions, parse("lru@layer").build(Shape(L, 4))[0])
+    ours = PolicyResidency(Shape(L, 4), partitions, parse("lru@layer").build(Shape(L, 4))[0])
     first = np.cumsum([0, *partitions])
     for _ in range(20):
         layer = int(rng.integers(L))

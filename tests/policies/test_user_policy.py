@@ -15,7 +15,7 @@ import pytest
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from traces.errors import InputError
@@ -223,4 +223,6 @@ def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path,
     )
     requests = [TRACE.steps(i) for i in range(3)]
     with pytest.raises(InputError, match=f"prefetcher Wild proposes {error}"):
-        simulate(Run(requests, 3, 16, 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8)))
+        simulate(
+            gpu_run(requests, Shape(3, 16), 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
+        )

@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay.driver import Plan, play
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
 from policies.core.registry import PolicySpec, parse
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from replay.comparison.lockstep import Act, Decision, Lockstep, Recorder, Script
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run, RunLog
+from sim.loop.log import RunLog
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from tests.replay.cases import Case, draw
@@ -139,7 +140,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     plan = Plan(list(Requests(trace)), shape, 10, parse(policy), 64, experts_per_layer=1.0)
     timing = FixedTiming(9, 2, 1, 1, 5)
     script, log = written(Case(plan, timing, link))
-    theirs = simulate(Run(plan.requests, 4, 8, 10, plan.policy, timing, link, experts_per_layer=1.0))
+    theirs = simulate(gpu_run(plan.requests, Shape(4, 8), 10, plan.policy, timing, link, experts_per_layer=1.0))
     assert_equal(log, theirs, policy)
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
@@ -149,7 +150,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
 
-def driven(*decisions: Decision, slots: int) -> Residency:
+def driven(*decisions: Decision, slots: int) -> PolicyResidency:
     """The machine of a script for four experts of one layer."""
     plan = Plan([], Shape(1, 4), slots, parse("lru"), 1)
     return Lockstep(plan, Script(list(decisions))).residency(slots)
@@ -168,7 +169,7 @@ def test_a_prefetch_is_interrupted_once_the_demands_event_has_come_and_resumed_b
     machine = driven(*INTERRUPTION, slots=3)
     assert machine.next_transfer() == (0, -1, True)
     assert machine.interrupt() == NOTHING_STARTS
-    machine.route(np.array([2, 3]), 0, 2)
+    machine.route(np.array([2, 3]))
     assert machine.interrupt() == (2, -1)
     machine.arrived()
     assert machine.next_transfer() == (0, -1, True)
@@ -181,7 +182,7 @@ def test_a_prefetch_that_was_never_interrupted_is_not_resumed() -> None:
     machine = driven(*INTERRUPTION, slots=3)
     machine.next_transfer()
     machine.arrived()
-    machine.route(np.array([2, 3]), 0, 2)
+    machine.route(np.array([2, 3]))
     assert machine.next_transfer() == (2, -1, False)
     machine.arrived()
     assert machine.next_transfer() == (3, -1, False)
@@ -192,14 +193,14 @@ def test_a_prefetch_that_was_never_interrupted_is_not_resumed() -> None:
 def test_a_prefetch_that_the_event_waits_for_is_not_interrupted() -> None:
     machine = driven(*INTERRUPTION, slots=3)
     machine.next_transfer()
-    machine.route(np.array([0, 2, 3]), 0, 3)
+    machine.route(np.array([0, 2, 3]))
     assert machine.interrupt() == NOTHING_STARTS
 
 
 def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_demands_is_a_miss() -> None:
     decided = Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.DEMAND, 2, -1, 1), Decision(Act.DEMAND, 3, 1, 1)
     machine = driven(*decided, slots=2)
-    assert machine.route(np.array([1, 2]), 0, 2) == 0
+    assert machine.route(np.array([1, 2])) == 0
     assert machine.counters()[:3] == [0, 1, 1]
     assert machine.next_transfer() == (1, -1, True)
     assert machine.counters()[3:] == [0, 1, 1, 0], "a prefetch that was looked up as it started"

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from replay.devices.device import Completion, Device, Kind, Work
+from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -17,14 +19,12 @@ from replay.calibration.host_time import FIRST_STEPS, same_again
 from replay.calibration.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
 from replay.calibration.meter import Meter, rising
 from replay.devices.cuda import CudaDevice
-from replay.devices.device import Completion, Device, Kind, Work
 from replay.devices.launches import Launches
 from replay.devices.store import HostStore
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
 from replay.model.network import Network
 from sim.engines.engine import AUTO, simulate
-from sim.loop.log import Run
+from sim.loop.run import Run
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests

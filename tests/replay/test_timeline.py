@@ -6,12 +6,12 @@ import random
 from collections import Counter
 
 import pytest
+from replay.driver import play
 
 from replay.cli import main
 from replay.devices.virtual import VirtualDevice
-from replay.driver import play
 from replay.timeline import ObservedDevice
-from sim.loop.log import Run
+from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline
 from tests.replay.cases import draw

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay.devices.device import Kind
+from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from replay.devices.device import Kind
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
 from sim.engines.cases import case_request, case_result
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import Run, RunLog
+from sim.loop.log import RunLog
+from sim.loop.run import Run
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link

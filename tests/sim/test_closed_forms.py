@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from policies.core.policy import Shape
 from policies.core.registry import parse
 from sim.engines.simpy_engine import simulate
-from sim.loop.log import STALLS, Run, RunLog
+from sim.loop.log import STALLS, RunLog
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.steps import DECODE, RequestSteps, decode_steps, prefill_step
 
@@ -26,7 +28,7 @@ def random_tokens(n: int, seed: int = 0) -> np.ndarray:
 
 
 def play(tokens: np.ndarray, slots: int, policy: str = "lru", timing=TIMING, link=LINK) -> RunLog:
-    return simulate(Run([request_of(tokens)], L, E, slots, parse(policy), timing, link))
+    return simulate(gpu_run([request_of(tokens)], Shape(L, E), slots, parse(policy), timing, link))
 
 
 def test_when_everything_fits_tpot_is_compute_alone_after_the_first_touches():
@@ -105,7 +107,7 @@ def test_the_predictors_time_is_paid_once_an_event():
 def test_a_prefill_is_one_step_that_loads_each_of_its_experts_once():
     tokens = random_tokens(50)
     step = prefill_step(0, tokens, E, 255)
-    log = simulate(Run([step], L, E, 4, parse("lru"), TIMING, LINK))
+    log = simulate(gpu_run([step], Shape(L, E), 4, parse("lru"), TIMING, LINK))
     assert log.tokens.tolist() == [50]
     assert log.misses.tolist() == [len(np.unique(tokens + E * np.arange(L)[None, :, None]))]
     assert step.counts.sum() == 50 * L * K

@@ -25,10 +25,11 @@ from hypothesis import strategies as st
 from policies.core import dispatch, runner
 from policies.core.policy import RetentionPolicy, Shape
 from policies.core.registry import parse
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from policies.prefetch.stride import Predictor
 from sim.engines import compiled_engine, engine, simpy_engine
-from sim.loop.log import Ended, Run, RunLog, joined, whole
+from sim.loop.log import Ended, RunLog, joined, whole
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import DurationTables, FixedTiming, Link
 from sim.sweep.setup import Setup
 from tests import reference
@@ -80,18 +81,18 @@ class Drawn(NamedTuple):
 
         def residency(
             shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
-        ) -> Residency:
-            return Residency(shape, divided, policy, one_scale or self.one_scale)
+        ) -> PolicyResidency:
+            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale)
 
-        with patch.object(runner, "Residency", residency):
+        with patch.object(runner, "PolicyResidency", residency):
             play(self.run, parts.append)
         return parts
 
     @property
     def run(self) -> Run:
         """As an engine takes it."""
-        size = self.shape.layers, self.shape.experts, self.slots
-        return Run(self.requests, *size, parse(self.policy), self.timing, self.link, self.cold, self.window)
+        policy = parse(self.policy)
+        return gpu_run(self.requests, self.shape, self.slots, policy, self.timing, self.link, self.cold, self.window)
 
 
 FOLDER = TemporaryDirectory()
@@ -251,7 +252,7 @@ def test_the_compiled_engine_serves_every_stored_case_and_ends_as_two_independen
 
 def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     trace = synthetic(requests=2, tokens=40, layers=2, experts=5, top_k=2, seed=3)
-    run = Run([trace.steps(i) for i in range(2)], 2, 5, 2, parse("lru+all"), TIMING, LINK)
+    run = gpu_run([trace.steps(i) for i in range(2)], Shape(2, 5), 2, parse("lru+all"), TIMING, LINK)
     theirs = simpy_engine.simulate(run)
     short = compiled_engine.Engine(run, runner.PolicyRunner(run.policy, Shape(2, 5), run.requests))
     most = 3 * (10 + 5)
@@ -319,15 +320,15 @@ def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_aut
     (tmp_path / "mine.py").write_text(MY_POLICY)
     spec = parse(policy.format(mine=f"{tmp_path / 'mine.py'}:Mine"))
     trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
-    run = [trace.steps(i) for i in range(2)], 2, 5, 4, spec, TIMING, LINK
+    run = [trace.steps(i) for i in range(2)], Shape(2, 5), 4, spec, TIMING, LINK
     for refuse in (
-        lambda: engine.simulate("compiled", Run(*run)),
+        lambda: engine.simulate("compiled", gpu_run(*run)),
         lambda: engine.require("compiled", spec, Shape(2, 5)),
     ):
         with pytest.raises(InputError, match=says) as caught:
             refuse()
         assert "\n" not in str(caught.value)
-    auto, simpy = engine.simulate("auto", Run(*run)), engine.simulate("simpy", Run(*run))
+    auto, simpy = engine.simulate("auto", gpu_run(*run)), engine.simulate("simpy", gpu_run(*run))
     assert auto.step_ns.tolist() == simpy.step_ns.tolist()
     assert auto.evictions.tolist() == simpy.evictions.tolist()
 
@@ -353,7 +354,7 @@ def test_an_engine_that_there_is_not_is_told() -> None:
 def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
     with patch.object(simpy_engine, "play", side_effect=AssertionError("SimPy was asked")):
         trace = synthetic(requests=1, tokens=5, layers=2, experts=5, top_k=2, seed=3)
-        log = engine.simulate("auto", Run([trace.steps(0)], 2, 5, 4, parse("lru"), TIMING, LINK))
+        log = engine.simulate("auto", gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), TIMING, LINK))
     assert log.hits.sum() + log.misses.sum() == 5 * 2 * 2
 
 
@@ -367,8 +368,8 @@ def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
 def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
     with pytest.raises(OverflowError, match="62 bits"):
-        compiled_engine.simulate(Run([trace.steps(0)], 2, 5, 4, parse("lru"), timing, link))
-    endless = Run([trace.steps(0)], 2, 5, 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
+        compiled_engine.simulate(gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link))
+    endless = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
     for name in engine.ENGINES[:2]:
         with pytest.raises(InputError, match="do the profiles mean such times"):
             engine.simulate(name, endless)
@@ -379,14 +380,14 @@ import sys
 from numba.core.dispatcher import Dispatcher
 from policies.core.registry import parse
 from sim.engines import compiled_engine
-from sim.loop.log import Run
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 trace = synthetic(requests=2, tokens=10, layers=2, experts=5, top_k=2, seed=3)
 requests = [trace.steps(i) for i in range(2)]
 times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
 for policy in ("lru", "lfu+oracle1", "eamc", "eamc-blend", "belady+markov", "expert-map", "lru+popular:budget=1"):
-    compiled_engine.simulate(Run(requests, 2, 5, 4, parse(policy), *times, experts_per_layer=1.0))
+    compiled_engine.simulate(gpu_run(requests, Shape(2, 5), 4, parse(policy), *times, experts_per_layer=1.0))
 used = {
     id(value): value
     for name, module in sys.modules.items()

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from policies.core import registry, runner
 from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
 from policies.core.registry import PolicySpec
-from policies.core.residency import Residency
+from policies.core.residency import PolicyResidency
 from sim.engines import cases
 from sim.loop.log import RunLog
 from tests import reference
@@ -100,9 +100,9 @@ def play(case: Case, engine: str = "simpy") -> Case:
 
     partitions = case.get("partitions")
 
-    def residency(shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool) -> Residency:
+    def residency(shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool) -> PolicyResidency:
         assert len(divided) == (len(partitions) if partitions else 1)
-        return Residency(shape, partitions or divided, policy, case.get("one_scale", False))
+        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False))
 
     def parse(text: str) -> PolicySpec:
         return registry.parse(f"{text}@layer" if partitions else text)
@@ -121,7 +121,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
     case_result = cases.case_result
     with (
         patch.object(cases, "case_result", result_with_stalls),
-        patch.object(runner, "Residency", residency),
+        patch.object(runner, "PolicyResidency", residency),
         patch.object(cases, "parse", parse),
         patch.dict(registry._prefetch, scripted=Scripted),
     ):

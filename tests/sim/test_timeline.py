@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replay.driver import Driver, Plan
 
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Driver, Plan
 from sim.engines import simpy_engine
-from sim.loop.log import STALLS, Ended, Run, RunLog, joined
+from sim.loop.log import STALLS, Ended, RunLog, joined
+from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
 from sim.timeline.residency_tracks import ResidencyTracks

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.policy import Shape
 from policies.core.registry import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.sim.test_untimed import SHARED, accesses, oracle_misses
 from traces.importers import import_dump
@@ -128,7 +129,8 @@ def test_each_plays_the_timed_engine_twice_alike(policy, prefetch, cold):
     link = Link(latency_ns=100, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=8_000, chunk_bytes=1_000)
     for slots in (1, 2, 5, 12, 23):
         first, second = (
-            simulate(Run(REQUESTS, 3, 8, slots, parse(f"{policy}+{prefetch}"), timing, link, cold)) for _ in range(2)
+            simulate(gpu_run(REQUESTS, Shape(3, 8), slots, parse(f"{policy}+{prefetch}"), timing, link, cold))
+            for _ in range(2)
         )
         lookups = sum(len(request.experts) for request in REQUESTS)
         assert first.hits.sum() + first.late.sum() + first.misses.sum() == lookups
