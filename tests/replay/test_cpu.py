@@ -21,8 +21,8 @@ from sim.engines.untimed import count
 from sim.loop.log import RunLog
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweep.setup import Requests
-from tests.replay.devices import Watch, Watching
-from tests.replay.tiny import TINY
+from tests.support.devices import Watch, Watching
+from tests.support.tiny import TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
 

@@ -20,8 +20,8 @@ from sim.engines.simpy_engine import simulate
 from sim.loop.log import Run, RunLog
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.replay.cases import Case, draw
-from tests.replay.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch
+from tests.support.replay_runs import Case, draw
 from traces.synthetic import synthetic
 
 SEEDS = 300
