@@ -8,13 +8,14 @@ is to the compiled engine, which does the same in one loop. On a GPU, `host_us_p
 import time
 from collections.abc import Callable
 
+from replay.driver import Plan, play
+
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
 from sim.engines import engine
 from sim.loop.log import RunLog
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from traces.synthetic import synthetic

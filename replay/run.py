@@ -27,7 +27,7 @@ from replay.timeline import ObservedDevice
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.loop.log import STALLS, RunLog
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.results.metrics import Row as ResultRow

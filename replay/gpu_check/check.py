@@ -52,7 +52,7 @@ from replay.gpu_check.verify import verify
 from replay.run import Choice, first_tokens
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import gpu_run
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel

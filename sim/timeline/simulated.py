@@ -15,7 +15,7 @@ from policies.core.policy import Int, Shape
 from policies.core.residency import Residency
 from sim.engines.simpy_engine import DEMAND, HostLink, Model, Nanoseconds, Wait
 from sim.loop.log import STALLS, Ended, RunLog
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import Run
 from sim.profiles.timing import Link
 from sim.timeline.file import Args, ComputeTrack, Process, Timeline
 from sim.timeline.residency_tracks import ResidencyTracks, after, expert_args, expert_name

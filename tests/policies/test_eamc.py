@@ -12,7 +12,7 @@ from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
-from tests.policies.slow_eamc import SlowEamc, compare, events, policy_of
+from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.synthetic import synthetic

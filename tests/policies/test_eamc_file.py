@@ -11,7 +11,7 @@ from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.eamc.build import build, predictor_of
 from policies.eamc.file import FORMAT, SavedEamc
-from tests.policies.slow_eamc import events
+from tests.support.slow_eamc import events
 from traces.errors import InputError
 from traces.importers import import_dump
 from traces.schema import AGGREGATE

@@ -1,9 +1,6 @@
 """Lookahead in a trace reaches a prefetcher when it is known and no earlier: in recordings, and in arrays by hand."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +17,8 @@ from policies.core.runner import PolicyRunner
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from tests.strategies import traces
+from tests.support.command import moe_sim
+from tests.support.strategies import traces
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
@@ -164,12 +162,6 @@ def test_lookahead_that_names_no_experts_is_refused_when_it_is_read(tmp_path, id
     assert Trace.read(tmp_path / "t").lookahead is None, "not asked for"
 
 
-def moe_sim(*arguments, cwd):
-    command = [sys.executable, "-c", "from sim.cli import main; main()", *arguments]
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run(command, cwd=cwd, env=wide, capture_output=True, text=True, timeout=120)
-
-
 def test_a_trace_without_the_column_is_refused_in_one_line_before_anything_runs(tmp_path):
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
     trace = by_hand()
@@ -191,7 +183,7 @@ def test_a_trace_without_the_column_is_refused_in_one_line_before_anything_runs(
 def test_of_a_recorded_model_the_gate_proposes_what_its_next_router_gives_for_this_layers_input(tmp_path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from tests.tracer.conftest import tiny
+    from tests.support.architectures import tiny
     from tracer.prompts import Prompt
     from tracer.record import Options, record
 

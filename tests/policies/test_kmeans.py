@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from policies.eamc.kmeans import representatives
-from tests.policies.slow_eamc import slow_representatives
+from tests.support.slow_eamc import slow_representatives
 
 
 @st.composite

@@ -10,7 +10,7 @@ from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
-from tests.policies.test_prefetchers import requests_of, routings
+from tests.support.routings import requests_of, routings
 from traces.errors import InputError
 
 WEIGHTS = st.sampled_from([0.0, 0.25, 0.5, 1.0])

@@ -29,7 +29,7 @@ from sim.sweep.config import listed, specs
 from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
-from tests.sim.test_untimed import SHARED, oracle_misses
+from tests.support.untimed_oracle import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
 from traces.steps import RequestSteps, decode_steps

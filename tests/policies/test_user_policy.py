@@ -18,6 +18,7 @@ from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
+from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -41,10 +42,11 @@ def home(tmp_path_factory):
 
 
 def run(command, home):
-    python = {"moe-sim": ["-c", "from sim.cli import main; main()"], "python": []}[command[0]]
+    if command[0] == "moe-sim":
+        return moe_sim(*command[1:], cwd=home)
     root = str(Path(__file__).parents[2])
     return subprocess.run(
-        [sys.executable, *python, *command[1:]],
+        [sys.executable, *command[1:]],
         cwd=home,
         env={**os.environ, "PYTHONPATH": root},
         capture_output=True,

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -10,14 +11,13 @@ from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostStore
 from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
 from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from replay.model.network import Network
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.replay.devices import AnyOrder, Watch
-from tests.replay.fake_gpu import FakeGpu
-from tests.replay.test_cuda import PROFILE, SIZE, E, K, L
+from tests.support.devices import AnyOrder, Watch
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.synthetic import synthetic
 
 TRACE = synthetic(3, 12, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=5)

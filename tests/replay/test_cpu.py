@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -15,14 +16,13 @@ from replay.devices import store as store_module
 from replay.devices.cpu import CpuDevice
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
-from replay.driver import Plan, play
 from replay.model.network import Network, dtype_of, expert_output
 from sim.engines.untimed import count
 from sim.loop.log import RunLog
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweep.setup import Requests
-from tests.replay.devices import Watch, Watching
-from tests.replay.tiny import TINY
+from tests.support.devices import Watch, Watching
+from tests.support.tiny import TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
 

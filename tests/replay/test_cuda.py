@@ -1,6 +1,5 @@
 """The CUDA device: over streams that run in any order which their events allow, and over a GPU where there is one."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -18,21 +18,15 @@ from replay.devices.launches import Launches
 from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import HostMemory, HostStore
-from replay.driver import Plan, play
 from replay.model.network import Network
 from sim.engines.untimed import count
 from sim.loop.log import RunLog
-from sim.profiles.model_profile import model
 from sim.sweep.setup import Requests
-from tests.replay.devices import Watch, Watching
-from tests.replay.fake_gpu import FakeGpu
-from tests.replay.tiny import TINY
+from tests.support.devices import Watch, Watching
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError
 from traces.synthetic import synthetic
-
-L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
-PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
-SIZE = PROFILE.expert_bytes
 
 
 class Watched(Watching, CudaDevice):

@@ -4,16 +4,16 @@ import random
 
 import numpy as np
 import pytest
+from replay.driver import COLUMNS, Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from replay.devices.virtual import VirtualDevice
-from replay.driver import COLUMNS, Plan, play
 from sim.engines.untimed import count
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.replay.cases import draw
-from tests.replay.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch
+from tests.support.replay_runs import draw
 from traces.synthetic import synthetic
 
 SEEDS = 250

@@ -20,8 +20,8 @@ from replay.run import first_tokens
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.sweep.setup import Loaded, Requests, Setup
-from tests.replay.fake_gpu import FakeGpu
-from tests.replay.tiny import TINY
+from tests.support.fake_gpu import FakeGpu
+from tests.support.tiny import TINY
 from traces import console
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -74,7 +74,7 @@ def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
 
 
 def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):
-    asked = [sys.executable, "-m", "tests.replay.gpu_machine", str(tmp_path / "check.json")]
+    asked = [sys.executable, "-m", "tests.support.gpu_machine", str(tmp_path / "check.json")]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert "played: accelerate closed-loop layer-stream lockstep lru-swap on-demand" in done.stdout

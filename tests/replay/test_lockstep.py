@@ -21,8 +21,8 @@ from sim.loop.log import RunLog
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.replay.cases import Case, draw
-from tests.replay.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch
+from tests.support.replay_runs import Case, draw
 from traces.synthetic import synthetic
 
 SEEDS = 300

@@ -28,8 +28,8 @@ from sim.loop.run import Run
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.replay.devices import AnyOrder, Watch
-from tests.replay.fake_gpu import FakeGpu
+from tests.support.devices import AnyOrder, Watch
+from tests.support.fake_gpu import FakeGpu
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2

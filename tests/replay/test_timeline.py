@@ -14,7 +14,7 @@ from replay.timeline import ObservedDevice
 from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline
-from tests.replay.cases import draw
+from tests.support.replay_runs import draw
 
 
 def events_of(text):

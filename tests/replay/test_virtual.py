@@ -25,7 +25,7 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Roofline, Timing, experts_per_layer, host_link
 from sim.sweep.setup import Requests
-from tests.replay.cases import Case, draw
+from tests.support.replay_runs import Case, draw
 from traces.synthetic import synthetic
 
 STORED_CASES = Path(__file__).parents[1] / "sim" / "cases.jsonl.gz"

@@ -28,7 +28,7 @@ from sim.analysis.adaptation import (
 from sim.commands.adapt import MODELS, PAPER
 from sim.sweep.grid import Grid
 from sim.sweep.setup import Setup
-from tests.sim.test_cli import moe_sim
+from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.trace import Trace

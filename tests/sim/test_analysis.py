@@ -15,7 +15,7 @@ from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse,
 from sim.cli import app
 from sim.sweep.grid import Grid
 from sim.sweep.setup import Setup
-from tests.sim.test_cli import moe_sim
+from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace

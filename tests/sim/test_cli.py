@@ -13,15 +13,11 @@ import pytest
 
 from sim.cli import main
 from sim.sweep.store import only_one
+from tests.support.command import moe_sim
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
-
-
-def moe_sim(*arguments, cwd):
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run([*COMMAND, *arguments], cwd=cwd, env=wide, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")

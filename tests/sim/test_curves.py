@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from policies.core.registry import parse
 from sim.analysis.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
 from sim.engines.untimed import count
-from tests.sim.test_untimed import EXPECTED, SHARED
-from tests.strategies import traces
+from tests.support.strategies import traces
+from tests.support.untimed_oracle import EXPECTED, SHARED
 from traces.importers import import_dump
 from traces.steps import decode_steps
 from traces.synthetic import synthetic

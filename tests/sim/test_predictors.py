@@ -1,9 +1,6 @@
 """What a policy's own work costs: the shipped table, how it is read between its points, and who pays it."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from fractions import Fraction
@@ -20,6 +17,7 @@ from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.timing import Roofline
 from sim.sweep.grid import Grid, played
 from sim.sweep.setup import Setup
+from tests.support.command import moe_sim
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -190,14 +188,21 @@ def test_the_table_is_what_an_engine_is_given(folder):
     assert loaded.timing(parse("eamc")).predictor_ns == round(1_000 * at("eamc", (LAYERS, EXPERTS))) > 0
 
 
-def moe_sim(*arguments, cwd):
-    command = [sys.executable, "-c", "from sim.cli import main; main()", "sweep", "tiny", "--cache-sizes", "50%"]
-    wide = {**os.environ, "COLUMNS": "200"}
-    return subprocess.run([*command, *arguments], cwd=cwd, env=wide, capture_output=True, text=True, timeout=120)
-
-
 def test_a_cost_that_nobody_knows_is_told_in_one_line_and_may_be_given(folder):
-    asked = ("--policies", "lru,mine.py:Mine", "--workers", "1", "--out", "own", "--overwrite", "--json")
+    asked = (
+        "sweep",
+        "tiny",
+        "--cache-sizes",
+        "50%",
+        "--policies",
+        "lru,mine.py:Mine",
+        "--workers",
+        "1",
+        "--out",
+        "own",
+        "--overwrite",
+        "--json",
+    )
     done = moe_sim(*asked, cwd=folder.parent)
     assert done.stderr.count("mine.py:Mine") == 1, done.stderr
     assert "nobody has measured what mine.py:Mine costs an event" in done.stderr

@@ -27,7 +27,7 @@ from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
 from sim.timeline.residency_tracks import ResidencyTracks
 from sim.timeline.window import WHOLE, Window
-from tests.sim.test_kernel import Drawn, draw_run
+from tests.support.runs import Drawn, draw_run
 from traces.errors import InputError
 from traces.steps import DECODE
 

@@ -1,8 +1,5 @@
 """Untimed counts against simulators that this project did not write."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,31 +7,9 @@ from hypothesis import strategies as st
 
 from policies.core.registry import parse
 from sim.engines.untimed import count
+from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
 from traces.importers import import_dump
-from traces.steps import DECODE, RequestSteps, decode_steps
-
-SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
-
-
-def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
-    """A model of one layer and one expert a token: a plain sequence of accesses."""
-    return [decode_steps(0, ids.reshape(-1, 1, 1).astype(np.uint16), total, 65535, np.arange(1, len(ids) + 1))]
-
-
-def oracle_misses(cache_class: object, ids: np.ndarray, slots: int) -> int:
-    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
-    cache, request = getattr(libcachesim, str(cache_class))(slots), libcachesim.Request()
-    request.obj_size = 1
-    upcoming: dict[int, int] = {}
-    following = np.empty(len(ids), np.int64)
-    for i in range(len(ids) - 1, -1, -1):
-        following[i] = upcoming.get(ids[i], np.iinfo(np.int64).max)
-        upcoming[ids[i]] = i
-    misses = 0
-    for expert, after in zip(ids.tolist(), following.tolist(), strict=True):
-        request.obj_id, request.next_access_vtime = expert, after
-        misses += not cache.get(request)
-    return misses
+from traces.steps import DECODE, RequestSteps
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("lru", "LRU"), ("fifo", "FIFO"), ("lfu", "LFU"), ("belady", "Belady")])
@@ -81,13 +56,6 @@ def test_the_experts_of_an_event_are_looked_up_one_at_a_time_in_ascending_id(eve
         if policy != "eamc":  # whose iEAM lasts for a step, so it is not the same one access at a time
             apart = count(accesses(flat, 6), 1, 6, slots, parse(policy))
             assert together.evictions.tolist() == apart.evictions.tolist()
-
-
-EXPECTED = (
-    [json.loads(line) for line in (SHARED / "expected-misses.jsonl").read_text().splitlines()]
-    if (SHARED / "expected-misses.jsonl").exists()
-    else []
-)
 
 
 @pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")

@@ -11,7 +11,7 @@ from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from tests.sim.test_untimed import SHARED, accesses, oracle_misses
+from tests.support.untimed_oracle import SHARED, accesses, oracle_misses
 from traces.importers import import_dump
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
@@ -67,7 +67,7 @@ def test_misses_of_real_traces_equal_libcachesims(dump):
     requests = [played.steps(i) for i in range(3)]
     ids, total = np.concatenate([request.experts for request in requests]), trace.layers * trace.num_experts
     for slots in (total // 10, total // 4, total // 2):
-        for policy in ("fifo", "clock", "sieve", "s3fifo", "arc"):  # the others: tests.sim.test_untimed
+        for policy in ("fifo", "clock", "sieve", "s3fifo", "arc"):  # the others: tests.support.untimed_oracle
             log = count(requests, trace.layers, trace.num_experts, slots, parse(policy))
             assert log.misses.sum() == oracle_misses(THEIRS[policy], ids, slots), (policy, slots)
 

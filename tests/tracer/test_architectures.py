@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PretrainedConfig
 from typer.testing import CliRunner
 
-from tests.tracer.architectures import names, tiny_model
-from tests.tracer.oracle import IDS, check, merged, observed, run
+from tests.support.architectures import names, tiny_model
+from tests.support.routing_oracle import IDS, check, merged, observed, run
 from tracer.architectures import ADAPTED, architectures
 from tracer.commands.architectures import architectures as command
 from tracer.hook import ExpertsHook
@@ -202,7 +202,7 @@ class TestNllb:
         run(model)
         assert called <= {0, 1}, (
             "transformers runs all experts of NLLB-MoE again: remove tracer/nllb.py, its use in tracer/hook.py, "
-            "`mended` in tests/tracer/oracle.py, and this test"
+            "`mended` in tests/support/routing_oracle.py, and this test"
         )
 
     def test_while_recorded_each_token_is_the_weighted_sum_of_its_experts(self) -> None:

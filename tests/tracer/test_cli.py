@@ -19,10 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tracer import remote_code
-from tests.tracer.conftest import COMMON, Ended, Run
-from tests.tracer.tokenizer import byte_tokenizer
-from tests.traces.test_round_trip import assert_same
+from tests.support import remote_code
+from tests.support.architectures import COMMON
+from tests.support.command import Ended, Run
+from tests.support.same import assert_same
+from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
 from tracer.commands.record import Meter
 from traces import demo_trace
@@ -38,7 +39,7 @@ COMMAND = [sys.executable, "-c", "from tracer.cli import main; main()"]
 def refuses(moe_trace: Run) -> Callable[..., None]:
     def check(*arguments: object, reason: str) -> None:
         result = moe_trace(*arguments)
-        assert result.status == 2, result.stderr
+        assert result.returncode == 2, result.stderr
         assert result.stdout == ""
         last = result.stderr.splitlines()[-1]
         assert last.startswith("moe-trace: error: ")
@@ -52,7 +53,7 @@ def test_recording_with_defaults_says_which_it_took_and_where_the_result_lies(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = moe_trace("record", "--limit", 3, "--max-new-tokens", 3)
-    assert result.status == 0, result.stderr
+    assert result.returncode == 0, result.stderr
     assert f"no --model given: taking what ships with the project, {demo.MODEL}" in result.stderr
     assert f"no --prompts given: taking what ships with the project, {demo.PROMPTS}" in result.stderr
     assert result.stdout.startswith("traces/recorded/demo: 3 requests")
@@ -60,14 +61,14 @@ def test_recording_with_defaults_says_which_it_took_and_where_the_result_lies(
     trace = Trace.read(tmp_path / "traces/recorded/demo")
     assert trace.requests["id"].tolist() == ["arithmetic-1", "arithmetic-2", "arithmetic-3"]
     again = moe_trace("record", "--limit", 1)
-    assert again.status == 2
+    assert again.returncode == 2
     assert "--overwrite" in again.stderr
 
 
 def test_the_shipped_trace_is_what_the_shipped_model_routes(tmp_path: Path, moe_trace: Run) -> None:
     out = tmp_path / "t"
     result = moe_trace("record", "--limit", 2, "--out", out, "--quiet", "--weights", "--no-tokens")
-    assert (result.status, result.stdout, result.stderr) == (0, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     made, shipped = Trace.read(out, ["weights", "token_id"]), Trace.read(demo_trace()).head(2)
     assert np.array_equal(made.experts, shipped.experts)
     assert made.weights is not None
@@ -88,7 +89,7 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
 
     monkeypatch.setattr(Meter, "finished", interrupt_after_two)
     result = moe_trace("record", "--max-new-tokens", 3, "--out", tmp_path / "t")
-    assert result.status == 130
+    assert result.returncode == 130
     assert result.stderr.splitlines()[-1] == (
         f"moe-trace: error: interrupted after 2 of 64 requests: the 2 that finished are readable in "
         f"{tmp_path / 't'}, and --resume goes on with them"
@@ -134,7 +135,7 @@ def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run,
     np.savez(tmp_path / "x.npz", experts=experts, offsets=np.array([0, 2]))
     (tmp_path / "x.json").write_text('{"experts": 4, "phase": "decode", "model": "m"}')
     result = moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "t")
-    assert result.status == 0, result.stderr
+    assert result.returncode == 0, result.stderr
     assert f"taking {tmp_path / 'x.json'}" in result.stderr
     assert "1 requests, 2 tokens of m" in result.stdout
     assert Trace.read(tmp_path / "t").num_experts == 4
@@ -196,7 +197,7 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, refuses: Callable[..
 def test_tied_weights_are_not_missed(tmp_path: Path, moe_trace: Run) -> None:
     assert "lm_head.weight" not in load_file(demo.MODEL / "model.safetensors"), "not tied: the test shows nothing"
     result = moe_trace("record", "--model", demo.MODEL, "--limit", 1, "--out", tmp_path / "t")
-    assert result.status == 0, result.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_what_a_models_own_forward_raises_is_told_in_one_line(tmp_path: Path, refuses: Callable[..., None]) -> None:
@@ -236,7 +237,7 @@ def test_info_of_one_token_is_json(tmp_path: Path, moe_trace: Run) -> None:
     write_trace(synthetic(1, 1, 2, 8, 2, seed=0), tmp_path / "t")
     facts = json.loads(moe_trace("info", tmp_path / "t", "--json").stdout, parse_constant=pytest.fail)
     assert facts["decode"]["reuse"]["share"] is None
-    assert moe_trace("info", tmp_path / "t").status == 0
+    assert moe_trace("info", tmp_path / "t").returncode == 0
 
 
 @pytest.mark.parametrize("name", ["x.json", "x.pkl"])
@@ -244,7 +245,7 @@ def test_a_file_that_is_no_dump_is_told_in_one_line_alone(tmp_path: Path, name: 
     (tmp_path / "x.json").write_text("{}")
     (tmp_path / "x.pkl").write_bytes(pickle.dumps({"experts": [1]}))
     result = moe_trace("import", tmp_path / name, "--out", tmp_path / "t")
-    assert result.status == 2
+    assert result.returncode == 2
     assert result.stderr.startswith(f"moe-trace: error: {tmp_path / name} is no dump of a known")
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "t").exists()
@@ -271,14 +272,14 @@ def test_options_that_cannot_be_used_are_refused_before_anything_is_loaded(
     refuses("record", "--prompts", tmp_path / "none.txt", reason="no prompts at")
     refuses("record", "--out", tmp_path / "t", "--dtype", "bfloat", reason="did you mean bfloat16")
     refuses("record", "--out", tmp_path / "t", "--device", "gpu", reason="device 'gpu'")
-    assert moe_trace("record", "--max-new-tokens", 0).status == 2
+    assert moe_trace("record", "--max-new-tokens", 0).returncode == 2
 
 
 def test_an_interrupted_recording_is_resumed_by_the_same_command(
     tmp_path: Path, moe_trace: Run, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ("record", "--limit", 6, "--max-new-tokens", 3, "--batch-size", 2, "--temperature", 1)
-    assert moe_trace(*command, "--out", tmp_path / "whole").status == 0
+    assert moe_trace(*command, "--out", tmp_path / "whole").returncode == 0
     finished = Meter.finished
 
     def interrupt_after_two(meter: Meter, requests: int) -> None:
@@ -288,14 +289,14 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
 
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Meter, "finished", interrupt_after_two)
-        assert moe_trace(*command, "--out", tmp_path / "t").status == 130
+        assert moe_trace(*command, "--out", tmp_path / "t").returncode == 130
     refuses(*command, "--out", tmp_path / "t", reason="`record --resume` goes on")
     for look in ("info", "validate"):
         assert f"{tmp_path / 't'} holds 2 of 6 requests" in moe_trace(look, tmp_path / "t").stderr
     refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")
     refuses(*command, "--resume", "--overwrite", "--out", tmp_path / "t", reason="give one of them")
     result = moe_trace(*command, "--resume", "--out", tmp_path / "t")
-    assert result.status == 0, result.stderr
+    assert result.returncode == 0, result.stderr
     assert_same(Trace.read(tmp_path / "whole", EXTRA), Trace.read(tmp_path / "t", EXTRA), EXTRA)
 
 
@@ -303,7 +304,7 @@ def test_shards_are_named_and_joined(tmp_path: Path, moe_trace: Run, refuses: Ca
     for part in ("1/2", "2/2"):
         moe_trace("record", "--limit", 3, "--shard", part, "--out", tmp_path / part.replace("/", "of"))
     joined = moe_trace("cat", tmp_path / "1of2", tmp_path / "2of2", "--out", tmp_path / "t")
-    assert joined.status == 0, joined.stderr
+    assert joined.returncode == 0, joined.stderr
     assert joined.stdout.startswith(f"{tmp_path / 't'}: 3 requests")
     refuses("record", "--shard", "3/2", reason="--shard '3/2': give I/N, such as 2/8")
 
@@ -334,10 +335,10 @@ def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: R
     rows = [f"{layer},{expert},{expert + 1}" for layer in range(2) for expert in range(4)]
     (tmp_path / "counts.csv").write_text("\n".join(rows) + "\n")
     made = moe_trace("import", tmp_path / "counts.csv", "--top-k", 2, "--out", tmp_path / "t")
-    assert made.status == 0, made.stderr
+    assert made.returncode == 0, made.stderr
     assert "EAMs of 1 requests" in made.stdout
     assert "EAMs only" in moe_trace("info", tmp_path / "t").stdout
-    assert moe_trace("validate", tmp_path / "t").status == 0
+    assert moe_trace("validate", tmp_path / "t").returncode == 0
 
 
 def test_code_that_comes_with_a_model_runs_only_if_trusted(
@@ -360,7 +361,7 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(
     refuses(*command, "--trust-remote-code", "--weights", reason="weights of layers.0.experts cannot be recorded")
     assert not (tmp_path / "t").exists()
     result = moe_trace(*command, "--trust-remote-code")
-    assert result.status == 0, result.stderr
+    assert result.returncode == 0, result.stderr
     trace = Trace.read(tmp_path / "t", ["token_id"])
     assert trace.token_id is not None
     hidden = model.embed(torch.from_numpy(trace.token_id).long())[None]

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.tracer.conftest import Run
-from tests.traces.dumps import known, passes, same, vllm_answer, write_lines
-from tests.traces.test_importer_recorder import MAPPING, TRACE, stat
+from tests.support.command import Run
+from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, vllm_answer, write_lines
 from tracer.torch_dumps import load
 from traces.errors import InputError
 from traces.trace import Trace
@@ -29,7 +28,7 @@ def tensors(value: Any) -> Any:
 def test_answers_become_a_trace_and_the_assumption_is_said(tmp_path: Path, moe_trace: Run) -> None:
     file = write_lines(tmp_path / "a.jsonl", [vllm_answer(known(), i) for i in range(3)])
     ended = moe_trace("import", file, "--out", tmp_path / "t")
-    assert ended.status == 0, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert "warning: the number of experts is taken from the largest id: 8" in ended.stderr
     assert f"next: moe-trace info {tmp_path / 't'}" in ended.stdout
     same(Trace.read(tmp_path / "t"), known(), steps=True)
@@ -39,21 +38,21 @@ def test_a_refused_dump_leaves_nothing(tmp_path: Path, moe_trace: Run) -> None:
     answers = [vllm_answer(known(), i) for i in range(3)]
     answers[2]["choices"][0]["routed_experts"] = "@"
     ended = moe_trace("import", write_lines(tmp_path / "a.jsonl", answers), "--out", tmp_path / "t")
-    assert ended.status == 2
+    assert ended.returncode == 2
     assert ended.stderr.startswith(f"moe-trace: error: {tmp_path / 'a.jsonl'} line 3: routed_experts is no base64")
     assert not (tmp_path / "t").exists()
 
 
 def test_a_recording_of_sglang_is_loaded_with_torch(tmp_path: Path, moe_trace: Run) -> None:
-    torch.save(tensors(passes(TRACE, MAPPING, together=1)), tmp_path / "d.pt")
+    torch.save(tensors(passes(KNOWN, MAPPING, together=1)), tmp_path / "d.pt")
     (tmp_path / "d.json").write_text('{"concurrency": 1}')
     ended = moe_trace("import", tmp_path / "d.pt", "--layer-map", "1:", "--out", tmp_path / "t")
-    assert ended.status == 0, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert f"no --meta given: taking {tmp_path / 'd.json'}" in ended.stderr
-    same(Trace.read(tmp_path / "t"), TRACE, steps=True)
-    torch.save(tensors(stat(TRACE)), tmp_path / "s.pt")
+    same(Trace.read(tmp_path / "t"), KNOWN, steps=True)
+    torch.save(tensors(stat(KNOWN)), tmp_path / "s.pt")
     counted = ("--layer-map", "1:", "--top-k", 2, "--phase", "decode", "--out", tmp_path / "s")
-    assert moe_trace("import", tmp_path / "s.pt", *counted).status == 0
+    assert moe_trace("import", tmp_path / "s.pt", *counted).returncode == 0
     assert Trace.read(tmp_path / "s").aggregate is not None
 
 
@@ -82,18 +81,18 @@ def test_an_export_says_what_it_wrote_and_replaces_nothing_unasked(
     out = tmp_path / "x.npz"
     arguments = ("export", tmp_path / "t", "--to", to, "--phase", "decode", "--out", out)
     ended = moe_trace(*arguments)
-    assert ended.status == 0, ended.stderr
+    assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith(f"{out}: ")
     assert ended.stdout.endswith(f"{what}\n")
     again = moe_trace(*arguments)
-    assert (again.status, "--overwrite" in again.stderr) == (2, True)
+    assert (again.returncode, "--overwrite" in again.stderr) == (2, True)
     assert moe_trace(*arguments, "--overwrite", "--quiet").stdout == ""
 
 
 def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, moe_trace: Run) -> None:
     write_trace(known(), tmp_path / "t")
-    assert moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").status == 0
-    assert moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "back").status == 0
+    assert moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").returncode == 0
+    assert moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "back").returncode == 0
     same(Trace.read(tmp_path / "back"), known(), steps=True)
 
 
@@ -111,7 +110,7 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     write_trace(known(), tmp_path / "t")
     ended = moe_trace("export", tmp_path / "t", "--out", tmp_path / "x", *arguments)
-    assert ended.status == 2
+    assert ended.returncode == 2
     assert reason in ended.stderr
     assert not (tmp_path / "x").exists()
 
@@ -121,5 +120,5 @@ def test_the_folder_one_is_in_can_be_imported(tmp_path: Path, moe_trace: Run, mo
     np.save(tmp_path / "dumps/a.npy", np.arange(12, dtype=np.int16).reshape(3, 2, 2) % 7)
     monkeypatch.chdir(tmp_path / "dumps")
     result = moe_trace("import", ".", "--phase", "decode", "--experts", 8, "--out", tmp_path / "t")
-    assert result.status == 0, result.stderr
-    assert moe_trace("import", "/", "--out", tmp_path / "u").status == 2
+    assert result.returncode == 0, result.stderr
+    assert moe_trace("import", "/", "--out", tmp_path / "u").returncode == 2

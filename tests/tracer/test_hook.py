@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.tracer.architectures import tiny_model
-from tests.tracer.conftest import COMMON
-from tests.tracer.oracle import IDS, merged, observed, run
+from tests.support.architectures import COMMON, tiny_model
+from tests.support.routing_oracle import IDS, merged, observed, run
 from tracer.hook import ExpertsHook
 from traces.errors import InputError
 

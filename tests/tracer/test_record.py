@@ -14,8 +14,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from tests.tracer.conftest import tiny
-from tests.traces.test_round_trip import assert_same
+from tests.support.architectures import tiny
+from tests.support.same import assert_same
 from tracer.answers import Answer, Runner, Sampling
 from tracer.hook import ExpertsHook, Pass
 from tracer.models import LoadedModel, Loading, load_model

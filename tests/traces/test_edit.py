@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.strategies import traces
-from tests.traces.test_round_trip import assert_same
+from tests.support.same import assert_same
+from tests.support.strategies import traces
 from traces.edit import Source, join
 from traces.errors import InputError
 from traces.reader import EXTRA

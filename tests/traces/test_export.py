@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from policies.core.registry import parse
 from sim.engines.untimed import count
-from tests import strategies
-from tests.traces.dumps import known, same
+from tests.support import strategies
+from tests.support.dumps import known, same
 from traces import demo_trace, export
 from traces.errors import InputError
 from traces.importers import import_dump

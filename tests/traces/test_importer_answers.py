@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.traces.dumps import known, npy, rows, same, sglang_answer, vllm_answer, write_lines
+from tests.support.dumps import known, npy, rows, same, sglang_answer, vllm_answer, write_lines
 from traces.errors import InputError
 from traces.importers import Options, import_dump
 from traces.importers.layers import first_dense, parse_layer_map

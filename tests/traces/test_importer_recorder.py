@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.traces.dumps import known, passes, same
+from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat
 from traces.errors import InputError
 from traces.importers import Options, import_dump
 from traces.schema import AGGREGATE
@@ -19,8 +19,6 @@ from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 from traces.writer import write_trace
 
-TRACE = known(requests=3, prompt=4)
-MAPPING = np.stack([np.random.default_rng(layer).permutation(8) for layer in range(4)])  # a dense layer first
 MOE = Options(layer_map="1:")
 
 
@@ -40,21 +38,21 @@ def refused(folder: Path, content: dict[str, Any], *parts: str, options: Options
 
 def test_what_may_be_of_several_requests_is_refused(tmp_path: Path) -> None:
     """Of two in lockstep one ends first: positions alone do not tell which."""
-    refused(tmp_path, passes(TRACE, MAPPING, together=2), "may be of 2 requests", "concurrency")
+    refused(tmp_path, passes(KNOWN, MAPPING, together=2), "may be of 2 requests", "concurrency")
 
 
 def test_requests_are_rebuilt_from_the_passes(tmp_path: Path) -> None:
-    made, notes = load(tmp_path, passes(TRACE, MAPPING, together=1), meta={"concurrency": 1})
+    made, notes = load(tmp_path, passes(KNOWN, MAPPING, together=1), meta={"concurrency": 1})
     assert not notes
-    same(made, TRACE, steps=True)
+    same(made, KNOWN, steps=True)
     assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
     write_trace(made, tmp_path / "t")
-    same(Trace.read(tmp_path / "t"), TRACE)
+    same(Trace.read(tmp_path / "t"), KNOWN)
 
 
 def ragged(cut: int = 3) -> dict[str, Any]:
     """Requests of one prefill pass with prompts of different lengths."""
-    content = passes(TRACE, MAPPING, together=3)
+    content = passes(KNOWN, MAPPING, together=3)
     prefill = content["records"][0]
     keep = [at for at in range(12) if not 4 <= at < 4 + cut and at != 8]
     prefill["topk_ids_of_layer"] = prefill["topk_ids_of_layer"][:, keep]
@@ -69,25 +67,25 @@ def test_requests_in_one_batch_are_told_apart_by_their_positions(tmp_path: Path)
     made, notes = load(tmp_path, ragged())
     assert not notes
     assert made.requests["prompt_tokens"].tolist() == [4, 1, 3]
-    assert made.requests["output_tokens"].tolist() == TRACE.requests["output_tokens"].tolist()
+    assert made.requests["output_tokens"].tolist() == KNOWN.requests["output_tokens"].tolist()
     for i in range(3):
-        mine, theirs = (trace.experts[trace.offsets[i] : trace.offsets[i + 1]] for trace in (made, TRACE))
-        decoded = int(TRACE.requests["output_tokens"][i]) - 1
+        mine, theirs = (trace.experts[trace.offsets[i] : trace.offsets[i + 1]] for trace in (made, KNOWN))
+        decoded = int(KNOWN.requests["output_tokens"][i]) - 1
         assert np.array_equal(mine[-decoded:], theirs[-decoded:])
 
 
 def test_names_of_requests_are_used_where_they_are_there(tmp_path: Path) -> None:
-    content = passes(TRACE, MAPPING, together=3)
+    content = passes(KNOWN, MAPPING, together=3)
     for record in content["records"]:
         record["rids"] = ["a", "b", "c"][: len(record["extend_seq_lens"] or record["positions"])]
     made, _ = load(tmp_path, content)
-    same(made, TRACE)
+    same(made, KNOWN)
     assert made.step[:5].tolist() == [0] * 4 + [1]
     assert made.requests["id"].tolist() == ["a", "b", "c"]
 
 
 def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
-    content = passes(TRACE.head(1), MAPPING, together=1)
+    content = passes(KNOWN.head(1), MAPPING, together=1)
     first = content["records"][0]
     ids = first["topk_ids_of_layer"]
     parts = [(ids[:, :3], [0, 1, 2], 5), (ids[:, 3:], [3], 6)]
@@ -96,7 +94,7 @@ def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
         for part, at, number in parts
     ]
     made, notes = load(tmp_path, content)
-    same(made, TRACE.head(1))
+    same(made, KNOWN.head(1))
     assert len(notes) == 1
     assert "chunks of one prompt" in notes[0]
     assert made.step.tolist() == [0, 0, 0, 1, 2, 3, 4, 5]
@@ -104,18 +102,18 @@ def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
     made, notes = load(tmp_path, content)
     assert "prefix cache" in notes[0]
     assert (made.experts[:3] == made.sentinel).all()
-    assert np.array_equal(made.experts[3:], TRACE.experts[3:8])
+    assert np.array_equal(made.experts[3:], KNOWN.experts[3:8])
 
 
 def test_ranks_that_repeat_each_other_are_one(tmp_path: Path) -> None:
-    content = {name: passes(TRACE, MAPPING, together=1) for name in ("a.pt", "b.pt")}
+    content = {name: passes(KNOWN, MAPPING, together=1) for name in ("a.pt", "b.pt")}
     folder, meta = tmp_path / "ranks", tmp_path / "m.json"
     folder.mkdir()
     for name in content:
         (folder / name).touch()
     meta.write_text(json.dumps({"concurrency": 1}))
     made, notes = import_dump(folder, meta, MOE, load_pt=lambda path: content[path.name])
-    same(made, TRACE, steps=True)
+    same(made, KNOWN, steps=True)
     assert "1 of 2 files repeat" in notes[0]
     content["b.pt"] = passes(known(requests=2, prompt=6), MAPPING, together=1)
     made, notes = import_dump(folder, meta, MOE, load_pt=lambda path: content[path.name])
@@ -124,13 +122,13 @@ def test_ranks_that_repeat_each_other_are_one(tmp_path: Path) -> None:
 
 
 def change(index: int, **fields: Any) -> dict[str, Any]:
-    content = passes(TRACE.head(1), MAPPING, together=1)
+    content = passes(KNOWN.head(1), MAPPING, together=1)
     content["records"][index].update(fields)
     return content
 
 
 def ids(index: int, layer: int, token: int, values: list[int]) -> dict[str, Any]:
-    content = passes(TRACE.head(1), MAPPING, together=1)
+    content = passes(KNOWN.head(1), MAPPING, together=1)
     content["records"][index]["topk_ids_of_layer"][layer, token, : len(values)] = values
     return content
 
@@ -170,7 +168,7 @@ def test_a_damaged_recording_is_named_by_pass_and_reason(
 
 
 def test_the_dense_layer_of_a_recording_needs_a_layer_map(tmp_path: Path) -> None:
-    content = passes(TRACE.head(1), MAPPING, together=1)
+    content = passes(KNOWN.head(1), MAPPING, together=1)
     refused(tmp_path, content, "layer 0 routes nothing", "--layer-map", options=Options())
 
 
@@ -211,12 +209,6 @@ def test_requests_sent_one_at_a_time_come_back_whole(shapes: list[tuple[int, int
 # ---- counts
 
 
-def stat(trace: Trace, dense: int = 1) -> dict[str, Any]:
-    """SGLang's recorder in mode stat: a pass for each request."""
-    counts = (trace.eams(PREFILL) + trace.eams(DECODE)).astype(np.int32)
-    return {"rank": 0, "logical_count": np.pad(counts, ((0, 0), (dense, 0), (0, 0)))}
-
-
 def csv(path: Path, trace: Trace, counted: bool, header: bool, first: int = 1) -> Path:
     """llama.cpp's examples/moe-trace: a line for each choice of an expert."""
     lines = [f"{layer + first},{e}" for token in trace.experts for layer, ids in enumerate(token) for e in ids]
@@ -238,19 +230,19 @@ def holds_counts(made: Trace, trace: Trace, phase: int) -> None:
 
 
 def test_sglangs_counts_become_eams(tmp_path: Path) -> None:
-    made, notes = load(tmp_path, stat(TRACE), Options(layer_map="1:", top_k=2))
-    holds_counts(made, TRACE, DECODE)
+    made, notes = load(tmp_path, stat(KNOWN), Options(layer_map="1:", top_k=2))
+    holds_counts(made, KNOWN, DECODE)
     assert "no phase is stated" in notes[0]
     write_trace(made, tmp_path / "t")
-    holds_counts(Trace.read(tmp_path / "t"), TRACE, DECODE)
-    holds_counts(load(tmp_path, stat(TRACE), Options("prefill", layer_map="1:", top_k=2))[0], TRACE, PREFILL)
+    holds_counts(Trace.read(tmp_path / "t"), KNOWN, DECODE)
+    holds_counts(load(tmp_path, stat(KNOWN), Options("prefill", layer_map="1:", top_k=2))[0], KNOWN, PREFILL)
 
 
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("header", [False, True])
 def test_a_csv_of_choices_becomes_eams(tmp_path: Path, counted: bool, header: bool) -> None:
-    made, notes = import_dump(csv(tmp_path / "a.csv", TRACE, counted, header), options=Options("decode", top_k=2))
-    holds_counts(made, TRACE, DECODE)
+    made, notes = import_dump(csv(tmp_path / "a.csv", KNOWN, counted, header), options=Options("decode", top_k=2))
+    holds_counts(made, KNOWN, DECODE)
     assert made.meta.layer_names == ("layers.1", "layers.2", "layers.3")
     assert "largest id: 8" in notes[0]
 
@@ -259,10 +251,10 @@ def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
     folder = tmp_path / "many"
     folder.mkdir()
     for i in range(3):
-        csv(folder / f"r{i}.csv", TRACE.select(np.array([i])), counted=False, header=False)
+        csv(folder / f"r{i}.csv", KNOWN.select(np.array([i])), counted=False, header=False)
     made, _ = import_dump(folder, options=Options("decode", experts=8, top_k=2))
     assert made.requests["id"].tolist() == ["r0", "r1", "r2"]
-    assert np.array_equal(made.eams(DECODE), TRACE.eams(PREFILL) + TRACE.eams(DECODE))
+    assert np.array_equal(made.eams(DECODE), KNOWN.eams(PREFILL) + KNOWN.eams(DECODE))
 
 
 @pytest.mark.parametrize(
@@ -277,8 +269,8 @@ def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
         ),
         ({"logical_count": np.full((1, 3, 8), 2**63 + 5, np.uint64)}, ["more than a signed number can be"]),
         ({"logical_count": np.ones(8, np.int32)}, ["shape (8,)"]),
-        (stat(TRACE), ["layer 0 counts no token", "--layer-map"]),
-        (stat(TRACE, dense=0), ["give --top-k"]),
+        (stat(KNOWN), ["layer 0 counts no token", "--layer-map"]),
+        (stat(KNOWN, dense=0), ["give --top-k"]),
     ],
 )
 def test_damaged_counts_are_refused(tmp_path: Path, content: dict[str, Any], parts: list[str]) -> None:

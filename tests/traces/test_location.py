@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from fsspec.registry import _registry
 
-from tests.traces.test_round_trip import assert_same as assert_same_trace
-from tests.traces.test_shards import assert_same
+from tests.support.same import assert_same, assert_same_shards
 from traces import demo_trace
 from traces.edit import Source, join
 from traces.errors import InputError
@@ -77,16 +76,16 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 def test_a_trace_in_an_object_store_is_the_same_trace(memory: str) -> None:
     whole = Trace.read(demo_trace(), EXTRA)
-    assert_same_trace(whole, Trace.read(memory, EXTRA), EXTRA)
-    assert_same_trace(whole, concatenate(list(pieces(memory, EXTRA))), EXTRA)
-    assert_same(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
+    assert_same(whole, Trace.read(memory, EXTRA), EXTRA)
+    assert_same(whole, concatenate(list(pieces(memory, EXTRA))), EXTRA)
+    assert_same_shards(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
     assert Shards.open(memory + "/").fingerprint == Shards.open(demo_trace()).fingerprint
 
 
 def test_a_growing_trace_in_an_object_store_is_read(memory: str) -> None:
     files = fsspec.filesystem("memory")
     files.mv(f"/place/demo/{REQUESTS}", "/place/demo/requests/part-00000.parquet")
-    assert_same(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
+    assert_same_shards(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
 
 
 def test_a_trace_at_a_url_can_be_joined(memory: str, tmp_path: Path) -> None:
@@ -100,9 +99,9 @@ def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, 
     trace = synthetic(30, 5, 2, 6, 2, seed=0, prompt_tokens=3)
     write_trace(trace, tmp_path / "t")
     shards = Shards.open(f"{served}/t")
-    assert_same(Trace.read(tmp_path / "t", ["lookahead"]), shards)
+    assert_same_shards(Trace.read(tmp_path / "t", ["lookahead"]), shards)
     assert shards.fingerprint == Shards.open(tmp_path / "t").fingerprint
-    assert_same_trace(Trace.read(tmp_path / "t"), Trace.read(f"{served}/t/"))
+    assert_same(Trace.read(tmp_path / "t"), Trace.read(f"{served}/t/"))
 
 
 def told(url: str) -> str:

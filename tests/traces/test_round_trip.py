@@ -1,7 +1,6 @@
 """What is written is what is read."""
 
 import tempfile
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.strategies import traces
+from tests.support.same import assert_same
+from tests.support.strategies import traces
 from traces.errors import InputError
 from traces.reader import EXTRA
 from traces.schema import ROUTING
@@ -21,18 +21,6 @@ from traces.stream import pieces
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import TraceWriter, write_trace
-
-ARRAYS = ("offsets", "experts", "phase", "position", "step")
-
-
-def assert_same(a: Trace, b: Trace, columns: Iterable[str] = ()) -> None:
-    """The same metadata, requests and rows; of optional `columns` too."""
-    assert a.meta == b.meta
-    pd.testing.assert_frame_equal(
-        a.requests.reset_index(drop=True), b.requests.reset_index(drop=True), check_dtype=False
-    )
-    for name in (*ARRAYS, *columns):
-        np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
 
 
 @settings(max_examples=60, deadline=None)

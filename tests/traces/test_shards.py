@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,38 +21,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.strategies import traces
+from tests.support.same import assert_same_shards, assert_same_steps
+from tests.support.strategies import traces
 from traces import blocks, demo_trace
 from traces.errors import InputError
 from traces.reader import Files
 from traces.schema import GROWING, REQUESTS, ROUTING
 from traces.shards import Shards
-from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import TraceWriter, write_trace
-
-
-def assert_same_steps(one: RequestSteps, other: RequestSteps) -> None:
-    for field in fields(RequestSteps):
-        a, b = getattr(one, field.name), getattr(other, field.name)
-        if field.name == "lookahead" and a is not None:
-            assert a.layers == b.layers
-            for name in ("offsets", "experts", "counts"):
-                np.testing.assert_array_equal(getattr(a, name), getattr(b, name), name)
-        else:
-            np.testing.assert_array_equal(a, b, field.name)
-            assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
-
-
-def assert_same(whole: Trace, shards: Shards, order: Iterator[int] | None = None) -> None:
-    for name in ("name", "meta", "layers", "num_experts", "top_k", "phases", "has_lookahead"):
-        assert getattr(whole, name) == getattr(shards, name), name
-    pd.testing.assert_frame_equal(whole.requests, shards.requests)
-    np.testing.assert_array_equal(whole.offsets, shards.offsets)
-    np.testing.assert_array_equal(whole.prompts, shards.prompts)
-    for i in order or range(len(whole.requests)):
-        assert_same_steps(whole.steps(i), shards.steps(i))
 
 
 @pytest.fixture
@@ -101,14 +79,14 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
             whole = Trace.read(path, ["lookahead"] if lookahead else [])
             shards = Shards.open(path, lookahead)
             requests = data.draw(st.permutations(range(len(whole.requests))))
-            assert_same(whole, shards, [*requests, *range(len(whole.requests))])
+            assert_same_shards(whole, shards, [*requests, *range(len(whole.requests))])
             n = integer(1, len(whole.requests))
-            assert_same(whole.head(n), shards.head(n))
+            assert_same_shards(whole.head(n), shards.head(n))
             if whole.phases == "decode":
                 with pytest.raises(InputError, match="holds no prefill"):
                     shards.as_decode()
             else:
-                assert_same(whole.as_decode(), shards.as_decode())
+                assert_same_shards(whole.as_decode(), shards.as_decode())
 
 
 def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:
@@ -122,7 +100,7 @@ def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:
     mixed = np.sort(rows.reshape(3, -1), axis=1).ravel()  # three batches of three requests each
     for chosen in (rows, mixed):
         pq.write_table(table.take(pa.array(chosen)), part, row_group_size=7)
-        assert_same(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
+        assert_same_shards(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
 
 
 def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
@@ -135,9 +113,9 @@ def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
     shards = Shards.open(tmp_path / "t")
     assert np.diff(shards._rows.starts).tolist() == [30] * 13 + [10]
     decoded.clear()
-    assert_same(trace_at(tmp_path / "t"), shards)
+    assert_same_shards(trace_at(tmp_path / "t"), shards)
     assert len([where for _, where in decoded if where.endswith(ROUTING)]) == 14
-    assert_same(trace_at(tmp_path / "t"), shards, reversed(range(40)))
+    assert_same_shards(trace_at(tmp_path / "t"), shards, reversed(range(40)))
 
 
 def trace_at(path: Path) -> Trace:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.strategies import traces
+from tests.support.strategies import traces
 from traces import demo_trace
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL

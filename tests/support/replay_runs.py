@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from replay.driver import Plan
 
 from policies.core.policy import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
 from policies.core.registry import PolicySpec, parse
-from replay.driver import Plan
 from sim.engines.cases import case_request
 from sim.profiles.timing import FixedTiming, Link
 from traces.steps import RequestSteps

@@ -4,8 +4,9 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from policies.core.policy import Shape
 from replay.devices.device import Completion, Device, Kind, Work
+
+from policies.core.policy import Shape
 
 
 class Watch:

@@ -126,3 +126,14 @@ def passes(trace: Trace, mapping: np.ndarray, dense: int = 1, together: int = 2)
         for token in range(max(map(len, decode))):
             record(2, [at[token] for at in decode if token < len(at)], None)
     return {"records": records, "last_physical_to_logical_map": mapping}
+
+
+KNOWN = known(requests=3, prompt=4)
+
+MAPPING = np.stack([np.random.default_rng(layer).permutation(8) for layer in range(4)])  # a dense layer first
+
+
+def stat(trace: Trace, dense: int = 1) -> dict[str, Any]:
+    """SGLang's recorder in mode stat: a pass for each request."""
+    counts = (trace.eams(PREFILL) + trace.eams(DECODE)).astype(np.int32)
+    return {"rank": 0, "logical_count": np.pad(counts, ((0, 0), (dense, 0), (0, 0)))}

@@ -9,7 +9,9 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
 
+from tests.support.tokenizer import byte_tokenizer
 from tracer.architectures import architectures
+from tracer.models import LoadedModel
 
 SMALL: dict[str, Any] = {
     "vocab_size": 257,
@@ -187,3 +189,23 @@ def _small_fields(config_class: Any, changes: dict[str, Any]) -> dict[str, Any]:
 def names() -> list[str]:
     """Every architecture of the installed transformers that has routed experts."""
     return [a.name for a in architectures() if not a.remote]
+
+
+def tiny(architecture: str, **changes: Any) -> LoadedModel:
+    """A random model of an architecture, its tokens bytes."""
+    return LoadedModel(architecture, tiny_model(architecture, **changes), byte_tokenizer())
+
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+"""The config of a small dense model."""

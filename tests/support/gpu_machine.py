@@ -29,12 +29,12 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 from replay.comparison.record import ERROR, Record  # noqa: E402
 from replay.gpu_check import check as gpu_check  # noqa: E402
-from sim import models  # noqa: E402
-from tests.replay.fake_gpu import FakeGpu  # noqa: E402
-from tests.replay.tiny import TINY  # noqa: E402
+from sim.profiles import model_profile  # noqa: E402
+from tests.support.fake_gpu import FakeGpu  # noqa: E402
+from tests.support.tiny import TINY  # noqa: E402
 
-real = models.model
-models.model = lambda name: dataclasses.replace(real(name), **TINY)  # type: ignore[arg-type]
+real = model_profile.model
+model_profile.model = lambda name: dataclasses.replace(real(name), **TINY)  # type: ignore[arg-type]
 gpu_check.FULL_TOKENS, gpu_check.BUFFER_BYTES = 20, 1 << 16
 gpu_check.SHORT_TOKENS = {"olmoe-1b-7b": 20}
 record = Record.open(Path(sys.argv[1]), resume=False)

@@ -1,0 +1,45 @@
+"""Run a command of this project in this process, as it is typed in a folder."""
+
+import contextlib
+import io
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import sim.cli
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+Run = Callable[..., Ended]
+
+
+def run(main: Callable[[], None], *arguments: object, cwd: Path | None = None) -> Ended:
+    """Run `main` with these arguments in that folder, on a terminal of 200 columns."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        patch.object(sys, "argv", [main.__module__, *map(str, arguments)]),
+        patch.dict("os.environ", COLUMNS="200"),
+        contextlib.chdir(cwd or Path.cwd()),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as end:
+            return Ended(int(end.code or 0), out.getvalue(), err.getvalue())
+    raise AssertionError("a command ends with SystemExit")
+
+
+def moe_sim(*arguments: object, cwd: Path) -> Ended:
+    """Run `moe-sim` in a folder."""
+    return run(sim.cli.main, *arguments, cwd=cwd)

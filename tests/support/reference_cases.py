@@ -1,0 +1,125 @@
+"""Cases that both an engine and the oracle `tests.reference` play: stored ones and random ones.
+
+One generator serves both sources of chance: random.Random, which is fast, and Hypothesis, which shrinks.
+Its numbers are small, so that transfers and computes tie, contend and take no time at all.
+"""
+
+import gzip
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from policies.core import registry, runner
+from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
+from policies.core.registry import PolicySpec
+from policies.core.residency import PolicyResidency
+from sim.engines import cases
+from sim.loop.log import RunLog
+
+Case = dict[str, Any]
+
+STORED_CASES = Path(__file__).parents[1] / "sim" / "cases.jsonl.gz"
+
+
+def draw_case(integer: Callable[[int, int], int]) -> Case:
+    """A random case, from a source of integers in a closed range; part of it is the oracle's own format."""
+
+    def choice(*options: Any) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    L, E = integer(1, 5), integer(1, 8)
+    longest = choice(1, 3, 10, 40)
+    expert_bytes = integer(1, 12)
+    most_tokens = choice(1, 3)
+    density = integer(1, 4)
+
+    def duration() -> int:
+        return choice(0, integer(0, longest), integer(0, longest))
+
+    def event() -> list[list[int]]:
+        if integer(0, 9) == 0:
+            return []
+        return [[expert, integer(1, most_tokens)] for expert in range(E) if integer(1, 4) <= density]
+
+    def proposal() -> list[list[float]]:
+        if integer(0, 2) == 0:
+            return []
+        likely = integer(1, 4)
+        return [[id, integer(0, 12) / 2] for id in range(L * E) if integer(1, 8) <= likely]
+
+    requests = [[[event() for _ in range(L)] for _ in range(integer(1, 5))] for _ in range(integer(1, 4))]
+    prefetch = choice("none", "oracle1", "oracle1", "popular", "popular", "scripted", "scripted")
+    scripted = prefetch == "scripted"
+    proposals = [[[proposal() if scripted else [] for _ in step] for step in request] for request in requests]
+    partitions = choice(None, [choice(1, integer(1, E + 1)) for _ in range(L)])
+    slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
+    return {
+        "L": L,
+        "E": E,
+        "partitions": partitions,
+        "slots": sum(partitions) if partitions else slots,
+        "expert_bytes": expert_bytes,
+        "link_latency_ns": choice(0, integer(0, 6)),
+        "link_ns_per_byte_num": choice(0, 1, 1, integer(0, 5)),
+        "link_ns_per_byte_den": integer(1, 4),
+        "chunk_bytes": choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3))),
+        "dense_ns": duration(),
+        "expert_ns": duration(),
+        "expert_ns_per_token": choice(0, 0, integer(0, 3)),
+        "combine_ns": duration(),
+        "head_ns": duration(),
+        "predictor_ns": choice(0, 0, duration()),
+        "evict": choice("lru", "lfu", "fifo", "belady"),
+        "prefetch": prefetch,
+        "popular_n": integer(1, E + 1),
+        "cold": choice(False, False, True),
+        "one_scale": choice(False, False, True),
+        "requests": requests,
+        "proposals": proposals,
+    }
+
+
+def play(case: Case, engine: str = "simpy") -> Case:
+    """An engine's result of a case, stall by cause included."""
+
+    def result_with_stalls(log: RunLog) -> Case:
+        return {**case_result(log), "stalls": log.stall_ns.sum(axis=0).tolist()}
+
+    partitions = case.get("partitions")
+
+    def residency(shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool) -> PolicyResidency:
+        assert len(divided) == (len(partitions) if partitions else 1)
+        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False))
+
+    def parse(text: str) -> PolicySpec:
+        return registry.parse(f"{text}@layer" if partitions else text)
+
+    class Scripted(Prefetcher):
+        name, observes = "scripted", False
+
+        def propose(self, event: Event) -> tuple[Int, Float]:
+            script = case["proposals"][event.request][event.step][event.layer]
+            table = np.array(script, np.float64).reshape(-1, 2)
+            return table[:, 0].astype(np.int64), table[:, 1]
+
+    case_result = cases.case_result
+    with (
+        patch.object(cases, "case_result", result_with_stalls),
+        patch.object(runner, "PolicyResidency", residency),
+        patch.object(cases, "parse", parse),
+        patch.dict(registry._prefetch, scripted=Scripted),
+    ):
+        return cases.run_case(case, engine)
+
+
+def stored_cases() -> list[Case]:
+    with gzip.open(STORED_CASES, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def without_stalls(result: Case) -> Case:
+    return {key: value for key, value in result.items() if key != "stalls"}

@@ -1,0 +1,143 @@
+"""Random runs of any policy that the compiled engine serves, for any engine to play."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+
+from policies.core import runner
+from policies.core.policy import RetentionPolicy, Shape
+from policies.core.registry import parse
+from policies.core.residency import PolicyResidency
+from policies.prefetch.stride import Predictor
+from sim.loop.log import Ended, RunLog
+from sim.loop.run import Run, gpu_run
+from sim.profiles.timing import FixedTiming, Link
+from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
+
+KEEPERS = (
+    *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged:half_life=7", "lrfu:decay=0.1", "belady", "least-stale"),
+    *("multi-criteria", "multi-criteria:recency=0:distance=1", "eamc:capacity=3", "eamc:capacity=2:decay=next"),
+    "eamc:capacity=2:split=false:source=both:cosine=rows:matches=2:replacement=k-means",
+    "eamc:capacity=2:source=request:layers=future:replacement=least-used:keep=most-visited:threshold=-1",
+    "eamc:capacity=4:keep=least-visited:layers=past:replacement=fifo:depth=1",
+    *("eamc-blend", "eamc-blend:wrong=0.01:distance=1", "expert-map:capacity=4", "expert-map:depth=0"),
+)
+
+FETCHERS = (
+    *("none", "all", "all:depth=0:budget=0.5", "previous", "previous:depth=0", "popular", "popular:n=2:threshold=3"),
+    *("markov", "markov:n=2:budget=1", "gate", "gate:budget=0.5", "oracle", "oracle:horizon=9:depth=2", "oracle1"),
+    *("oracle1:budget=1", "stride", "stride:n=2:depth=1", "eamc:capacity=3", "eamc:capacity=3:threshold=-1:decay=none"),
+    *("eamc-blend", "eamc-blend:wrong=0.01", "expert-map:capacity=4", "expert-map:depth=1:capacity=2"),
+)
+
+Draw = Callable[[int, int], int]
+"""A whole number in a closed range."""
+
+
+class Drawn(NamedTuple):
+    """A random run; `one_scale` makes any keep score compare with any priority."""
+
+    requests: list[RequestSteps]
+    shape: Shape
+    slots: int
+    policy: str
+    timing: FixedTiming
+    link: Link
+    cold: bool
+    one_scale: bool
+    window: float
+
+    def on(self, play: Callable[[Run, Ended], None]) -> list[RunLog]:
+        """What an engine leaves behind, request by request."""
+        parts: list[RunLog] = []
+
+        def residency(
+            shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
+        ) -> PolicyResidency:
+            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale)
+
+        with patch.object(runner, "PolicyResidency", residency):
+            play(self.run, parts.append)
+        return parts
+
+    @property
+    def run(self) -> Run:
+        """As an engine takes it."""
+        policy = parse(self.policy)
+        return gpu_run(self.requests, self.shape, self.slots, policy, self.timing, self.link, self.cold, self.window)
+
+
+FOLDER = TemporaryDirectory()
+
+
+@cache
+def stride_model(L: int, E: int) -> str:
+    file = Path(FOLDER.name) / f"{L}x{E}.npz"
+    rng = np.random.default_rng(L * E)
+    stride = min(2, L - 1)
+    weights = rng.standard_normal((L, min(3, L - stride + 1), E, E)).astype(np.float32)
+    Predictor(stride, weights, rng.standard_normal((L, E)).astype(np.float32)).save(file)
+    return str(file)
+
+
+def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
+    """Maybe a prefill, then decoded tokens, of one request or of a few at once; some events have no experts."""
+    L, E = shape.layers, shape.experts
+    phases = [PREFILL] * integer(0, 1) + [DECODE] * integer(0, 5)
+    tokens = [integer(1, 5) if phase == PREFILL or integer(0, 5) == 0 else 1 for phase in phases]
+    density = integer(1, 4)
+
+    def choices() -> tuple[Any, ...]:
+        events = [
+            [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
+            for n in tokens
+            for layer in range(L)
+        ]
+        table = np.array([access for event in events for access in event], np.int64).reshape(-1, 2)
+        offsets = np.cumsum([0, *map(len, events)]).astype(np.int64)
+        return offsets, np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])
+
+    sizes = np.array(tokens, np.int64)
+    phase = np.array(phases, np.uint8)
+    return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=Lookahead(L, *choices()))
+
+
+def draw_run(integer: Draw) -> Drawn:
+    """Numbers are small, so that transfers and computes tie, contend and take no time at all."""
+
+    def choice(options: Sequence[Any]) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    shape = Shape(integer(1, 4), integer(1, 6))
+    L, total = shape.layers, shape.total
+    longest = choice((1, 3, 10, 40))
+    size = integer(1, 12)
+
+    def duration() -> int:
+        return integer(0, longest) if integer(0, 2) else 0
+
+    keep, fetch = choice(KEEPERS), choice(FETCHERS)
+    if keep.startswith("e") and integer(0, 1):
+        fetch = keep
+    elif keep.partition(":")[0] == fetch.partition(":")[0]:
+        fetch = "none"
+    if fetch.startswith("stride"):
+        fetch = f"{fetch}:model={stride_model(L, shape.experts)}" if L > 1 else "none"
+    scope = "@layer" if integer(0, 4) == 0 else ""
+    slots = choice((integer(1, 3), integer(1, total + 2), integer(1, max(1, total // 2))))
+    return Drawn(
+        requests=[draw_request(integer, i, shape) for i in range(integer(1, 5))],
+        shape=shape,
+        slots=max(slots, L) if scope else slots,
+        policy=f"{keep}+{fetch}{scope}",
+        timing=FixedTiming(duration(), duration(), integer(0, 2), duration(), duration(), choice((0, 0, duration()))),
+        link=Link(integer(0, 6), integer(0, 3), integer(1, 4), size, choice((None, integer(1, size + 1)))),
+        cold=integer(0, 2) == 0,
+        one_scale=integer(0, 2) == 0,
+        window=choice((0.2, 1.0, 3.5, float("inf"))),
+    )

@@ -1,0 +1,39 @@
+"""Untimed misses by libcachesim, which this project did not write; and where the real traces are."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from traces.steps import RequestSteps, decode_steps
+
+SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
+
+
+def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
+    """A model of one layer and one expert a token: a plain sequence of accesses."""
+    return [decode_steps(0, ids.reshape(-1, 1, 1).astype(np.uint16), total, 65535, np.arange(1, len(ids) + 1))]
+
+
+def oracle_misses(cache_class: object, ids: np.ndarray, slots: int) -> int:
+    libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
+    cache, request = getattr(libcachesim, str(cache_class))(slots), libcachesim.Request()
+    request.obj_size = 1
+    upcoming: dict[int, int] = {}
+    following = np.empty(len(ids), np.int64)
+    for i in range(len(ids) - 1, -1, -1):
+        following[i] = upcoming.get(ids[i], np.iinfo(np.int64).max)
+        upcoming[ids[i]] = i
+    misses = 0
+    for expert, after in zip(ids.tolist(), following.tolist(), strict=True):
+        request.obj_id, request.next_access_vtime = expert, after
+        misses += not cache.get(request)
+    return misses
+
+
+EXPECTED = (
+    [json.loads(line) for line in (SHARED / "expected-misses.jsonl").read_text().splitlines()]
+    if (SHARED / "expected-misses.jsonl").exists()
+    else []
+)
