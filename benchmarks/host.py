@@ -8,12 +8,11 @@ is to the compiled engine, which does the same in one loop. On a GPU, `host_us_p
 import time
 from collections.abc import Callable
 
-from replay.driver import Plan, play
-
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from replay.devices.virtual import VirtualDevice
 from sim.engines import engine
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -34,11 +33,10 @@ def main() -> None:
     slots = shape.total // 4
     print(f"host loop of a replay, {LAYERS} x {EXPERTS} experts, top-{TOP_K}, a quarter in the cache:")
     for text in POLICIES:
-        plan = Plan(requests, shape, slots, parse(text), EXPERT_BYTES, experts_per_layer=1.0)
-        run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, plan.policy, TIMING, LINK, experts_per_layer=1.0)
-        play(plan, VirtualDevice(TIMING, LINK))
+        run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, parse(text), TIMING, LINK, experts_per_layer=1.0)
+        play(run, SimpyDevice(TIMING, LINK))
         simulated = _seconds(lambda run=run: engine.simulate(engine.AUTO, run))
-        whole = _seconds(lambda plan=plan: play(plan, VirtualDevice(TIMING, LINK)))
+        whole = _seconds(lambda run=run: play(run, SimpyDevice(TIMING, LINK)))
         layers = sum(len(request.tokens) for request in requests) * LAYERS
         print(
             f"  {text}: {whole / layers * 1e6:.1f} us a layer, the logical clock's own work included; "

@@ -21,6 +21,7 @@ from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.run import Choice, Outcome
+    from sim.loop.log import StepRow
     from sim.sweep.setup import Setup
 
 POLICY = "eamc"
@@ -250,7 +251,7 @@ def _replay(
 ) -> "Outcome":
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
-    from replay.run import run
+    from replay.run import replay
     from sim.results.metrics import writable
     from sim.sweep.setup import Requests
     from sim.timeline.file import writing
@@ -262,21 +263,22 @@ def _replay(
     if len(done) == steps:
         if (folder / report.RESULTS_FILE).exists():
             raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
-        done = [row for row in done if row[0] != done[-1][0]]  # cut off behind its last step: the end is played again
+        last = done[-1].shares[0].request  # cut off behind its last step: the last request is played again
+        done = [row for row in done if row.shares[0].request != last]
     played = len(done)
     if done and not quiet:
         console.note(f"going on behind {played} of {steps} steps")
     try:
         with report.step_writer(folder, key, done) as write, report.progress(steps, quiet, played) as advance:
 
-            def on_step(row: list[int]) -> None:
+            def on_step(row: "StepRow") -> None:
                 nonlocal played
                 write(row)
                 played += 1
                 advance()
 
             with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
-                outcome = run(choice, on_step, shown, slots, done)
+                outcome = replay(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
         goes_on = ", and --resume goes on behind the last whole request" if choice.device != "virtual" else ""
         kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""

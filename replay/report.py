@@ -12,9 +12,8 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from replay.driver import COLUMNS
-from replay.driver import Row as StepRow
 from replay.run import Outcome
+from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
 from traces import console
@@ -50,6 +49,10 @@ AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
 
 
+HEADER = ("request", *COLUMNS)
+"""Columns of per_token.csv: the request of each step, and its numbers."""
+
+
 @contextmanager
 def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterator[Callable[[StepRow], None]]:
     """Append each step to per_token.csv as it ends, so that a run cut off keeps what it has measured.
@@ -66,9 +69,9 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
                 with replacing(folder / RUN_FILE) as part:
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:
-                    csv.writer(begun).writerows([COLUMNS, *done])
+                    csv.writer(begun).writerows([HEADER, *map(_line, done)])
                 files.append(opened.enter_context((folder / STEPS).open("ab", buffering=0)))
-            line = ",".join(map(str, row)).encode() + b"\r\n"
+            line = ",".join(map(str, _line(row))).encode() + b"\r\n"
             try:
                 written = files[0].write(line)
             except OSError as error:
@@ -77,6 +80,10 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
                 raise _full(folder, "no space left on device")
 
         yield write
+
+
+def _line(row: StepRow) -> list[int]:
+    return [row.shares[0].request, *row.numbers]
 
 
 def _full(folder: Path, why: str | None) -> InputError:
@@ -99,7 +106,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         rows = [[int(value) for value in line] for line in lines]
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
         raise InputError(f"{folder} holds no run that could go on ({error}): go on without --resume") from error
-    if was != key or tuple(header) != COLUMNS:
+    if was != key or tuple(header) != HEADER:
         raise InputError(
             f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or go "
             "on without --resume"
@@ -112,7 +119,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
         if [row[:3] for row in of] != [[request.request, *step] for step in each] or min(map(min, of)) < 0:
             raise InputError(f"{path} does not hold the steps of this trace: go on without --resume")
-        done += of
+        done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]
     return done
 
 
@@ -190,11 +197,6 @@ def last_line(outcome: Outcome) -> str:
     column = "tpot_mean_ms" if row["tpot_mean_ms"] is not None else "ttft_mean_ms"
     name = column[:4].upper()
     measured = _found(row)
-    if not outcome.predictions:
-        return (
-            f"predicted: nothing, for simpy is not installed; {measured}: {name} mean {row[column]:.4g} ms, "
-            f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
-        )
     expected = outcome.predictions[0]
     off = expected.row[column] / row[column] - 1 if row[column] else 0.0
     return (
@@ -210,11 +212,10 @@ def notes(outcome: Outcome) -> list[str]:
     found = []
     if row["device"] == "cpu":
         note = "on the cpu device the link is memcpy and the GPU is this CPU"
-        if outcome.predictions:
-            note += (
-                "; the prediction for this machine as measured knows neither contention nor what it costs threads "
-                "to take turns (much, where experts are small)"
-            )
+        note += (
+            "; the prediction for this machine as measured knows neither contention nor what it costs threads "
+            "to take turns (much, where experts are small)"
+        )
         found.append(note)
     if row.get("fallbacks"):
         found.append(f"launched kernel by kernel, and slower: {row['fallbacks']}")

@@ -15,28 +15,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from sim.timeline.observer import TimelineObserver
 
-from policies.core.policy import Int, Shape
+from policies.core.policy import Int
 from policies.core.registry import PolicySpec
-from replay.devices.device import Device
 from replay.devices.pinning import REQUIRE
 from replay.devices.pinning import check as check_pin
-from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, Row, play
-from replay.timeline import ObservedDevice
 from replay.warmup import undisturbed
 from sim.engines import engine
-from sim.loop.log import STALLS, RunLog
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Device
+from sim.loop.driver import Driver
+from sim.loop.log import PREDICTOR, RunLog, StepRow
 from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.results.metrics import Row as ResultRow
 from sim.sweep.setup import Loaded, Requests
+from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import Timeline
 from traces.errors import InputError, unknown
 from traces.shards import Shards
-from traces.steps import DECODE
 
 if TYPE_CHECKING:
     from replay.devices.stage import Needs
@@ -115,20 +115,13 @@ class Choice:
         )
 
     @property
-    def plan(self) -> Plan:
-        """For the driver."""
-        trace, setup = self.loaded.trace, self.loaded.setup
-        assert self.loaded.expert_bytes
-        return Plan(
-            requests=Requests(trace),
-            shape=Shape(trace.layers, trace.num_experts),
-            slots=self.slots,
-            policy=self.policy,
-            expert_bytes=self.loaded.expert_bytes,
-            chunk_bytes=setup.chunk_bytes,
-            cold=setup.cold,
-            experts_per_layer=self.window(self.loaded.timing(self.policy), self.loaded.link),
-        )
+    def run(self) -> Run:
+        """The run, on the machine of the hardware profile."""
+        return self.loaded.run(self.policy, self.slots)
+
+    def on(self, timing: Timing, link: Link) -> Run:
+        """Return the run on a machine with this timing and link."""
+        return self.run.on(timing, link, self.window(timing, link))
 
     def window(self, timing: Timing, link: Link) -> float:
         """What a prefetch budget is a share of, on that machine."""
@@ -174,7 +167,7 @@ class Outcome:
     row: ResultRow
     log: RunLog
     requests: pa.Table  # rows of requests.parquet
-    predictions: list[Prediction]  # the one to compare with first; empty where there is no simulator
+    predictions: list[Prediction]  # the one to compare with first
 
 
 def choose_device(text: str) -> str:
@@ -216,117 +209,102 @@ def first_tokens(loaded: Loaded, tokens: int) -> Loaded:
     return replace(loaded, trace=trace, setup=setup)
 
 
-def run(
+def replay(
     choice: Choice,
-    on_step: Callable[[Row], None] | None = None,
+    on_step: Callable[[StepRow], None] | None = None,
     timeline: Timeline | None = None,
     slots: bool = True,
-    done: Sequence[Row] = (),
+    done: Sequence[StepRow] = (),
 ) -> Outcome:
-    """Replay. InputError where the machine cannot: no memory, no device, weights that it cannot multiply.
+    """Run a choice on its device. InputError where the machine cannot: no memory, no device, weights that it cannot
+    multiply.
 
     done: rows of the first requests, from a run cut off; what follows is played.
 
     timeline: shows the run and, where SimPy is there, what was predicted of it; `slots`: with a track for each slot.
     """
-    loaded, plan = choice.loaded, choice.plan
+    loaded, run = choice.loaded, choice.run
     assert loaded.hardware
     cell = loaded.cell(choice.policy, choice.slots)
-    with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else plan):
+    with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
         measured: tuple[Timing, Link] | None = None
         if choice.device != "virtual":
             from replay.calibration.measure import measure
 
-            measured = measure(device, plan, choice.most_tokens)
+            measured = measure(device, run, choice.most_tokens)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
-            plan = replace(plan, experts_per_layer=choice.window(*measured))
+            run = choice.on(*measured)
         if choice.nvtx:
             from replay.devices.nvtx import MarkedDevice
 
             device = MarkedDevice(device)
-        if timeline:
-            log = _shown(plan, device, on_step, timeline, slots)
-        else:
-            clock = VirtualDevice(*(measured or (loaded.timing(choice.policy), loaded.link)))
-            log = play(plan, device, on_step, done=done, clock=clock)
+        observer = _observer(choice, run, timeline, slots) if timeline else None
+        driver = _driver(run, device, done, observer)
+        log = driver.run(on_step or (lambda row: None), done)
+        if observer:
+            observer.close()
     row, by_request = summarise(log, cell, loaded.trace.requests)
-    row |= {"device": choice.device, **facts, **moved(log, plan, measured[1] if measured else None)}
+    row |= {"device": choice.device, **facts, **moved(log, run, measured[1] if measured else None)}
     counted = log.request >= cell.warmup_requests
     alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
     row["host_ms"] = int(alone_ns[counted].sum()) / 1e6
     if choice.device != "virtual":
-        row["host_us_per_layer"] = bookkeeping_us(device, log, plan, len(done))
+        row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
-        _show_prediction(choice, measured, timeline, slots)
+        _show_prediction(choice, run, timeline, slots)
     predictions = _predict(choice, cell, measured)
-    if predictions:
-        first = predictions[0]
-        row["predicted_for"] = first.machine
-        row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
+    first = predictions[0]
+    row["predicted_for"] = first.machine
+    row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
     return Outcome(row, log, by_request, predictions)
 
 
-def bookkeeping_us(device: Device, log: RunLog, plan: Plan, resumed: int = 0) -> float | None:
-    """Of the host, a layer of the run that has just ended, without the policy's own work; None where nobody counted."""
+def _driver(run: Run, device: Device, done: Sequence[StepRow], observer: TimelineObserver | None) -> Driver:
+    """Return the driver of a run, which continues behind the requests of `done`."""
+    if not done:
+        return Driver(run, device, observer=observer)
+    driver = Driver(run, SimpyDevice(run.timing, run.gpu.link))
+    driver.resume(done, device)
+    return driver
+
+
+def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
+    """Return what the host took for a layer of the run that has just ended, the policy's own work left out.
+
+    None on a clock of its own, where nobody counts.
+    """
     steps = len(log.step_ns) - resumed
-    if not (device.outside_ns and steps):
+    if not (driver.session.device.inside_ns and steps):
         return None
-    policy_ns = int(log.stall_ns[resumed:, STALLS.index("predictor")].sum())
-    return (device.outside_ns - policy_ns) / 1_000 / (steps * plan.shape.layers)
+    policy_ns = int(log.stall_ns[resumed:, PREDICTOR].sum())
+    return (driver.outside_ns - policy_ns) / 1_000 / (steps * driver.layers)
 
 
-def _shown(
-    plan: Plan, device: Device, on_step: Callable[[Row], None] | None, timeline: Timeline, slots: bool
-) -> RunLog:
-    """Play onto a timeline: a short run whole, of a longer one the beginning, as `moe-sim run` would."""
-    window, shown = timeline_window.unasked(plan.requests), 0
-    observed = ObservedDevice(device, timeline, plan.shape, slots)
-
-    def ended(row: Row) -> None:
-        nonlocal shown
-        shown += row[1] == DECODE or window.of == "requests"
-        if window.last is not None and shown >= window.last:
-            observed.finish()
-        if on_step:
-            on_step(row)
-
-    log = play(plan, observed, ended, observed.watch)
-    observed.finish()
-    return log
+def _observer(choice: Choice, run: Run, timeline: Timeline, slots: bool) -> TimelineObserver:
+    """Show a short run whole, of a longer one the beginning, as `moe-sim run` does."""
+    names = choice.loaded.trace.requests["id"].astype(str).tolist()
+    return TimelineObserver(timeline, run, "measured", names, timeline_window.unasked(run.requests), slots)
 
 
-def _show_prediction(choice: Choice, measured: tuple[Timing, Link] | None, timeline: Timeline, slots: bool) -> None:
-    """The same part of the simulated run, on the machine as measured, else as its profile says."""
-    try:
-        from sim.timeline import simulated
-    except ModuleNotFoundError as error:
-        if error.name != "simpy":
-            raise
-        return
-    loaded, plan = choice.loaded, choice.plan
-    timing, link = measured or (loaded.timing(choice.policy), loaded.link)
-    window = replace(timeline_window.unasked(plan.requests), stops=True)
-    names = loaded.trace.requests["id"].astype(str).tolist()
-    simulated.play(as_run(choice, timing, link), lambda log: None, timeline, names, window, slots)
+def _show_prediction(choice: Choice, run: Run, timeline: Timeline, slots: bool) -> None:
+    """Show the same part of the simulated run, on the machine as measured, else as its profile says."""
+    window = replace(timeline_window.unasked(run.requests), stops=True)
+    names = choice.loaded.trace.requests["id"].astype(str).tolist()
+    simulated.play(run, lambda log: None, timeline, names, window, slots)
 
 
-def as_run(choice: Choice, timing: Timing, link: Link) -> Run:
-    """The same cell for the simulator, on a machine with this timing and link."""
-    plan, carried = choice.plan, choice.window(timing, link)
-    shape = plan.shape.layers, plan.shape.experts
-    return Run(plan.requests, *shape, plan.slots, plan.policy, timing, link, plan.cold, carried)
-
-
-def moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
+def moved(log: RunLog, run: Run, alone: Link | None) -> ResultRow:
     """Rates of the link: over the time in which it was busy, and of one expert while nothing else ran."""
     busy_ns = int(log.link_busy_ns.sum())
     transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
     return {
-        "chunk_bytes": plan.chunk_bytes or plan.expert_bytes,
-        "copy_gb_per_s": transfers * plan.expert_bytes / busy_ns if busy_ns else None,
-        "copy_gb_per_s_alone": plan.expert_bytes / max(1, alone.used_ns(plan.expert_bytes)) if alone else None,
+        "chunk_bytes": run.gpu.link.chunk_bytes or run.gpu.link.expert_bytes,
+        "copy_gb_per_s": transfers * run.gpu.link.expert_bytes / busy_ns if busy_ns else None,
+        "copy_gb_per_s_alone": run.gpu.link.expert_bytes / max(1, alone.used_ns(run.gpu.link.expert_bytes))
+        if alone
+        else None,
     }
 
 
@@ -334,7 +312,7 @@ def moved(log: RunLog, plan: Plan, alone: Link | None) -> ResultRow:
 def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
     """The device and facts about it; closed afterwards, whatever happens."""
     if choice.device == "virtual":
-        yield VirtualDevice(choice.loaded.timing(choice.policy), choice.loaded.link), {"device_name": None}
+        yield SimpyDevice(choice.loaded.timing(choice.policy), choice.loaded.link), {"device_name": None}
         return
     from replay.devices.stage import open_stage
 
@@ -343,10 +321,7 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
 
 
 def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -> list[Prediction]:
-    """The simulator on this machine as measured, and on the hardware profile.
-
-    Nothing where SimPy is missing and the compiled engine does not play the policy.
-    """
+    """Return what the simulator says on this machine as measured, and on the hardware profile."""
     loaded = choice.loaded
     assert loaded.hardware
     machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing(choice.policy), loaded.link)]
@@ -355,12 +330,7 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
 
     def predicted(machine: str, timing: Timing, link: Link) -> Prediction:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        log = engine.simulate(engine.AUTO, as_run(choice, timing, link))
+        log = engine.simulate(engine.AUTO, choice.on(timing, link))
         return Prediction(machine, summarise(log, there, loaded.trace.requests)[0], log)
 
-    try:
-        return [predicted(*each) for each in machines]
-    except ModuleNotFoundError as error:
-        if error.name != "simpy":
-            raise
-        return []
+    return [predicted(*each) for each in machines]

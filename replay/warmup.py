@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
 
-from replay.devices.device import Device
-from replay.devices.virtual import VirtualDevice
-from replay.driver import Driver, Plan
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Device
+from sim.loop.driver import Driver
+from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 
 DECISIONS_S = 1.0
@@ -18,10 +19,10 @@ FIRST_STEPS = 3
 
 
 @contextmanager
-def undisturbed(plan: Plan | None = None) -> Iterator[None]:
-    """No garbage collection; `plan`: what is about to be played, whose decisions are gone through once before."""
-    if plan:
-        decide(plan)
+def undisturbed(run: Run | None = None) -> Iterator[None]:
+    """No garbage collection; `run`: what is about to be played, whose decisions are gone through once before."""
+    if run:
+        decide(run)
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -32,24 +33,21 @@ def undisturbed(plan: Plan | None = None) -> Iterator[None]:
             gc.enable()
 
 
-def decide(plan: Plan) -> None:
-    """Play the plan's first requests on a logical clock."""
-    driver = Driver(plan, VirtualDevice(FixedTiming(10, 1, 0, 1, 1), Link(0, 1, 1, plan.expert_bytes)))
+def decide(run: Run) -> None:
+    """Play the run's first requests on a logical clock."""
+    driver = Driver(run, SimpyDevice(FixedTiming(10, 1, 0, 1, 1), Link(0, 1, 1, run.gpu.link.expert_bytes)))
     ends = time.monotonic() + DECISIONS_S
-    for ordinal in range(len(plan.requests)):
-        for _ in driver.steps(ordinal):
-            if time.monotonic() > ends:
-                break
-        else:
-            continue
-        break
-    driver.machine.land()  # devices alone call these two; the machine is thrown away
-    driver.machine.interrupt()
+    for _ in driver.steps():
+        if time.monotonic() > ends:
+            break
+    residency = driver.session.residency
+    residency.land()  # devices alone call these two; this residency is thrown away
+    residency.interrupt()
 
 
-def begin(plan: Plan, device: Device) -> None:
-    """Play the plan's first steps on the device. What it leaves in slots is of no consequence."""
-    driver = Driver(plan, device)
-    for _ in islice(driver.steps(0), FIRST_STEPS):
+def begin(run: Run, device: Device) -> None:
+    """Play the run's first steps on the device. What it leaves in slots is of no consequence."""
+    driver = Driver(run, device)
+    for _ in islice(driver.steps(), FIRST_STEPS):
         pass
-    driver.pump.cut()
+    driver.session.pump.cut()

@@ -28,7 +28,8 @@ import numpy as np
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
-from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.core.residency_compiled import BLOCKED as BLOCKED
+from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
 
 
 class Residency(Protocol):
@@ -55,7 +56,7 @@ class Residency(Protocol):
         ...
 
     def interrupt(self) -> tuple[int, int]:
-        """At a chunk boundary of a prefetch: return (demand that pauses it, victim), or (below 0, NO_EXPERT) (rule 5)."""
+        """Return the demand that pauses a prefetch at its chunk boundary, and its victim; below 0: none (rule 5)."""
         ...
 
     def land(self) -> None:
@@ -112,7 +113,7 @@ class ResidencyObserver:
     def arrived(self) -> None:
         """`arrived` has answered."""
 
-    def ended(self, cold: bool) -> None:
+    def request_ended(self, cold: bool) -> None:
         """`end_request` has been called."""
 
 
@@ -328,4 +329,4 @@ class ObservedResidency:
     def end_request(self, cold: bool) -> None:
         """Rule 10."""
         self._residency.end_request(cold)
-        self._observer.ended(cold)
+        self._observer.request_ended(cold)

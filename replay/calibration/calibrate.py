@@ -18,10 +18,10 @@ from policies.core.registry import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
 from replay.calibration.rates import Rates, rates
-from replay.devices.device import Device
 from replay.model.network import dtype_of
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
 from replay.warmup import undisturbed
+from sim.loop.device import Device
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
@@ -224,27 +224,27 @@ def add_model(
     found: Found, choice: Choice, device: Device, policies: Sequence[PolicySpec], passes: int, told: Told
 ) -> None:
     """Measure the model of `choice` on an open device, and what policies cost on this host."""
-    profile, plan = choice.loaded.profile, choice.plan
+    profile, run = choice.loaded.profile, choice.run
     assert profile
     name = profile.name
     measured = []
     for number in range(1, passes + 1):
         told(f"{name}: pass {number} of {passes}")
-        measured.append(measure_model(device, plan, choice.most_tokens, name))
-    found.shapes[name], found.models[name], found.costs[name] = (plan.shape.layers, top_k(plan)), measured, {}
+        measured.append(measure_model(device, run, choice.most_tokens, name))
+    found.shapes[name], found.models[name], found.costs[name] = (run.shape.layers, top_k(run)), measured, {}
     model = found.settled(name)
     timing, link = model.timing(), model.link()
-    plan = replace(plan, experts_per_layer=choice.window(timing, link))
+    run = choice.on(timing, link)
     for policy in policies:
         told(f"{name}: {policy.text}")
-        found.costs[name][policy.text] = policy_ns(replace(plan, policy=policy), timing, link) / 1_000
+        found.costs[name][policy.text] = policy_ns(run.under(policy), timing, link) / 1_000
 
 
 @contextmanager
 def _opened(choice: Choice) -> Iterator[tuple[Device, Row]]:
     """As for a replay; a GPU's memory goes back to the driver, for the model that comes next asks it."""
     try:
-        with open_device(choice) as opened, undisturbed(choice.plan):
+        with open_device(choice) as opened, undisturbed(choice.run):
             yield opened
     finally:
         if choice.device == "cuda":

@@ -9,7 +9,8 @@ import numpy as np
 
 from policies.core.registry import parse
 from replay.calibration.meter import Meter
-from replay.driver import Plan, play
+from sim.loop.driver import play
+from sim.loop.run import Run
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
@@ -19,7 +20,7 @@ FIRST_STEPS = 2
 """Played before them, and not counted."""
 
 
-def with_host(meter: Meter, plan: Plan, model: MeasuredModel, top_k: int, context: int) -> MeasuredModel:
+def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context: int) -> MeasuredModel:
     """The host's part, by two kinds of decoded tokens: all that they need is there, and none of it is.
 
     Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
@@ -27,17 +28,17 @@ def with_host(meter: Meter, plan: Plan, model: MeasuredModel, top_k: int, contex
     the parts alone come to more than the step, the host could not keep ahead of them: they are shortened to what they
     are together.
     """
-    layers, together = plan.shape.layers, min(top_k, plan.slots)
-    busy_layers = min(layers, plan.slots // together)
+    layers, together = run.shape.layers, min(top_k, run.gpu.slots)
+    busy_layers = min(layers, run.gpu.slots // together)
     launches = busy_layers * together
-    again, never_again = partial(same_again, plan, together, busy_layers, context), partial(_never_again, plan, context)
-    hit_ns = _steps_ns(meter, plan, again, _parts_ns(model, layers, context, 0))
+    again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
+    hit_ns = _steps_ns(meter, run, again, _parts_ns(model, layers, context, 0))
     parts_ns = _parts_ns(model, layers, context, launches)
     if hit_ns < parts_ns:
         model = _shortened(model, hit_ns, parts_ns)
     beyond_ns = max(0, hit_ns - parts_ns)
     parts_ns = _parts_ns(model, layers, context, layers) + layers * model.transfer_ns
-    scarce = replace(plan, slots=min(plan.slots, layers))
+    scarce = run.with_slots(min(run.gpu.slots, layers))
     missing_ns = _steps_ns(meter, scarce, never_again, parts_ns) - parts_ns
     if top_k == 1 and launches == layers:  # one expert of each layer, there or not: hits tell what a layer takes
         return replace(model, turnaround_ns=beyond_ns // layers)
@@ -65,24 +66,24 @@ def _shortened(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
     return replace(model, **tables)
 
 
-def _steps_ns(meter: Meter, plan: Plan, steps: Callable[[int], RequestSteps], about_ns: int) -> int:
+def _steps_ns(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> int:
     """One of the steps in the real loop, the first few not counted."""
     number = min(max(LOOP_NS // max(about_ns, 1), LOOP_AT_LEAST), LOOP_STEPS)
     request = steps(FIRST_STEPS + number)
-    log = play(replace(plan, requests=[request], policy=parse("lru"), cold=False), meter.device)
+    log = play(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
     return meter.settled(log.step_ns[FIRST_STEPS:].tolist())
 
 
-def _never_again(plan: Plan, context: int, steps: int) -> RequestSteps:
+def _never_again(run: Run, context: int, steps: int) -> RequestSteps:
     """Tokens that need one expert of each layer, in turn one of two: with a slot a layer, LRU never has it."""
-    request = same_again(plan, 1, plan.shape.layers, context, steps)
-    second = np.repeat(np.arange(steps) % min(2, plan.shape.experts), plan.shape.layers)
+    request = same_again(run, 1, run.shape.layers, context, steps)
+    second = np.repeat(np.arange(steps) % min(2, run.shape.experts), run.shape.layers)
     return replace(request, experts=request.experts + second)
 
 
-def same_again(plan: Plan, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
+def same_again(run: Run, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
     """Decode of tokens that all choose the same: `together` experts in each of the first layers, none in the others."""
-    layers, experts = plan.shape.layers, plan.shape.experts
+    layers, experts = run.shape.layers, run.shape.experts
     chosen = (np.arange(busy_layers)[:, None] * experts + np.arange(together)).ravel()
     each = np.where(np.arange(layers) < busy_layers, together, 0)
     return RequestSteps(

@@ -15,18 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import mean
 from time import monotonic, perf_counter_ns
-from typing import cast
 
 import numpy as np
 
-from policies.core.residency import Residency
-from policies.core.runner import PolicyRunner
+from policies.core.residency import BLOCKED, NO_EXPERT
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
-from replay.devices.device import Device
-from replay.devices.virtual import VirtualDevice
-from replay.driver import COLUMNS, Plan, Row, play
-from replay.pump import Pump
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Device
+from sim.loop.driver import play
+from sim.loop.log import COLUMNS, StepRow
+from sim.loop.pump import Pump
+from sim.loop.run import Run
+from sim.loop.session import decider_of
 from sim.profiles.measured import Curve, MeasuredModel, MeasuredTiming, Surface
 from sim.profiles.timing import Link, Timing
 from traces.steps import DECODE
@@ -53,62 +54,62 @@ class Measurement:
     noise: float
 
 
-def measure(device: Device, plan: Plan, most_tokens: int) -> tuple[MeasuredTiming, Link]:
-    """Durations on `device` for steps of up to `most_tokens` tokens, the plan's policy included, and the link."""
-    model = measure_model(device, plan, most_tokens, "this machine").model
-    link = model.link(plan.chunk_bytes)
-    return model.timing(policy_ns(plan, model.timing(), link)), link
+def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
+    """Durations on `device` for steps of up to `most_tokens` tokens, the run's policy included, and the link."""
+    model = measure_model(device, run, most_tokens, "this machine").model
+    link = model.link(run.gpu.link.chunk_bytes)
+    return model.timing(policy_ns(run, model.timing(), link)), link
 
 
-def measure_model(device: Device, plan: Plan, most_tokens: int, name: str) -> Measurement:
+def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
     """Measure everything but policies. Leaves whole experts in some slots."""
     meter = Meter(device)
-    places = min(plan.slots, max(2 * top_k(plan), -(-CYCLE_BYTES // plan.expert_bytes)))
-    transfer_ns, latency_ns = _transfers(meter, plan.expert_bytes, places)
-    contexts = decoded_contexts(plan)
+    places = min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
+    transfer_ns, latency_ns = _transfers(meter, run.gpu.link.expert_bytes, places)
+    contexts = decoded_contexts(run)
     device.prepare(contexts)
-    sizes, behind = [1, *ladder(most_tokens)], _behind(plan)
+    sizes, behind = [1, *ladder(most_tokens)], _behind(run)
     decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
     late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
-    first_dense, dense = _dense(meter, plan.shape.layers, [decode, whole, late])
+    first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, late])
     model = MeasuredModel(
         model=name,
-        expert_bytes=plan.expert_bytes,
+        expert_bytes=run.gpu.link.expert_bytes,
         transfer_ns=transfer_ns,
         latency_ns=latency_ns,
         turnaround_ns=0,
         launch_ns=0,
         first_dense=first_dense,
         dense=dense,
-        expert=_experts(meter, min(top_k(plan), places), places, sizes),
+        expert=_experts(meter, min(top_k(run), places), places, sizes),
         combine=_by_tokens(meter, sizes, device.combine),  # behind the experts: it takes their sum away
         head=_by_tokens(meter, sizes, device.head),
     )
-    return Measurement(with_host(meter, plan, model, top_k(plan), contexts[0]), mean(meter.spreads))
+    return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads))
 
 
 # Which points
 
 
-def top_k(plan: Plan) -> int:
+def top_k(run: Run) -> int:
     """Experts that a token chooses in a layer, as far as the first requests show."""
     most = 1
-    for ordinal in range(min(len(plan.requests), 8)):
-        request = plan.requests[ordinal]
+    for ordinal in range(min(len(run.requests), 8)):
+        request = run.requests[ordinal]
         so_far = np.concatenate([[0], np.cumsum(request.counts)])[request.offsets]
-        chosen = np.diff(so_far).reshape(-1, plan.shape.layers).max(axis=1, initial=0)
+        chosen = np.diff(so_far).reshape(-1, run.shape.layers).max(axis=1, initial=0)
         most = max(most, int((chosen // np.maximum(request.tokens, 1)).max(initial=1)))
-    return min(most, plan.shape.experts)
+    return min(most, run.shape.experts)
 
 
-def decoded_contexts(plan: Plan) -> list[int]:
-    """Up to CONTEXTS of the contexts at which the plan decodes single tokens, from its shortest to its longest.
+def decoded_contexts(run: Run) -> list[int]:
+    """Up to CONTEXTS of the contexts at which the run decodes single tokens, from its shortest to its longest.
 
     Of its own ones, because what a device has prepared for a run then serves here too. Where it decodes none: 1.
     """
     found: set[int] = set()
-    for ordinal in range(len(plan.requests)):
-        request = plan.requests[ordinal]
+    for ordinal in range(len(run.requests)):
+        request = run.requests[ordinal]
         found.update(np.unique(request.context[request.tokens == 1]).tolist())
     contexts = np.array(sorted(found or {1}))
     wanted = np.linspace(contexts[0], contexts[-1], CONTEXTS)
@@ -124,11 +125,11 @@ def ladder(most_tokens: int) -> list[int]:
     return sizes if most_tokens > 1 else []
 
 
-def _behind(plan: Plan) -> int:
+def _behind(run: Run) -> int:
     """The longest context of a step of several tokens that has others before it; 0: there is none."""
     longest = 0
-    for ordinal in range(len(plan.requests)):
-        request = plan.requests[ordinal]
+    for ordinal in range(len(run.requests)):
+        request = run.requests[ordinal]
         late = (request.tokens > 1) & (request.context > request.tokens)
         longest = max(longest, int(request.context[late].max(initial=0)))
     return longest
@@ -202,7 +203,7 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
 
 
 class Endless:
-    """What the pump asks of a residency machine, from one whose demands hardly end: each slot's own expert in turn."""
+    """What the pump asks of a residency, from one whose demands hardly end: each slot's own expert in turn."""
 
     def __init__(self, places: int, transfers: int) -> None:
         self._places = places
@@ -210,24 +211,31 @@ class Endless:
         self._loading: deque[int] = deque()
 
     def next_transfer(self) -> tuple[int, int, bool]:
-        """Expert, no victim, no prefetch; nothing once the demands have ended, or while their slot is loading."""
+        """Return the next expert, no victim, no prefetch; BLOCKED while its slot is loading."""
         expert = self._left % self._places
-        if not self._left or expert in self._loading:
-            return -1, -1, False
+        if not self._left:
+            return NO_EXPERT, NO_EXPERT, False
+        if expert in self._loading:
+            return BLOCKED, NO_EXPERT, False
         self._left -= 1
         self._loading.append(expert)
-        return expert, -1, False
+        return expert, NO_EXPERT, False
 
     def slot(self, expert: int) -> int:
-        """Its own."""
+        """Return its own."""
         return expert
 
-    def land(self) -> None:
-        """Nobody asks later."""
+    def interrupt(self) -> tuple[int, int]:
+        """Return nothing: demands are not interrupted."""
+        return NO_EXPERT, NO_EXPERT
 
-    def arrived(self) -> None:
+    def land(self) -> None:
+        """Ignored."""
+
+    def arrived(self) -> bool:
         """In the order in which they were taken."""
         self._loading.popleft()
+        return False
 
 
 def _transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
@@ -252,7 +260,8 @@ def _transfer_ns(meter: Meter, size: int, places: int) -> int:
 
 def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:
     """Move so many through the pump; when each had arrived."""
-    pump = Pump(cast(Residency, Endless(places, transfers)), device, size, None)
+    pump = Pump(Endless(places, transfers), device, size, None)
+    pump.queued()
     ends: list[int] = []
     pump.act()
     while pump.on_link:
@@ -267,7 +276,10 @@ def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]
 # Policies
 
 
-class Clocked(VirtualDevice):
+PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
+
+
+class Clocked(SimpyDevice):
     """Transfers and compute on the logical clock, so that a policy meets what it would; host time on the wall's."""
 
     def now(self) -> int:
@@ -279,26 +291,25 @@ class _Enough(Exception):  # noqa: N818  no error, the end
     """The policy has been timed for long enough."""
 
 
-def policy_ns(plan: Plan, timing: Timing, link: Link) -> int:
+def policy_ns(run: Run, timing: Timing, link: Link) -> int:
     """What an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
-    The plan is played from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
+    The run is played from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
     tenth (compilation, empty collections) is not counted.
     """
-    if PolicyRunner(plan.policy, plan.shape, plan.requests, experts_per_layer=plan.experts_per_layer).silent:
+    if decider_of(run).silent:
         return 0
-    phase, predictor = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
     rows: list[tuple[int, int]] = []
     until = monotonic() + POLICY_S
 
-    def ended(row: Row) -> None:
-        rows.append((row[phase], row[predictor]))
+    def ended(row: StepRow) -> None:
+        rows.append((row.numbers[PHASE], row.numbers[PREDICTOR_NS]))
         if monotonic() > until and len(rows) > 2 * FIRST_STEPS:
             raise _Enough
 
     with suppress(_Enough):
-        play(plan, Clocked(timing, link), ended)
+        play(run, Clocked(timing, link), ended)
     steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
     took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]
-    return int(mean(counted) / plan.shape.layers)
+    return int(mean(counted) / run.shape.layers)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from statistics import median_low
 
-from replay.devices.device import Device
+from sim.loop.device import Device
 
 PROBE, LONGEST_SERIES, MOST_HEADS = 4, 64, 64
 HEAD_START = 1.5

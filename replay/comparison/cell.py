@@ -20,17 +20,17 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import Int
-from policies.core.residency import Residency
 from replay.comparison import errors
-from replay.comparison.lockstep import Lockstep, Recorder
-from replay.devices.device import Device
-from replay.devices.virtual import VirtualDevice
-from replay.driver import Deciding, Driver, Plan
-from replay.driver import Row as StepRow
-from replay.run import Choice, as_run, bookkeeping_us, moved
+from replay.comparison.lockstep import Lockstep, LoopRecorder
+from replay.run import Choice, bookkeeping_us, moved
 from replay.warmup import undisturbed
 from sim.engines import engine
-from sim.loop.log import RunLog, joined
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Device
+from sim.loop.driver import Driver, LoopObserver
+from sim.loop.log import RunLog, StepRow, joined
+from sim.loop.run import Run
+from sim.loop.session import Decider
 from sim.profiles.measured import MeasuredTiming
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Row, summarise
@@ -131,22 +131,22 @@ def play_cell(
     InputError where the device cannot, or where the trace decodes nothing that counts.
     """
     check_mode(mode)
-    plan = replace(choice.plan, experts_per_layer=choice.window(timing, link))
-    script: Deciding | None = None
+    script: Decider | None = None
     timing = WithoutPolicy(timing) if mode == LOCKSTEP else timing
+    run = choice.on(timing, link)
     if mode == LOCKSTEP:
-        recorder = Recorder()
-        predicted = play_on(plan, VirtualDevice(timing, link), watch=recorder.watch)
-        script = Lockstep(plan, recorder.script)
+        recorder = LoopRecorder()
+        predicted = play_on(run, SimpyDevice(timing, link), observer=recorder)
+        script = Lockstep(run, recorder.script)
     else:
-        predicted = _simulate(choice, timing, link)
+        predicted = _simulate(run)
     decoded = counted_steps(choice, predicted.log) & (predicted.log.phase == DECODE)
     if not decoded.any():
         raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode plays prefills so")
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
-        with _device(choice, stage, timing, link) as device, undisturbed(plan if stage else None):
-            return play_on(plan, device, script, on_step)
+        with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None):
+            return play_on(run, device, script, on_step)
 
     plays = [play_once() for _ in range(repeat)]
     means = [float(played.log.step_ns[decoded].mean()) for played in plays]
@@ -155,7 +155,7 @@ def play_cell(
         figures_of(choice, measured, timing, link, on_stage=stage is not None),
         figures_of(choice, predicted, timing, link),
     )
-    without = _without_host(choice, plan, timing, link, script)
+    without = _without_host(choice, timing, link, script)
     return CellOutcome(
         choice=choice,
         mode=mode,
@@ -216,48 +216,40 @@ class WithoutPolicy:
 
 
 def play_on(
-    plan: Plan,
+    run: Run,
     device: Device,
-    policy: Deciding | None = None,
+    decider: Decider | None = None,
     on_step: OnStep | None = None,
-    watch: Callable[[Residency], None] | None = None,
+    observer: LoopObserver | None = None,
 ) -> Played:
-    """One run on a device; `policy` decides, if not the plan's."""
-    driver = Driver(plan, device, policy)
-    if watch:
-        watch(driver.machine)
+    """One run on a device; `decider` decides, if not the run's policy."""
+    driver = Driver(run, device, decider, observer)
     evicted: dict[int, int] = {}  # up to the end of each request
 
     def ended(row: StepRow) -> None:
-        evicted[row[0]] = len(driver.pump.evictions)
+        evicted[row.shares[0].request] = len(driver.session.pump.evictions)
         if on_step:
             on_step(row)
 
     log = driver.run(ended)
     parts = np.split(log.evictions, list(evicted.values()))
-    return Played(log, dict(zip(evicted, parts, strict=False)), bookkeeping_us(device, log, plan))
+    return Played(log, dict(zip(evicted, parts, strict=False)), bookkeeping_us(driver, log))
 
 
-def _simulate(choice: Choice, timing: Timing, link: Link) -> Played:
-    """In the simulator; where neither the compiled engine nor SimPy can, on the virtual device, which is the same."""
+def _simulate(run: Run) -> Played:
     parts: list[RunLog] = []
-    try:
-        engine.play(engine.AUTO, as_run(choice, timing, link), parts.append)
-    except ModuleNotFoundError as error:
-        if error.name != "simpy":
-            raise
-        plan = replace(choice.plan, experts_per_layer=choice.window(timing, link))
-        return play_on(plan, VirtualDevice(timing, link))
+    engine.play(engine.AUTO, run, parts.append)
     return Played(joined(parts), {int(part.request[0]): part.evictions for part in parts})
 
 
-def _without_host(choice: Choice, plan: Plan, timing: Timing, link: Link, script: Deciding | None) -> Row | None:
+def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | None) -> Row | None:
     """TPOT of the same cell, in lockstep of the same decisions, where the host takes no time."""
     known = timing.timing if isinstance(timing, WithoutPolicy) else timing
     if not isinstance(known, MeasuredTiming):
         return None
     free = known.without_host()
-    played = play_on(plan, VirtualDevice(free, link), script) if script else _simulate(choice, free, link)
+    run = choice.on(free, link)
+    played = play_on(run, SimpyDevice(free, link), script) if script else _simulate(run)
     row = figures_of(choice, played, free, link)
     return {name: row[name] for name in WITHOUT_HOST}
 
@@ -265,7 +257,7 @@ def _without_host(choice: Choice, plan: Plan, timing: Timing, link: Link, script
 @contextmanager
 def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> Iterator[Device]:
     if stage is None:
-        yield VirtualDevice(timing, link)
+        yield SimpyDevice(timing, link)
         return
     with stage.device(choice.slots, choice.contexts, choice.verify) as device:
         yield device
@@ -273,12 +265,12 @@ def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -
 
 def figures_of(choice: Choice, played: Played, timing: Timing, link: Link, on_stage: bool = False) -> Row:
     """Figures of a run: of one on a stage, the host's too."""
-    log, plan = played.log, choice.plan
+    log = played.log
     loaded = choice.loaded
     cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=timing.predictor_ns / 1_000)
     summary = summarise(log, cell, loaded.trace.requests)[0]
     row: Row = {name: summary[name] for name in FIGURES}
-    row["copy_gbps"] = moved(log, plan, link)["copy_gb_per_s"]
+    row["copy_gbps"] = moved(log, choice.run, link)["copy_gb_per_s"]
     if on_stage:
         alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
         row["host_ms"] = int(alone_ns[counted_steps(choice, log)].sum()) / 1e6

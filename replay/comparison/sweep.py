@@ -131,7 +131,7 @@ class Machine:
 
         measured_with = replace(choice, policy=parse("lru"), slots=slots)
         with stage.device(slots, choice.contexts) as device:
-            found = measure_model(device, measured_with.plan, choice.most_tokens, "this machine")
+            found = measure_model(device, measured_with.run, choice.most_tokens, "this machine")
         self._model = found.model
         self.facts = {"name": "this machine as measured", "noise": found.noise}
 
@@ -144,8 +144,8 @@ class Machine:
             from replay.calibration.measure import policy_ns
 
             free = self._model.timing()
-            plan = replace(choice.plan, experts_per_layer=choice.window(free, link))
-            self._policy_ns[choice.policy.text] = policy_ns(plan, free, link)
+            run = choice.on(free, link)
+            self._policy_ns[choice.policy.text] = policy_ns(run, free, link)
         return self._model.timing(self._policy_ns[choice.policy.text]), link
 
 

@@ -15,9 +15,10 @@ from threading import Thread
 import numpy as np
 import torch
 
-from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
 from replay.devices.store import HostStore
+from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
+from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
 Item = tuple[Completion, Callable[[], None], Flag | None]
 Outcomes = SimpleQueue[Completion | Exception]
@@ -31,6 +32,7 @@ class CpuDevice(Device):
     """Threads and memcpy. With `verify`, each expert's bytes are compared with the store's when it computes."""
 
     tail_bytes = TAIL_BYTES
+    watchdog_s = WATCHDOG_S
 
     def __init__(self, store: HostStore, network: Network, slots: int, verify: bool = False) -> None:
         self.store = store
@@ -89,11 +91,21 @@ class CpuDevice(Device):
         if not (self._copies or self._computes):
             raise nothing_under_way()
         try:
-            outcome = self._outcomes.get(timeout=self.watchdog_s)
+            return self._ended(self._outcomes.get(timeout=self.watchdog_s))
         except Empty:
             self._stuck = True
             oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
             raise stuck(self.watchdog_s, oldest) from None
+
+    @timed
+    def poll(self) -> Completion | None:
+        """Return what a thread has done by now."""
+        try:
+            return self._ended(self._outcomes.get_nowait())
+        except Empty:
+            return None
+
+    def _ended(self, outcome: Completion | Exception) -> Completion:
         if isinstance(outcome, Exception):
             raise outcome
         if outcome.kind is Kind.COPY:

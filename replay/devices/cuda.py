@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from replay.devices.device import Completion, Device, Kind, Work, nothing_under_way, stuck, timed
 from replay.devices.gpu import Event, Gpu, Stream
 from replay.devices.launches import Launches
 from replay.devices.store import HostStore
+from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
+from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
 TAIL_BYTES = 1 << 20
 """What a PCIe 5.0 x16 link moves in 20 us, in which the host answers; more would be chosen earlier than it need be."""
@@ -36,6 +37,8 @@ class Pending(NamedTuple):
 
 class CudaDevice(Device):
     """One GPU. With `verify`, each expert's bytes are compared with the store's when it computes (slow)."""
+
+    watchdog_s = WATCHDOG_S
 
     tail_bytes = TAIL_BYTES
 
@@ -118,21 +121,28 @@ class CudaDevice(Device):
 
     @timed
     def next_completion(self) -> Completion:
-        """Poll the oldest event of each stream: no thread to wake, no synchronise.
-
-        Copies are looked at again when compute has ended: one that it waited for had ended before.
-        """
+        """Poll: no thread to wake, no synchronise."""
         copies, computes = self._copies, self._computes
         if not (copies or computes):
             raise nothing_under_way()
         began = time.monotonic()
         while time.monotonic() - began < self.watchdog_s:
-            if copies and copies[0].event.query():
-                return self._ended(copies)
-            if computes and computes[0].event.query():
-                return self._ended(copies if copies and copies[0].event.query() else computes)
+            if (completion := self.poll()) is not None:
+                return completion
         self.gpu.is_stuck = True
         raise stuck(self.watchdog_s, [pending[0].completion for pending in (copies, computes) if pending])
+
+    def poll(self) -> Completion | None:
+        """Look at the oldest event of each stream.
+
+        Copies are looked at again when compute has ended: one that it waited for had ended before.
+        """
+        copies, computes = self._copies, self._computes
+        if copies and copies[0].event.query():
+            return self._ended(copies)
+        if computes and computes[0].event.query():
+            return self._ended(copies if copies and copies[0].event.query() else computes)
+        return None
 
     def discard_copies(self) -> None:
         """Let the pieces under way end, and forget them."""

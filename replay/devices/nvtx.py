@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from replay.devices.device import Completion, Device, Kind, Work
+from sim.loop.device import Completion, Device, Kind, Work
 
 Push = Callable[[str], object]
 Pop = Callable[[], object]
@@ -77,6 +77,10 @@ class MarkedDevice(Device):
                 self._end()
             self._step += 1
         return completion
+
+    def poll(self) -> Completion | None:
+        """As the device does."""
+        return self._device.poll()
 
     def discard_copies(self) -> None:
         """As the device does."""

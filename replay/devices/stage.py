@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from replay.devices.device import Device
 from replay.devices.device_facts import facts
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
 from replay.model.network import Network, dtype_of
+from sim.loop.device import Device
 from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from sim.results.metrics import Row

@@ -1,7 +1,7 @@
 """What others do with experts that do not fit, in the same harness: known schedules and data paths.
 
-A schedule stands in place of policy and residency machine: where an expert lies follows from the trace alone. A data
-path is a CUDA device that moves bytes as others do.
+A fixed order of transfers stands in place of policies and residency: where an expert lies follows from the trace
+alone. A data path is a CUDA device that moves bytes as others do.
 
     resident       all experts on the GPU: no transfer
     on-demand      nothing is kept beyond its event
@@ -12,27 +12,53 @@ path is a CUDA device that moves bytes as others do.
 """
 
 from collections import deque
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from policies.core.policy import Event, Int, Shape
-from policies.core.residency_compiled import NO_EXPERT
+from policies.core.policy import NOTHING, Event, Float, Int, Shape
+from policies.core.residency import NO_EXPERT, Residency
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.devices.cuda import CudaDevice
-from replay.devices.device import Device, Work
 from replay.devices.stage import Stage
 from replay.run import Choice
 from replay.warmup import undisturbed
+from sim.loop.device import Device, Work
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
 SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
 BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SWAP)
 
 
-class Schedule:
-    """`replay.driver.Deciding` and the machine that it drives, in one: transfers in the order of a queue.
+class FixedOrder:
+    """Who decides where the order of transfers follows from the trace alone (`sim.loop.session.Decider`)."""
+
+    silent = False
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+
+    def residency(self, slots: int) -> Residency:
+        """Return the one that was given."""
+        return self._residency
+
+    def begin_request(self, ordinal: int, seat: int = 0) -> None:
+        """Ignored."""
+
+    def observe(self, event: Event) -> None:
+        """Ignored."""
+
+    def propose(self, event: Event) -> tuple[Int, Float]:
+        """Propose nothing, which makes the link ask for what is queued."""
+        return NOTHING
+
+    def end_request(self, seat: int = 0) -> None:
+        """Ignored."""
+
+
+class QueueResidency:
+    """A residency (`policies.core.residency.Residency`) whose transfers come in the order of a queue.
 
     Subclasses give experts their slots. Slots are given anew at a router alone, when all earlier layers were computed.
     """
@@ -43,46 +69,36 @@ class Schedule:
         self._ready: set[int] = set()
         self._queue: deque[int] = deque()
         self._flying: deque[int] = deque()
-        self._hits: list[int] = []
         self._wanted: set[int] = set()
-        self._counts = [0] * 7  # as the residency machine's; nothing counts as a prefetch
+        self._counts = [0] * 7  # as every residency's; nothing counts as a prefetch
 
     def _assign(self, layer: int, event: list[int]) -> None:
         """Before the event's experts are looked up: slots, and what the link is to bring."""
         raise NotImplementedError
 
-    # Deciding
+    @property
+    def slots(self) -> int:
+        """Slots in use."""
+        return len(set(self._slots.values()))
 
-    def residency(self, slots: int) -> Any:
-        """Itself: it has what driver and pump ask of a residency machine."""
-        return self
+    def resident(self) -> Int:
+        """Return ascending ids of the experts that have a slot."""
+        return np.array(sorted(self._slots), np.int64)
 
-    def begin_request(self, ordinal: int) -> None:
-        """Of no interest."""
+    def propose(self, experts: Int, priorities: Float) -> None:
+        """Ignored."""
 
-    def observe(self, event: Event) -> None:
-        """Of no interest."""
-
-    def propose(self, event: Event) -> None:
-        """Nothing."""
-
-    # The machine
-
-    def route(self, experts: Int, first: int, last: int) -> int:
-        """Look experts[first:last] up, ascending ids of one layer; the number of hits."""
-        event: list[int] = experts[first:last].tolist()
+    def route(self, experts: Int) -> list[int]:
+        """Look up the experts of one layer, ascending ids. Return the hits."""
+        event: list[int] = experts.tolist()
         if event:
             self._assign(event[0] // self._shape.experts, event)
         self._wanted = set(event)
-        self._hits = [expert for expert in event if expert in self._ready]
+        hits = [expert for expert in event if expert in self._ready]
         late = len(self._wanted.intersection(self._flying))
-        for place, count in enumerate((len(self._hits), late, len(event) - len(self._hits) - late)):
+        for place, count in enumerate((len(hits), late, len(event) - len(hits) - late)):
             self._counts[place] += count
-        return len(self._hits)
-
-    def hits(self, n: int) -> list[int]:
-        """Of the event, ascending."""
-        return self._hits
+        return hits
 
     def slot(self, expert: int) -> int:
         """Where it is or is going to be."""
@@ -124,7 +140,7 @@ class Schedule:
         return list(self._counts)
 
 
-class Resident(Schedule):
+class Resident(QueueResidency):
     """Everything lies in its slot, or in the one that it shares where there are fewer."""
 
     def __init__(self, shape: Shape, slots: int) -> None:
@@ -136,7 +152,7 @@ class Resident(Schedule):
         """Nothing moves."""
 
 
-class OnDemand(Schedule):
+class OnDemand(QueueResidency):
     """Each event brings all its experts, over those of the event before. Slots: as many as the largest event has."""
 
     def _assign(self, layer: int, event: list[int]) -> None:
@@ -145,7 +161,7 @@ class OnDemand(Schedule):
         self._queue.extend(event)
 
 
-class LayerStream(Schedule):
+class LayerStream(QueueResidency):
     """Two buffers of a layer each: from one it is computed, into the other the next layer comes. Slots: 2 E."""
 
     def __init__(self, shape: Shape) -> None:
@@ -227,22 +243,23 @@ def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | Non
 
     InputError where the GPU's memory does not hold what it needs.
     """
-    plan, shape = choice.plan, choice.plan.shape
-    policy: Schedule | None = None
+    run, shape = choice.run, choice.run.shape
+    residency: QueueResidency | None = None
     slots = choice.slots
     if name == RESIDENT:
         slots = stage.needs.experts
-        policy = Resident(shape, slots)
+        residency = Resident(shape, slots)
     elif name == ON_DEMAND:
-        slots, policy = shape.experts, OnDemand(shape)
+        slots, residency = shape.experts, OnDemand(shape)
     elif name == LAYER_STREAM:
-        slots, policy = 2 * shape.experts, LayerStream(shape)
+        slots, residency = 2 * shape.experts, LayerStream(shape)
     elif name == ZERO_COPY:
-        slots, policy = 1, Resident(shape, stage.store.distinct)
-    with stage.device(slots, choice.contexts, choice.verify, DATA_PATHS.get(name)) as device, undisturbed(plan):
+        slots, residency = 1, Resident(shape, stage.store.distinct)
+    decider = FixedOrder(residency) if residency else None
+    with stage.device(slots, choice.contexts, choice.verify, DATA_PATHS.get(name)) as device, undisturbed(run):
         if name == RESIDENT:
-            fill(device, slots, plan.expert_bytes)
-        return play_on(replace(plan, slots=slots), device, policy, on_step)
+            fill(device, slots, run.gpu.link.expert_bytes)
+        return play_on(run.with_slots(slots), device, decider, on_step)
 
 
 def fill(device: Device, slots: int, expert_bytes: int) -> None:

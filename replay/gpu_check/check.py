@@ -34,7 +34,6 @@ from replay.devices.gpu import Gpu
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.stage import Stage, open_stage
 from replay.devices.store import RESERVE_BYTES, HostMemory, available_memory_bytes
-from replay.driver import Plan
 from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload
 from replay.gpu_check.baselines import (
     LAYER_STREAM,
@@ -289,7 +288,7 @@ class Check:
 
     def _calibrate(self, choice: Choice, profile: ModelProfile, stage: Stage) -> None:
         """Kernels, then times."""
-        with stage.device(choice.slots, choice.contexts) as device, undisturbed(choice.plan):
+        with stage.device(choice.slots, choice.contexts) as device, undisturbed(choice.run):
             assert isinstance(device, CudaDevice)
             self.told(f"{profile.name}: kernels against float64")
             self.record.facts["kernels"].append(verify(stage, device, profile.top_k))
@@ -387,7 +386,7 @@ def _seconds(choice: Choice, transfers: float) -> float:
     """About what a cell takes that moves so many experts a lookup."""
     model = choice.loaded.measured
     assert model
-    lookups = sum(len(request.experts) for request in choice.plan.requests)
+    lookups = sum(len(request.experts) for request in choice.run.requests)
     return 2 + lookups * transfers * model.transfer_ns / 1e9
 
 
@@ -398,15 +397,12 @@ def _where(error: BaseException) -> str:
 
 
 def compile_all() -> None:
-    """Everything compiled that the check calls: the simulator's kernel, policies, the residency machine."""
+    """Everything compiled that the check calls: the simulator's kernel, policies, residency."""
     trace = synthetic(4, 6, layers=3, experts=8, top_k=2, seed=1, prompt_tokens=3)
     for policy in POLICIES:
-        requests, shape = Requests(trace), Shape(3, 8)
-        plan = Plan(requests, shape, 9, parse(policy), 64, experts_per_layer=1.0)
-        decide(plan)
-        run = gpu_run(
-            requests, Shape(3, 8), 9, plan.policy, FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64), experts_per_layer=1.0
-        )
+        timing, link = FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64)
+        run = gpu_run(Requests(trace), Shape(3, 8), 9, parse(policy), timing, link, experts_per_layer=1.0)
+        decide(run)
         engine.simulate(engine.AUTO, run)
 
 

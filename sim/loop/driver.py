@@ -30,18 +30,12 @@ def play(
     on_step: Callable[[StepRow], None] | None = None,
     decider: Decider | None = None,
     observer: LoopObserver | None = None,
-    done: Sequence[StepRow] = (),
-    clock: Device | None = None,
 ) -> RunLog:
     """Play a run on `device` and return its log.
 
-    `on_step` gets the row of each step that has ended; `decider` decides, if not the run's policies. `done`: rows of the
-    first requests, whole, which are not played again but decided once more on `clock`, a logical one.
+    `on_step` gets the row of each step that has ended; `decider` decides, if not the run's policies.
     """
-    driver = Driver(run, clock if clock and done else device, decider, observer)
-    if clock and done:
-        driver.resume(done, device)
-    return driver.run(on_step or (lambda row: None), done)
+    return Driver(run, device, decider, observer).run(on_step or (lambda row: None))
 
 
 class Driver:
@@ -52,6 +46,7 @@ class Driver:
     ) -> None:
         """`decider`: who decides, if not the run's policies."""
         self._run = run
+        self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
         self._schedule = OneAtATime(run.requests, run.shape.layers)
         self._observer = observer
@@ -114,7 +109,7 @@ class Driver:
         device, tokens, context = session.device, step.tokens, step.context
         if observer:
             observer.step_begins(step, session.clock)
-        for layer in range(self._run.shape.layers):
+        for layer in range(self.layers):
             session.submitting(Kind.ROUTER)
             device.dense(layer, tokens, context)
             session.until(Kind.ROUTER)

@@ -9,8 +9,9 @@ never waits for the host, and no choice is made earlier than that. A device whos
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
-from policies.core.residency import BLOCKED, Residency
+from policies.core.residency import BLOCKED
 from sim.loop.device import Device
 
 PIECES_IN_FLIGHT = 2
@@ -24,6 +25,30 @@ class Transfer:
     slot: int
     demand: bool  # started as one
     sent: int = 0  # bytes submitted
+
+
+class Transfers(Protocol):
+    """What the pump asks: a part of `policies.core.residency.Residency`, which documents it."""
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """Choose what the free link takes."""
+        ...
+
+    def interrupt(self) -> tuple[int, int]:
+        """Choose what interrupts a prefetch at a chunk boundary."""
+        ...
+
+    def land(self) -> None:
+        """The rest of a transfer is sent."""
+        ...
+
+    def arrived(self) -> bool:
+        """A transfer has ended."""
+        ...
+
+    def slot(self, expert: int) -> int:
+        """Return the slot of an expert."""
+        ...
 
 
 class PumpObserver:
@@ -41,7 +66,7 @@ class Pump:
 
     def __init__(
         self,
-        residency: Residency,
+        residency: Transfers,
         device: Device,
         expert_bytes: int,
         chunk_bytes: int | None,

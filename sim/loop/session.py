@@ -1,6 +1,7 @@
 """A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11 and 14.
 
-Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a live
+Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a
+live
 model, which computes its dense parts itself. The session answers with work for the device, and handles completions.
 All decisions are the residency's and the policies'. The compute stream keeps the order of submission, so the hits of an
 event go in at once, and each other expert behind them as soon as its last piece is on its way: the device waits for it,
@@ -68,8 +69,8 @@ class SessionObserver(ResidencyObserver, PumpObserver):
     def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
         """Nothing has been run yet; `now` asks for the device's time."""
 
-    def event_routed(self, layer: int, tokens: dict[int, int], late: list[int]) -> None:
-        """An event was looked up: the tokens of each of its experts, and which of them are on their way."""
+    def event_routed(self, tokens: dict[int, int], hits: list[int], late: list[int]) -> None:
+        """An event was looked up: the tokens of each of its experts, which are there, and which are on their way."""
 
     def submitted(self, kind: Kind, experts: Sequence[int] = (NO_EXPERT,)) -> None:
         """The compute stream is given work."""
@@ -121,7 +122,7 @@ class Session:
             self.pump.queued()
         if self._observer:
             late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
-            self._observer.event_routed(layer, tokens.copy(), late)
+            self._observer.event_routed(tokens.copy(), hits, late)
         if not self.decider.silent:
             self._ask(step.event(layer))
         elif self.device.predictor_takes_time:

@@ -102,7 +102,7 @@ class Timeline:
 
 
 class ComputeTrack:
-    """The track of the compute stream: steps, in them layers, in these parts and stalls without a gap."""
+    """The track of the compute stream: steps, in them layers, in these parts and stalls."""
 
     def __init__(self, timeline: Timeline, process: Process) -> None:
         self._timeline = timeline
@@ -117,19 +117,18 @@ class ComputeTrack:
         self._began = self.ended = now
         self._layers, self._parts = [], []
 
-    def layer(self, number: int) -> None:
-        """Layer `number` has begun where the latest part ended."""
+    def layer(self, number: int, began: int) -> None:
+        """Layer `number` begins then, or where the latest part ended."""
         assert number == len(self._layers)
-        self._layers.append(self.ended)
+        self._layers.append(max(began, self.ended))
 
-    def until(self, end: int, name: str, args: Args) -> None:
-        """What has begun where the latest part ended lasts until `end`."""
-        self._parts.append((name, self.ended, end, args))
+    def until(self, began: int, end: int, name: str, args: Args) -> None:
+        """A part that began then, or where the latest one ended, lasts until `end`."""
+        self._parts.append((name, max(began, self.ended), end, args))
         self.ended = end
 
     def stalled(self, cause: str, began: int, ended: int, args: Args) -> None:
         """The stream waits; one slice for as long as the cause, and what is on the link, stay the same."""
-        assert began == self.ended, "a stall that does not follow what was computed before"
         name = f"stall: {cause}"
         if self._parts and (self._parts[-1][0], self._parts[-1][3]) == (name, args):
             began = self._parts.pop()[1]

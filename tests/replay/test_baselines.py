@@ -3,19 +3,20 @@
 import numpy as np
 import pytest
 import torch
-from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostStore
-from replay.devices.virtual import VirtualDevice
-from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
+from replay.gpu_check.baselines import FixedOrder, LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from replay.model.network import Network
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.driver import play
+from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.support.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.synthetic import synthetic
@@ -25,8 +26,8 @@ LOOKUPS = sum(len(request.experts) for request in Requests(TRACE))
 SHAPE = Shape(L, E)
 
 
-def plan(slots: int, bytes_: int = SIZE) -> Plan:
-    return Plan(Requests(TRACE), SHAPE, slots, parse("lru"), bytes_)
+def plan(slots: int, bytes_: int = SIZE) -> Run:
+    return run_of(Requests(TRACE), SHAPE, slots, parse("lru"), bytes_)
 
 
 @pytest.mark.parametrize("tail_bytes", [0, 3])
@@ -34,7 +35,7 @@ def plan(slots: int, bytes_: int = SIZE) -> Plan:
 def test_a_schedule_computes_what_has_arrived_and_overwrites_nothing_that_computes(schedule, slots, tail_bytes):
     for seed in range(20):
         watch = Watch(SHAPE, slots, 16, tail_bytes)
-        log = play(plan(slots, 16), AnyOrder(watch, seed), policy=schedule(SHAPE))
+        log = play(plan(slots, 16), AnyOrder(watch, seed), decider=FixedOrder(schedule(SHAPE)))
         assert watch.computed == LOOKUPS == (log.hits + log.late + log.misses).sum()
 
 
@@ -43,16 +44,16 @@ def test_an_odd_number_of_layers_streams_as_well_as_a_single_one():
         trace, shape = synthetic(2, 6, layers=layers, experts=4, top_k=2, seed=2), Shape(layers, 4)
         for seed in range(10):
             watch = Watch(shape, 8, 16, 2)
-            streamed = Plan(Requests(trace), shape, 8, parse("lru"), 16)
-            play(streamed, AnyOrder(watch, seed), policy=LayerStream(shape))
+            streamed = run_of(Requests(trace), shape, 8, parse("lru"), 16)
+            play(streamed, AnyOrder(watch, seed), decider=FixedOrder(LayerStream(shape)))
             assert watch.computed == sum(len(request.experts) for request in Requests(trace))
 
 
 def test_on_demand_moves_every_expert_of_every_event_and_takes_the_time_of_it():
     """Closed form: nothing overlaps but all of an event's experts with the transfers behind them."""
     dense, expert, combine, head, transfer = 7, 2, 1, 3, 10
-    device = VirtualDevice(FixedTiming(dense, expert, 0, combine, head), Link(0, 1, 1, transfer))
-    log = play(plan(E, transfer), device, policy=OnDemand(SHAPE))
+    device = SimpyDevice(FixedTiming(dense, expert, 0, combine, head), Link(0, 1, 1, transfer))
+    log = play(plan(E, transfer), device, decider=FixedOrder(OnDemand(SHAPE)))
     assert log.demand_transfers.sum() == log.misses.sum() == LOOKUPS
     decoded = log.tokens == 1
     assert (log.step_ns[decoded] == L * (dense + K * transfer + expert + combine) + head).all()
@@ -60,11 +61,11 @@ def test_on_demand_moves_every_expert_of_every_event_and_takes_the_time_of_it():
 
 def test_resident_moves_nothing_and_a_layer_stream_moves_every_layer_once_a_step():
     timing, link = FixedTiming(7, 2, 0, 1, 3), Link(0, 1, 1, 10)
-    log = play(plan(L * E, 10), VirtualDevice(timing, link), policy=Resident(SHAPE, L * E))
+    log = play(plan(L * E, 10), SimpyDevice(timing, link), decider=FixedOrder(Resident(SHAPE, L * E)))
     assert log.demand_transfers.sum() == 0
     assert log.hits.sum() == LOOKUPS
     assert (log.step_ns[log.tokens == 1] == L * (7 + K * 2 + 1) + 3).all()
-    log = play(plan(2 * E, 10), VirtualDevice(timing, link), policy=LayerStream(SHAPE))
+    log = play(plan(2 * E, 10), SimpyDevice(timing, link), decider=FixedOrder(LayerStream(SHAPE)))
     steps = len(log.step_ns)
     assert (steps - 1) * L * E < log.demand_transfers.sum() <= (steps * L + 1) * E
     assert log.step_ns[-1] == pytest.approx(L * E * 10, rel=0.1), "bound by the link"
@@ -79,7 +80,7 @@ def with_device(kind, slots, policy, seed):
             device = kind(store, network, slots, gpu, Launches(gpu, network), verify=kind is not ZeroCopy)
             fill(device, slots, SIZE)
             counts, copies = gpu.counts.copy(), device._link.runs
-            log = play(plan(slots), device, policy=policy)
+            log = play(plan(slots), device, decider=policy)
             spent = gpu.counts - counts
             spent["copies"] = device._link.runs - copies
             device.close()

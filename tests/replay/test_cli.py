@@ -15,7 +15,7 @@ import torch
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from replay import cli, report, run
-from replay.driver import COLUMNS
+from sim.loop.log import COLUMNS
 from sim.results.metrics import REQUESTS, RESULTS
 from sim.sweep import winner
 from sim.sweep.grid import Grid, Table, outcome, save, sweep

@@ -19,11 +19,11 @@ from replay import cli
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
 from replay.comparison.errors import DECIDED
-from replay.comparison.lockstep import Lockstep, Recorder
-from replay.devices.virtual import VirtualDevice
-from replay.driver import play
+from replay.comparison.lockstep import Lockstep, LoopRecorder
 from replay.run import Choice
 from sim.engines import engine
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.driver import play
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from sim.sweep.setup import Loaded, Setup
@@ -99,25 +99,25 @@ def test_a_device_that_is_slower_than_foretold_is_told_by_errors_below_zero(monk
     choice = chosen("eamc")
     timing, link = machine(choice)
     slower = dataclasses.replace(link, ns_per_byte_num=4 * link.ns_per_byte_num)
-    monkeypatch.setattr("replay.comparison.cell._device", lambda *_: Opened(VirtualDevice(timing, slower)))
+    monkeypatch.setattr("replay.comparison.cell._device", lambda *_: Opened(SimpyDevice(timing, slower)))
     found = play_cell(choice, LOCKSTEP, timing, link)
     assert found.errors["tpot_mean"] < -0.05
     assert found.divergence["steps"] > 0, "what was a hit is late"
-    recorder = Recorder()
+    recorder = LoopRecorder()
     alone = WithoutPolicy(timing)
     plan = dataclasses.replace(choice.plan, experts_per_layer=choice.window(timing, link))
-    play(plan, VirtualDevice(alone, link), watch=recorder.watch)
-    same = play(plan, VirtualDevice(timing, slower), policy=Lockstep(plan, recorder.script))
+    play(plan, SimpyDevice(alone, link), observer=recorder)
+    same = play(plan, SimpyDevice(timing, slower), decider=Lockstep(plan, recorder.script))
     np.testing.assert_array_equal(found.measured.log.step_ns, same.step_ns)
 
 
 class Opened:
     """A device as a context."""
 
-    def __init__(self, device: VirtualDevice) -> None:
+    def __init__(self, device: SimpyDevice) -> None:
         self.device = device
 
-    def __enter__(self) -> VirtualDevice:
+    def __enter__(self) -> SimpyDevice:
         return self.device
 
     def __exit__(self, *_: object) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -18,10 +17,11 @@ from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.model.network import Network, dtype_of, expert_output
 from sim.engines.untimed import count
+from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweep.setup import Requests
-from tests.support.devices import Watch, Watching
+from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -52,7 +52,7 @@ def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None
 @pytest.mark.parametrize("stuck_in", ["copy of expert", "router"])
 def test_a_copy_or_a_compute_that_never_ends_is_told_in_one_line_with_what_it_was(stuck_in, monkeypatch):
     go_on, told = threading.Event(), f"stuck: nothing has ended for 0.2 s, under way since: {stuck_in}"
-    plan = Plan(Requests(synthetic(1, 3, layers=L, experts=E, top_k=K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE)
+    plan = run_of(Requests(synthetic(1, 3, layers=L, experts=E, top_k=K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE)
     place = (Network, "dense") if stuck_in == "router" else (np, "copyto")
     with device(4) as made:
         made.watchdog_s = 0.2
@@ -68,7 +68,7 @@ def replay(slots: int, policy: str, top_k: int = K, cold: bool = False, chunks: 
     trace = synthetic(4, 10, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
     size = PROFILE.expert_bytes
     with device(slots) as made:
-        log = play(Plan(Requests(trace), Shape(L, E), slots, parse(policy), size, -(-size // chunks), cold), made)
+        log = play(run_of(Requests(trace), Shape(L, E), slots, parse(policy), size, -(-size // chunks), cold), made)
         assert made.watch.computed == (log.hits + log.late + log.misses).sum()
     return log
 

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -20,9 +19,10 @@ from replay.devices.stage import Needs, open_stage
 from replay.devices.store import HostMemory, HostStore
 from replay.model.network import Network
 from sim.engines.untimed import count
+from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.sweep.setup import Requests
-from tests.support.devices import Watch, Watching
+from tests.support.devices import Watch, Watching, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError
@@ -81,7 +81,7 @@ def replay(made: Watched, policy: str, cold: bool = False, prompt: int = 5, top_
     trace = synthetic(3, 12, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)
     requests = Requests(trace)
     made.prepare({int(context) for request in requests for context in request.context[request.tokens == 1]})
-    plan = Plan(requests, Shape(L, E), len(made.pool), parse(policy), SIZE, SIZE // 3, cold)
+    plan = run_of(requests, Shape(L, E), len(made.pool), parse(policy), SIZE, SIZE // 3, cold)
     return play(plan, made)
 
 
@@ -231,7 +231,7 @@ def test_without_graphs_or_the_fused_kernel_it_computes_the_same_and_says_so(
     gpu = FakeGpu(6)
     with open_stage(Needs(PROFILE, "cuda", most_tokens=16, most_context=64), gpu=gpu) as stage:
         trace = synthetic(2, 6, layers=L, experts=E, top_k=K, seed=1)
-        plan = Plan(Requests(trace), Shape(L, E), 9, parse("lru"), SIZE)
+        plan = run_of(Requests(trace), Shape(L, E), 9, parse("lru"), SIZE)
         with stage.device(9, range(1, 7), verify=True) as made:
             log = play(plan, made)
         assert (log.hits + log.misses).sum() == sum(len(request.experts) for request in Requests(trace))

@@ -4,24 +4,26 @@ import random
 
 import numpy as np
 import pytest
-from replay.driver import COLUMNS, Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
-from replay.devices.virtual import VirtualDevice
+from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
+from sim.loop.driver import play
+from sim.loop.log import COLUMNS
+from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.support.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.replay_runs import draw
 from traces.synthetic import synthetic
 
 SEEDS = 250
 
 
-def watched(seed: int) -> tuple[Plan, Watch]:
+def watched(seed: int) -> tuple[Run, Watch]:
     plan = draw(random.Random(seed).randint).plan
-    return plan, Watch(plan.shape, plan.slots, plan.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    return plan, Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
 
 
 def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_before_it_arrived() -> None:
@@ -40,7 +42,7 @@ def test_the_next_piece_is_there_when_one_ends_so_that_the_link_never_waits_for_
     events = sum(len(request.tokens) for request in requests) * 3
     for seed in range(10):
         device = AnyOrder(Watch(shape, 6, 64, tail_bytes=8), seed)
-        log = play(Plan(requests, shape, 6, parse("lru"), 64), device)
+        log = play(run_of(requests, shape, 6, parse("lru"), 64), device)
         assert len(device.behind_a_copy) == 2 * log.demand_transfers.sum() > 2 * events
         assert device.behind_a_copy.count(0) <= events
         assert max(device.behind_a_copy) == 1
@@ -51,7 +53,7 @@ def test_prefetched_is_used_wasted_or_still_there() -> None:
         plan, watch = watched(seed)
         log = play(plan, AnyOrder(watch, seed))
         left = log.prefetch_transfers.sum() - log.prefetch_used.sum() - log.prefetch_wasted.sum()
-        assert 0 <= left <= plan.slots, f"seed {seed}"
+        assert 0 <= left <= plan.gpu.slots, f"seed {seed}"
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
@@ -61,7 +63,7 @@ def test_without_prefetch_the_order_of_completions_decides_nothing_but_time(poli
     requests, shape = Requests(trace), Shape(4, 8)
     expected = count(requests, 4, 8, 10, parse(policy))
     for seed in range(5):
-        plan = Plan(requests, shape, 10, parse(policy), expert_bytes=64, chunk_bytes=16)
+        plan = run_of(requests, shape, 10, parse(policy), expert_bytes=64, chunk_bytes=16)
         log = play(plan, AnyOrder(Watch(shape, 10, 64, tail_bytes=4), seed))
         np.testing.assert_array_equal(log.misses, expected.misses)
         np.testing.assert_array_equal(log.evictions, expected.evictions)
@@ -79,11 +81,11 @@ def test_a_run_goes_on_behind_requests_that_were_played_before(policy: str) -> N
     """Every expert computes from its own bytes, and rows of before stay as they were."""
     trace = synthetic(5, 8, layers=3, experts=8, top_k=2, seed=4)
     shape = Shape(3, 8)
-    plan = Plan(Requests(trace), shape, 9, parse(policy), 16, 4)
+    plan = run_of(Requests(trace), shape, 9, parse(policy), 16, 4)
     whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1))
     rows = [[request, 1, 1, 1_000 + request, *[0] * (len(COLUMNS) - 4)] for request in (0, 0, 1)]
     watch = Watch(shape, 9, 16, 2)
-    log = play(plan, AnyOrder(watch, 2), done=rows, clock=VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
+    log = play(plan, AnyOrder(watch, 2), done=rows, clock=SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
     assert log.step_ns[:3].tolist() == [1_000, 1_000, 1_001]
     assert log.request.tolist() == [0, 0, 1, *whole.request[whole.request > 1].tolist()]
     assert watch.computed == (log.hits + log.late + log.misses)[3:].sum() > 0
@@ -94,10 +96,10 @@ def test_a_run_that_goes_on_misses_what_it_would_have_missed_uninterrupted() -> 
     trace = synthetic(5, 8, layers=3, experts=8, top_k=1, seed=4)
     shape = Shape(3, 8)
     for cold in (False, True):
-        plan = Plan(Requests(trace), shape, 9, parse("lfu"), 16, cold=cold)
+        plan = run_of(Requests(trace), shape, 9, parse("lfu"), 16, cold=cold)
         rows: list[list[int]] = []
         whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1), rows.append)
         done = [row for row in rows if row[0] < 2]
-        clock = VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16))
+        clock = SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16))
         log = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 2), done=done, clock=clock)
         np.testing.assert_array_equal(log.misses, whole.misses)

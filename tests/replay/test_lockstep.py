@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay.driver import Plan, play
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
 from policies.core.registry import PolicySpec, parse
 from policies.core.residency import PolicyResidency
-from replay.comparison.lockstep import Act, Decision, Lockstep, Recorder, Script
-from replay.devices.virtual import VirtualDevice
-from sim.engines.simpy_engine import simulate
+from policies.core.script import Act, Decision, Script
+from replay.comparison.lockstep import Lockstep, LoopRecorder
+from sim.engines.simpy_engine import SimpyDevice, simulate
+from sim.loop.driver import play
 from sim.loop.log import RunLog
-from sim.loop.run import gpu_run
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.support.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.replay_runs import Case, draw
 from traces.synthetic import synthetic
 
@@ -29,16 +29,16 @@ SEEDS = 300
 
 
 def written(case: Case) -> tuple[Script, RunLog]:
-    recorder = Recorder()
-    log = play(case.plan, VirtualDevice(case.timing, case.link), watch=recorder.watch)
+    recorder = LoopRecorder()
+    log = play(case, SimpyDevice(case.timing, case.gpu.link), observer=recorder)
     return recorder.script, log
 
 
-def executed(plan: Plan, script: Script, seed: int) -> tuple[Recorder, RunLog, Watch]:
+def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog, Watch]:
     """On a device whose streams end in any order; what the link was really told stands in the recorder."""
-    watch = Watch(plan.shape, plan.slots, plan.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
-    recorder = Recorder()
-    log = play(plan, AnyOrder(watch, seed), watch=recorder.watch, policy=Lockstep(plan, script))
+    watch = Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    recorder = LoopRecorder()
+    log = play(plan, AnyOrder(watch, seed), observer=recorder, decider=Lockstep(plan, script))
     return recorder, log, watch
 
 
@@ -49,7 +49,7 @@ def assert_equal(ours: RunLog, theirs: RunLog, what: str) -> None:
 
 def assert_lockstep_takes_exactly_as_long(case: Case, what: str = "") -> Script:
     script, log = written(case)
-    again = play(case.plan, VirtualDevice(case.timing, case.link), policy=Lockstep(case.plan, script))
+    again = play(case, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(case, script))
     assert_equal(again, log, what)
     return script
 
@@ -81,7 +81,7 @@ def stretches(script: Script) -> list[list[tuple[Act, int, int]]]:
     ]
 
 
-def assert_executed(plan: Plan, script: Script, log: RunLog, seed: int) -> bool:
+def assert_executed(plan: Run, script: Script, log: RunLog, seed: int) -> bool:
     """All that a run in lockstep promises on any device; whether it met other experts in time than the simulator."""
     recorder, ours, watch = executed(plan, script, seed)
     asked, done = stretches(script), stretches(recorder.script)
@@ -95,7 +95,7 @@ def assert_executed(plan: Plan, script: Script, log: RunLog, seed: int) -> bool:
     np.testing.assert_array_equal(ours.hits + ours.late + ours.misses, log.hits + log.late + log.misses)
     assert (ours.misses <= log.misses).all(), "an expert that was not demanded is no miss"
     left = ours.prefetch_transfers.sum() - ours.prefetch_used.sum() - ours.prefetch_wasted.sum()
-    assert 0 <= left <= plan.slots
+    assert 0 <= left <= plan.gpu.slots
     return bool((ours.late != log.late).any())
 
 
@@ -105,7 +105,7 @@ def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_a
         case = draw(random.Random(seed).randint)
         script, log = written(case)
         for order in (seed, seed + 1):  # with and without tails
-            differ += assert_executed(case.plan, script, log, order)
+            differ += assert_executed(case, script, log, order)
     assert differ > SEEDS // 4, "the devices were not like the simulator"
 
 
@@ -113,7 +113,7 @@ def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_a
 @given(st.data(), st.integers(0, 99))
 def test_on_any_device_lockstep_executes_the_script_on_runs_that_shrink(data, order: int) -> None:
     case = draw(lambda low, high: data.draw(st.integers(low, high)))
-    assert_executed(case.plan, *written(case), order)
+    assert_executed(case, *written(case), order)
 
 
 def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() -> None:
@@ -121,7 +121,7 @@ def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() 
     for seed in range(SEEDS):
         case = draw(random.Random(seed).randint)
         script, _ = written(case)
-        recorder, _, _ = executed(case.plan, script, seed)
+        recorder, _, _ = executed(case, script, seed)
         if script.cuts:
             continue  # the two would have to be laid over each other, stretch by stretch
         starts = [[one for one in each.decisions if one.act is not Act.RESUME] for each in (script, recorder.script)]
@@ -137,22 +137,22 @@ def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() 
 def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulator_took_them(policy: str) -> None:
     trace = synthetic(requests=5, tokens=12, layers=4, experts=8, top_k=2, seed=5, prompt_tokens=4)
     shape, link = Shape(4, 8), Link(2, 3, 2, expert_bytes=64)
-    plan = Plan(list(Requests(trace)), shape, 10, parse(policy), 64, experts_per_layer=1.0)
+    plan = run_of(list(Requests(trace)), shape, 10, parse(policy), 64, experts_per_layer=1.0)
     timing = FixedTiming(9, 2, 1, 1, 5)
     script, log = written(Case(plan, timing, link))
-    theirs = simulate(gpu_run(plan.requests, Shape(4, 8), 10, plan.policy, timing, link, experts_per_layer=1.0))
+    theirs = simulate(gpu_run(plan.requests, Shape(4, 8), 10, plan.gpu.policy, timing, link, experts_per_layer=1.0))
     assert_equal(log, theirs, policy)
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
-        if plan.policy.prefetch == "none":
+        if plan.gpu.policy.prefetch == "none":
             np.testing.assert_array_equal(ours.misses, theirs.misses)
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
 
 def driven(*decisions: Decision, slots: int) -> PolicyResidency:
     """The machine of a script for four experts of one layer."""
-    plan = Plan([], Shape(1, 4), slots, parse("lru"), 1)
+    plan = run_of([], Shape(1, 4), slots, parse("lru"), 1)
     return Lockstep(plan, Script(list(decisions))).residency(slots)
 
 
@@ -233,15 +233,15 @@ def test_the_devices_policy_is_not_asked() -> None:
     case = draw(random.Random(3).randint)
     script, log = written(case)
     unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
-    plan = dataclasses.replace(case.plan, policy=dataclasses.replace(unasked, scope=case.plan.policy.scope))
-    assert_equal(play(plan, VirtualDevice(case.timing, case.link), policy=Lockstep(plan, script)), log, "")
+    plan = dataclasses.replace(case, policy=dataclasses.replace(unasked, scope=case.gpu.policy.scope))
+    assert_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log, "")
 
 
 def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions() -> None:
     trace = synthetic(requests=3, tokens=10, layers=3, experts=8, top_k=2, seed=1)
-    plan = Plan(list(Requests(trace)), Shape(3, 8), 8, parse("eamc"), 64, experts_per_layer=1.0)
+    plan = run_of(list(Requests(trace)), Shape(3, 8), 8, parse("eamc"), 64, experts_per_layer=1.0)
     timing, link = FixedTiming(40, 5, 0, 1, 5), Link(0, 1, 1, 64)
     script, log = written(Case(plan, timing, link))
-    slow = play(plan, VirtualDevice(timing, Link(0, 3, 1, 64)), policy=Lockstep(plan, script))
+    slow = play(plan, SimpyDevice(timing, Link(0, 3, 1, 64)), decider=Lockstep(plan, script))
     assert slow.step_ns.sum() > log.step_ns.sum()
     np.testing.assert_array_equal(slow.misses, log.misses)

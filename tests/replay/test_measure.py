@@ -10,8 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from replay.devices.device import Completion, Device, Kind, Work
-from replay.driver import Plan, play
 
 from policies.core.policy import Shape
 from policies.core.registry import parse
@@ -21,14 +19,16 @@ from replay.calibration.meter import Meter, rising
 from replay.devices.cuda import CudaDevice
 from replay.devices.launches import Launches
 from replay.devices.store import HostStore
-from replay.devices.virtual import VirtualDevice
 from replay.model.network import Network
 from sim.engines.engine import AUTO, simulate
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Completion, Device, Kind, Work
+from sim.loop.driver import play
 from sim.loop.run import Run
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
-from tests.support.devices import AnyOrder, Watch
+from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from traces.synthetic import synthetic
 
@@ -37,9 +37,9 @@ SHAPE = Shape(LAYERS, EXPERTS)
 LINK = Link(40, 3, 1, expert_bytes=400, chunk_bytes=100)
 
 
-def plan_of(slots: int = 6, policy: str = "lru", prompt: int = 0) -> Plan:
+def plan_of(slots: int = 6, policy: str = "lru", prompt: int = 0) -> Run:
     requests = Requests(synthetic(2, 5, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=prompt))
-    return Plan(requests, SHAPE, slots, parse(policy), LINK.expert_bytes, LINK.chunk_bytes, experts_per_layer=1.0)
+    return run_of(requests, SHAPE, slots, parse(policy), LINK.expert_bytes, LINK.chunk_bytes, experts_per_layer=1.0)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ TINY = {
 }
 
 
-def all_hit_ns(device: VirtualDevice, plan: Plan, context: int) -> int:
+def all_hit_ns(device: SimpyDevice, plan: Run, context: int) -> int:
     """A token whose experts are all there, played."""
     request = same_again(plan, TOP_K, LAYERS, context, steps=3)
     return int(play(replace(plan, requests=[request]), device).step_ns[-1])
@@ -79,7 +79,7 @@ def predicted_ns(timing, context: int) -> int:
 @pytest.mark.parametrize("prompt", [0, 9])
 def test_measuring_the_virtual_device_gives_back_its_profile(slots: int, prompt: int) -> None:
     plan = plan_of(slots, prompt=prompt)
-    found, link = measure(VirtualDevice(TIMING, LINK), plan, most_tokens=9)
+    found, link = measure(SimpyDevice(TIMING, LINK), plan, most_tokens=9)
     assert (found.predictor_ns, found.model.turnaround_ns) == (0, 0)
     for tokens in range(1, 10):
         assert found.expert_ns(tokens) == TIMING.expert_ns(tokens)
@@ -97,12 +97,12 @@ def test_measuring_the_virtual_device_gives_back_its_profile(slots: int, prompt:
 
 def test_a_model_of_one_layer_is_measured() -> None:
     requests = Requests(synthetic(1, 5, 1, EXPERTS, TOP_K, seed=1))
-    plan = Plan(requests, Shape(1, EXPERTS), 4, parse("lru"), LINK.expert_bytes)
-    found, _ = measure(VirtualDevice(TIMING, LINK), plan, most_tokens=1)
+    plan = run_of(requests, Shape(1, EXPERTS), 4, parse("lru"), LINK.expert_bytes)
+    found, _ = measure(SimpyDevice(TIMING, LINK), plan, most_tokens=1)
     assert found.dense_ns(0, 1, 3) == TIMING.dense_ns(0, 1, 3)
 
 
-class SlowHost(VirtualDevice):
+class SlowHost(SimpyDevice):
     """The host takes 500 ns to answer a router, and in that time the compute stream is empty."""
 
     HOST_NS = 500
@@ -228,11 +228,11 @@ def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, s
     device = Asynchronous(timing, link)
     device.tail_bytes = 2 << 20
     requests = Requests(synthetic(2, 40, layers, experts, together, seed=3))
-    plan = Plan(requests, Shape(layers, experts), slots, parse("lru"), size)
+    plan = run_of(requests, Shape(layers, experts), slots, parse("lru"), size)
     found, found_link = measure(device, plan, most_tokens=1)
     plan = replace(plan, policy=parse(policy), experts_per_layer=1.0)
     played = play(plan, device)
-    of = requests, layers, experts, slots, plan.policy
+    of = requests, layers, experts, slots, plan.gpu.policy
     predicted, free = (
         simulate(AUTO, Run(*of, timing, found_link, experts_per_layer=1.0)).step_ns[FIRST_STEPS:]
         for timing in (found, found.without_host())
@@ -244,7 +244,7 @@ def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, s
     assert free.mean() < measured.mean()
 
 
-class SlowToSubmit(VirtualDevice):
+class SlowToSubmit(SimpyDevice):
     """Alone, experts take 90 ns longer each than in the loop: the host cannot submit them as fast."""
 
     _in_the_loop = False
@@ -304,11 +304,11 @@ def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwar
 
 
 def test_the_noise_is_how_far_repeats_lie_from_their_median() -> None:
-    meter = Meter(VirtualDevice(TIMING, LINK))
+    meter = Meter(SimpyDevice(TIMING, LINK))
     assert meter.settled([100, 90, 100, 130, 110]) == 100
     assert meter.settled([50, 50, 50]) == 50
     assert meter.spreads == [0.1, 0.0]
-    assert measure_model(VirtualDevice(TIMING, LINK), plan_of(), 4, "quiet").noise == 0
+    assert measure_model(SimpyDevice(TIMING, LINK), plan_of(), 4, "quiet").noise == 0
 
 
 def test_figures_that_fall_are_replaced_by_their_mean() -> None:
@@ -346,7 +346,7 @@ def test_the_points_to_measure_follow_from_the_plan() -> None:
 def test_steps_behind_others_are_measured_at_the_longest_context_too() -> None:
     request = plan_of(prompt=9).requests[0]
     behind = replace(request, context=request.context + 20)
-    model = measure_model(VirtualDevice(TIMING, LINK), replace(plan_of(), requests=[behind]), 9, "chunked").model
+    model = measure_model(SimpyDevice(TIMING, LINK), replace(plan_of(), requests=[behind]), 9, "chunked").model
     rows = {row[:2]: row[2] for row in model.dense}
     assert rows[9, 29] == TIMING.dense_ns(1, 9, 29)
     assert rows[9, 9] == TIMING.dense_ns(1, 9, 9)
@@ -355,7 +355,7 @@ def test_steps_behind_others_are_measured_at_the_longest_context_too() -> None:
 @pytest.mark.parametrize("policy", ["eamc", "lru+popular:n=2", "belady+oracle1", "lfu+eamc"])
 def test_a_policy_that_looks_at_events_takes_time(policy: str) -> None:
     requests = Requests(synthetic(3, 80, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=4))
-    plan = Plan(requests, SHAPE, 4, parse(policy), LINK.expert_bytes)
+    plan = run_of(requests, SHAPE, 4, parse(policy), LINK.expert_bytes)
     assert 0 < policy_ns(plan, TIMING, LINK) < 50_000_000
     assert policy_ns(replace(plan, policy=parse("lru")), TIMING, LINK) == 0
 

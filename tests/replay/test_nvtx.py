@@ -5,19 +5,20 @@ import numpy as np
 from policies.core.policy import Shape
 from policies.core.registry import parse
 from replay.devices.nvtx import MarkedDevice
-from replay.devices.virtual import VirtualDevice
-from replay.driver import Plan, play
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.driver import play
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
+from tests.support.devices import run_of
 from traces.synthetic import synthetic
 
 
 def test_steps_hold_layers_hold_submissions_and_all_are_closed() -> None:
     trace = synthetic(2, 6, layers=3, experts=8, top_k=2, seed=1, prompt_tokens=4)
-    plan = Plan(Requests(trace), Shape(3, 8), 7, parse("lru"), 10)
+    plan = run_of(Requests(trace), Shape(3, 8), 7, parse("lru"), 10)
 
-    def device() -> VirtualDevice:
-        return VirtualDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 10))
+    def device() -> SimpyDevice:
+        return SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 10))
 
     opened: list[str] = []
     seen: list[tuple[str, ...]] = []

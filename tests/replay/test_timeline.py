@@ -6,11 +6,11 @@ import random
 from collections import Counter
 
 import pytest
-from replay.driver import play
 
 from replay.cli import main
-from replay.devices.virtual import VirtualDevice
 from replay.timeline import ObservedDevice
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.driver import play
 from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline
@@ -39,14 +39,23 @@ def expert_slices(events):
 @pytest.mark.parametrize("seed", range(40))
 def test_on_a_logical_clock_experts_transfers_and_slots_are_those_of_the_simulator(seed):
     case = draw(random.Random(seed).randint)
-    plan, file = case.plan, io.StringIO()
+    plan, file = case, io.StringIO()
     timeline = Timeline(file)
-    observed = ObservedDevice(VirtualDevice(case.timing, case.link), timeline, plan.shape, slots=True)
+    observed = ObservedDevice(SimpyDevice(case.timing, case.gpu.link), timeline, plan.shape, slots=True)
     log = play(plan, observed, watch=observed.watch)
     observed.finish()
     shape = plan.shape.layers, plan.shape.experts
     run = Run(
-        *(plan.requests, *shape, plan.slots, plan.policy, case.timing, case.link, plan.cold, plan.experts_per_layer)
+        *(
+            plan.requests,
+            *shape,
+            plan.gpu.slots,
+            plan.gpu.policy,
+            case.timing,
+            case.gpu.link,
+            plan.cold,
+            plan.gpu.experts_per_layer,
+        )
     )
     names = [str(i) for i in range(len(plan.requests))]
     simulated.play(run, lambda log: None, timeline, names)

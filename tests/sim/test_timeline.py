@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay.driver import Driver, Plan
-
 from replay.devices.virtual import VirtualDevice
+from replay.driver import Driver, Plan
+from sim.timeline.residency_tracks import ResidencyTracks
+
 from sim.engines import simpy_engine
 from sim.loop.log import STALLS, Ended, RunLog, joined
 from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
-from sim.timeline.residency_tracks import ResidencyTracks
 from sim.timeline.window import WHOLE, Window
 from tests.support.runs import Drawn, draw_run
 from traces.errors import InputError
@@ -405,7 +405,7 @@ def test_a_replay_shows_the_same_slots_and_queues_as_the_simulator() -> None:
         plan = Plan(run.requests, run.shape, *sizes, run.cold, run.window)
         device, timeline = VirtualDevice(run.timing, link), Timeline(file)
         driver = Driver(plan, device)
-        tracks = ResidencyTracks(timeline, driver.machine, run.shape, device.now, "measured", slots=True)
+        tracks = ResidencyTracks(timeline, driver.session.residency, run.shape, device.now, "measured", slots=True)
         timeline.open(0)
         driver.run(lambda row: None)
         tracks.show_unfinished()

@@ -4,9 +4,11 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from replay.devices.device import Completion, Device, Kind, Work
-
-from policies.core.policy import Shape
+from policies.core.policy import Requests, Shape
+from policies.core.registry import PolicySpec
+from sim.loop.device import Completion, Device, Kind, Work
+from sim.loop.run import Run, gpu_run
+from sim.profiles.timing import FixedTiming, Link
 
 
 class Watch:
@@ -149,9 +151,27 @@ class AnyOrder(Device):
         self.watch.ended(completion)
         return completion
 
+    def poll(self) -> Completion | None:
+        return self.next_completion() if (self._link or self._compute) and self._random.random() < 0.5 else None
+
     def discard_copies(self) -> None:
         self.watch.discarded()
         self._link.clear()
 
     def close(self) -> None:
         pass
+
+
+def run_of(
+    requests: Requests,
+    shape: Shape,
+    slots: int,
+    policy: PolicySpec,
+    expert_bytes: int,
+    chunk_bytes: int | None = None,
+    cold: bool = False,
+    experts_per_layer: float | None = None,
+) -> Run:
+    """A run for devices that take their own times."""
+    timing, link = FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, expert_bytes, chunk_bytes)
+    return gpu_run(requests, shape, slots, policy, timing, link, cold, experts_per_layer)

@@ -101,8 +101,11 @@ def play(case: Case, engine: str = "simpy") -> Case:
     class Scripted(Prefetcher):
         name, observes = "scripted", False
 
+        def begin_request(self, request: int, seat: int) -> None:
+            self.script = case["proposals"][request]
+
         def propose(self, event: Event) -> tuple[Int, Float]:
-            script = case["proposals"][event.request][event.step][event.layer]
+            script = self.script[event.steps[0]][event.layer]
             table = np.array(script, np.float64).reshape(-1, 2)
             return table[:, 0].astype(np.int64), table[:, 1]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from replay.driver import Plan
 
 from policies.core.policy import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
 from policies.core.registry import PolicySpec, parse
 from sim.engines.cases import case_request
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.steps import RequestSteps
 
@@ -43,16 +43,7 @@ class ScriptedSpec(PolicySpec):
         return super().build(shape)[0], Scripted(shape, self.seed)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One run, for every engine."""
-
-    plan: Plan
-    timing: FixedTiming
-    link: Link
-
-
-def draw(integer: Callable[[int, int], int]) -> Case:
+def draw(integer: Callable[[int, int], int]) -> Run:
     """`integer` draws from a closed range."""
 
     def choice(*options: Any) -> Any:
@@ -80,17 +71,15 @@ def draw(integer: Callable[[int, int], int]) -> Case:
     slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
     scope = choice("global", "layer") if slots >= L else "global"
     policy = ScriptedSpec(f"{evict}+scripted", evict, "none", scope=scope, seed=seed)
-    link = Link(choice(0, integer(0, 6)), choice(0, 1, 1, integer(0, 5)), integer(1, 4), expert_bytes)
-    plan = Plan(
+    chunk_bytes = choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3)))
+    return gpu_run(
         requests=[request(ordinal) for ordinal in range(integer(1, 4))],
         shape=Shape(L, E),
         slots=slots,
         policy=policy if prefetch == "scripted" else parse(f"{evict}+{prefetch}@{scope}"),
-        expert_bytes=expert_bytes,
-        chunk_bytes=choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3))),
+        timing=FixedTiming(
+            duration(), duration(), choice(0, 0, integer(0, 3)), duration(), duration(), choice(0, duration())
+        ),
+        link=Link(choice(0, integer(0, 6)), choice(0, 1, 1, integer(0, 5)), integer(1, 4), expert_bytes, chunk_bytes),
         cold=choice(False, False, True),
     )
-    timing = FixedTiming(
-        duration(), duration(), choice(0, 0, integer(0, 3)), duration(), duration(), choice(0, duration())
-    )
-    return Case(plan, timing, Link(**{**vars(link), "chunk_bytes": plan.chunk_bytes}))

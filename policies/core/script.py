@@ -1,0 +1,185 @@
+"""Decisions of one run, written down and executed again: which transfer starts when, into whose slot.
+
+A `Script` holds what a residency decided: which transfers started, in which order, into whose slot, as prefetch or
+demand, and at which moment: how many routers and proposals it had heard by then. `ScriptedResidency` executes it. What
+then differs between two runs of one script is time, never a decision. A transfer starts when it is the next of the
+script, its moment has come and its slot is available; a demand may turn out late, or the other way round.
+
+It cannot deadlock: whatever part of the current event is absent is loaded by a transfer of this event or of earlier
+ones, and so is whatever stands before that in the script; a victim of those that the event looks up is in its slot, or
+landing, and is computed without waiting for any transfer behind it.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from policies.core import residency_compiled as core
+from policies.core.policy import Float, Int, Options, ScorePolicy, Shape
+from policies.core.residency import BLOCKED, NO_EXPERT, PolicyResidency, ResidencyObserver
+
+
+class Act(IntEnum):
+    """What the link turned to."""
+
+    DEMAND = 0
+    PREFETCH = 1
+    RESUME = 2  # the prefetch that was interrupted
+
+
+class Decision(NamedTuple):
+    """One turn of the link."""
+
+    act: Act
+    expert: int
+    victim: int  # whose slot it takes, or NO_EXPERT: a free one
+    moment: int
+    interrupts: bool = False  # a demand, at a chunk boundary of a prefetch
+
+
+@dataclass
+class Script:
+    """What a run decided, in the order in which it was decided."""
+
+    decisions: list[Decision] = field(default_factory=list)
+    cuts: list[int] = field(default_factory=list)  # how many decisions had been taken at each `--cold` cut
+    proposes: bool = False  # the run's prefetcher was heard
+
+
+class Recorder(ResidencyObserver):
+    """Writes down what a residency decides."""
+
+    def __init__(self) -> None:
+        self.script = Script()
+        self._moment = 0
+        self._running = self._paused = NO_EXPERT  # prefetches
+
+    def routed(self, experts: Int, hits: list[int]) -> None:
+        """A moment."""
+        self._moment += 1
+
+    def proposed(self, experts: Int, priorities: Float) -> None:
+        """A moment."""
+        self.script.proposes = True
+        self._moment += 1
+
+    def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
+        """Write down what the link takes."""
+        if expert < 0:
+            return
+        if expert == self._paused:
+            self._paused = NO_EXPERT
+            self._write(Act.RESUME, expert, victim)
+        elif prefetch:
+            self._running = expert
+            self._write(Act.PREFETCH, expert, victim)
+        else:
+            self._write(Act.DEMAND, expert, victim)
+
+    def interrupted(self, expert: int, victim: int) -> None:
+        """Write down the demand that interrupts."""
+        if expert >= 0:
+            self._paused = self._running
+            self._write(Act.DEMAND, expert, victim, interrupts=True)
+
+    def request_ended(self, cold: bool) -> None:
+        """Note where `--cold` cut."""
+        if cold:
+            self._paused = NO_EXPERT
+            self.script.cuts.append(len(self.script.decisions))
+
+    def _write(self, act: Act, expert: int, victim: int, interrupts: bool = False) -> None:
+        self.script.decisions.append(Decision(act, expert, victim, self._moment, interrupts))
+
+
+class ScriptedResidency(PolicyResidency):
+    """A residency whose transfers are a script's."""
+
+    def __init__(self, shape: Shape, partitions: Sequence[int], script: Script) -> None:
+        super().__init__(shape, partitions, ScorePolicy(shape, Options()))
+        self._decisions = script.decisions
+        self._cuts = iter(script.cuts)
+        self._next = 0  # decision
+        self._moment = 0
+        self._coming: list[deque[Act]] = [deque() for _ in range(shape.total)]
+        for decision in script.decisions:
+            if decision.act is not Act.RESUME:
+                self._coming[decision.expert].append(decision.act)
+        self.propose = self._propose
+        self.next_transfer = self._next_transfer
+        self.interrupt = self._interrupt
+
+    def end_request(self, cold: bool) -> None:
+        """Rule 10; skip what a cut leaves undone."""
+        super().end_request(cold)
+        if cold:
+            end = next(self._cuts)
+            for decision in self._decisions[self._next : end]:
+                if decision.act is not Act.RESUME:
+                    self._coming[decision.expert].popleft()
+            self._next = end
+
+    def route(self, experts: Int) -> list[int]:
+        """Rules 1 and 2; of what is absent, the script says whether it is late or a miss."""
+        self._moment += 1
+        hits = super().route(experts)
+        one = self.m[core.ONE]
+        absent = self.m[core.DEMANDS, : one[core.LAST_DEMAND]].tolist()
+        late = sum(self._coming[expert][0] is Act.PREFETCH for expert in absent)
+        one[core.N_MISSES] -= late
+        one[core.N_LATE] += late
+        return hits
+
+    def _propose(self, experts: Int, priorities: Float) -> None:
+        self._moment += 1
+
+    def _next_transfer(self) -> tuple[int, int, bool]:
+        """Rule 5 by the script, the link being free."""
+        paused = self.m[core.ONE, core.PAUSED] != NO_EXPERT
+        decision = self._decision()
+        if decision and decision.act is Act.RESUME and not paused:  # it was never interrupted here
+            self._next += 1
+            decision = self._decision()
+        if decision is None:
+            return NO_EXPERT, NO_EXPERT, False
+        if decision.act is Act.RESUME:
+            self._next += 1
+            return int(core.resume(self.m)), NO_EXPERT, True
+        if not self._due(decision):
+            return BLOCKED, NO_EXPERT, False
+        return self._begin(decision)
+
+    def _interrupt(self) -> tuple[int, int]:
+        """Rule 5 at a chunk boundary of a prefetch, by the script; what the event waits for continues."""
+        running, decision = int(self.m[core.ONE, core.ACTIVE]), self._decision()
+        if self.awaited(running) or decision is None or not decision.interrupts or not self._due(decision):
+            return NO_EXPERT, NO_EXPERT
+        expert, victim, _ = self._begin(decision)
+        self.m[core.ONE, core.PAUSED] = running
+        return expert, victim
+
+    def _decision(self) -> Decision | None:
+        """The next one."""
+        return self._decisions[self._next] if self._next < len(self._decisions) else None
+
+    def _due(self, decision: Decision) -> bool:
+        """Whether its moment has come, and its slot is available."""
+        if decision.moment > self._moment:
+            return False
+        victim = decision.victim
+        return victim == NO_EXPERT or (self.m[core.STATE, victim] == core.READY and not self.awaited(victim))
+
+    def _begin(self, decision: Decision) -> tuple[int, int, bool]:
+        """As scripted, also where the event already waits for a prefetch, or found what is now demanded."""
+        act, expert, victim, *_ = decision
+        prefetch = act is Act.PREFETCH
+        self._next += 1
+        self._coming[expert].popleft()
+        self.m[core.STATE, expert] = core.QUEUED if prefetch else core.DEMANDED
+        core.start(self.m, self.keep, self.rule, expert, victim)
+        if prefetch and self.awaited(expert):
+            self.m[core.UNUSED, expert] = 0
+            self.m[core.ONE, core.N_USED] += 1
+        return expert, victim, prefetch
