@@ -1,5 +1,7 @@
 """The SimPy engine against the oracle `tests.reference`, to the nanosecond: stored cases and random ones.
 
+Rules 1 to 12, 14 and 15 of docs/contract.md, all at once.
+
 One generator serves both sources of chance: random.Random, which is fast, and Hypothesis, which shrinks.
 Its numbers are small, so that transfers and computes tie, contend and take no time at all.
 """
