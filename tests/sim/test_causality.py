@@ -1,0 +1,117 @@
+"""Rule 16: what is routed after an event changes no decision before it, on either engine, for any built-in policy.
+
+A run is repeated with another future behind some event. SimPy's decisions are watched one by one; of the compiled
+engine, which nothing can watch, the steps before that event and the evictions until then are compared.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+from policies.core import runner
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
+from policies.core.residency import Residency
+from policies.prefetch.stride import Predictor
+from policies.random_routing import Script, scripts
+from sim.engines.engine import compiles, simulate
+from sim.loop.log import COLUMNS, Run, RunLog
+from sim.profiles.timing import FixedTiming, Link
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+SHAPE = Shape(3, 5)
+TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)
+NEEDS = dict.fromkeys(("static", "fiddler", "brainstorm", "adapmoe"), "profile=")
+NEEDS |= dict.fromkeys(("stride", "promoe"), "model=")
+NAMES = [info.name if info.kind != "prefetch" else f"lru+{info.name}" for info in available() if not info.oracle]
+ORACLES = ["belady", "lru+oracle", "lru+oracle1"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A profile trace and a trained model, by the option that takes it."""
+    folder = tmp_path_factory.mktemp("files")
+    write_trace(synthetic(2, tokens=5, layers=3, experts=5, top_k=2, seed=1), folder / "profile")
+    weights = np.random.default_rng(0).standard_normal((3, 2, 5, 5)).astype(np.float32)
+    Predictor(1, weights, np.zeros((3, 5), np.float32)).save(folder / "model.npz")
+    return {"profile=": folder / "profile", "model=": folder / "model.npz"}
+
+
+class Watched(Residency):
+    """Keeps the transfers that are started, with their victims, and how many there were at each router."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.started: list[tuple[int, int]] = []
+        self.at_router: list[int] = []
+        route, interrupt, following, arrived = self.route, self.interrupt, self.next_transfer, self.arrived_and_next
+
+        def routed(*event):
+            self.at_router.append(len(self.started))
+            return route(*event)
+
+        def start(answer, expert, victim):
+            if expert >= 0:
+                self.started.append((expert, victim))
+            return answer
+
+        self.route = routed
+        self.interrupt = lambda: start(answer := interrupt(), *answer)
+        self.next_transfer = lambda: start(answer := following(), *answer[:2])
+        self.arrived_and_next = lambda: start(answer := arrived(), *answer[1:3])
+
+
+def played(script: Script, policy: str, engine: str) -> RunLog:
+    size = SHAPE.layers, SHAPE.experts, script.slots
+    return simulate(engine, Run(script.requests(), *size, parse(policy), TIMING, LINK, script.cold, 1.0))
+
+
+def watched(script: Script, policy: str) -> Watched:
+    made: list[Watched] = []
+    with patch.object(runner, "Residency", lambda *args: made.append(Watched(*args)) or made[0]):
+        played(script, policy, "simpy")
+    return made[0]
+
+
+def futures() -> Iterator[tuple[Script, int, Script]]:
+    """A run, an event of it, and a run that is the same before that event."""
+    rng = random.Random(5)
+    script = next(script for script in scripts(0) if script.shape == SHAPE)
+    for slots, cold in ((3, False), (6, True), (9, False)):
+        one = replace(script, slots=slots, cold=cold)
+        for _ in range(3):
+            cut = rng.randrange(script.events)
+            yield one, cut, one.with_another_future(cut, rng)
+
+
+def decisions_that_knew_the_future(policy: str) -> int:
+    """How many of the runs have a decision before the event that differs, on either engine."""
+    differing, on_both = 0, compiles("auto", parse(policy), SHAPE)
+    for one, cut, other in futures():
+        ours, theirs = watched(one, policy), watched(other, policy)
+        past = ours.started[: ours.at_router[cut]]
+        differs = past != theirs.started[: theirs.at_router[cut]]
+        if on_both:
+            logs = [played(script, policy, "compiled") for script in (one, other)]
+            evicted, steps = sum(victim >= 0 for _, victim in past), cut // SHAPE.layers
+            differs |= not np.array_equal(*(log.evictions[:evicted] for log in logs))
+            for column in set(COLUMNS) - {"evictions"}:
+                differs |= not np.array_equal(*(getattr(log, column)[:steps] for log in logs))
+        differing += differs
+    return differing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_routed_later_changes_no_decision(name, files):
+    option = NEEDS.get(name.removeprefix("lru+"))
+    assert decisions_that_knew_the_future(f"{name}:{option}{files[option]}" if option else name) == 0
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_an_oracle_is_caught(oracle):
+    assert decisions_that_knew_the_future(oracle) >= 3
