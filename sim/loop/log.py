@@ -17,7 +17,7 @@ from sim.profiles.timing import Link, Timing
 Int = NDArray[np.int64]
 
 STALLS = ("predictor", "demand", "late", "behind_prefetch", "slot")
-"""Causes of a stall, in the order in which docs/contract.md (*What is counted*) attributes a nanosecond to them."""
+"""Causes of a stall, in the order in which the contract attributes a nanosecond to them."""
 
 
 @dataclass(frozen=True, eq=False)
