@@ -104,13 +104,13 @@ def pages() -> list[Path]:
     return [*found, *ROOT.glob("*.md")]
 
 
-def test_every_rule_has_an_owner_and_a_test_that_cite_it():
+def test_every_rule_has_an_owner_and_a_test_that_cite_it() -> None:
     assert list(complaints(CONTRACT, ROOT)) == []
     assert len(rules_of(CONTRACT)) == 19
     assert [number for number, rule in rules_of(CONTRACT).items() if not rule.implemented] == [13, 17, 18, 19]
 
 
-def test_every_rule_that_is_cited_exists():
+def test_every_rule_that_is_cited_exists() -> None:
     citing = {page: cited(page.read_text(encoding="utf-8")) for page in pages()}
     unknown = {str(page): numbers - rules_of(CONTRACT).keys() for page, numbers in citing.items()}
     assert {page: numbers for page, numbers in unknown.items() if numbers} == {}
@@ -118,19 +118,19 @@ def test_every_rule_that_is_cited_exists():
 
 
 @pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page):
+def test_every_link_leads_somewhere(page: Path) -> None:
     assert list(broken_links(page)) == []
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_every_path_that_the_docs_name_exists(page):
+def test_every_path_that_the_docs_name_exists(page: Path) -> None:
     named = set(PATH.findall(page.read_text(encoding="utf-8")))
     missing = {path for path in named if not (ROOT / path).exists()}
     assert missing <= NOT_MOVED_YET
     assert [path for path in NOT_MOVED_YET if (ROOT / path).exists()] == []
 
 
-def test_citations_are_found_however_they_are_written():
+def test_citations_are_found_however_they_are_written() -> None:
     assert cited(f"Rule {15}, then rules {1}, {2} and {4} to {6}; a rule of thumb, 7 rules, overrule {8}") == {
         *(1, 2, 4, 5, 6, 15)
     }
@@ -154,7 +154,7 @@ Status: not implemented yet.
 """
 
 
-def test_a_made_up_contract_is_caught(tmp_path):
+def test_a_made_up_contract_is_caught(tmp_path: Path) -> None:
     (tmp_path / "owner.py").write_text(f'"""Rule {2}."""')
     assert list(complaints(MADE_UP, tmp_path)) == [
         "rule 1: owner.py does not cite it",
@@ -170,7 +170,7 @@ def test_a_made_up_contract_is_caught(tmp_path):
     assert next(complaints(renamed, tmp_path)).startswith("the rules are not numbered")
 
 
-def test_a_broken_link_is_caught(tmp_path):
+def test_a_broken_link_is_caught(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A page\n[here](#a-page) [no](#nowhere) [gone](gone.md) [web](https://example.org)")
     assert list(broken_links(page)) == ["#nowhere", "gone.md"]
