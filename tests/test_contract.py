@@ -117,9 +117,9 @@ def test_every_rule_that_is_cited_exists() -> None:
     assert sum(bool(numbers) for numbers in citing.values()) > 30
 
 
-@pytest.mark.parametrize("page", [*DOCS, ROOT / "README.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    assert list(broken_links(page)) == []
+def test_every_link_leads_somewhere() -> None:
+    broken = {str(page): list(broken_links(page)) for page in pages() if page.suffix == ".md"}
+    assert {page: links for page, links in broken.items() if links} == {}
 
 
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
