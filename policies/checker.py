@@ -62,7 +62,7 @@ class Report:
 
 
 def check(policy: str, seed: int = 0) -> Report:
-    """Hold a policy, as typed for `moe-sim sweep --policies`, to the contract; `seed` draws other routing.
+    """Hold a policy, as typed for `moe-sim sweep --policies`, to its rules; `seed` draws other routing.
 
     InputError if the name or an option is wrong. Whatever the policy raises is a failure of the report.
     """

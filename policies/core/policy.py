@@ -2,7 +2,8 @@
 
 Retention (what to keep) and prefetch (what to fetch early) are separate axes that compose. Most retention policies
 are scores over layers x experts, the shape of an EAM: the evictable expert with the least score goes, and what ties
-falls to the lower id. Rules 3, 4, 8 and 10 of the contract say when each method is called.
+falls to the lower id. Rules 3, 4, 8 and 10 of docs/contract.md say when each method is called; an event holds nothing
+that a policy must not know yet (rule 16).
 """
 
 from abc import ABC, abstractmethod

@@ -1,5 +1,7 @@
 """The compiled engine against the SimPy engine, in every column of the log and every eviction; and against the oracle.
 
+Rules 5, 10 to 12, 14 and 15 are written twice, and this holds the two equal.
+
 `MOE_FUZZ_CASES` sets how many seeded cases are played (`make fuzz`: 50,000).
 """
 
