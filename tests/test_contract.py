@@ -13,13 +13,6 @@ CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
 FOLDERS = ("benchmarks", "docs", "notebooks", "policies", "replay", "sim", "tests", "tracer", "traces")
 SUFFIXES = {".py", ".md", ".toml", ".ipynb"}
 
-NOT_MOVED_YET = {
-    *("sim/loop/schedule.py", "sim/loop/driver.py", "sim/loop/session.py", "sim/loop/pump.py", "sim/loop/device.py"),
-    *("sim/loop/run.py", "policies/core/events.py", "policies/core/spec.py"),
-    "policies/core/grammar.py",
-}
-"""Modules that docs/architecture.md names and that do not exist yet: remove them here as soon as they do."""
-
 CITATION = re.compile(r"\brules?\s+(\d+(?:(?:,(?:\s+and)?|\s+and|\s+or|\s+to)\s+\d+)*)\b", re.IGNORECASE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 RULE = re.compile(r"^## Rule (\d+): (.+)\n+(Status: not implemented yet)?", re.MULTILINE)
@@ -125,9 +118,7 @@ def test_every_link_leads_somewhere() -> None:
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
 def test_every_path_that_the_docs_name_exists(page: Path) -> None:
     named = set(PATH.findall(page.read_text(encoding="utf-8")))
-    missing = {path for path in named if not (ROOT / path).exists()}
-    assert missing <= NOT_MOVED_YET
-    assert [path for path in NOT_MOVED_YET if (ROOT / path).exists()] == []
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_citations_are_found_however_they_are_written() -> None:

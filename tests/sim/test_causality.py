@@ -7,22 +7,21 @@ the compiled engine: it must leave the same log as SimPy, of both runs.
 import random
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from policies.core import runner
-from policies.core.policy import Shape
+from policies.core.policy import Int, Shape
 from policies.core.registry import available, parse
-from policies.core.residency import Residency
 from policies.prefetch.stride import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.engine import simulate
-from sim.loop.log import Run, RunLog
+from sim.loop.driver import LoopObserver
+from sim.loop.log import RunLog, whole
+from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -45,47 +44,37 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"profile=": folder / "profile", "model=": folder / "model.npz"}
 
 
-class Watched(Residency):
+class Watched(LoopObserver):
     """Keeps the transfers that are started, with their victims, and how many there were at each router."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self) -> None:
         self.started: list[tuple[int, int]] = []
         self.at_router: list[int] = []
-        route, interrupt, following, arrived = self.route, self.interrupt, self.next_transfer, self.arrived_and_next
 
-        def routed(*event: Any) -> int:
-            self.at_router.append(len(self.started))
-            return route(*event)
+    def routed(self, experts: Int, hits: list[int]) -> None:
+        self.at_router.append(len(self.started))
 
-        def start(answer: Any, expert: int, victim: int) -> Any:
-            if expert >= 0:
-                self.started.append((expert, victim))
-            return answer
+    def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
+        self.interrupted(expert, victim)
 
-        self.route = routed
-        self.interrupt = lambda: start(answer := interrupt(), *answer)
-        self.next_transfer = lambda: start(answer := following(), *answer[:2])
-        self.arrived_and_next = lambda: start(answer := arrived(), *answer[1:3])
+    def interrupted(self, expert: int, victim: int) -> None:
+        if expert >= 0:
+            self.started.append((expert, victim))
 
 
 def watched(script: Script, policy: str) -> Watched:
     """Run a script on SimPy, and on the compiled engine if it serves the policy."""
-    size, made = (SHAPE.layers, SHAPE.experts, script.slots), list[Watched]()
-    run = Run(script.requests(), *size, parse(policy), TIMING, LINK, script.cold, 1.0)
-
-    def residency(*args: Any) -> Watched:
-        made.append(Watched(*args))
-        return made[-1]
-
-    with patch.object(runner, "Residency", residency):
-        log = simpy_engine.simulate(run)
+    run = gpu_run(script.requests(), SHAPE, script.slots, parse(policy), TIMING, LINK, script.cold, 1.0)
+    observer = Watched()
+    log = whole(partial(simpy_engine.play, observer=observer), run)
     assert columns(simulate("auto", run)) == columns(log)
-    return made[-1]
+    return observer
 
 
 def columns(log: RunLog) -> dict[str, list[int]]:
-    return {field.name: np.asarray(getattr(log, field.name)).tolist() for field in fields(RunLog)}
+    """Everything in a log but its shares by request."""
+    names = {field.name for field in fields(RunLog)} - {"by_request"}
+    return {name: np.asarray(getattr(log, name)).tolist() for name in names}
 
 
 def futures() -> Iterator[tuple[Script, int, Script]]:
