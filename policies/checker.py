@@ -7,8 +7,8 @@ A prefetcher is checked beside what it is paired with: `check("lru+my_file.py:My
 residency machine with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
-before it (oracles excepted); nothing depends on an `Event`, or its arrays, of the past; victims are among those
-offered; keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
+before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
+keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
 """
 
 import copy
