@@ -1,12 +1,15 @@
 """How events are made: from the routing of one request that is played alone.
 
-An event gets copies, so that a policy that keeps, or spoils, an event's arrays reaches nothing else.
+An event gets copies, so that a policy that keeps, or spoils, an event's arrays reaches nothing else. In the compiled
+engine, whose policies are all of this package, it gets slices.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+from policies.core.compiled import inlined
 from policies.core.policy import NO_INTS, Event, Int
 from traces.steps import RequestSteps
 
@@ -54,3 +57,54 @@ class RequestEvents:
             one = slice(i, i + 1)
             experts, counts = request.experts[one].copy(), request.counts[one].copy()
             yield alone(self._phases[step], layer, step, experts, counts, self._before + i + 1)
+
+
+class Routing(NamedTuple):
+    """A request's routing as the compiled engine takes it; without lookahead the arrays of that are empty."""
+
+    phase: Int  # [S]
+    offsets: Int  # [S * L + 1]
+    experts: Int  # [A]
+    counts: Int  # [A]
+    ahead_offsets: Int  # [S * L + 1]
+    ahead_experts: Int
+    ahead_counts: Int
+    seats: Int  # [1] of the event at hand, as are:
+    steps: Int  # [1]
+    own: Int  # [2] offsets of the only request
+
+
+def routing_of(request: RequestSteps) -> Routing:
+    """Return the request's arrays."""
+    ahead = request.lookahead
+    picks = (ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
+    arrays = map(np.ascontiguousarray, (request.offsets, request.experts, request.counts, *picks))
+    alone = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64)
+    return Routing(*(request.phase.astype(np.int64), *arrays, *alone))
+
+
+@inlined
+def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Event:
+    """Return the event of `layer` in step number `step`; the one before is gone."""
+    number = step * L + layer
+    first, last = routing.offsets[number], routing.offsets[number + 1]
+    routing.steps[0] = step
+    routing.own[1] = last - first
+    begin = end = 0
+    if len(routing.ahead_offsets) and layer < L - 1:
+        begin, end = routing.ahead_offsets[number + 1], routing.ahead_offsets[number + 2]
+    experts, counts = routing.experts[first:last], routing.counts[first:last]
+    return Event(
+        serial,
+        routing.phase[step],
+        layer,
+        experts,
+        counts,
+        routing.seats,
+        routing.steps,
+        routing.own,
+        experts,
+        counts,
+        routing.ahead_experts[begin:end],
+        routing.ahead_counts[begin:end],
+    )
