@@ -83,6 +83,7 @@ class Collection:
     def learn(self, seat: int = 0) -> None:
         """The request in `seat` has ended: its rEAM is added, and a new one begins."""
         bucket = self.bucket
+        bucket.matched[seat] = NO_MATCH
         if bucket.eam[seat, REQUEST].any():
             self.add(bucket.eam[seat, REQUEST])
             bucket.eam[seat, REQUEST] = 0
