@@ -6,7 +6,8 @@ throughout a call. So a `compiled` function must not create an array ("NRT requi
 array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
-kept under the dates of all files of this package with compiled functions, so that nothing stale is ever played.
+kept under the dates of all files of this package with compiled functions, and of the list that numbers the policies, so
+that nothing stale is ever played.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,13 @@ R = TypeVar("R")
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    dated = [(path, path.stat()) for path in sources if b"policies.core.compiled import" in path.read_bytes()]
+    marks = b"policies.core.compiled import", b"BUILT_IN ="
+    dated = [(path, path.stat()) for path in sources if any(mark in path.read_bytes() for mark in marks)]
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in dated)
 
 
 STAMP = _stamp()
-"""Name, date and size of every file of this package with compiled functions."""
+"""Name, date and size of every file of this package with compiled functions, and of the list of policies."""
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
