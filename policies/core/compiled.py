@@ -13,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import njit
+from numba import njit, types
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -52,4 +55,38 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
         file._source_stamp = file._source_stamp, STAMP
+        part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
+        made.get_call_template, made.get_overload = part.get_call_template, part.get_overload
     return made  # type: ignore[no-any-return]
+
+
+class _Part(CPUDispatcher):  # type: ignore[misc]
+    """A function as compiled functions call it: a part of theirs, which Python cannot call."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """As numba's, but literal arguments are values like others: one version serves all."""
+        return super().get_call_template(map(types.unliteral, args), {k: types.unliteral(v) for k, v in kws.items()})
+
+    def add_overload(self, result: Any) -> None:
+        """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
+        key = object()
+        self.targetctx.insert_user_function(key, result.fndesc, [result.library])
+        self.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
+
+
+class _PartCompiler(Compiler):  # type: ignore[misc]
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        flags = self.state.flags
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")
+
+
+class _PartLibrary(CPUCodeLibrary):  # type: ignore[misc]
+    """Code that is optimized and made executable once, in the function that Python calls."""
+
+    def finalize(self) -> None:
+        """Link what it calls."""
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
