@@ -7,13 +7,20 @@ array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
 kept under the dates of all files of this package with compiled functions, so that nothing stale is ever played.
+
+Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
+Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
 """
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import njit, types
+from numba import config, njit, types
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -30,6 +37,25 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
 
 STAMP = _stamp()
 """Name, date and size of every file of this package with compiled functions."""
+
+
+def _kept_for_now() -> bool:
+    """Whether no folder on disk can keep what is compiled; then one does that ends with this process."""
+
+    def probe() -> None: ...
+
+    try:
+        njit(cache=True)(probe)
+    except RuntimeError:  # no folder beside the sources, in the user's home, or in NUMBA_CACHE_DIR is writable
+        folder = tempfile.mkdtemp(prefix="moe-expert-cache-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
+        config.reload_config()
+        return True
+    return False
+
+
+KEPT_FOR_NOW = _kept_for_now()
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -60,12 +86,12 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     return made  # type: ignore[no-any-return]
 
 
-class _Part(CPUDispatcher):  # type: ignore[misc]
+class _Part(CPUDispatcher):
     """A function as compiled functions call it: a part of theirs, which Python cannot call."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """As numba's, but literal arguments are values like others: one version serves all."""
-        return super().get_call_template(map(types.unliteral, args), {k: types.unliteral(v) for k, v in kws.items()})
+        return super().get_call_template([types.unliteral(each) for each in args], kws)
 
     def add_overload(self, result: Any) -> None:
         """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
@@ -74,7 +100,7 @@ class _Part(CPUDispatcher):  # type: ignore[misc]
         self.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
 
 
-class _PartCompiler(Compiler):  # type: ignore[misc]
+class _PartCompiler(Compiler):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         flags = self.state.flags
@@ -82,7 +108,7 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
         self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")
 
 
-class _PartLibrary(CPUCodeLibrary):  # type: ignore[misc]
+class _PartLibrary(CPUCodeLibrary):
     """Code that is optimized and made executable once, in the function that Python calls."""
 
     def finalize(self) -> None:
