@@ -62,6 +62,7 @@ def run(
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
     from policies.core.registry import parse
+    from sim.engines import compiling
     from sim.quantities import parse_cache_size
     from sim.sweep import report
     from sim.sweep.grid import Grid
@@ -111,6 +112,7 @@ def run(
     elif not quiet:
         console.out.print(_title(row, loaded), markup=False, soft_wrap=True)
         console.out.print(_block(row), markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":

@@ -99,6 +99,7 @@ def sensitivity(
             console.out.print(line, markup=False, soft_wrap=True)
         written = f"wrote {', '.join(file.name for file in files)} to {folder}"
         console.out.print(written, markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def say_what_was_taken(trace: str | None, policy: str | None, cache_size: str | None, hardware: str | None) -> None:

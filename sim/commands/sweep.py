@@ -288,6 +288,7 @@ def _run(
         folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
         written = f"wrote {', '.join([*names, NAME, *folders])} to {folder}"
         console.out.print(written, markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _kept(store: "Store") -> str:

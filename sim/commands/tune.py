@@ -129,6 +129,7 @@ def tune(
         for line in _notes(found):
             console.out.print(line, markup=False, soft_wrap=True)
         console.out.print(f"wrote {TRIALS}, {BEST} to {folder}", markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _refuse_another(journal: "Journal", search: "Search", resume: bool) -> None:

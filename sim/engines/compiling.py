@@ -6,6 +6,7 @@ The process keeps what it compiled on disk, where every process after it finds i
 import multiprocessing
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext, suppress
 from multiprocessing.process import BaseProcess
 
 from policies.core.compiled import KEPT_FOR_NOW
@@ -45,6 +46,16 @@ def going() -> bool:
         console.warn("the process that compiled the engine has failed: this one compiles it now, which takes as long")
     _process = None
     return False
+
+
+def finish(quiet: bool) -> None:
+    """Wait until it is compiled, as the results are there, so that what comes next need not; Ctrl-C does without."""
+    if KEPT_FOR_NOW or not going():
+        return
+    shown = nullcontext() if quiet else console.err.status("the engine compiles for the next time (Ctrl-C stops it)")
+    with suppress(KeyboardInterrupt), shown:
+        while going():
+            time.sleep(0.1)
 
 
 def words() -> str:
