@@ -8,7 +8,6 @@ twin in `sim.engines.simpy_engine` under the same name, where it is explained. O
 do between requests (`begin_request`, learning in `end_request`) stays Python.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,9 +352,10 @@ def play(run: Run, ended: Ended) -> None:
 
 
 def on_disk() -> bool:
-    """Whether a process of before has left the compiled engine on disk (perhaps of older sources)."""
+    """Whether a process of before has left the compiled engine on disk, of these sources, or this one has it."""
     dispatcher: Any = play_steps
-    return any(Path(dispatcher.stats.cache_path).glob("compiled_engine.play_steps-*.nbi"))
+    cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
+    return cache is None or bool(dispatcher.overloads or cache._cache_file._load_index())
 
 
 def prepare() -> None:

@@ -50,7 +50,7 @@ class Drive:
     def event(self, experts: list[int], proposal: list[tuple[int, float]]) -> None:
         machine = self.machine
         ids = np.array(experts, np.int64)
-        hits = machine.route(ids)
+        hits, _ = machine.route(ids)
         self.log.append(("hits", *hits))
         machine.propose(np.array([e for e, _ in proposal], np.int64), np.array([p for _, p in proposal]))
         todo, ready = set(experts), list(hits)
