@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 from policies.core.policy import Event, Float, Int, Shape
-from policies.core.registry import parse
 from policies.core.runner import Pair
+from policies.core.spec import parse
 from policies.eamc import matching
 from policies.eamc.build import build
 from policies.eamc.eamc import Predictor, predict, propose, weigh

@@ -24,7 +24,7 @@ import numpy as np
 import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
-from policies.core.registry import PolicySpec, parse
+from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import Run

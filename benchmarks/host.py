@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
 from sim.engines import engine

@@ -15,9 +15,9 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from policies.core.policy import Float, Int, Requests, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
 from policies.core.runner import Pair
+from policies.core.spec import PolicySpec
 from replay.devices.device import Completion, Device, Kind, Work
 from replay.pump import Pump, Transfer
 from sim.loop.log import STALLS, RunLog

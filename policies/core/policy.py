@@ -8,7 +8,7 @@ falls to the lower id. Rules 3, 4, 8 and 10 of the contract say when each method
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,6 +77,7 @@ class Event:
         return self.lookahead.after(self.step, self.layer) if self.lookahead else (NO_INTS, NO_INTS)
 
 
+@dataclass(frozen=True)
 class Options:
     """Options of a policy that has none; one that has some declares a frozen dataclass of its own."""
 
@@ -88,6 +89,11 @@ class Listener:
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def __init__(self, shape: Shape, options: object) -> None:
         self.shape = shape

@@ -7,9 +7,9 @@ import numpy as np
 
 from policies.core.limits import limiter
 from policies.core.policy import Event, Float, Int, Requests, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
 from policies.core.residency_compiled import STATE
+from policies.core.spec import PolicySpec
 from traces.errors import InputError
 from traces.steps import RequestSteps
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.calibration.meter import Meter
 from replay.driver import Plan, play
 from sim.profiles.measured import TABLES, MeasuredModel

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.engine import AUTO, SIMPY, check, simulate
 from sim.loop.log import Run, RunLog
 from sim.profiles.timing import FixedTiming, Link

@@ -19,9 +19,9 @@ from policies.core.compiled import compiled, inlined
 from policies.core.dispatch import KINDS, NONE, Minds, Told
 from policies.core.limits import Bounds, limiter
 from policies.core.policy import Float, Int, Shape
-from policies.core.registry import parse
 from policies.core.residency_compiled import BLOCKED
 from policies.core.runner import Pair
+from policies.core.spec import parse
 from sim.loop.log import STALLS, Ended, Run, RunLog, whole
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError

@@ -7,14 +7,14 @@ event of its own for recency, counts and EAMs. Misses equal those of an independ
 import numpy as np
 
 from policies.core.policy import Requests, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
 from policies.core.runner import Pair
+from policies.core.spec import Policy, parse
 from sim.loop.log import STALLS, Ended, RunLog, joined
 from traces.steps import RequestSteps
 
 
-def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
+def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
     """Play `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
     parts: list[RunLog] = []
     play(requests, layers, experts, slots, policy, parts.append, cold)
@@ -22,10 +22,10 @@ def count(requests: Requests, layers: int, experts: int, slots: int, policy: Pol
 
 
 def play(
-    requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, ended: Ended, cold: bool = False
+    requests: Requests, layers: int, experts: int, slots: int, policy: Policy, ended: Ended, cold: bool = False
 ) -> None:
     """The same; `ended` takes the log of each request as it ends."""
-    pair = Pair(policy, Shape(layers, experts), requests, per_access=True)
+    pair = Pair(parse(policy), Shape(layers, experts), requests, per_access=True)
     machine = pair.residency(slots)
     last = len(requests) - 1
     for ordinal in range(last + 1):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.policy import Requests
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec, parse
 from sim.profiles.timing import Link, Timing
 
 Int = NDArray[np.int64]
@@ -37,6 +37,9 @@ class Run:
     link: Link
     cold: bool = False
     experts_per_layer: float | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", parse(self.policy))
 
 
 @dataclass(frozen=True)

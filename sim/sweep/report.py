@@ -7,7 +7,6 @@ from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from policies.core.registry import SHARED
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, Outcome
@@ -20,7 +19,7 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     """Cache sizes below one token's demand or above the GPU's memory, and policies whose cost is unknown."""
     found = []
     demand = loaded.token_experts
-    shared = any(policy.scope == SHARED for policy in grid.policies)  # a layer's own slots are used once a token
+    shared = not all(policy.scope.cls.per_layer for policy in grid.policies)  # a layer's slots are used once a token
     for slots in grid.sizes.values() if shared and loaded.trace.phases != "prefill" else ():
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k

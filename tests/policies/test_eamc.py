@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.policy import Event, Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
 from tests.policies.slow_eamc import SlowEamc, compare, events, policy_of

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 
 from policies.checker import check
 from policies.core.policy import Shape
-from policies.core.registry import parse
 from policies.core.runner import Pair
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import Run
 from sim.profiles.timing import FixedTiming, Link

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
 from policies.core.runner import Pair
+from policies.core.spec import parse
 from tests.policies.test_prefetchers import requests_of, routings
 from traces.errors import InputError
 

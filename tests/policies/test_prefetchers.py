@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.ranking import best
-from policies.core.registry import parse
 from policies.core.runner import Pair
+from policies.core.spec import parse
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
 

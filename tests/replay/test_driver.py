@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.virtual import VirtualDevice
 from replay.driver import COLUMNS, Plan, play
 from sim.engines.untimed import count

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec, parse
 from policies.core.residency import Residency
+from policies.core.spec import PolicySpec, parse
 from replay.comparison.lockstep import Act, Decision, Lockstep, Recorder, Script
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play
@@ -144,7 +144,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
-        if plan.policy.prefetch == "none":
+        if not plan.policy.prefetches:
             np.testing.assert_array_equal(ours.misses, theirs.misses)
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 

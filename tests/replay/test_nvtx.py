@@ -3,7 +3,7 @@
 import numpy as np
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.nvtx import MarkedDevice
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play

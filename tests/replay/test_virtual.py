@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.device import Kind
 from replay.devices.virtual import VirtualDevice
 from replay.driver import Plan, play

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import STALLS, Run, RunLog
 from sim.profiles.timing import FixedTiming, Link

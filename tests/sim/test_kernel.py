@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from policies.core import dispatch
 from policies.core import runner as pair
 from policies.core.policy import RetentionPolicy, Shape
-from policies.core.registry import parse
 from policies.core.residency import Residency
+from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
 from sim.engines import compiled_engine, engine, simpy_engine
 from sim.loop.log import Ended, Run, RunLog, joined, whole
@@ -212,8 +212,9 @@ def test_the_random_runs_reach_every_policy_and_every_counter() -> None:
 
 
 def test_every_built_in_score_policy_and_prefetcher_is_served() -> None:
+    from policies.core.catalog import available
     from policies.core.policy import ScorePolicy
-    from policies.core.registry import _prefetch, _retention, available
+    from policies.core.registry import _prefetch, _retention
 
     available()
     built_in = [
@@ -378,7 +379,7 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
 SECOND_PROCESS = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.loop.log import Run
 from sim.profiles.timing import FixedTiming, Link

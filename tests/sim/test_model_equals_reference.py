@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policies.core import registry
+from policies.core import registry, spec
 from policies.core import runner as pair
 from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import Residency
+from policies.core.spec import PolicySpec
 from sim.engines import cases
 from sim.loop.log import RunLog
 from tests import reference
@@ -32,7 +32,7 @@ STORED_CASES = Path(__file__).with_name("cases.jsonl.gz")
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "design" / "cases.jsonl"
 SEEDS = 600
 
-registry.available()  # loads every policy before the tables are patched, so that no patch undoes it
+registry.tables()  # loads every policy before the tables are patched, so that no patch undoes it
 
 
 def draw_case(integer: Callable[[int, int], int]) -> Case:
@@ -106,7 +106,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
         return Residency(shape, partitions or divided, policy, case.get("one_scale", False))
 
     def parse(text: str) -> PolicySpec:
-        return registry.parse(f"{text}@layer" if partitions else text)
+        return spec.parse(f"{text}@layer" if partitions else text)
 
     class Scripted(Prefetcher):
         name, observes = "scripted", False

@@ -12,9 +12,11 @@ import pandas as pd
 import pytest
 
 from benchmarks import predictors as benchmark
+from policies.core.catalog import available
 from policies.core.policy import Shape
 from policies.core.presets import PRESETS
-from policies.core.registry import BUILT_IN, available, parse
+from policies.core.registry import BUILT_IN
+from policies.core.spec import parse
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.timing import Roofline

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.untimed import count
 from traces.importers import import_dump
 from traces.steps import DECODE, RequestSteps, decode_steps

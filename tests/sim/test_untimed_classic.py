@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.log import Run
