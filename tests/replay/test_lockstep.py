@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec, parse
 from policies.core.residency import PolicyResidency
 from policies.core.script import Act, Decision, Script
+from policies.core.spec import PolicySpec, parse
 from replay.comparison.lockstep import Lockstep, LoopRecorder
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
@@ -145,7 +145,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
-        if plan.gpu.policy.prefetch == "none":
+        if not plan.gpu.policy.prefetches:
             np.testing.assert_array_equal(ours.misses, theirs.misses)
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
