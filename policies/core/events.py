@@ -43,7 +43,8 @@ class RequestEvents:
         self._experts: list[int] = request.experts.tolist()
         self._counts: list[int] = request.counts.tolist()
         self._phases: list[int] = request.phase.tolist()
-        self._seats, self._steps = np.zeros(1, np.int64), np.zeros(1, np.int64)  # of every event, as `_ends`
+        self._seats = np.zeros(1, np.int64)  # of every event, as `_ends`
+        self._steps = np.arange(len(self._phases))
         self._ends: dict[int, Int] = {}
 
     def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
@@ -61,9 +62,8 @@ class RequestEvents:
         ahead = request.lookahead.after(step, layer) if request.lookahead else (NO_INTS, NO_INTS)
         if (ends := self._ends.get(len(experts))) is None:
             ends = self._ends[len(experts)] = np.array([0, len(experts)])
-        self._steps[0] = step
         serial, phase = self._before + number + 1, self._phases[step]
-        own = self._seats, self._steps, ends
+        own = self._seats, self._steps[step : step + 1], ends
         return Event(serial, phase, layer, experts, counts, *own, experts, counts, *ahead)
 
     def accesses(self, step: int, layer: int) -> Iterator[Event]:
