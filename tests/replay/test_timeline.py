@@ -6,9 +6,9 @@ import random
 from collections import Counter
 
 import pytest
+from replay.timeline import ObservedDevice
 
 from replay.cli import main
-from replay.timeline import ObservedDevice
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
 from sim.loop.run import Run
