@@ -11,13 +11,13 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
-from policies.core.events import RequestEvents
+from policies.core.events import RequestEvents, Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
 from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
 from policies.eamc import matching
 from policies.eamc.build import build
-from policies.eamc.eamc import Predictor, predict, propose, weigh
+from policies.eamc.eamc import Matched, Predictor, fetch, observe_and_score
 from traces.steps import DECODE, RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -44,39 +44,23 @@ OTHERS = [
 
 
 @njit(nogil=True)
-def match(bucket: matching.Bucket, experts: Int, steps: int, layers: int, top_k: int, counts: Int) -> int:
+def match(bucket: matching.Bucket, routing: Routing, steps: int, layers: int) -> int:
     """All events of a decode: matched anew, nothing else; how often the nearest changed."""
-    changes, first = 0, 0
-    for _ in range(steps):
+    changes = 0
+    for step in range(steps):
         for layer in range(layers):
-            changes += matching.observe(bucket, layer == 0, layer, experts, counts, first, first + top_k)
-            first += top_k
+            changes += matching.observe(bucket, layer == 0, event_at(routing, step, layer, layers, 0), 0)
     return changes
 
 
 @njit(nogil=True)
-def decide(
-    bucket: matching.Bucket,
-    experts: Int,
-    steps: int,
-    layers: int,
-    top_k: int,
-    counts: Int,
-    prediction: tuple[Int, Float, Int, Int],
-    decay: Float,
-    keep: Float,
-    priorities: Float,
-) -> None:
+def decide(state: Matched, keep: Float, routing: Routing, steps: int, layers: int, ids: Int, priorities: Float) -> None:
     """The same with keep scores and a proposal after every event, default options."""
-    eams, ratios, ids, starts = prediction
-    first = 0
-    for _ in range(steps):
+    for step in range(steps):
         for layer in range(layers):
-            if matching.observe(bucket, layer == 0, layer, experts, counts, first, first + top_k):
-                predict(eams, bucket.matched, 0.0, ratios, ids, starts)
-                weigh(ratios, 1e-8, decay, keep)
-            propose(ratios, ids, starts, layer, layers, 1e-8, priorities)
-            first += top_k
+            event = event_at(routing, step, layer, layers, 0)
+            observe_and_score(state, keep, event)
+            fetch(state, event, ids, priorities)
 
 
 def us_an_event(work: Callable[[RequestSteps], object], requests: list[RequestSteps]) -> float:
@@ -127,7 +111,7 @@ def row(policy: str, learned: Trace, requests: list[RequestSteps]) -> str:
     predictor = build(learned, policy)
     bucket = predictor.of_phase(DECODE).bucket
     took = (
-        us_an_event(lambda request: match(bucket, request.experts, TOKENS, LAYERS, TOP_K, request.counts), requests),
+        us_an_event(lambda request: match(bucket, routing_of(request), TOKENS, LAYERS), requests),
         us_an_event(in_python(predictor), requests),
         us_an_event(whole(policy, predictor), requests),
     )
@@ -136,12 +120,11 @@ def row(policy: str, learned: Trace, requests: list[RequestSteps]) -> str:
 
 def whole_compiled(policy: str, learned: Trace, requests: list[RequestSteps]) -> float:
     predictor = build(learned, policy)
-    held, total = predictor.of_phase(DECODE), LAYERS * EXPERTS
-    prediction = held.eams, predictor.ratios, predictor.ids, predictor.starts
-    scores = np.ones(LAYERS), np.empty(total), np.empty(total)
+    total = LAYERS * EXPERTS
+    scratch = np.empty(total, np.int64), np.empty(total)
 
     def work(request: RequestSteps) -> None:
-        decide(held.bucket, request.experts, TOKENS, LAYERS, TOP_K, request.counts, prediction, *scores)
+        decide(predictor.matched, np.zeros((5, total)), routing_of(request), TOKENS, LAYERS, *scratch)
 
     return us_an_event(work, requests)
 

@@ -7,8 +7,8 @@ A prefetcher is checked beside what it is paired with: `check("lru+my_file.py:My
 residency machine with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
-before it (oracles excepted); nothing depends on an `Event`, or its arrays, of the past; victims are among those
-offered; keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
+before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
+keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
 """
 
 import copy
@@ -62,7 +62,7 @@ class Report:
 
 
 def check(policy: str, seed: int = 0) -> Report:
-    """Hold a policy, as typed for `moe-sim sweep --policies`, to the contract; `seed` draws other routing.
+    """Hold a policy, as typed for `moe-sim sweep --policies`, to its rules; `seed` draws other routing.
 
     InputError if the name or an option is wrong. Whatever the policy raises is a failure of the report.
     """
@@ -134,7 +134,7 @@ class Drive:
 
     def _access(self, event: Event) -> None:
         """The untimed mode: an access is an event of its own, loaded and released at once."""
-        hit = self._machine.route(event.experts)
+        hit, _ = self._machine.route(event.experts)
         self._observe(event)
         if not hit:
             self._note(*self._machine.next_transfer())
@@ -143,7 +143,7 @@ class Drive:
 
     def _event(self, event: Event) -> None:
         machine, turns = self._machine, self._turns
-        ready = machine.route(event.experts)
+        ready, _ = machine.route(event.experts)
         waiting = set(event.experts.tolist()) - set(ready)
         self._observe(event)
         proposal = self._runner.propose(event)

@@ -1,9 +1,25 @@
-"""Settings of all tests: Hypothesis judges results, never wall time; under CI it draws the same examples every time."""
+"""Settings of all tests: Hypothesis judges results, never wall time; under CI it draws the same examples every time.
+
+Torch computes on one thread, here and in processes that tests start: xdist's workers share the cores already, and on
+tiny models threads that wait for each other take several times as long.
+"""
 
 import os
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("project"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "project")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Compile the engine once, before xdist's workers would all do."""
+    if session.config.getoption("numprocesses", None):
+        from sim.engines.compiled_engine import prepare
+
+        prepare()

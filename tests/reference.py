@@ -1,4 +1,4 @@
-"""An oracle for the engines: the contract of residency and time once more, slow and obvious.
+"""An oracle for the engines: docs/contract.md, of residency and time, once more, slow and obvious.
 
 Plain Python, written from the contract's text alone, importing nothing of this project: one heap of
 events ordered by (time, kind, id, serial), where every end of compute and every chunk is an event

@@ -13,6 +13,8 @@ right guess saves so much of a transfer, and a wrong one delays the next miss an
 all: it pays from a chance of wrong / (wrong + r). Priorities are on the scale of the keep scores, so that a prefetch
 never takes the place of what is worth as much (rule 6).
 
+Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
+
 WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend.fit`; policies/README.md tells what was left out.
 Causal; an event costs O(E * k) for its layer and the next.
 """
@@ -22,19 +24,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.blend.evidence import (
-    AHEAD,
-    KINDS,
-    SETTINGS,
-    TOKENS,
-    Evidence,
-    learn,
-    learn_ahead,
-    nothing_known,
-    weigh_ahead,
-)
+from policies.blend import evidence
+from policies.blend.evidence import AHEAD, KINDS, SETTINGS, Evidence, learn, learn_ahead, weigh, weigh_ahead
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Requests, ScorePolicy, Shape
+from policies.core.ranking import add
 from policies.core.registry import prefetcher, retention
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -80,9 +74,9 @@ UNTOLD_WINDOW = 0.5
 DISTANCE, LEAST = range(2)
 """Places in `Blend.settings`; LEAST: the log odds of use from which an expert is fetched."""
 
-PER_ACCESS, TOP_K, STEPS, STEP, DECODES, LAYER, NUMBERS = range(7)
+PER_ACCESS, TOP_K, STEPS, DECODES, LAYER, NUMBERS = range(6)
 """Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
-decoded token so far; steps so far; the request's step that runs, whether it decodes, the layer whose pass is open."""
+decoded token so far; steps so far; whether the one that runs decodes, the layer whose pass is open."""
 
 RAN, ASIDE = range(2)
 """Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside."""
@@ -100,23 +94,31 @@ class Blend(NamedTuple):
     settings: Float  # [2]
     numbers: Int  # [NUMBERS]
     layers: Int  # [2, L]
+    steps: Int  # [seats] each request's step that runs
+    ahead: Float  # [E] evidence on the next layer
 
 
-def blend(shape: Shape, options: BlendOptions, keep: Float) -> Blend:
-    """The start of a run."""
+def begin(shape: Shape, options: BlendOptions) -> Blend:
+    """Return the state of a run."""
     numbers = np.zeros(NUMBERS, np.int64)
-    numbers[STEP] = numbers[LAYER] = NONE
-    settings = np.array([options.distance, 0.0], np.float64)
-    layers = np.zeros((2, shape.layers), np.int64)
-    gate = np.zeros((shape.layers, shape.experts + 2))
-    return Blend(nothing_known(shape), PARAMETERS, keep, gate, settings, numbers, layers)
+    numbers[LAYER] = NONE
+    return Blend(
+        known=evidence.nothing_known(shape),
+        parameters=PARAMETERS,
+        keep=np.zeros((3, shape.total)),
+        gate=np.zeros((shape.layers, shape.experts + 2)),
+        settings=np.array([options.distance, 0.0], np.float64),
+        numbers=numbers,
+        layers=np.zeros((2, shape.layers), np.int64),
+        steps=np.full(shape.seats, NONE),
+        ahead=np.empty(shape.experts),
+    )
 
 
-def begin_request(own: Blend) -> None:
+def begin_request(own: Blend, seat: int) -> None:
     """The request's own counts start anew."""
-    own.known.rows[TOKENS] = 0
-    own.known.used[:] = 0
-    own.numbers[STEP] = NONE
+    evidence.begin_request(own.known, seat)
+    own.steps[seat] = NONE
 
 
 @compiled
@@ -127,19 +129,18 @@ def possible(own: Blend, layer: int, ahead: int) -> float:
 
 
 @compiled
-def _learn(
-    own: Blend, layer: int, experts: Int, counts: Int, first: int, last: int, decode: bool, opens: bool, upto: int
-) -> None:
-    """Learn from an event of `layer` and write the keep scores of its experts up to number `upto`."""
-    known, p, keep = own.known, own.parameters, own.keep
-    learn(known, p, layer, experts, counts, first, last, decode, opens, own.numbers[TOP_K])
+def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
+    """Learn what request number r chose of `layer`, from `first` to `last`; score its experts up to number `upto`."""
+    known, p, keep, decode = own.known, own.parameters, own.keep, event.phase == DECODE
+    experts, counts = event.own_experts[first:last], event.own_counts[first:last]
+    learn(known, p, event.seats[r], layer, experts, counts, decode, opens, own.numbers[TOP_K])
     distant = possible(own, layer, 1)
     base = layer * known.after.shape[3]
     for expert in range(base, base + upto + 1):
         value = -distant
         for kind in range(KINDS):
             value += p[KEEP + kind] * known.rows[kind, expert]
-        keep[0, expert] = value
+        keep[0, expert] = max(keep[0, expert], value) if r else value
 
 
 @compiled
@@ -154,69 +155,81 @@ def _set_aside(own: Blend) -> None:
 
 
 @compiled
-def observe(own: Blend, phase: int, step: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
+def observe(own: Blend, event: Event) -> None:
     """Learn from the event, and score its layer's experts anew."""
-    numbers, E, decode = own.numbers, own.known.after.shape[3], phase == DECODE
-    begins = numbers[STEP] != step
+    numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
+    begins = False
+    for r in range(len(event.seats)):
+        begins |= own.steps[event.seats[r]] != event.steps[r]
+        own.steps[event.seats[r]] = event.steps[r]
     opens = not numbers[PER_ACCESS] or begins or numbers[LAYER] != layer
     if opens and numbers[PER_ACCESS] and numbers[LAYER] >= 0:
-        _learn(own, numbers[LAYER], experts, counts, first, first, decode, False, E - 1)  # the layer's pass is over
+        _learn(own, event, 0, numbers[LAYER], 0, 0, False, E - 1)  # the layer's pass is over
     if begins:
         if numbers[DECODES]:
             _set_aside(own)
-        numbers[STEP], numbers[DECODES] = step, decode
+        numbers[DECODES] = event.phase == DECODE
         numbers[STEPS] += 1
-    if first == last:
+    if len(event.experts) == 0:
         return
     numbers[LAYER] = layer
     own.layers[RAN, layer], own.layers[ASIDE, layer] = numbers[STEPS], 0
-    if decode:
-        numbers[TOP_K] = max(numbers[TOP_K], last - first)
     # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
-    upto = experts[last - 1] - layer * E if numbers[PER_ACCESS] else E - 1
-    _learn(own, layer, experts, counts, first, last, decode, opens, upto)
+    upto = event.experts[len(event.experts) - 1] - layer * E if numbers[PER_ACCESS] else E - 1
+    for r in range(len(event.seats)):
+        first, last = event.offsets[r], event.offsets[r + 1]
+        if event.phase == DECODE:
+            numbers[TOP_K] = max(numbers[TOP_K], last - first)
+        _learn(own, event, r, layer, first, last, opens, upto)
 
 
 @compiled
-def propose(own: Blend, phase: int, layer: int, picks: Int, ids: Int, priorities: Float) -> int:
-    """Learn what `layer` has just used, and fill ids and priorities with what pays; how many.
+def score(own: Blend, keep: Float, event: Event) -> None:
+    """`observe`, whose keep scores are these."""
+    observe(own, event)
 
-    picks: ids of what the next layer's gate picks ahead of time, if the trace tells.
-    """
-    if phase != DECODE:
+
+@compiled
+def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
+    """Learn what the layer has just used, and fill ids and priorities with what pays; how many."""
+    if event.phase != DECODE:
         return 0
-    known, L, E = own.known, own.known.after.shape[1], own.known.after.shape[3]
+    known, layer, gate = own.known, event.layer, own.gate
+    L, E = known.after.shape[1], known.after.shape[3]
     if layer and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
-        learn_ahead(known, own.parameters, layer)
-        for i in range(known.used[1, layer, E]):
-            own.gate[layer, E] += own.gate[layer, known.used[1, layer, i]]
+        for seat in event.seats:
+            learn_ahead(known, own.parameters, seat, layer)
+        for expert in event.experts:
+            gate[layer, E] += gate[layer, expert % E]
         for e in range(E):
-            own.gate[layer, e] = 0.0  # counted
+            gate[layer, e] = 0.0  # counted
     if layer == L - 1 or own.layers[ASIDE, layer + 1] or own.numbers[TOP_K] == 0:
         return 0
-    return _foretell(own, layer, picks, ids, priorities[:E])
-
-
-@compiled
-def _foretell(own: Blend, layer: int, picks: Int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with those of the next layer that what `layer` used makes likely; how many.
-
-    priorities: [E].
-    """
-    known, p, gate = own.known, own.parameters, own.gate
-    E, top_k = known.after.shape[3], own.numbers[TOP_K]
     for e in range(E):
         gate[layer + 1, e] = 0.0
-    for expert in picks:
+    for expert in event.ahead_experts:
         gate[layer + 1, expert % E] = 1.0
     right, asked = gate[layer + 1, E], gate[layer + 1, E + 1]
     picked_odds = np.log((right + 1.0) / (asked - right + 1.0))
-    gate[layer + 1, E + 1] += len(picks)
-    ahead = priorities  # until it is what it says
-    weigh_ahead(known, p, layer, ahead)
+    gate[layer + 1, E + 1] += len(event.ahead_experts)
+    n = 0
+    for r in range(len(event.seats)):
+        if len(event.seats) > 1:
+            weigh(known, own.parameters, event.seats[r], layer + 1)
+        n = _foretell(own, event.seats[r], layer, picked_odds, ids, priorities, 0 if r else len(ids), n)
+    return n
+
+
+@compiled
+def _foretell(
+    own: Blend, seat: int, layer: int, picked_odds: float, ids: Int, priorities: Float, first: int, n: int
+) -> int:
+    """Add those of the next layer that what the request used of `layer` makes likely; how many are proposed then."""
+    known, p, gate, ahead = own.known, own.parameters, own.gate, own.ahead
+    E, top_k = known.after.shape[3], own.numbers[TOP_K]
+    weigh_ahead(known, p, seat, layer, ahead)
     even = np.log(top_k / (E - top_k)) if top_k < E else np.inf
     worth = np.log(E / top_k) - possible(own, layer + 1, 0)  # of one that is certain to be used
-    n = 0
     for e in range(E):
         expert = (layer + 1) * E + e
         odds = even + p[FETCH + KINDS + 1] + p[FETCH + AHEAD] * ahead[e]
@@ -225,8 +238,7 @@ def _foretell(own: Blend, layer: int, picks: Int, ids: Int, priorities: Float) -
         if gate[layer + 1, e] > 0.0:
             odds = max(odds, picked_odds)
         if odds >= own.settings[LEAST]:
-            ids[n], priorities[n] = expert, worth - np.log(1.0 + np.exp(-odds))
-            n += 1
+            n = add(ids, priorities, first, n, expert, worth - np.log(1.0 + np.exp(-odds)))
     return n
 
 
@@ -235,23 +247,15 @@ class BlendRetention(ScorePolicy):
     """Ours: recency, the request's frequencies and what follows what, blended; fetches only what is likely enough."""
 
     Options = BlendOptions
+    kernel = Kernel(begin, score, begin_request=begin_request)
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
-        self.blend = blend(shape, options, self.keep)
+        self.keep = self.state.keep
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
-        self.blend.numbers[PER_ACCESS] = per_access
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """The request's own counts start anew."""
-        begin_request(self.blend)
-
-    def observe(self, event: Event) -> None:
-        """Learn from the event, and score its layer's experts anew."""
-        accesses = event.experts, event.counts, 0, len(event.experts)
-        observe(self.blend, event.phase, int(event.steps[0]), event.layer, *accesses)
+        self.state.numbers[PER_ACCESS] = per_access
 
 
 @prefetcher("eamc-blend")
@@ -261,38 +265,14 @@ class BlendPrefetcher(Prefetcher):
     Options = BlendOptions
     one_scale_with = "eamc-blend"
 
-    def __init__(self, shape: Shape, options: BlendOptions, beside: Blend | None = None) -> None:
-        super().__init__(shape, options)
-        self.observes = beside is None
-        self.blend = beside or blend(shape, options, np.zeros((1, shape.total)))
+    kernel = Kernel(begin, observe, propose, begin_request)
+
+    def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
+        super().__init__(shape, options, state)
         self._wrong = options.wrong
         self.window(UNTOLD_WINDOW)
-        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
-
-    @classmethod
-    def beside(cls, keeper: RetentionPolicy) -> "BlendPrefetcher":
-        """The other half of a retention `eamc-blend`: it reads the same evidence."""
-        assert isinstance(keeper, BlendRetention)
-        assert isinstance(keeper.options, BlendOptions)
-        return cls(keeper.shape, keeper.options, keeper.blend)
 
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            self.blend.settings[LEAST] = np.log(self._wrong) - np.log(experts_per_layer)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """The request's own counts start anew (a prefetcher on its own)."""
-        if self.observes:
-            begin_request(self.blend)
-
-    def observe(self, event: Event) -> None:
-        """Learn from the event (a prefetcher on its own)."""
-        accesses = event.experts, event.counts, 0, len(event.experts)
-        observe(self.blend, event.phase, int(event.steps[0]), event.layer, *accesses)
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """What is likely enough in the next layer."""
-        picks = event.ahead_experts
-        n = propose(self.blend, event.phase, event.layer, picks, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+            self.state.settings[LEAST] = np.log(self._wrong) - np.log(experts_per_layer)

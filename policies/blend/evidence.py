@@ -26,10 +26,10 @@ from policies.core.policy import Float, Int, Shape
 FAST, SLOW, REQUEST, FOLLOWERS, SINCE = range(5)
 KINDS = 5
 AHEAD = 5  # has no row: it is weighed when it is asked for
-# and what it is made from: moving averages of use (two rows), tokens of this request and of the run, the layer's pass
-# in which the expert was used last; and by layer the passes so far
-AVERAGES, TOKENS, RUN_TOKENS, LAST, PASSES = 5, 7, 8, 9, 10
-ROWS = 11
+# and what it is made from: moving averages of use (two rows), tokens of the run, the layer's pass in which the expert
+# was used last; and by layer the passes so far
+AVERAGES, RUN_TOKENS, LAST, PASSES = 5, 7, 8, 9
+ROWS = 10
 
 # Settings: rates of the moving averages of use, per pass (two), and of what follows, per use, in the layer and in the
 # next; the weight of popularity in a request's frequencies, in tokens; what is added to lifts before the logarithm.
@@ -45,13 +45,21 @@ class Evidence(NamedTuple):
 
     rows: Float  # [ROWS, L*E]
     after: Chances  # [2, L, E, E] of one expert, how often another came: in the layer's next pass; in the next layer
-    used: Int  # [2, L, E + 1] in the layer's pass before and in this one; last, how many
+    tokens: Float  # [seats, L*E] of each request so far
+    used: Int  # [seats, 2, L, E + 1] by request in the layer's pass before and in this one; last, how many
 
 
 def nothing_known(shape: Shape) -> Evidence:
     """The start of a run."""
-    L, E = shape.layers, shape.experts
-    return Evidence(np.zeros((ROWS, L * E)), np.zeros((2, L, E, E), np.float32), np.zeros((2, L, E + 1), np.int64))
+    L, E, seats = shape.layers, shape.experts, shape.seats
+    after, used = np.zeros((2, L, E, E), np.float32), np.zeros((seats, 2, L, E + 1), np.int64)
+    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used)
+
+
+def begin_request(known: Evidence, seat: int) -> None:
+    """The request's own counts start anew."""
+    known.tokens[seat] = 0
+    known.used[seat] = 0
 
 
 @compiled
@@ -62,7 +70,7 @@ def _fade(row: Chances, rate: float) -> None:
 
 
 @compiled
-def open_pass(known: Evidence, p: Float, layer: int, passes: float, learns: bool) -> None:
+def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, learns: bool) -> None:
     """A pass of `layer` begins, or `passes` of them: averages decay, and what was used is now what was used before."""
     E = known.after.shape[3]
     known.rows[PASSES, layer] += passes
@@ -70,7 +78,7 @@ def open_pass(known: Evidence, p: Float, layer: int, passes: float, learns: bool
         kept = (1.0 - p[r]) ** passes
         for expert in range(layer * E, (layer + 1) * E):
             known.rows[AVERAGES + r, expert] *= kept
-    before, now = known.used[0, layer], known.used[1, layer]
+    before, now = known.used[seat, 0, layer], known.used[seat, 1, layer]
     for i in range(now[E]):
         before[i] = now[i]
         if learns:
@@ -80,16 +88,16 @@ def open_pass(known: Evidence, p: Float, layer: int, passes: float, learns: bool
 
 
 @compiled
-def use(known: Evidence, p: Float, layer: int, e: int, share: float, passes: float, decode: bool) -> None:
+def use(known: Evidence, p: Float, seat: int, layer: int, e: int, share: float, passes: float, decode: bool) -> None:
     """Expert number `e` of the layer was used by the share `share` of the tokens of the pass that is open."""
     E = known.after.shape[3]
     expert = layer * E + e
     for r in range(2):
         known.rows[AVERAGES + r, expert] += (1.0 - (1.0 - p[r]) ** passes) * share
-    known.rows[TOKENS, expert] += share * passes
+    known.tokens[seat, expert] += share * passes
     known.rows[RUN_TOKENS, expert] += share * passes
     known.rows[LAST, expert] = known.rows[PASSES, layer]
-    before, now = known.used[0, layer], known.used[1, layer]
+    before, now = known.used[seat, 0, layer], known.used[seat, 1, layer]
     for i in range(before[E]):
         known.after[0, layer, before[i], e] += np.float32(p[FOLLOW_RATE])
     if decode:
@@ -98,10 +106,10 @@ def use(known: Evidence, p: Float, layer: int, e: int, share: float, passes: flo
 
 
 @compiled
-def learn_ahead(known: Evidence, p: Float, layer: int) -> None:
+def learn_ahead(known: Evidence, p: Float, seat: int, layer: int) -> None:
     """Of a decoded token: what `layer` used has followed what the layer before it used."""
     E = known.after.shape[3]
-    before, now = known.used[1, layer - 1], known.used[1, layer]
+    before, now = known.used[seat, 1, layer - 1], known.used[seat, 1, layer]
     for i in range(before[E]):
         row = known.after[1, layer - 1, before[i]]
         _fade(row, p[AHEAD_RATE])
@@ -130,11 +138,11 @@ def _sum_after(after: Chances, used: Int, out: Float) -> None:
 
 
 @compiled
-def weigh(known: Evidence, p: Float, layer: int) -> None:
-    """Bring the layer's evidence up to date with the pass that is open."""
+def weigh(known: Evidence, p: Float, seat: int, layer: int) -> None:
+    """Bring the layer's evidence up to date with the pass that is open, for the request in `seat`."""
     E = known.after.shape[3]
     first = layer * E
-    rows, used = known.rows[:, first : first + E], known.used[1, layer]
+    rows, used = known.rows[:, first : first + E], known.used[seat, 1, layer]
     run = 0.0
     for e in range(E):
         rows[FAST, e] = rows[AVERAGES, e]
@@ -144,16 +152,16 @@ def weigh(known: Evidence, p: Float, layer: int) -> None:
     prior = p[PRIOR_TOKENS] * max(used[E], 1)
     for e in range(E):
         popular = (rows[RUN_TOKENS, e] + 0.01) / (run + 0.01 * E)
-        rows[REQUEST, e] = rows[TOKENS, e] + prior * popular
+        rows[REQUEST, e] = known.tokens[seat, first + e] + prior * popular
     _sum_after(known.after[0, layer], used, rows[FOLLOWERS])
     for kind in (FAST, SLOW, REQUEST, FOLLOWERS):
         _log_lifts(rows[kind], p[EPS])
 
 
 @compiled
-def weigh_ahead(known: Evidence, p: Float, layer: int, out: Float) -> None:
+def weigh_ahead(known: Evidence, p: Float, seat: int, layer: int, out: Float) -> None:
     """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which has just routed."""
-    _sum_after(known.after[1, layer], known.used[1, layer], out)
+    _sum_after(known.after[1, layer], known.used[seat, 1, layer], out)
     _log_lifts(out, p[EPS])
 
 
@@ -161,25 +169,24 @@ def weigh_ahead(known: Evidence, p: Float, layer: int, out: Float) -> None:
 def learn(
     known: Evidence,
     p: Float,
+    seat: int,
     layer: int,
     experts: Int,
     counts: Int,
-    first: int,
-    last: int,
     decode: bool,
     opens: bool,
     top_k: int,
 ) -> None:
-    """The event of `layer` chose experts[first:last], each for counts[first:last] tokens; a pass begins if `opens`."""
+    """The request in `seat` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`."""
     E = known.after.shape[3]
     total = most = 0
-    for i in range(first, last):
+    for i in range(len(experts)):
         total += counts[i]
         most = max(most, counts[i])
     passes = 1.0 if decode else max(1.0, most, total / top_k if top_k else 0.0)
     if opens:
-        open_pass(known, p, layer, passes, decode)
-    for i in range(first, last):
+        open_pass(known, p, seat, layer, passes, decode)
+    for i in range(len(experts)):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
-        use(known, p, layer, experts[i] - layer * E, share, passes, decode)
-    weigh(known, p, layer)
+        use(known, p, seat, layer, experts[i] - layer * E, share, passes, decode)
+    weigh(known, p, seat, layer)

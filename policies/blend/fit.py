@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.blend.evidence import KINDS, SETTINGS, TOKENS, learn, learn_ahead, nothing_known, weigh_ahead
+from policies.blend.evidence import KINDS, SETTINGS, begin_request, learn, learn_ahead, nothing_known, weigh_ahead
 from policies.core.policy import Float, Int, Shape
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -46,21 +46,20 @@ def samples(
     before: list[Float] = []
     used: list[Float] = []
     for request in (trace.steps(i) for i in range((len(trace.requests) + 1) // 2)):
-        known.rows[TOKENS] = 0
-        known.used[:] = 0
+        begin_request(known, 0)
         for step, phase in enumerate(request.phase.tolist()):
             for layer in range(shape.layers):
                 first, last = request.offsets[step * shape.layers + layer :][:2].tolist()
                 chosen = request.experts[first:last] - layer * E
                 if layer and phase == DECODE and rng.random() < SHARE:
                     ahead = np.empty(E)
-                    weigh_ahead(known, p, layer - 1, ahead)
+                    weigh_ahead(known, p, 0, layer - 1, ahead)
                     before.append(np.concatenate([evidence(layer), ahead[None]]).T)
                     used.append(np.isin(np.arange(E), chosen).astype(float))
-                event = request.experts, request.counts, first, last, phase == DECODE, True
-                learn(known, p, layer, *event, trace.top_k)
+                event = request.experts[first:last], request.counts[first:last], phase == DECODE, True
+                learn(known, p, 0, layer, *event, trace.top_k)
                 if layer and phase == DECODE:
-                    learn_ahead(known, p, layer)
+                    learn_ahead(known, p, 0, layer)
                 passes[layer].append(chosen)
                 if rng.random() < SHARE:
                     drawn.append((layer, len(passes[layer]), evidence(layer).T.copy()))

@@ -6,14 +6,25 @@ throughout a call. So a `compiled` function must not create an array ("NRT requi
 array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
-kept under the dates of all files of this package with compiled functions, so that nothing stale is ever played.
+kept under the dates of all files of this package with compiled functions, and of the list that numbers the policies, so
+that nothing stale is ever played.
+
+Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
+Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
 """
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import njit
+from numba import config, njit, types
+from numba.core.codegen import CPUCodeLibrary
+from numba.core.compiler import Compiler
+from numba.core.registry import CPUDispatcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -21,12 +32,32 @@ R = TypeVar("R")
 
 def _stamp() -> tuple[tuple[str, int, int], ...]:
     sources = sorted(Path(__file__).parents[1].rglob("*.py"))
-    dated = [(path, path.stat()) for path in sources if b"policies.core.compiled import" in path.read_bytes()]
+    marks = b"policies.core.compiled import", b"BUILT_IN ="
+    dated = [(path, path.stat()) for path in sources if any(mark in path.read_bytes() for mark in marks)]
     return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in dated)
 
 
 STAMP = _stamp()
-"""Name, date and size of every file of this package with compiled functions."""
+"""Name, date and size of every file of this package with compiled functions, and of the list of policies."""
+
+
+def _kept_for_now() -> bool:
+    """Whether no folder on disk can keep what is compiled; then one does that ends with this process."""
+
+    def probe() -> None: ...
+
+    try:
+        njit(cache=True)(probe)
+    except RuntimeError:  # no folder beside the sources, in the user's home, or in NUMBA_CACHE_DIR is writable
+        folder = tempfile.mkdtemp(prefix="moe-expert-cache-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
+        config.reload_config()
+        return True
+    return False
+
+
+KEPT_FOR_NOW = _kept_for_now()
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,4 +83,38 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
         file._source_stamp = file._source_stamp, STAMP
+        part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
+        made.get_call_template, made.get_overload = part.get_call_template, part.get_overload
     return made  # type: ignore[no-any-return]
+
+
+class _Part(CPUDispatcher):
+    """A function as compiled functions call it: a part of theirs, which Python cannot call."""
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """As numba's, but literal arguments are values like others: one version serves all."""
+        return super().get_call_template([types.unliteral(each) for each in args], kws)
+
+    def add_overload(self, result: Any) -> None:
+        """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
+        key = object()
+        self.targetctx.insert_user_function(key, result.fndesc, [result.library])
+        self.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
+
+
+class _PartCompiler(Compiler):
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        flags = self.state.flags
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        self.state.library = _PartLibrary(self.state.targetctx.codegen(), "part")
+
+
+class _PartLibrary(CPUCodeLibrary):
+    """Code that is optimized and made executable once, in the function that Python calls."""
+
+    def finalize(self) -> None:
+        """Link what it calls."""
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True

@@ -2,13 +2,19 @@
 
 Retention (what to keep) and prefetch (what to fetch early) are separate axes that compose. Most retention policies
 are scores over layers x experts, the shape of an EAM: the evictable expert with the least score goes, and what ties
-falls to the lower id. Rules 3, 4, 8 and 10 of the contract say when each method is called.
+falls to the lower id. Rules 3, 4, 8 and 10 of docs/contract.md say when each method is called; an event holds nothing
+that a policy must not know yet (rule 16).
+
+A step may be of several requests, each in a seat of the batch. What tells of the request itself is its own and is kept
+by seat: what it has used so far, what its latest token chose, which past request it resembles. It begins anew with
+`begin_request` and is learned from in `end_request`. What tells of the run is merged, whoever chose: counts of use,
+recency, what has been learned, and keep scores, of which an expert has one however many requests want it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +34,14 @@ NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as policies see it: L MoE layers of E experts; expert `e` of layer `l` has the id `l * E + e`."""
+    """A model as policies see it: L MoE layers of E experts; expert `e` of layer `l` has the id `l * E + e`.
+
+    `seats` is how many requests the batch of this run holds at most; it says nothing of the model.
+    """
 
     layers: int
     experts: int
+    seats: int = field(default=1, compare=False)
 
     @property
     def total(self) -> int:
@@ -72,17 +82,40 @@ class Options:
     """Options of a policy that has none; one that has some declares a frozen dataclass of its own."""
 
 
+class Kernel(NamedTuple):
+    """A policy as compiled functions over its state, a NamedTuple of arrays, which compiled engines then play.
+
+    Arrays of the state have the same types whatever shape and options are; `start` makes it for the default options of
+    any shape, one of a single expert included. Halves of one name that share what they learn have the same `start`.
+    """
+
+    start: Callable[[Shape, Any], Any]  # the state when a run begins
+    observe: Callable[..., None] | None = None  # (state, event); of a retention policy (state, keep, event)
+    propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
+    begin_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
+    end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
+
+
 class Listener:
-    """What retention and prefetch have in common: they hear of requests and of events."""
+    """What retention and prefetch have in common: they hear of requests and of events.
+
+    One that is compiled declares a `kernel`, and has its `state`.
+    """
 
     name: ClassVar[str]
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
+    kernel: ClassVar[Kernel | None] = None
+    state: Any
 
-    def __init__(self, shape: Shape, options: object) -> None:
+    def __init__(self, shape: Shape, options: object, state: object = None) -> None:
+        """`state`: what another half has begun."""
         self.shape = shape
         self.options = options
+        if self.kernel:
+            self.observes = self.kernel.observe is not None
+            self.state = self.kernel.start(shape, options) if state is None else state
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Oracles alone: the routing of the whole run, before it starts.
@@ -92,12 +125,16 @@ class Listener:
 
     def begin_request(self, request: int, seat: int) -> None:
         """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the order of play."""
+        if self.kernel and self.kernel.begin_request and self.observes:
+            self.kernel.begin_request(self.state, seat)
 
     def observe(self, event: Event) -> None:
         """Rule 3: the router of an event is known."""
 
     def end_request(self, seat: int) -> None:
         """The last step of the request in `seat` has ended: the time to learn from it."""
+        if self.kernel and self.kernel.end_request and self.observes:
+            self.kernel.end_request(self.state, seat)
 
 
 class RetentionPolicy(Listener, ABC):
@@ -131,9 +168,14 @@ class ScorePolicy(RetentionPolicy):
     rule: ClassVar[int] = 0
     listed: ClassVar[bool] = False
 
-    def __init__(self, shape: Shape, options: object) -> None:
-        super().__init__(shape, options)
+    def __init__(self, shape: Shape, options: object, state: object = None) -> None:
+        super().__init__(shape, options, state)
         self.keep = np.zeros((3, shape.total), np.float64)
+
+    def observe(self, event: Event) -> None:
+        """Rule 3, of one that is compiled; others override this."""
+        if self.kernel and self.kernel.observe:
+            self.kernel.observe(self.state, self.keep, event)
 
     def victim(self, evictable: Int) -> int:
         """The definition; the residency machine does the same over its slots, compiled."""
@@ -148,14 +190,29 @@ class Prefetcher(Listener):
     needs_lookahead: ClassVar[bool] = False  # True: engines refuse a trace without that column
     one_scale_with: ClassVar[str] = ""  # a retention policy whose keep scores compare with the priorities (rule 6)
 
+    def __init__(self, shape: Shape, options: object, state: object = None) -> None:
+        super().__init__(shape, options, state)
+        if self.kernel:
+            self.observes = self.observes and state is None
+            self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "Prefetcher":
-        """The prefetcher of the same name and options as `keeper`; one that shares its knowledge overrides this."""
-        return cls(keeper.shape, keeper.options)
+        """Return the prefetcher of the same name and options as `keeper`: it shares a state of the same start."""
+        shares = cls.kernel and keeper.kernel and cls.kernel.start is keeper.kernel.start
+        return cls(keeper.shape, keeper.options, keeper.state) if shares else cls(keeper.shape, keeper.options)
 
     def window(self, experts_per_layer: float) -> None:
         """Before the run, from an engine that knows: experts the link carries while one layer of a token computes."""
 
+    def observe(self, event: Event) -> None:
+        """Rule 3, of one that is compiled; others override this."""
+        if self.kernel and self.kernel.observe:
+            self.kernel.observe(self.state, event)
+
     def propose(self, event: Event) -> tuple[Int, Float]:
         """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first."""
-        return NOTHING
+        if self.kernel is None or self.kernel.propose is None:
+            return NOTHING
+        n = self.kernel.propose(self.state, event, self._ids, self._priorities)
+        return self._ids[:n], self._priorities[:n]

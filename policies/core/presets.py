@@ -54,7 +54,7 @@ PRESETS = (
         ":replacement=least-used:keep=most-visited",
         "MoE-Infinity's first public release, which is not what its paper prints.",
         "The release has 20 FIFO levels, demand on the first and every prefetch on the next, where they stay until "
-        "they start; here each proposal replaces the queue (rule 4 of the contract) and the highest priority starts "
+        "they start; here each proposal replaces the queue (rule 4) and the highest priority starts "
         "first. It weighs a prefetch by 1 - distance / (L + 1), here / L; and in place of leaving out the rows up "
         "to the current layer it makes them uniform on both sides, which adds the same to every similarity. "
         "Unverified: how it breaks ties, and whether its visits outlive an eviction, as they do not here. Later "
@@ -74,7 +74,7 @@ PRESETS = (
         "lru+gate@layer",
         "mixtral-offloading: LRU of each layer's own, and the next layer's gate applied early (needs lookahead).",
         "In the real system (arXiv 2312.17238) a swap also copies the victim back to the host; here eviction is "
-        "free (rule 7 of the contract). It fetches a fixed number of the speculated experts once the layer's own "
+        "free (rule 7). It fetches a fixed number of the speculated experts once the layer's own "
         "are there, and quantises experts and dense layers, which is a matter of the model profile.",
     ),
     Preset(
@@ -109,8 +109,8 @@ PRESETS = (
         "in-depth",
         "lfu-aged+gate",
         "In-depth analysis: an LFU variant, and speculation by the next layer's gate (needs lookahead).",
-        "The paper (arXiv 2511.05814) was not at hand beyond its summary in our design notes: that its variant of "
-        "LFU ages is our guess, since an unaged one freezes on a decode's cyclic traffic. Unverified.",
+        "Only a summary of the paper (arXiv 2511.05814) was read: that its variant of LFU ages is our guess, since "
+        "an unaged one freezes on a decode's cyclic traffic. Unverified.",
     ),
     Preset(
         "hobbit",

@@ -30,7 +30,6 @@ BUILT_IN = (
     "retention.fifo",
     "eamc.eamc",
     "retention.belady",
-    "prefetch.oracle1",
     "prefetch.oracle",
     "prefetch.popular",
     "retention.lfu_perfect",
@@ -102,6 +101,14 @@ def _load() -> None:
         importlib.import_module(f"policies.{module}")
     for entry in entry_points(group="moe_expert_cache.policies"):
         entry.load()
+
+
+def built_in() -> list[type[Listener]]:
+    """Return the policies of the modules in BUILT_IN, in their order."""
+    _load()
+    places = {f"policies.{module}": place for place, module in enumerate(BUILT_IN)}
+    held = [cls for table in (_retention, _prefetch) for cls in table.values() if cls.__module__ in places]
+    return sorted(held, key=lambda cls: places[cls.__module__])
 
 
 @dataclass(frozen=True)

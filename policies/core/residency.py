@@ -40,8 +40,11 @@ class Residency(Protocol):
         """Slots in use: a device needs so many."""
         ...
 
-    def route(self, experts: Int) -> list[int]:
-        """Look up the experts of an event, ascending ids (rules 1 and 2). Return the hits, ascending."""
+    def route(self, experts: Int) -> tuple[list[int], int]:
+        """Look up the experts of an event, ascending ids (rules 1 and 2).
+
+        Return the hits, ascending, and how many demands are queued now.
+        """
         ...
 
     def propose(self, experts: Int, priorities: Float) -> None:
@@ -149,6 +152,7 @@ class PolicyResidency:
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
+        self._one = memoryview(m[core.ONE])
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(core.arrived, m)
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
@@ -166,8 +170,8 @@ class PolicyResidency:
         """The state of a score policy's residency, for the compiled engine."""
         return Compiled(self.m, self.keep, self.rule, self.one_scale)
 
-    def route(self, experts: Int) -> list[int]:
-        """Look up the experts of an event, ascending ids (rules 1 and 2). Return the hits, ascending."""
+    def route(self, experts: Int) -> tuple[list[int], int]:
+        """Look up the experts of an event, ascending ids (rules 1 and 2); the hits, and how many demands are queued."""
         if self._on_hit:
             states = self.m[core.STATE, experts]
             here = experts[(states == core.LOADING) | (states == core.READY)].tolist()
@@ -175,8 +179,7 @@ class PolicyResidency:
         if self._on_hit:
             for expert in here:
                 self._on_hit(expert, self.serial)
-        found: list[int] = self._hits[:hits].tolist()
-        return found
+        return self._hits[:hits].tolist(), self._one[core.LAST_DEMAND]
 
     def computed(self, expert: int) -> None:
         """The compute of `expert` in its event has ended: unpin it (rule 2)."""
@@ -292,11 +295,11 @@ class ObservedResidency:
         """Slots in use."""
         return self._residency.slots
 
-    def route(self, experts: Int) -> list[int]:
+    def route(self, experts: Int) -> tuple[list[int], int]:
         """Rules 1 and 2."""
-        hits = self._residency.route(experts)
+        hits, queued = self._residency.route(experts)
         self._observer.routed(experts, hits)
-        return hits
+        return hits, queued
 
     def propose(self, experts: Int, priorities: Float) -> None:
         """Rule 4."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from numba import njit
 
+from policies.core.compiled import allocating
 from policies.core.policy import NO_INTS, Int, Options, Shape
 from traces.errors import InputError
 from traces.steps import PREFILL, RequestSteps
@@ -122,7 +122,7 @@ def lru_curves(accesses: Int, shape: Shape) -> Int:
     return curves
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _places(accesses: Int, L: int, E: int) -> Int:
     """int64[L, E + 2]: accesses by the place, from 1, that their expert had in its layer; first uses come last."""
     recent = np.empty((L, E), np.int64)  # the layer's experts, the last used first

@@ -1,4 +1,4 @@
-"""Keep scores that are mere bookkeeping of lookups and starts (rule 8 of the contract), compiled, chosen by number.
+"""Keep scores that are mere bookkeeping of lookups and starts (rule 8), compiled, chosen by number.
 
 Numba cannot keep on disk a kernel that takes functions as arguments, hence this one dispatch table. `keep` is
 float64[3, L*E]: row 0 the primary score, row 1 the secondary; serial numbers stay exact in a float64 up to 2**53.

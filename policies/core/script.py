@@ -121,16 +121,16 @@ class ScriptedResidency(PolicyResidency):
                     self._coming[decision.expert].popleft()
             self._next = end
 
-    def route(self, experts: Int) -> list[int]:
+    def route(self, experts: Int) -> tuple[list[int], int]:
         """Rules 1 and 2; of what is absent, the script says whether it is late or a miss."""
         self._moment += 1
-        hits = super().route(experts)
+        hits, _ = super().route(experts)
         one = self.m[core.ONE]
         absent = self.m[core.DEMANDS, : one[core.LAST_DEMAND]].tolist()
         late = sum(self._coming[expert][0] is Act.PREFETCH for expert in absent)
         one[core.N_MISSES] -= late
         one[core.N_LATE] += late
-        return hits
+        return hits, len(self._decisions) - self._next
 
     def _propose(self, experts: Int, priorities: Float) -> None:
         self._moment += 1

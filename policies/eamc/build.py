@@ -26,7 +26,7 @@ def build(trace: Trace, policy: str) -> Predictor:
     by_phase = {phase: trace.eams(phase) for phase in (PREFILL, DECODE)}
     for i in range(len(trace.requests)):
         for phase, eams in by_phase.items():
-            predictor.of_phase(phase).bucket.eam[REQUEST] += eams[i].ravel()
+            predictor.of_phase(phase).bucket.eam[0, REQUEST] += eams[i].ravel()
         predictor.learn()
     return predictor
 

@@ -21,10 +21,10 @@ from policies.eamc.options import EamcOptions
 
 
 class Collection:
-    """An EAMC of at most `capacity` EAMs, and the running request against it (`bucket`, see matching.py)."""
+    """An EAMC of at most `capacity` EAMs, and the running requests against it (`bucket`, see matching.py)."""
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
-        L, total, C = shape.layers, shape.total, options.capacity
+        L, total, C, seats = shape.layers, shape.total, options.capacity, shape.seats
         self.shape = shape
         self.options = options
         self.waiting: list[Int] = []  # of k-means, in order: [L*E] each
@@ -34,13 +34,14 @@ class Collection:
             inverse=np.zeros((L, C)),
             born=np.zeros(C, np.int64),
             uses=np.zeros(C, np.int64),
-            eam=np.zeros((2, total), np.int64),
-            dots=np.zeros((2, L, C), np.int64),
-            squares=np.zeros((2, L), np.int64),
-            past=np.zeros((2, C)),
-            future=np.zeros((L, C)),
+            eam=np.zeros((seats, 2, total), np.int64),
+            dots=np.zeros((seats, 2, L, C), np.int64),
+            squares=np.zeros((seats, 2, L), np.int64),
+            past=np.zeros((seats, 2, C)),
+            future=np.zeros((seats, L, C)),
             scratch=np.zeros((2, C)),
-            matched=np.full(options.matches, NO_MATCH),
+            matched=np.full((seats, options.matches), NO_MATCH),
+            layer=np.zeros(seats, np.int64),
             numbers=np.zeros(matching.NUMBERS, np.int64),
         )
         numbers = self.bucket.numbers
@@ -76,18 +77,18 @@ class Collection:
 
         `begins`: it is the first event of its step.
         """
-        accesses = event.experts, event.counts, 0, len(event.experts)
-        changed: bool = matching.observe(self.bucket, begins, event.layer, *accesses)
+        changed: bool = matching.observe(self.bucket, begins, event, 0)
         return changed
 
-    def learn(self) -> None:
-        """The request has ended: its rEAM is added, and a new one begins."""
+    def learn(self, seat: int = 0) -> None:
+        """The request in `seat` has ended: its rEAM is added, and a new one begins."""
         bucket = self.bucket
-        if bucket.eam[REQUEST].any():
-            self.add(bucket.eam[REQUEST])
-            bucket.eam[REQUEST] = 0
-            bucket.dots[REQUEST] = 0
-            bucket.squares[REQUEST] = 0
+        bucket.matched[seat] = NO_MATCH
+        if bucket.eam[seat, REQUEST].any():
+            self.add(bucket.eam[seat, REQUEST])
+            bucket.eam[seat, REQUEST] = 0
+            bucket.dots[seat, REQUEST] = 0
+            bucket.squares[seat, REQUEST] = 0
 
     def add(self, eam: Int, uses: int = 0) -> None:
         """Store an EAM [L*E], not all zero, in the place that the rule of replacement gives it."""
@@ -117,6 +118,10 @@ class Collection:
         self.eams[entry] = bucket.columns[:, entry] = eam
         norms = np.sqrt(self._counted_squares(eam))
         bucket.inverse[:, entry] = np.divide(1.0, norms, out=np.zeros(len(norms)), where=norms > 0)
+        for seat in range(self.shape.seats):  # others that run now resemble another EAM at this entry
+            rows = self.shape.layers, self.shape.experts
+            products = bucket.eam[seat].reshape(2, *rows) * eam.reshape(rows)
+            bucket.dots[seat, :, :, entry] = products.sum(axis=2)
         self._learned += 1
         bucket.born[entry], bucket.uses[entry] = self._learned, uses
 

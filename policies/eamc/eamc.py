@@ -28,7 +28,7 @@ import numpy as np
 
 from policies.core import scores
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
 from policies.eamc.collection import Collection
@@ -39,19 +39,23 @@ from traces.errors import InputError, located
 
 
 @compiled
-def predict(eams: Int, matched: Int, threshold: float, ratios: Float, ids: Int, starts: Int) -> None:
-    """ratios [L*E]: those of the matched EAMs' sum; ids: the experts above `threshold`, row l from starts[l] on.
+def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
+    """Fill ratios with those of the sum of what the event's requests match, ids with the experts above the threshold.
 
-    Without a match all ratios are 0 and there are no candidates. starts: [L+1].
+    Without a match all ratios are 0 and there are no candidates.
     """
+    ratios, ids, starts, threshold = says.ratios, says.ids, says.starts, says.settings[THRESHOLD]
     starts[:] = 0
     ratios[:] = 0.0
-    if matched[0] == NO_MATCH:
+    found = False
+    for seat in event.seats:
+        for entry in bucket.matched[seat]:
+            if entry != NO_MATCH:
+                found = True
+                for expert in range(len(ratios)):
+                    ratios[expert] += bucket.eams[entry, expert]
+    if not found:
         return
-    for entry in matched:
-        if entry != NO_MATCH:
-            for expert in range(len(ratios)):
-                ratios[expert] += eams[entry, expert]
     L = len(starts) - 1
     E, n = len(ratios) // L, 0
     for row in range(L):
@@ -87,15 +91,15 @@ def weigh(ratios: Float, eps: float, decay: Float, keep: Float) -> None:
             keep[expert] = (ratios[expert] + eps) * decay[row]
 
 
-STEP, SHOWN, SPLIT, DEPTH, BY_RATIO, FOLLOWS_LAYER, SPARES_CANDIDATES, NUMBERS = range(8)
-"""Places in `Prediction.numbers`: the request's step that runs; the phase whose match the ratios are of; flag: whether
-the phases have a collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay
-follows the layer, candidates are spared."""
+SHOWN, SHOWN_SEAT, SPLIT, DEPTH, BY_RATIO, FOLLOWS_LAYER, SPARES_CANDIDATES, NUMBERS = range(8)
+"""Places in `Prediction.numbers`: the phase and the seat whose match the ratios are of; flag: whether the phases have a
+collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay follows the layer,
+candidates are spared."""
 
 THRESHOLD, EPS = range(2)
 """Places in `Prediction.settings`."""
 
-NONE = -1  # in place of a step or a phase
+NONE = -1  # in place of a step, a phase or a seat
 
 
 class Prediction(NamedTuple):
@@ -107,10 +111,11 @@ class Prediction(NamedTuple):
     decay: Float  # [L, L] of the keep score, by current layer and by layer of the expert
     settings: Float  # [2]
     numbers: Int  # [NUMBERS]
+    steps: Int  # [seats] each request's step that runs
 
 
 class Matched(NamedTuple):
-    """The running request against the collections of its phases, and what that predicts."""
+    """The running requests against the collections of their phases, and what that predicts."""
 
     prefill: Bucket
     decode: Bucket  # the same one, if the phases are not split
@@ -118,37 +123,39 @@ class Matched(NamedTuple):
 
 
 @compiled
-def match(
-    bucket: Bucket,
-    says: Prediction,
-    meets: int,
-    step: int,
-    layer: int,
-    experts: Int,
-    counts: Int,
-    first: int,
-    last: int,
-) -> bool:
+def match(bucket: Bucket, says: Prediction, meets: int, event: Event) -> bool:
     """Match anew in the bucket of phase `meets` (0 if they are not split); whether the ratios have changed."""
-    numbers = says.numbers
-    begins = numbers[STEP] != step
-    numbers[STEP] = step
-    changed = matching.observe(bucket, begins, layer, experts, counts, first, last)
-    if not changed and numbers[SHOWN] == meets:
+    numbers, changed = says.numbers, False
+    for r in range(len(event.seats)):
+        begins = says.steps[event.seats[r]] != event.steps[r]
+        says.steps[event.seats[r]] = event.steps[r]
+        changed |= matching.observe(bucket, begins, event, r)
+    shown = event.seats[0] if len(event.seats) == 1 else NONE
+    if not changed and numbers[SHOWN] == meets and shown != NONE and numbers[SHOWN_SEAT] == shown:
         return False
-    numbers[SHOWN] = meets
-    predict(bucket.eams, bucket.matched, says.settings[THRESHOLD], says.ratios, says.ids, says.starts)
+    numbers[SHOWN], numbers[SHOWN_SEAT] = meets, shown
+    predict(bucket, says, event)
     return True
 
 
 @compiled
-def observe(
-    known: Matched, phase: int, step: int, layer: int, experts: Int, counts: Int, first: int, last: int
-) -> bool:
-    """`match` in the bucket of `phase`."""
-    meets = phase if known.says.numbers[SPLIT] else 0
+def match_phase(known: Matched, event: Event) -> bool:
+    """`match` in the bucket of the event's phase."""
+    meets = event.phase if known.says.numbers[SPLIT] else 0
     bucket = known.decode if meets else known.prefill
-    return match(bucket, known.says, meets, step, layer, experts, counts, first, last)
+    return match(bucket, known.says, meets, event)
+
+
+@compiled
+def observe(known: Matched, event: Event) -> None:
+    """Match anew."""
+    match_phase(known, event)
+
+
+@compiled
+def observe_and_score(known: Matched, keep: Float, event: Event) -> None:
+    """Match anew, and write the keep scores that this changes."""
+    score(known.says, keep, match_phase(known, event), event.layer)
 
 
 @compiled
@@ -174,8 +181,9 @@ def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
 
 
 @compiled
-def fetch(says: Prediction, layer: int, ids: Int, priorities: Float) -> int:
+def fetch(known: Matched, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the candidates of the layers ahead; how many."""
+    says, layer = known.says, event.layer
     begin, end, until = candidates(says, layer)
     propose(says.ratios, says.ids, says.starts, layer, until, says.settings[EPS], priorities)
     for i in range(begin, end):
@@ -184,20 +192,14 @@ def fetch(says: Prediction, layer: int, ids: Int, priorities: Float) -> int:
 
 
 @compiled
-def match_and_score(
-    bucket: Bucket,
-    says: Prediction,
-    keep: Float,
-    meets: int,
-    step: int,
-    layer: int,
-    experts: Int,
-    counts: Int,
-    first: int,
-    last: int,
-) -> None:
+def match_and_score(bucket: Bucket, says: Prediction, keep: Float, meets: int, event: Event) -> None:
     """Both in one call, since a call from Python costs as much for each array it is given."""
-    score(says, keep, match(bucket, says, meets, step, layer, experts, counts, first, last), layer)
+    score(says, keep, match(bucket, says, meets, event), event.layer)
+
+
+def begin(shape: Shape, options: EamcOptions) -> Matched:
+    """Return the state of a run."""
+    return Predictor(shape, options).matched
 
 
 class Predictor:
@@ -217,10 +219,11 @@ class Predictor:
             decay=_decay(options.decay, shape.layers),
             settings=np.array([options.threshold, options.eps], np.float64),
             numbers=np.zeros(NUMBERS, np.int64),
+            steps=np.full(shape.seats, NONE),
         )
         self.matched = Matched(self.collections[0].bucket, self.collections[-1].bucket, self.says)
         numbers = self.says.numbers
-        numbers[STEP] = numbers[SHOWN] = NONE
+        numbers[SHOWN] = numbers[SHOWN_SEAT] = NONE
         numbers[SPLIT] = options.split
         numbers[DEPTH] = options.depth or shape.layers
         numbers[BY_RATIO], numbers[FOLLOWS_LAYER] = options.keep == "ratio", options.decay == "next"
@@ -234,19 +237,14 @@ class Predictor:
 
     def observe(self, event: Event) -> bool:
         """Match anew; whether the ratios have changed."""
-        accesses = event.experts, event.counts, 0, len(event.experts)
         meets = event.phase if self.options.split else 0
-        changed: bool = match(
-            self.collections[meets].bucket, self.says, meets, int(event.steps[0]), event.layer, *accesses
-        )
+        changed: bool = match(self.collections[meets].bucket, self.says, meets, event)
         return changed
 
     def score(self, event: Event, keep: Float) -> None:
         """Match anew, and write the keep scores that this changes."""
-        accesses = event.experts, event.counts, 0, len(event.experts)
         meets = event.phase if self.options.split else 0
-        bucket = self.collections[meets].bucket
-        match_and_score(bucket, self.says, keep, meets, int(event.steps[0]), event.layer, *accesses)
+        match_and_score(self.collections[meets].bucket, self.says, keep, meets, event)
 
     @property
     def ratios(self) -> Float:
@@ -263,11 +261,11 @@ class Predictor:
         """Where in `ids` those of each layer begin: [L + 1]."""
         return self.says.starts
 
-    def learn(self) -> None:
-        """The request has ended: its rEAMs join the collections."""
+    def learn(self, seat: int = 0) -> None:
+        """The request in `seat` has ended: its rEAMs join the collections."""
         for collection in self.collections:
-            collection.learn()
-        self.says.numbers[STEP] = self.says.numbers[SHOWN] = NONE
+            collection.learn(seat)
+        self.says.steps[seat] = self.says.numbers[SHOWN] = NONE
 
     @property
     def memory_bytes(self) -> int:
@@ -311,10 +309,11 @@ class EamcRetention(ScorePolicy):
 
     Options = EamcOptions
     rule = scores.VISITS
+    kernel = Kernel(begin, observe_and_score)
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
-        super().__init__(shape, options)
         self.predictor = Predictor(shape, options)
+        super().__init__(shape, options, self.predictor.matched)
         self.keep = np.zeros((scores.ROWS, shape.total))
         self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
@@ -325,7 +324,7 @@ class EamcRetention(ScorePolicy):
 
     def end_request(self, seat: int) -> None:
         """Learn the request."""
-        self.predictor.learn()
+        self.predictor.learn(seat)
 
 
 def _decay(name: str, L: int) -> Float:
@@ -342,16 +341,16 @@ class EamcPrefetcher(Prefetcher):
     """MoE-Infinity's EAMC: fetch what past requests like this one used in the layers to come."""
 
     Options = EamcOptions
+    kernel = Kernel(begin, observe, fetch)
 
     def __init__(self, shape: Shape, options: EamcOptions, predictor: Predictor | None = None) -> None:
-        super().__init__(shape, options)
-        self.observes = predictor is None
         self.predictor = predictor or Predictor(shape, options)
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+        super().__init__(shape, options, self.predictor.matched)
+        self.observes = predictor is None
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "EamcPrefetcher":
-        """The other half of a retention `eamc`: it reads what that one has matched."""
+        """Return the other half of a retention `eamc`: it reads what that one has matched."""
         assert isinstance(keeper, EamcRetention)
         return cls(keeper.shape, keeper.predictor.options, keeper.predictor)
 
@@ -362,9 +361,4 @@ class EamcPrefetcher(Prefetcher):
     def end_request(self, seat: int) -> None:
         """Learn the request (a prefetcher on its own)."""
         if self.observes:
-            self.predictor.learn()
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The candidates of the layers ahead."""
-        n = fetch(self.predictor.says, event.layer, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+            self.predictor.learn(seat)

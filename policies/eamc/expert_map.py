@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, ScorePolicy, Shape
-from policies.core.ranking import best
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape
+from policies.core.ranking import add, best
 from policies.core.registry import prefetcher, retention
 from traces.errors import InputError
 
-NO_MATCH = -1
+NO_MATCH, SEVERAL = -1, -2
 MOST_MAPS = 100_000
 
 
@@ -49,44 +49,50 @@ class ExpertMapOptions(Limits):
             raise InputError(f"expert-map needs a capacity of 1 to {MOST_MAPS:,} maps, not {self.capacity}")
 
 
-STEP, SIZE, MATCH, LEARNED, SQUARE, SHOWN_MATCH, SHOWN_LEARNED, DEPTH, NUMBERS = range(9)
-"""Places in `ExpertMaps.numbers`: the request's step that runs; maps stored; the nearest one; steps learned, with which
-alone the stored maps change; squared norm of the step's map so far; the match of `shares` and the steps learned then;
-layers ahead that are proposed."""
+SIZE, LEARNED, SHOWN_MATCH, SHOWN_LEARNED, DEPTH, NUMBERS = range(6)
+"""Places in `ExpertMaps.numbers`: maps stored; steps learned, with which alone the stored maps change; the match of
+`shares` and the steps learned then; layers ahead that are proposed."""
+
+STEP, MATCH, SQUARE, OWN_NUMBERS = range(4)
+"""Places in `ExpertMaps.own_numbers`: the request's step that runs; the nearest map; squared norm of the step's map so
+far."""
 
 NOT_BEGUN = -1
 
 
 class ExpertMaps(NamedTuple):
-    """The store, the map of the running step, and the stored map that it resembles most so far."""
+    """The store; by request the map of the running step, and the stored map that it resembles most so far."""
 
     stored: NDArray[np.int32]  # [L*E, capacity] tokens
     squares: Int  # [L, capacity] squared norms of layers 0 to l
-    dots: Int  # [capacity] with the step so far
-    own: Int  # [L*E] the step's map
-    own_squares: Int  # [L] its squared norms of layers 0 to l; 0 where a layer has not come
+    dots: Int  # [seats, capacity] with the step so far
+    own: Int  # [seats, L*E] the step's map
+    own_squares: Int  # [seats, L] its squared norms of layers 0 to l; 0 where a layer has not come
     shares: Float  # [L*E] of each expert in the match, for retention
     layer: Float  # [2, E] shares of a layer in the match; the same, ranked
     order: Int  # [E] ids by rank
     numbers: Int  # [NUMBERS]
+    own_numbers: Int  # [seats, OWN_NUMBERS]
 
 
-def no_maps(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
-    """The start of a run."""
-    L, E, C = shape.layers, shape.experts, options.capacity
+def begin(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
+    """Return the state of a run."""
+    L, E, C, seats = shape.layers, shape.experts, options.capacity, shape.seats
     numbers = np.zeros(NUMBERS, np.int64)
-    numbers[STEP] = numbers[MATCH] = numbers[SHOWN_MATCH] = NO_MATCH
-    numbers[DEPTH] = options.depth or L
+    numbers[SHOWN_MATCH], numbers[DEPTH] = NO_MATCH, options.depth or L
+    own_numbers = np.zeros((seats, OWN_NUMBERS), np.int64)
+    own_numbers[:, STEP], own_numbers[:, MATCH] = NOT_BEGUN, NO_MATCH
     return ExpertMaps(
         stored=np.zeros((L * E, C), np.int32),
         squares=np.zeros((L, C), np.int64),
-        dots=np.zeros(C, np.int64),
-        own=np.zeros(L * E, np.int64),
-        own_squares=np.zeros(L, np.int64),
+        dots=np.zeros((seats, C), np.int64),
+        own=np.zeros((seats, L * E), np.int64),
+        own_squares=np.zeros((seats, L), np.int64),
         shares=np.zeros(L * E),
         layer=np.empty((2, E)),
         order=np.empty(E, np.int64),
         numbers=numbers,
+        own_numbers=own_numbers,
     )
 
 
@@ -103,109 +109,138 @@ def _nearest(dots: Int, squares: Int, size: int) -> int:
 
 
 @compiled
-def learn(maps: ExpertMaps) -> None:
-    """Store the map of the step that has ended, unless it is empty, and begin another."""
-    numbers, size = maps.numbers, maps.numbers[SIZE]
-    if numbers[SQUARE]:
+def learn(maps: ExpertMaps, seat: int) -> None:
+    """Store the map of the request's step that has ended, unless it is empty, and begin another."""
+    numbers, size, own_numbers = maps.numbers, maps.numbers[SIZE], maps.own_numbers[seat]
+    dots, own, own_squares = maps.dots[seat], maps.own[seat], maps.own_squares[seat]
+    if own_numbers[SQUARE]:
         entry = size
-        if entry < len(maps.dots):
+        if entry < len(dots):
             numbers[SIZE] += 1
         else:
-            entry = max(_nearest(maps.dots, maps.squares[len(maps.squares) - 1], size), 0)
-        for expert in range(len(maps.own)):
-            maps.stored[expert, entry] = maps.own[expert]
+            entry = max(_nearest(dots, maps.squares[len(maps.squares) - 1], size), 0)
+        for expert in range(len(own)):
+            maps.stored[expert, entry] = own[expert]
         square = 0
-        for layer in range(len(maps.own_squares)):
-            square = max(square, maps.own_squares[layer])
+        for layer in range(len(own_squares)):
+            square = max(square, own_squares[layer])
             maps.squares[layer, entry] = square
+        for other in range(len(maps.own)):
+            if other != seat:
+                _compare_again(maps, other, entry)
     numbers[LEARNED] += 1
-    maps.dots[:] = 0
-    maps.own[:] = 0
-    maps.own_squares[:] = 0
-    numbers[SQUARE] = 0
-    numbers[MATCH] = NO_MATCH
+    dots[:] = 0
+    own[:] = 0
+    own_squares[:] = 0
+    own_numbers[SQUARE] = 0
+    own_numbers[MATCH] = NO_MATCH
 
 
-def end_request(maps: ExpertMaps) -> None:
+@compiled
+def _compare_again(maps: ExpertMaps, seat: int, entry: int) -> None:
+    """Another map stands at `entry` than the one that the request's step was compared with."""
+    dot = 0
+    for expert in range(maps.own.shape[1]):
+        dot += maps.own[seat, expert] * maps.stored[expert, entry]
+    maps.dots[seat, entry] = dot
+
+
+def end_request(maps: ExpertMaps, seat: int) -> None:
     """The last step has ended as well."""
-    learn(maps)
-    maps.numbers[STEP] = NOT_BEGUN
+    learn(maps, seat)
+    maps.own_numbers[seat, STEP] = NOT_BEGUN
 
 
 @compiled
-def observe(maps: ExpertMaps, step: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
-    """The trajectory grows, and is matched anew; a step that has ended is learned."""
-    numbers, stored, dots = maps.numbers, maps.stored, maps.dots
-    if numbers[STEP] != step:
-        learn(maps)
-        numbers[STEP] = step
-    size = numbers[SIZE]
-    for i in range(first, last):
-        maps.own[experts[i]] = counts[i]
-        numbers[SQUARE] += counts[i] * counts[i]
-        for c in range(size):
-            dots[c] += counts[i] * stored[experts[i], c]
-    maps.own_squares[layer] = numbers[SQUARE]
-    numbers[MATCH] = _nearest(dots, maps.squares[layer], size)
+def observe(maps: ExpertMaps, event: Event) -> None:
+    """Trajectories grow, and are matched anew; a step that has ended is learned."""
+    for r in range(len(event.seats)):
+        if maps.own_numbers[event.seats[r], STEP] != event.steps[r]:
+            learn(maps, event.seats[r])
+            maps.own_numbers[event.seats[r], STEP] = event.steps[r]
+    size = maps.numbers[SIZE]
+    for r in range(len(event.seats)):
+        seat = event.seats[r]
+        numbers, dots = maps.own_numbers[seat], maps.dots[seat]
+        for i in range(event.offsets[r], event.offsets[r + 1]):
+            expert, count = event.own_experts[i], event.own_counts[i]
+            maps.own[seat, expert] = count
+            numbers[SQUARE] += count * count
+            for c in range(size):
+                dots[c] += count * maps.stored[expert, c]
+        maps.own_squares[seat, event.layer] = numbers[SQUARE]
+        numbers[MATCH] = _nearest(dots, maps.squares[event.layer], size)
 
 
 @compiled
-def score(maps: ExpertMaps, keep: Float, experts: Int, first: int, last: int) -> None:
-    """After `observe`: keep by the share in the match x lookups; then by lookups."""
-    numbers, shares = maps.numbers, maps.shares
-    match = numbers[MATCH]
-    for i in range(first, last):
-        keep[1, experts[i]] += 1
-    if match == numbers[SHOWN_MATCH] and numbers[LEARNED] == numbers[SHOWN_LEARNED]:
-        for i in range(first, last):
-            keep[0, experts[i]] = shares[experts[i]] * keep[1, experts[i]]
+def score(maps: ExpertMaps, keep: Float, event: Event) -> None:
+    """`observe`, then keep by the share in the match x lookups; then by lookups. Of several matches the mean counts."""
+    observe(maps, event)
+    numbers, shares, requests = maps.numbers, maps.shares, len(event.seats)
+    match = maps.own_numbers[event.seats[0], MATCH]
+    for expert in event.experts:
+        keep[1, expert] += 1
+    if requests == 1 and match == numbers[SHOWN_MATCH] and numbers[LEARNED] == numbers[SHOWN_LEARNED]:
+        for expert in event.experts:
+            keep[0, expert] = shares[expert] * keep[1, expert]
         return
-    numbers[SHOWN_MATCH], numbers[SHOWN_LEARNED] = match, numbers[LEARNED]
-    if match == NO_MATCH:
-        shares[:] = 0.0
-    else:
-        _shares(maps.stored, match, len(maps.order), shares)
+    numbers[SHOWN_MATCH] = match if requests == 1 else SEVERAL
+    numbers[SHOWN_LEARNED] = numbers[LEARNED]
+    shares[:] = 0.0
+    for seat in event.seats:
+        if maps.own_numbers[seat, MATCH] != NO_MATCH:
+            _add_shares(maps.stored, maps.own_numbers[seat, MATCH], len(maps.order), requests, shares)
     for expert in range(len(shares)):
         keep[0, expert] = shares[expert] * keep[1, expert]
 
 
 @compiled
-def propose(maps: ExpertMaps, layer: int, least: int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with what the match chose after `layer`, of whose event `least` is the size; how many."""
-    numbers, entry = maps.numbers, maps.numbers[MATCH]
-    if entry == NO_MATCH:
-        return 0
-    cosine = maps.dots[entry] / np.sqrt(float(maps.squares[layer, entry]) * float(numbers[SQUARE]))
-    shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
-    E = len(order)
+def propose(maps: ExpertMaps, event: Event, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with what the matches chose in the next layers; how many."""
     n = 0
-    for i in range(layer + 1, min(layer + 1 + numbers[DEPTH], len(maps.squares))):
-        total = 0
-        for e in range(E):
-            total += maps.stored[i * E + e, entry]
-        if total == 0:
-            continue
-        for e in range(E):
-            shares[e] = maps.stored[i * E + e, entry] / total
-        mass = 0.0
-        for place in range(best(shares, i * E, 0.0, order, ranked)):
-            if place >= least and mass >= 1.0 - cosine:
-                break
-            mass += ranked[place]
-            ids[n], priorities[n] = order[place], ranked[place] / (i - layer)
-            n += 1
+    for i in range(event.layer + 1, min(event.layer + 1 + maps.numbers[DEPTH], len(maps.squares))):
+        first = n
+        for r in range(len(event.seats)):
+            if maps.own_numbers[event.seats[r], MATCH] != NO_MATCH:
+                least, others = event.offsets[r + 1] - event.offsets[r], first if r else len(ids)
+                n = _propose_layer(maps, event.seats[r], event.layer, i, least, others, n, ids, priorities)
     return n
 
 
 @compiled
-def _shares(stored: NDArray[np.int32], entry: int, E: int, shares: Float) -> None:
-    """shares[expert]: of its layer's tokens in `entry`."""
+def _propose_layer(
+    maps: ExpertMaps, seat: int, layer: int, i: int, least: int, first: int, n: int, ids: Int, priorities: Float
+) -> int:
+    """Add what the request's match chose in layer i, at least `least` experts; how many are proposed then."""
+    entry, E = maps.own_numbers[seat, MATCH], len(maps.order)
+    square = float(maps.squares[layer, entry]) * float(maps.own_numbers[seat, SQUARE])
+    cosine = maps.dots[seat, entry] / np.sqrt(square)
+    shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
+    total = 0
+    for e in range(E):
+        total += maps.stored[i * E + e, entry]
+    if total == 0:
+        return n
+    for e in range(E):
+        shares[e] = maps.stored[i * E + e, entry] / total
+    mass = 0.0
+    for place in range(best(shares, i * E, 0.0, order, ranked)):
+        if place >= least and mass >= 1.0 - cosine:
+            break
+        mass += ranked[place]
+        n = add(ids, priorities, first, n, order[place], ranked[place] / (i - layer))
+    return n
+
+
+@compiled
+def _add_shares(stored: NDArray[np.int32], entry: int, E: int, among: int, shares: Float) -> None:
+    """shares[expert] grows by that of its layer's tokens in `entry`, as one of `among`."""
     for first in range(0, len(shares), E):
         total = 0
         for expert in range(first, first + E):
             total += stored[expert, entry]
         for expert in range(first, first + E):
-            shares[expert] = stored[expert, entry] / total if total else 0.0
+            shares[expert] += stored[expert, entry] / total / among if total else 0.0
 
 
 @retention("expert-map")
@@ -213,20 +248,7 @@ class ExpertMapRetention(ScorePolicy):
     """fMoE's expert maps: keep what is used often and stands in the past step of the most similar trajectory."""
 
     Options = ExpertMapOptions
-
-    def __init__(self, shape: Shape, options: ExpertMapOptions) -> None:
-        super().__init__(shape, options)
-        self.maps = no_maps(shape, options)
-
-    def observe(self, event: Event) -> None:
-        """Match anew; share in the match x lookups, then lookups."""
-        experts, last = event.experts, len(event.experts)
-        observe(self.maps, int(event.steps[0]), event.layer, experts, event.counts, 0, last)
-        score(self.maps, self.keep, experts, 0, last)
-
-    def end_request(self, seat: int) -> None:
-        """The maps learn the last step."""
-        end_request(self.maps)
+    kernel = Kernel(begin, score, end_request=end_request)
 
 
 @prefetcher("expert-map")
@@ -234,31 +256,4 @@ class ExpertMap(Prefetcher):
     """fMoE's expert maps: fetch what the past step with the most similar trajectory used next."""
 
     Options = ExpertMapOptions
-
-    def __init__(self, shape: Shape, options: ExpertMapOptions, maps: ExpertMaps | None = None) -> None:
-        super().__init__(shape, options)
-        self.observes = maps is None
-        self.maps = maps or no_maps(shape, options)
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
-
-    @classmethod
-    def beside(cls, keeper: RetentionPolicy) -> "ExpertMap":
-        """The other half of a retention `expert-map`: it reads what that one has matched."""
-        assert isinstance(keeper, ExpertMapRetention)
-        assert isinstance(keeper.options, ExpertMapOptions)
-        return cls(keeper.shape, keeper.options, keeper.maps)
-
-    def observe(self, event: Event) -> None:
-        """Match anew (a prefetcher on its own)."""
-        accesses = event.experts, event.counts, 0, len(event.experts)
-        observe(self.maps, int(event.steps[0]), event.layer, *accesses)
-
-    def end_request(self, seat: int) -> None:
-        """Learn the last step (a prefetcher on its own)."""
-        if self.observes:
-            end_request(self.maps)
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """What the nearest map chose in the next layers."""
-        n = propose(self.maps, event.layer, len(event.experts), self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    kernel = Kernel(begin, observe, propose, end_request=end_request)

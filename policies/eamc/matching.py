@@ -1,4 +1,4 @@
-"""The running request against stored EAMs: similarities kept up to date by touching only what an event changes.
+"""Running requests against stored EAMs: similarities kept up to date by touching only what an event changes.
 
 Theory. A matrix Q of the running request (the iEAM of its step, or its rEAM so far) meets C stored matrices S row by
 row: `dots[l, c]` = Q_l . S_l is a whole number, to which an event of layer l adds its experts' columns of counts.
@@ -12,6 +12,8 @@ step has not touched yet: summed once when it begins, from the last row backward
 `inverse[l, c]` is the 1 / norm of S that a match at layer l needs, so an event costs O(k C + C), and a step O(L C)
 once. Whole numbers are exact, `dots` below 2**63 and their sums below 2**53.
 
+Every request is matched by itself, so all but what is stored has an axis of seats.
+
 Ties go to the oldest entry: equal are similarities within TIE of the greatest, relatively, since so near only
 rounding differs, as between an EAM and its double. Functions are loops over arrays that compiled engines can call.
 """
@@ -21,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Float, Int
+from policies.core.policy import Event, Float, Int
 
 TIE = 1e-12
 NO_MATCH = -1
@@ -29,77 +31,79 @@ NO_MATCH = -1
 ITERATION, REQUEST = range(2)
 """Axis Q of `Bucket`: the iEAM of the current step and the rEAM so far."""
 
-MATCHED, SIZE, LAYER, ROWS, BEFORE, AHEAD, NUMBERS = 0, 2, 3, 4, 5, 6, 7
-"""Places in `Bucket.numbers`: two flags, which of the matrices are matched; entries stored; layer of the latest event;
-flags: whether by rows, whether the rows up to the current one count, and those after it."""
+MATCHED, SIZE, ROWS, BEFORE, AHEAD, NUMBERS = 0, 2, 3, 4, 5, 6
+"""Places in `Bucket.numbers`: two flags, which of the matrices are matched; entries stored; flags: whether by rows,
+whether the rows up to the current one count, and those after it."""
 
 
 class Bucket(NamedTuple):
-    """A collection of up to C past EAMs, in places of no order, and the running request against it."""
+    """A collection of up to C past EAMs, in places of no order, and the running requests against it."""
 
     eams: Int  # [C, L*E] tokens of every expert in every entry
     columns: Int  # [L*E, C] the same, as a match reads them
     inverse: Float  # [L, C] 1 / norm of what a match at each layer counts, 0 for a norm of 0
     born: Int  # [C] when each was learned, ascending
     uses: Int  # [C] events at which each was among the matched
-    eam: Int  # [Q, L*E] tokens
-    dots: Int  # [Q, L, C]
-    squares: Int  # [Q, L] squared norms of the rows
-    past: Float  # [Q, C] sums over the rows before the current one
-    future: Float  # [L, C] sums over the rows of the rEAM after each, as they stood when the step began
+    eam: Int  # [seats, Q, L*E] tokens
+    dots: Int  # [seats, Q, L, C]
+    squares: Int  # [seats, Q, L] squared norms of the rows
+    past: Float  # [seats, Q, C] sums over the rows before the current one
+    future: Float  # [seats, L, C] sums over the rows of the rEAM after each, as they stood when the step began
     scratch: Float  # [2, C] sums over the counted rows; similarities
-    matched: Int  # [M] the nearest entries, the nearest first; NO_MATCH where fewer are stored
+    matched: Int  # [seats, M] the nearest entries, the nearest first; NO_MATCH where fewer are stored
+    layer: Int  # [seats] of the latest event
     numbers: Int  # [NUMBERS]
 
 
 @compiled
-def observe(bucket: Bucket, begins: bool, layer: int, experts: Int, counts: Int, first: int, last: int) -> bool:
-    """An event of `layer` adds counts[first:last] tokens at experts[first:last]; whether other entries match now.
+def observe(bucket: Bucket, begins: bool, event: Event, r: int) -> bool:
+    """The event adds what its request number r chose; whether other entries match that request now.
 
     `begins`: it is the first event of its step, whose iEAM begins with it.
     """
     numbers, similarity = bucket.numbers, bucket.scratch[1]
-    size = numbers[SIZE]
+    seat, layer, size = event.seats[r], event.layer, numbers[SIZE]
     if begins:
-        _begin_step(bucket, size)
+        _begin_step(bucket, size, seat)
     similarity[:size] = 0.0
     for q in range(2):
         if numbers[MATCHED + q]:
-            for passed in range(numbers[LAYER], layer):
-                _add_row(bucket, size, q, passed, bucket.past[q])
-            _grow(bucket, size, q, layer, experts, counts, first, last)
-            _compare(bucket, size, q, layer, similarity)
-    request_eam = bucket.eam[REQUEST]
-    for i in range(first, last):
-        request_eam[experts[i]] += counts[i]
-    numbers[LAYER] = layer
-    return _nearest(similarity, bucket.born, size, bucket.uses, bucket.matched)
+            for passed in range(bucket.layer[seat], layer):
+                _add_row(bucket, size, seat, q, passed, bucket.past[seat, q])
+            _grow(bucket, size, q, event, r)
+            _compare(bucket, size, seat, q, layer, similarity)
+    request_eam = bucket.eam[seat, REQUEST]
+    for i in range(event.offsets[r], event.offsets[r + 1]):
+        request_eam[event.own_experts[i]] += event.own_counts[i]
+    bucket.layer[seat] = layer
+    return _nearest(similarity, bucket.born, size, bucket.uses, bucket.matched[seat])
 
 
 @compiled
-def _begin_step(bucket: Bucket, size: int) -> None:
+def _begin_step(bucket: Bucket, size: int, seat: int) -> None:
     """A new iEAM, all zero; nothing has passed; what the rEAM holds of every later layer stands until the step ends."""
-    bucket.past[:] = 0.0
-    bucket.numbers[LAYER] = 0
+    bucket.past[seat] = 0.0
+    bucket.layer[seat] = 0
     if bucket.numbers[MATCHED + ITERATION]:
-        bucket.eam[ITERATION] = 0
-        bucket.dots[ITERATION] = 0
-        bucket.squares[ITERATION] = 0
+        bucket.eam[seat, ITERATION] = 0
+        bucket.dots[seat, ITERATION] = 0
+        bucket.squares[seat, ITERATION] = 0
     if bucket.numbers[MATCHED + REQUEST] and bucket.numbers[AHEAD]:
-        future = bucket.future
+        future = bucket.future[seat]
         for row in range(len(future) - 1, 0, -1):
             for c in range(size):
                 future[row - 1, c] = future[row, c]
-            _add_row(bucket, size, REQUEST, row, future[row - 1])
+            _add_row(bucket, size, seat, REQUEST, row, future[row - 1])
 
 
 @compiled
-def _grow(bucket: Bucket, size: int, q: int, layer: int, experts: Int, counts: Int, first: int, last: int) -> None:
+def _grow(bucket: Bucket, size: int, q: int, event: Event, r: int) -> None:
     """The products of matrix q with every entry after an event."""
-    eam, dots, columns = bucket.eam[q], bucket.dots[q, layer], bucket.columns
-    for i in range(first, last):
-        expert, count = experts[i], counts[i]
-        bucket.squares[q, layer] += count * (2 * eam[expert] + count)
+    seat, layer, columns = event.seats[r], event.layer, bucket.columns
+    eam, dots, squares = bucket.eam[seat, q], bucket.dots[seat, q, layer], bucket.squares[seat, q]
+    for i in range(event.offsets[r], event.offsets[r + 1]):
+        expert, count = event.own_experts[i], event.own_counts[i]
+        squares[layer] += count * (2 * eam[expert] + count)
         for c in range(size):
             dots[c] += count * columns[expert, c]
         if q == ITERATION:
@@ -112,11 +116,11 @@ def _inverse_root(square: int) -> float:
 
 
 @compiled
-def _add_row(bucket: Bucket, size: int, q: int, row: int, sums: Float) -> None:
+def _add_row(bucket: Bucket, size: int, seat: int, q: int, row: int, sums: Float) -> None:
     """sums[c] grows by what row `row` of matrix q contributes."""
-    dots = bucket.dots[q, row]
+    dots = bucket.dots[seat, q, row]
     if bucket.numbers[ROWS]:
-        unit, inverse = _inverse_root(bucket.squares[q, row]), bucket.inverse[row]
+        unit, inverse = _inverse_root(bucket.squares[seat, q, row]), bucket.inverse[row]
         for c in range(size):
             sums[c] += dots[c] * inverse[c] * unit
     else:
@@ -125,18 +129,18 @@ def _add_row(bucket: Bucket, size: int, q: int, row: int, sums: Float) -> None:
 
 
 @compiled
-def _compare(bucket: Bucket, size: int, q: int, layer: int, similarity: Float) -> None:
+def _compare(bucket: Bucket, size: int, seat: int, q: int, layer: int, similarity: Float) -> None:
     """similarity[c] grows by that of matrix q with entry c, but for a factor that all entries share."""
-    sums, squares, square = bucket.scratch[0], bucket.squares[q], 0
+    sums, squares, square = bucket.scratch[0], bucket.squares[seat, q], 0
     sums[:size] = 0.0
     if bucket.numbers[BEFORE]:
-        past = bucket.past[q]
+        past = bucket.past[seat, q]
         for c in range(size):
             sums[c] = past[c]
-        _add_row(bucket, size, q, layer, sums)
+        _add_row(bucket, size, seat, q, layer, sums)
         square += squares[: layer + 1].sum()
     if bucket.numbers[AHEAD] and q == REQUEST:
-        future = bucket.future[layer]
+        future = bucket.future[seat, layer]
         for c in range(size):
             sums[c] += future[c]
         square += squares[layer + 1 :].sum()

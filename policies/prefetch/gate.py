@@ -6,20 +6,32 @@ about them. The picks stand in the trace (`moe-trace record --lookahead`); of a 
 tokens. Priority is the number of tokens, ties fall to the lower id, and nothing is proposed at the last layer.
 """
 
-import numpy as np
+from typing import NamedTuple
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Shape
 from policies.core.registry import prefetcher
 
 
+class Nothing(NamedTuple):
+    """Nothing is learned: the picks stand in the event."""
+
+    unused: Int
+
+
+def begin(shape: Shape, options: Limits) -> Nothing:
+    """Return the state of a run."""
+    return Nothing(NO_INTS)
+
+
 @compiled
-def propose(picks: Int, tokens: Int, ids: Int, priorities: Float) -> int:
+def propose(state: Nothing, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the picks and the tokens of each; how many."""
-    for i in range(len(picks)):
-        ids[i], priorities[i] = picks[i], tokens[i]
-    return len(picks)
+    n = len(event.ahead_experts)
+    for i in range(n):
+        ids[i], priorities[i] = event.ahead_experts[i], event.ahead_counts[i]
+    return n
 
 
 @prefetcher("gate")
@@ -28,13 +40,4 @@ class Gate(Prefetcher):
 
     Options = Limits
     needs_lookahead = True
-    observes = False
-
-    def __init__(self, shape: Shape, options: Limits) -> None:
-        super().__init__(shape, options)
-        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """All the picks."""
-        n = propose(event.ahead_experts, event.ahead_counts, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    kernel = Kernel(begin, propose=propose)

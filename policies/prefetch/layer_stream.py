@@ -6,12 +6,13 @@ lower id; nothing is proposed at the last layer, since a token's layers are stre
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
 from policies.core.registry import prefetcher
 
 
@@ -24,13 +25,25 @@ class AllOptions(Limits):
     depth: int = 1
 
 
+class Reach(NamedTuple):
+    """How much is proposed: numbers of the model and the option."""
+
+    numbers: Int  # [3] layers ahead, layers, experts of a layer
+
+
+def begin(shape: Shape, options: AllOptions) -> Reach:
+    """Return the state of a run."""
+    return Reach(np.array([options.depth or shape.layers, shape.layers, shape.experts]))
+
+
 @compiled
-def propose(depth: Int, layer: int, L: int, E: int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with the next depth[0] layers, as far as there are any; how many experts."""
+def propose(reach: Reach, event: Event, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the next layers, as far as there are any; how many experts."""
+    depth, L, E = reach.numbers[0], reach.numbers[1], reach.numbers[2]
     n = 0
-    for ahead in range(layer + 1, min(layer + 1 + depth[0], L)):
+    for ahead in range(event.layer + 1, min(event.layer + 1 + depth, L)):
         for expert in range(ahead * E, (ahead + 1) * E):
-            ids[n], priorities[n] = expert, layer - ahead
+            ids[n], priorities[n] = expert, event.layer - ahead
             n += 1
     return n
 
@@ -40,15 +53,4 @@ class All(Prefetcher):
     """Every expert of the next layers, in the order of execution."""
 
     Options = AllOptions
-    observes = False
-
-    def __init__(self, shape: Shape, options: AllOptions) -> None:
-        super().__init__(shape, options)
-        self.depth: Int = np.array([options.depth or shape.layers])
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The next `depth` layers, as far as there are any."""
-        L, E = self.shape.layers, self.shape.experts
-        n = propose(self.depth, event.layer, L, E, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    kernel = Kernel(begin, propose=propose)

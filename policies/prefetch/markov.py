@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
 from policies.core.ranking import best
 from policies.core.registry import prefetcher
 from traces.errors import InputError
@@ -39,56 +39,57 @@ class Chain(NamedTuple):
 
     followed: Counts  # [L*E, E]
     times: Counts  # [L*E]
-    before: Int  # [E + 1] of the layer below in this step; last, how many
+    before: Int  # [seats, E + 1] by request, what the layer below chose in this step; last, how many
     scores: Float  # [E] of the next layer
     most: Int  # [1] experts proposed
 
 
-def nothing_followed(shape: Shape, options: MarkovOptions) -> Chain:
-    """The start of a run."""
+def begin(shape: Shape, options: MarkovOptions) -> Chain:
+    """Return the state of a run."""
     E = shape.experts
     return Chain(
         followed=np.zeros((shape.total, E), np.int32),
         times=np.zeros(shape.total, np.int32),
-        before=np.zeros(E + 1, np.int64),
+        before=np.zeros((shape.seats, E + 1), np.int64),
         scores=np.empty(E),
         most=np.array([min(options.n, E)]),
     )
 
 
 @compiled
-def observe(chain: Chain, layer: int, experts: Int, first: int, last: int) -> None:
-    """Each expert of the layer below was followed by each of experts[first:last]."""
-    before = chain.before
-    E = len(before) - 1
-    if layer:
-        for i in range(before[E]):
-            chain.times[before[i]] += 1
-            for j in range(first, last):
-                chain.followed[before[i], experts[j] % E] += 1
-    for i in range(first, last):
-        before[i - first] = experts[i]
-    before[E] = last - first
+def observe(chain: Chain, event: Event) -> None:
+    """Each expert of the layer below was followed by each of the same request's."""
+    E = len(chain.scores)
+    for r in range(len(event.seats)):
+        before = chain.before[event.seats[r]]
+        first, last = event.offsets[r], event.offsets[r + 1]
+        if event.layer:
+            for i in range(before[E]):
+                chain.times[before[i]] += 1
+                for j in range(first, last):
+                    chain.followed[before[i], event.own_experts[j] % E] += 1
+        for i in range(first, last):
+            before[i - first] = event.own_experts[i]
+        before[E] = last - first
 
 
 @compiled
-def propose(chain: Chain, layer: int, L: int, experts: Int, first: int, last: int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with the best of the layer after `layer`, which chose experts[first:last]; how many."""
-    most = chain.most[0]
-    if layer == L - 1 or most == 0:
+def propose(chain: Chain, event: Event, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the best of the next layer; how many."""
+    most, E = chain.most[0], len(chain.scores)
+    if event.layer == len(chain.times) // E - 1 or most == 0:
         return 0
-    _score(chain.followed, chain.times, experts, first, last, chain.scores)
-    return best(chain.scores, (layer + 1) * len(chain.scores), 0.0, ids[:most], priorities[:most])
+    _score(chain.followed, chain.times, event.experts, chain.scores)
+    return best(chain.scores, (event.layer + 1) * E, 0.0, ids[:most], priorities[:most])
 
 
 @compiled
-def _score(followed: Counts, times: Counts, experts: Int, first: int, last: int, scores: Float) -> None:
-    """scores[b] = mean over experts[first:last] of P(b | a); an expert that nothing has followed yet says nothing."""
+def _score(followed: Counts, times: Counts, experts: Int, scores: Float) -> None:
+    """scores[b] = mean over `experts` of P(b | a); an expert that nothing has followed yet says nothing."""
     scores[:] = 0
-    for i in range(first, last):
-        a = experts[i]
+    for a in experts:
         if times[a]:
-            share = 1.0 / (times[a] * (last - first))
+            share = 1.0 / (times[a] * len(experts))
             for b in range(len(scores)):
                 scores[b] += followed[a, b] * share
 
@@ -98,18 +99,4 @@ class Markov(Prefetcher):
     """The next layer's experts that followed the current ones most often (learned as it runs)."""
 
     Options = MarkovOptions
-
-    def __init__(self, shape: Shape, options: MarkovOptions) -> None:
-        super().__init__(shape, options)
-        self.chain = nothing_followed(shape, options)
-        self._ids, self._priorities = np.empty(shape.experts, np.int64), np.empty(shape.experts)
-
-    def observe(self, event: Event) -> None:
-        """Learn what has followed the layer below."""
-        observe(self.chain, event.layer, event.experts, 0, len(event.experts))
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The n best of the next layer."""
-        accesses = event.experts, 0, len(event.experts)
-        n = propose(self.chain, event.layer, self.shape.layers, *accesses, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    kernel = Kernel(begin, observe, propose)

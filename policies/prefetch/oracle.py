@@ -1,8 +1,11 @@
 """Perfect prefetch with a horizon: after an event, the experts of the next `horizon` events of the request.
 
 An event is a (token, layer): a horizon of 1 is one layer ahead, of L one token, a large one the rest of the request.
-Unlike `oracle1`, which stays within the token, it goes on from the last layer to the next token. Each expert is
-proposed once, for its first use; priority is minus the distance in events; ties fall to the lower id. An oracle.
+It goes on from the last layer to the next token. Each expert is proposed once, for its first use; priority is minus the
+distance in events; ties fall to the lower id.
+
+`oracle1` stays within the token: after layer l all experts of layer l + 1, at one priority; none after the last layer.
+It is the bound of what any next-layer predictor can do. Both are oracles.
 """
 
 from dataclasses import dataclass
@@ -12,7 +15,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import NOTHING, Event, Float, Int, Prefetcher, Requests, Shape
+from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Requests, Shape
 from policies.core.registry import prefetcher
 from traces.errors import InputError
 from traces.steps import RequestSteps
@@ -31,53 +34,70 @@ class OracleOptions(Limits):
 
 
 class Horizon(NamedTuple):
-    """How far is seen, and which experts the present proposal has named."""
+    """The requests that run, one behind the other, and which experts the present proposal has named."""
 
+    offsets: Int  # of each request in a seat [S * L + 1], into its own experts
+    experts: Int  # of each [A]
+    starts: Int  # [seats, 2] where each begins in both
+    ends: Int  # [seats] events of each
     stamps: Int  # [L*E] number of the proposal that named each last
-    numbers: Int  # [2] the horizon; proposals so far
+    numbers: Int  # [3] the horizon; layers; proposals so far
 
 
-def horizon(shape: Shape, options: OracleOptions) -> Horizon:
-    """The start of a run."""
-    return Horizon(np.zeros(shape.total, np.int64), np.array([options.horizon, 0]))
+def begin(shape: Shape, options: Limits) -> Horizon:
+    """Return the state of a run."""
+    horizon = options.horizon if isinstance(options, OracleOptions) else 1
+    starts, ends = np.zeros((shape.seats, 2), np.int64), np.zeros(shape.seats, np.int64)
+    numbers = np.array([horizon, shape.layers, 0])
+    return Horizon(NO_INTS, NO_INTS, starts, ends, np.zeros(shape.total, np.int64), numbers)
 
 
 @compiled
-def propose(seen: Horizon, event: int, offsets: Int, experts: Int, ids: Int, priorities: Float) -> int:
-    """Fill ids and priorities with the distinct experts of the events within the horizon of number `event`; how many.
+def _next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Float, n: int, priority: float) -> int:
+    """Add what the requests choose `distance` events after this one, each expert once in a proposal; how many then."""
+    for r in range(len(event.seats)):
+        seat = event.seats[r]
+        ahead = event.steps[r] * seen.numbers[1] + event.layer + distance
+        if ahead < seen.ends[seat]:
+            offsets, experts = seen.offsets[seen.starts[seat, 0] :], seen.experts[seen.starts[seat, 1] :]
+            for i in range(offsets[ahead], offsets[ahead + 1]):
+                expert = experts[i]
+                if seen.stamps[expert] != seen.numbers[2]:
+                    seen.stamps[expert] = seen.numbers[2]
+                    ids[n], priorities[n] = expert, priority
+                    n += 1
+    return n
 
-    offsets, experts: of the whole request.
-    """
-    stamps = seen.stamps
-    seen.numbers[1] += 1
-    stamp = seen.numbers[1]
-    first = event + 1
-    last = min(first + seen.numbers[0], len(offsets) - 1)
-    n = 0
-    for ahead in range(first, last):
-        for i in range(offsets[ahead], offsets[ahead + 1]):
-            expert = experts[i]
-            if stamps[expert] != stamp:
-                stamps[expert] = stamp
-                ids[n], priorities[n] = expert, event - ahead
-                n += 1
-        if n == len(stamps):
+
+@compiled
+def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with the distinct experts of the events within the horizon; how many."""
+    seen.numbers[2] += 1
+    n, farthest = 0, 0
+    for r in range(len(event.seats)):
+        left = seen.ends[event.seats[r]] - event.steps[r] * seen.numbers[1] - event.layer - 1
+        farthest = max(farthest, min(left, seen.numbers[0]))
+    for distance in range(1, farthest + 1):
+        n = _next(seen, event, distance, ids, priorities, n, -distance)
+        if n == len(seen.stamps):
             break
     return n
 
 
-@prefetcher("oracle", oracle=True)
-class Oracle(Prefetcher):
-    """The experts of the next events of the request, known ahead (oracle)."""
+@compiled
+def propose_layer(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
+    """Fill ids and priorities with all experts of the next layer, at one priority; how many."""
+    seen.numbers[2] += 1
+    return _next(seen, event, 1, ids, priorities, 0, 1.0) if event.layer < seen.numbers[1] - 1 else 0
 
-    Options = OracleOptions
 
-    def __init__(self, shape: Shape, options: OracleOptions) -> None:
+class Foreseeing(Prefetcher):
+    """A prefetcher whose state is the routing of the requests that run."""
+
+    def __init__(self, shape: Shape, options: Limits) -> None:
         super().__init__(shape, options)
         self._requests: Requests = []
-        self._request: RequestSteps | None = None
-        self.seen = horizon(shape, options)
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
+        self._running: list[RequestSteps | None] = [None] * shape.seats
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Keep the run's requests."""
@@ -85,13 +105,32 @@ class Oracle(Prefetcher):
 
     def begin_request(self, request: int, seat: int) -> None:
         """Turn to the request's routing."""
-        self._request = self._requests[request]
+        self._running[seat] = self._requests[request]
+        offsets, experts = [NO_INTS], [NO_INTS]
+        for place, running in enumerate(self._running):
+            self.state.starts[place] = sum(map(len, offsets)), sum(map(len, experts))
+            if running:
+                self.state.ends[place] = len(running.offsets) - 1
+                offsets.append(running.offsets)
+                experts.append(running.experts)
+        self.state = self.state._replace(offsets=np.concatenate(offsets), experts=np.concatenate(experts))
 
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The distinct experts of the events within the horizon."""
-        if self._request is None:
-            return NOTHING
-        number = int(event.steps[0]) * self.shape.layers + event.layer
-        future = self._request.offsets, self._request.experts
-        n = propose(self.seen, number, *future, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    def end_request(self, seat: int) -> None:
+        """Let go of the request's routing."""
+        self._running[seat] = None
+
+
+@prefetcher("oracle", oracle=True)
+class Oracle(Foreseeing):
+    """The experts of the next events of the request, known ahead (oracle)."""
+
+    Options = OracleOptions
+    kernel = Kernel(begin, propose=propose)
+
+
+@prefetcher("oracle1", oracle=True)
+class NextLayerOracle(Foreseeing):
+    """The next layer's experts, known one layer ahead (oracle)."""
+
+    Options = Limits
+    kernel = Kernel(begin, propose=propose_layer)

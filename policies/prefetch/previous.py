@@ -13,7 +13,8 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.ranking import add
 from policies.core.registry import prefetcher
 from traces.steps import DECODE
 
@@ -28,38 +29,45 @@ class PreviousOptions(Limits):
 
 
 class Latest(NamedTuple):
-    """What the latest decoded token of the request chose."""
+    """What the latest decoded token of each request chose."""
 
-    chosen: Int  # [L, E] ids
-    sizes: Int  # [L] how many of them
+    chosen: Int  # [seats, L, E] ids
+    sizes: Int  # [seats, L] how many of them
     depth: Int  # [1] layers ahead that are proposed
 
 
-def nothing_decoded(shape: Shape, options: PreviousOptions) -> Latest:
-    """The start of a run."""
+def begin(shape: Shape, options: PreviousOptions) -> Latest:
+    """Return the state of a run."""
     depth = min(options.depth or shape.layers, shape.layers - 1)
-    chosen = np.empty((shape.layers, shape.experts), np.int64)
-    return Latest(chosen, np.zeros(shape.layers, np.int64), np.array([depth]))
+    chosen = np.empty((shape.seats, shape.layers, shape.experts), np.int64)
+    return Latest(chosen, np.zeros((shape.seats, shape.layers), np.int64), np.array([depth]))
+
+
+def begin_request(latest: Latest, seat: int) -> None:
+    """No token has been decoded."""
+    latest.sizes[seat] = 0
 
 
 @compiled
-def observe(latest: Latest, phase: int, layer: int, experts: Int, first: int, last: int) -> None:
-    """Remember the token's choice."""
-    if phase == DECODE:
-        latest.sizes[layer] = last - first
-        for i in range(first, last):
-            latest.chosen[layer, i - first] = experts[i]
+def observe(latest: Latest, event: Event) -> None:
+    """Remember each token's choice."""
+    if event.phase == DECODE:
+        for r in range(len(event.seats)):
+            seat, first, last = event.seats[r], event.offsets[r], event.offsets[r + 1]
+            latest.sizes[seat, event.layer] = last - first
+            for i in range(first, last):
+                latest.chosen[seat, event.layer, i - first] = event.own_experts[i]
 
 
 @compiled
-def propose(latest: Latest, layer: int, ids: Int, priorities: Float) -> int:
+def propose(latest: Latest, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the latest experts of the next layers around the cycle; how many."""
     n = 0
     for distance in range(1, latest.depth[0] + 1):
-        ahead = (layer + distance) % len(latest.sizes)
-        for i in range(latest.sizes[ahead]):
-            ids[n], priorities[n] = latest.chosen[ahead, i], -distance
-            n += 1
+        ahead, first = (event.layer + distance) % latest.sizes.shape[1], n
+        for seat in event.seats:
+            for i in range(latest.sizes[seat, ahead]):
+                n = add(ids, priorities, first, n, latest.chosen[seat, ahead, i], -distance)
     return n
 
 
@@ -68,21 +76,4 @@ class Previous(Prefetcher):
     """What the previous token used in the next layers."""
 
     Options = PreviousOptions
-
-    def __init__(self, shape: Shape, options: PreviousOptions) -> None:
-        super().__init__(shape, options)
-        self.latest = nothing_decoded(shape, options)
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """No token has been decoded."""
-        self.latest.sizes[:] = 0
-
-    def observe(self, event: Event) -> None:
-        """Remember the token's choice."""
-        observe(self.latest, event.phase, event.layer, event.experts, 0, len(event.experts))
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The latest choices of the next layers, around the cycle."""
-        n = propose(self.latest, event.layer, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+    kernel = Kernel(begin, observe, propose, begin_request)

@@ -21,8 +21,8 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Prefetcher, Shape, Single
-from policies.core.ranking import best
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single
+from policies.core.ranking import add, best
 from policies.core.registry import prefetcher
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -75,10 +75,6 @@ class Predictor:
             raise InputError(f"{path} is damaged: it holds numbers that are not finite; train it anew")
 
 
-NOTHING_TRAINED = Predictor(1, np.zeros((1, 2, 1, 1), np.float32), np.zeros((1, 1), np.float32))
-"""Of one layer of one expert."""
-
-
 @dataclass(frozen=True)
 class StrideOptions(Limits):
     """model: a file of `moe-sim train-stride`; n: experts proposed for each layer."""
@@ -93,65 +89,86 @@ class StrideOptions(Limits):
 
 
 class Foresight(NamedTuple):
-    """The trained model, what the request has chosen, and the latest prediction for each layer."""
+    """The trained model, and of each request what it has chosen and the latest prediction for each layer."""
 
     weights: Single  # [L, back + 1, E, E]
     bias: Single  # [L, E]
     stride: Int  # [1]
-    latest: Int  # [L, E] ids within the layer that the latest decoded token chose
-    sizes: Int  # [L] how many of them
-    likely: Int  # [L, n] ids, the likeliest first
-    probable: Float  # [L, n] their probabilities
-    predicted: Int  # [L] how many of them
+    latest: Int  # [seats, L, E] ids within the layer that the latest decoded token chose
+    sizes: Int  # [seats, L] how many of them
+    likely: Int  # [seats, L, n] ids, the likeliest first
+    probable: Float  # [seats, L, n] their probabilities
+    predicted: Int  # [seats, L] how many of them
     scores: Single  # [E] of the layer that is being predicted
 
 
-def nothing_foreseen(model: Predictor, n: int) -> Foresight:
-    """The start of a run; `n` experts are proposed for each layer."""
-    L, E = model.bias.shape
-    n = min(n, E)
+def begin(shape: Shape, options: StrideOptions) -> Foresight:
+    """Return the state of a run; without a file its model knows nothing."""
+    L, E, seats, n = shape.layers, shape.experts, shape.seats, min(options.n, shape.experts)
+    model = Predictor(1, np.zeros((L, 2, E, E), np.float32), np.zeros((L, E), np.float32))
+    if options.model:
+        model = Predictor.load(Path(options.model))
+    if model.shape != shape:
+        raise InputError(
+            f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
+            f"not {L} of {E}"
+        )
     return Foresight(
         weights=np.ascontiguousarray(model.weights),
         bias=np.ascontiguousarray(model.bias),
         stride=np.array([model.stride]),
-        latest=np.empty((L, E), np.int64),
-        sizes=np.zeros(L, np.int64),
-        likely=np.empty((L, n), np.int64),
-        probable=np.empty((L, n)),
-        predicted=np.zeros(L, np.int64),
+        latest=np.empty((seats, L, E), np.int64),
+        sizes=np.zeros((seats, L), np.int64),
+        likely=np.empty((seats, L, n), np.int64),
+        probable=np.empty((seats, L, n)),
+        predicted=np.zeros((seats, L), np.int64),
         scores=np.empty(E, np.float32),
     )
 
 
-@compiled
-def observe(known: Foresight, phase: int, layer: int, experts: Int, first: int, last: int) -> None:
-    """Remember what a decoded token chose in `layer`."""
-    if phase == DECODE:
-        known.sizes[layer] = last - first
-        for i in range(first, last):
-            known.latest[layer, i - first] = experts[i] - layer * known.latest.shape[1]
+def begin_request(known: Foresight, seat: int) -> None:
+    """No token has been decoded."""
+    known.sizes[seat] = 0
+    known.predicted[seat] = 0
 
 
 @compiled
-def propose(known: Foresight, phase: int, layer: int, ids: Int, priorities: Float) -> int:
+def observe(known: Foresight, event: Event) -> None:
+    """Remember what each decoded token chose."""
+    if event.phase == DECODE:
+        for r in range(len(event.seats)):
+            seat, first, last = event.seats[r], event.offsets[r], event.offsets[r + 1]
+            known.sizes[seat, event.layer] = last - first
+            for i in range(first, last):
+                known.latest[seat, event.layer, i - first] = event.own_experts[i] - event.layer * len(known.scores)
+
+
+@compiled
+def propose(known: Foresight, event: Event, ids: Int, priorities: Float) -> int:
     """Predict the layer `stride` ahead; fill ids and priorities with the latest predictions up to there; how many."""
-    if phase != DECODE or known.likely.shape[1] == 0:
+    if event.phase != DECODE or known.likely.shape[2] == 0:
         return 0
-    stride = known.stride[0]
-    target = (layer + stride) % len(known.sizes)
-    _score(known.weights, known.bias, layer, target, known.latest, known.sizes, known.scores)
-    likely, probable = known.likely[target], known.probable[target]
+    stride, L = known.stride[0], known.sizes.shape[1]
+    for seat in event.seats:
+        _predict(known, seat, event.layer, (event.layer + stride) % L)
+    n = 0
+    for distance in range(1, stride + 1):
+        ahead, first = (event.layer + distance) % L, n
+        for seat in event.seats:
+            for i in range(known.predicted[seat, ahead]):
+                n = add(ids, priorities, first, n, known.likely[seat, ahead, i], known.probable[seat, ahead, i])
+    return n
+
+
+@compiled
+def _predict(known: Foresight, seat: int, layer: int, target: int) -> None:
+    """Predict layer `target` for the request in `seat`, after the event of `layer`."""
+    _score(known.weights, known.bias, layer, target, known.latest[seat], known.sizes[seat], known.scores)
+    likely, probable = known.likely[seat, target], known.probable[seat, target]
     found = best(known.scores, target * len(known.scores), -np.inf, likely, probable)
     for i in range(found):
         probable[i] = 1.0 / (1.0 + np.exp(-probable[i]))
-    known.predicted[target] = found
-    n = 0
-    for distance in range(1, stride + 1):
-        ahead = (layer + distance) % len(known.predicted)
-        for i in range(known.predicted[ahead]):
-            ids[n], priorities[n] = known.likely[ahead, i], known.probable[ahead, i]
-            n += 1
-    return n
+    known.predicted[seat, target] = found
 
 
 @compiled
@@ -173,30 +190,9 @@ class Stride(Prefetcher):
     """What a predictor trained offline says of the next layers (needs model=FILE)."""
 
     Options = StrideOptions
+    kernel = Kernel(begin, observe, propose, begin_request)
 
     def __init__(self, shape: Shape, options: StrideOptions) -> None:
-        super().__init__(shape, options)
         if not options.model:
             raise InputError("stride needs a trained predictor, as in stride:model=FILE.npz (moe-sim train-stride)")
-        model = Predictor.load(Path(options.model))
-        if model.shape != shape:
-            raise InputError(
-                f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
-                f"not {shape.layers} of {shape.experts}"
-            )
-        self.known = nothing_foreseen(model, options.n)
-        self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """No token has been decoded."""
-        self.known.sizes[:] = 0
-        self.known.predicted[:] = 0
-
-    def observe(self, event: Event) -> None:
-        """Remember the token's choice."""
-        observe(self.known, event.phase, event.layer, event.experts, 0, len(event.experts))
-
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """The likeliest of the layer `stride` ahead, and again those of the layers before it."""
-        n = propose(self.known, event.phase, event.layer, self._ids, self._priorities)
-        return self._ids[:n], self._priorities[:n]
+        super().__init__(shape, options)

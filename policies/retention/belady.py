@@ -9,11 +9,12 @@ when play comes to it, and a request once more when it begins. Memory is that of
 """
 
 from math import isqrt
+from typing import NamedTuple
 
 import numpy as np
 
 from policies.core.compiled import allocating, compiled
-from policies.core.policy import NO_INTS, Event, Float, Int, Options, Requests, ScorePolicy, Shape
+from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Options, Requests, ScorePolicy, Shape
 from policies.core.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
@@ -34,21 +35,34 @@ def _next_uses(offsets: Int, experts: Int, number: int, upcoming: Int) -> Int:
     return following
 
 
+class NextUses(NamedTuple):
+    """Of the request that runs."""
+
+    following: Int  # [A] by access, the event of the next one to the same expert
+    heard: Int  # [1] accesses so far
+
+
+def begin(shape: Shape, options: Options) -> NextUses:
+    """Return the state of a run."""
+    return NextUses(NO_INTS, np.zeros(1, np.int64))
+
+
 @compiled
-def observe(following: Int, keep: Float, experts: Int, first: int, last: int) -> None:
-    """What was looked up now is next used later. following: [A] by access of the request."""
-    for i in range(first, last):
-        keep[0, experts[i]] = -following[i]
+def observe(uses: NextUses, keep: Float, event: Event) -> None:
+    """What was looked up now is next used later."""
+    for expert in event.experts:
+        keep[0, expert] = -uses.following[uses.heard[0]]
+        uses.heard[0] += 1
 
 
 @retention("belady", oracle=True)
 class Belady(ScorePolicy):
     """Belady's MIN with forced admission (oracle: sees the whole run)."""
 
+    kernel = Kernel(begin, observe)
+
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self.following: Int = NO_INTS  # [A] of the request, by access: the event of the next use
-        self._heard = 0  # accesses of it
         self._requests: Requests = []
         self._per_access = False
         self._stretch = 1  # requests between two that are kept
@@ -73,11 +87,11 @@ class Belady(ScorePolicy):
         self.keep[0] = -upcoming
 
     def begin_request(self, request: int, seat: int) -> None:
-        """Turn to the request's next uses."""
+        """Turn to the request's next uses, which are known where requests run one after another."""
         if request not in self._after:
             self._turn_to_stretch(request // self._stretch)
-        self.following = self._look_back(request, self._after[request].copy())[1]
-        self._heard = 0
+        following = self._look_back(request, self._after[request].copy())[1]
+        self.state = NextUses(following, np.zeros(1, np.int64))
 
     def _turn_to_stretch(self, stretch: int) -> None:
         """Learn what is used next after each request of a stretch."""
@@ -94,9 +108,3 @@ class Belady(ScorePolicy):
         played = self._requests[request]
         offsets = np.arange(len(played.experts) + 1) if self._per_access else played.offsets
         return len(offsets) - 1, _next_uses(offsets, played.experts, int(self._ends[request]), upcoming)
-
-    def observe(self, event: Event) -> None:
-        """What was looked up now is next used later."""
-        n = len(event.experts)
-        observe(self.following[self._heard : self._heard + n], self.keep, event.experts, 0, n)
-        self._heard += n

@@ -1,6 +1,6 @@
 """FIFO: evict the expert whose transfer started first, however often it was used since.
 
-Starts are numbered, so there are no ties. Rule 8 of the contract.
+Starts are numbered, so there are no ties. Rule 8 of docs/contract.md.
 """
 
 from policies.core import scores

@@ -1,44 +1,58 @@
 """Least-Stale: experts not yet looked up in the current pass go first; among equals early layers, then the lower id.
 
 After SpecMD (arXiv 2602.03921): what the running forward pass has touched is fresh until the next one begins. Only
-the paper's abstract and its summary in our design notes were at hand, and no code is public, so this is unverified:
-the order among fresh experts (here by layer as well), whether a prefetch counts as a touch (here it does not: the
-contract's protection shields it), and whether passes of a request's prefill and decode are told apart (here not).
+the paper's abstract and a summary were read, and no code is public, so this is unverified: the order among fresh
+experts (here by layer as well), whether a prefetch counts as a touch (here it does not: rule 6 protects it), and
+whether passes of a request's prefill and decode are told apart (here not).
 """
+
+from typing import NamedTuple
 
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Options, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Options, ScorePolicy, Shape
 from policies.core.registry import retention
 
 NOT_BEGUN = -1
 
 
+class Passes(NamedTuple):
+    """The pass that runs."""
+
+    steps: Int  # [seats] each request's step in it
+
+
+def begin(shape: Shape, options: Options) -> Passes:
+    """Return the state of a run."""
+    return Passes(np.full(shape.seats, NOT_BEGUN))
+
+
+def begin_request(passes: Passes, seat: int) -> None:
+    """The request's first step is another pass."""
+    passes.steps[seat] = NOT_BEGUN
+
+
 @compiled
-def observe(current: Int, keep: Float, step: int, experts: Int, first: int, last: int) -> None:
-    """A new pass makes everything stale; what is looked up is fresh. current: [1] the request's step that runs."""
-    if current[0] != step:
-        current[0] = step
+def observe(passes: Passes, keep: Float, event: Event) -> None:
+    """A new pass, with a new step of any request, makes everything stale; what is looked up is fresh."""
+    begins = False
+    for r in range(len(event.seats)):
+        begins |= passes.steps[event.seats[r]] != event.steps[r]
+        passes.steps[event.seats[r]] = event.steps[r]
+    if begins:
         for expert in range(keep.shape[1]):
             keep[0, expert] = 0.0
-    for i in range(first, last):
-        keep[0, experts[i]] = 1.0
+    for expert in event.experts:
+        keep[0, expert] = 1.0
 
 
 @retention("least-stale")
 class LeastStale(ScorePolicy):
     """SpecMD's: what the current pass has not touched goes first, early layers first."""
 
+    kernel = Kernel(begin, observe, begin_request=begin_request)
+
     def __init__(self, shape: Shape, options: Options) -> None:
         super().__init__(shape, options)
-        self.current: Int = np.array([NOT_BEGUN])
         self.keep[1] = np.repeat(np.arange(shape.layers), shape.experts)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """Its first step is another pass."""
-        self.current[0] = NOT_BEGUN
-
-    def observe(self, event: Event) -> None:
-        """What is looked up is fresh, until the next pass begins."""
-        observe(self.current, self.keep, int(event.steps[0]), event.experts, 0, len(event.experts))

@@ -1,7 +1,7 @@
 """LFU: evict the expert with the fewest lookups while resident, ties to the least recently looked up.
 
 The lookup that misses counts 1, a prefetch alone 0; eviction forgets the count, not the last lookup. Unaged, it
-freezes on layer-cyclic traffic: a classic baseline, not a recommendation. Rule 8 of the contract.
+freezes on layer-cyclic traffic: a classic baseline, not a recommendation. Rule 8 of docs/contract.md.
 """
 
 from policies.core import scores

@@ -1,6 +1,6 @@
 """Perfect LFU: evict the expert with the fewest lookups of the whole run, ties to the least recently looked up.
 
-Unlike `lfu` it forgets nothing at eviction (rule 8 of the contract), so it ends as static popularity, learned online;
+Unlike `lfu` it forgets nothing at eviction (rule 8), so it ends as static popularity, learned online;
 a prefetch alone counts nothing. Breslau et al., Web Caching and Zipf-like Distributions, INFOCOM 1999.
 """
 

@@ -1,6 +1,6 @@
 """LRU: evict the expert that was looked up, or whose transfer started, longest ago.
 
-Recency is the number of an event, shared by its experts; ties fall to the lower id. Rule 8 of the contract.
+Recency is the number of an event, shared by its experts; ties fall to the lower id. Rule 8 of docs/contract.md.
 """
 
 from policies.core import scores

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, ScorePolicy, Shape
 from policies.core.registry import retention
 from traces.errors import InputError
 
@@ -36,34 +36,45 @@ class MultiCriteriaOptions:
 
 
 class Uses(NamedTuple):
-    """Of the running request, and what each criterion weighs."""
+    """Of the running requests, and what each criterion weighs."""
 
     weights: Float  # [3] of recency, frequency, distance
-    last: Int  # [L, E] step of the latest use, from 1; 0: none
-    used: Int  # [L, E] steps that used it
+    last: Int  # [seats, L*E] step of the latest use, from 1; 0: none
+    used: Int  # [seats, L*E] steps that used it
+    layers: Int  # [1]
 
 
-def unused(shape: Shape, options: MultiCriteriaOptions) -> Uses:
-    """The start of a request."""
+def begin(shape: Shape, options: MultiCriteriaOptions) -> Uses:
+    """Return the state of a run."""
     weights = np.array([options.recency, options.frequency, options.distance], np.float64)
-    of_all = shape.layers, shape.experts
-    return Uses(weights, np.zeros(of_all, np.int64), np.zeros(of_all, np.int64))
+    of_all = shape.seats, shape.total
+    return Uses(weights, np.zeros(of_all, np.int64), np.zeros(of_all, np.int64), np.array([shape.layers]))
+
+
+def begin_request(uses: Uses, seat: int) -> None:
+    """No step has used anything."""
+    uses.last[seat] = 0
+    uses.used[seat] = 0
 
 
 @compiled
-def observe(uses: Uses, keep: Float, step: int, layer: int, experts: Int, first: int, end: int) -> None:
-    """Count an event of step number `step`, from 1, and score all experts."""
-    L, E = uses.last.shape
-    last, used = uses.last.reshape(L * E), uses.used.reshape(L * E)
-    for i in range(first, end):
-        if last[experts[i]] != step:
-            last[experts[i]] = step
-            used[experts[i]] += 1
+def observe(uses: Uses, keep: Float, event: Event) -> None:
+    """Count the event, and score all experts; what several requests use counts for the one that uses it most."""
+    L, total = uses.layers[0], uses.last.shape[1]
+    E = total // L
     recency, frequency, distance = uses.weights[0], uses.weights[1], uses.weights[2]
-    for i in range(L):
-        near = distance * (1.0 - ((i - layer - 1) % L) / L)
-        for expert in range(i * E, (i + 1) * E):
-            keep[0, expert] = (recency * last[expert] + frequency * used[expert]) / step + near
+    for r in range(len(event.seats)):
+        step, last, used = event.steps[r] + 1, uses.last[event.seats[r]], uses.used[event.seats[r]]
+        for i in range(event.offsets[r], event.offsets[r + 1]):
+            expert = event.own_experts[i]
+            if last[expert] != step:
+                last[expert] = step
+                used[expert] += 1
+        for i in range(L):
+            near = distance * (1.0 - ((i - event.layer - 1) % L) / L)
+            for expert in range(i * E, (i + 1) * E):
+                value = (recency * last[expert] + frequency * used[expert]) / step + near
+                keep[0, expert] = max(keep[0, expert], value) if r else value
 
 
 @retention("multi-criteria")
@@ -71,17 +82,4 @@ class MultiCriteria(ScorePolicy):
     """HOBBIT's: keep by a weighted sum of recency, frequency and layer distance (unverified)."""
 
     Options = MultiCriteriaOptions
-
-    def __init__(self, shape: Shape, options: MultiCriteriaOptions) -> None:
-        super().__init__(shape, options)
-        self.uses = unused(shape, options)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """No step has used anything."""
-        self.uses.last[:] = 0
-        self.uses.used[:] = 0
-
-    def observe(self, event: Event) -> None:
-        """Count the event, and score all experts for where the step now is."""
-        accesses = event.experts, 0, len(event.experts)
-        observe(self.uses, self.keep, int(event.steps[0]) + 1, event.layer, *accesses)
+    kernel = Kernel(begin, observe, begin_request=begin_request)

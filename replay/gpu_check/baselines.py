@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from policies.core.policy import NOTHING, Event, Float, Int, Shape
+from policies.core.policy import Event, Float, Int, Shape
 from policies.core.residency import NO_EXPERT, Residency
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.devices.cuda import CudaDevice
@@ -34,7 +34,7 @@ BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SW
 class FixedOrder:
     """Who decides where the order of transfers follows from the trace alone (`sim.loop.session.Decider`)."""
 
-    silent = False
+    silent = True
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -49,9 +49,8 @@ class FixedOrder:
     def observe(self, event: Event) -> None:
         """Ignored."""
 
-    def propose(self, event: Event) -> tuple[Int, Float]:
-        """Propose nothing, which makes the link ask for what is queued."""
-        return NOTHING
+    def propose(self, event: Event) -> None:
+        """Propose nothing."""
 
     def end_request(self, seat: int = 0) -> None:
         """Ignored."""
@@ -88,8 +87,8 @@ class QueueResidency:
     def propose(self, experts: Int, priorities: Float) -> None:
         """Ignored."""
 
-    def route(self, experts: Int) -> list[int]:
-        """Look up the experts of one layer, ascending ids. Return the hits."""
+    def route(self, experts: Int) -> tuple[list[int], int]:
+        """Look up the experts of one layer, ascending ids. Return the hits, and how many transfers are queued."""
         event: list[int] = experts.tolist()
         if event:
             self._assign(event[0] // self._shape.experts, event)
@@ -98,7 +97,7 @@ class QueueResidency:
         late = len(self._wanted.intersection(self._flying))
         for place, count in enumerate((len(hits), late, len(event) - len(hits) - late)):
             self._counts[place] += count
-        return hits
+        return hits, len(self._queue)
 
     def slot(self, expert: int) -> int:
         """Where it is or is going to be."""

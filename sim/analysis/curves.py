@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from policies.core.compiled import allocating
 from traces.steps import RequestSteps
 
 Int = NDArray[np.int64]
@@ -88,7 +88,7 @@ def _misses(places: Int, accesses: int) -> Int:
     return misses
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def next_uses(experts: Ids, total: int) -> Int:
     """For each access the number of the next one to the same expert, N if there is none: int64[N]."""
     following = np.empty(len(experts), np.int64)
@@ -99,7 +99,7 @@ def next_uses(experts: Ids, total: int) -> Int:
     return following
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _lru_places(experts: Ids, total: int) -> Int:
     """The number of accesses by the place of their expert; first uses have none."""
     window = 2
@@ -138,7 +138,7 @@ def _lru_places(experts: Ids, total: int) -> Int:
     return places
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _close_up(marks: Ids, owner: Ids, last: Ids) -> int:
     """Move the marks to the start of the window, in their order; how many there are."""
     held = 0
@@ -154,7 +154,7 @@ def _close_up(marks: Ids, owner: Ids, last: Ids) -> int:
     return held
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _belady_places(following: Int, total: int) -> Int:
     """The number of accesses by the place of their expert; first uses have none.
 
@@ -181,7 +181,7 @@ def _belady_places(following: Int, total: int) -> Int:
     return places
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _distances(experts: Ids, tokens: Int, total: int) -> tuple[Int, Int]:
     """Histograms, int64[BINS] each, in powers of two."""
     last = np.full(total, -1, np.int64)
@@ -195,7 +195,7 @@ def _distances(experts: Ids, tokens: Int, total: int) -> tuple[Int, Int]:
     return by_accesses, by_tokens
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _power(distance: int) -> int:
     power = 0
     while distance > 1:

@@ -9,9 +9,9 @@ request, all its tokens in order of execution, prefill and decode alike.
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from policies.core.compiled import allocating
 from traces.trace import Trace
 
 SEGMENTS = (4, 16, 64)
@@ -92,7 +92,7 @@ def _sequences(trace: Trace) -> list[Int]:
     return found
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _count_segments(ids: Int, m: int, total: int, pairs: Int) -> None:
     """Add to pairs[f] the (segment, expert) pairs with f activations."""
     f, with_f = np.zeros(total, np.int64), np.zeros(m + 1, np.int64)
@@ -113,7 +113,7 @@ def _count_segments(ids: Int, m: int, total: int, pairs: Int) -> None:
             pairs += with_f
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _segment_hits(ids: Int, m: int, total: int, slots: int) -> Int:
     """Hits of one request by place in the list, int64[slots]; a stack algorithm, see sim.analysis.curves."""
     uses, last = np.zeros(total, np.int64), np.zeros(total, np.int64)
@@ -146,14 +146,14 @@ def _segment_hits(ids: Int, m: int, total: int, slots: int) -> Int:
     return hits
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _use(uses: Int, experts: Int) -> None:
     for expert in experts:
         if expert >= 0:
             uses[expert] += 1
 
 
-@njit(cache=True, nogil=True)
+@allocating
 def _to_top(stack: Int, held: int, expert: int, uses: Int, last: Int) -> int:
     """Put an expert first; down to its old place each gives way to a better one pushed out above. The new length."""
     pushed = expert

@@ -1,7 +1,7 @@
 """Is it the policy or the working set? What a trace lets any cache do, and what each policy makes of it, untimed.
 
-Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest): contract, *What is
-counted*. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are played.
+Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest), as docs/contract.md
+defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are played.
 """
 
 from collections.abc import Callable, Sequence

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sim.loop.log import Ended, Int, RunLog
     from sim.results.metrics import Row
     from sim.sweep.setup import Loaded
+    from sim.sweep.workers import Advance
     from sim.timeline.window import Window
 
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
@@ -60,6 +62,7 @@ def run(
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
     from policies.core.registry import parse
+    from sim.engines import compiling
     from sim.quantities import parse_cache_size
     from sim.sweep import report
     from sim.sweep.grid import Grid
@@ -109,16 +112,23 @@ def run(
     elif not quiet:
         console.out.print(_title(row, loaded), markup=False, soft_wrap=True)
         console.out.print(_block(row), markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
     """The row of the cell."""
-    if loaded.setup.engine != "simpy" and not quiet:
-        from sim.engines import compiled_engine
+    from sim.engines import compiling
+    from sim.sweep import report
+    from sim.sweep.workers import Local, Task
 
-        if not compiled_engine.on_disk():
-            console.note("compiling the engine, once: this takes half a minute or more")
-    return _row(loaded, policy, slots, lambda ended: loaded.play(policy, slots, ended), quiet)
+    compiling.start_if_needed([loaded.compiled(policy)], quiet)
+    task = Task(loaded, _cell, (policy, slots), loaded.compiled(policy))
+    with report.progress(task.requests, quiet) as advance, closing(Local(1).results([task], advance)) as playing:
+        return next(playing)[1]
+
+
+def _cell(loaded: "Loaded", policy: "PolicySpec", slots: int, advance: "Advance") -> "Row":
+    return _row(loaded, policy, slots, lambda ended: loaded.play(policy, slots, ended), advance)
 
 
 def _shown(
@@ -126,6 +136,7 @@ def _shown(
 ) -> "Row":
     """The same, and the timeline at `path`."""
     from sim.quantities import show_bytes
+    from sim.sweep import report
     from sim.timeline import simulated
     from sim.timeline import window as timeline_window
     from sim.timeline.file import writing
@@ -137,7 +148,8 @@ def _shown(
         def play(ended: "Ended") -> None:
             simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
 
-        row |= _row(loaded, policy, slots, play, quiet)
+        with report.progress(len(loaded.trace.requests), quiet) as advance:
+            row |= _row(loaded, policy, slots, play, advance)
     if not quiet:
         if not window.stops:
             console.note(
@@ -150,22 +162,22 @@ def _shown(
     return row
 
 
-def _row(loaded: "Loaded", policy: "PolicySpec", slots: int, play: "Callable[[Ended], None]", quiet: bool) -> "Row":
+def _row(
+    loaded: "Loaded", policy: "PolicySpec", slots: int, play: "Callable[[Ended], None]", advance: "Advance"
+) -> "Row":
     """The cell's row of results.parquet, and more of TTFT, whose mean alone that has."""
     import numpy as np
 
     from sim.results.metrics import Summary
-    from sim.sweep import report
 
     summary, ttft_ns = Summary(loaded.cell(policy, slots), loaded.trace.requests), list["Int"]()
-    with report.progress(len(loaded.trace.requests), quiet) as advance:
 
-        def ended(log: "RunLog") -> None:
-            summary.add(log)
-            ttft_ns.append(log.step_ns[(log.phase == PREFILL) & (log.request >= loaded.setup.warmup_requests)])
-            advance(1)
+    def ended(log: "RunLog") -> None:
+        summary.add(log)
+        ttft_ns.append(log.step_ns[(log.phase == PREFILL) & (log.request >= loaded.setup.warmup_requests)])
+        advance(1)
 
-        play(ended)
+    play(ended)
     ttft = np.concatenate([np.empty(0, np.int64), *ttft_ns]) / 1e6
     figures = [ttft.mean(), *np.percentile(ttft, [50, 95, 99]), ttft.max()] if len(ttft) else [None] * 5
     named = {f"ttft_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}

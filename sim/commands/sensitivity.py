@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +51,7 @@ def sensitivity(
     from policies.core.registry import parse
     from sim.analysis.sensitivity import NAMES, plan, point_of, save
     from sim.analysis.sensitivity import sensitivity as measure
+    from sim.engines import compiling
     from sim.quantities import parse_cache_size
     from sim.results.metrics import writable
     from sim.sweep import report
@@ -80,7 +80,8 @@ def sensitivity(
         say_what_was_taken(trace, policy, cache_size, hardware)
     for warning in report.warnings(loaded, Grid((spec,), {cache_size or cell_flags.CACHE_SIZE: slots})):
         console.warn(warning)
-    compile_if_needed(loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
+    compiled = (loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
+    compiling.start_if_needed(compiled, quiet)
     with report.progress((1 + len(variants)) * len(loaded.trace.requests), quiet) as advance:
         found = measure(point, variants, workers or os.cpu_count() or 1, advance)
     files = save(found, folder)
@@ -98,6 +99,7 @@ def sensitivity(
             console.out.print(line, markup=False, soft_wrap=True)
         written = f"wrote {', '.join(file.name for file in files)} to {folder}"
         console.out.print(written, markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def say_what_was_taken(trace: str | None, policy: str | None, cache_size: str | None, hardware: str | None) -> None:
@@ -110,16 +112,6 @@ def say_what_was_taken(trace: str | None, policy: str | None, cache_size: str | 
     }
     if taken := [text for text, given in defaults.items() if not given]:
         console.note(f"taking {', '.join(taken)}")
-
-
-def compile_if_needed(compiled: Iterable[bool]) -> None:
-    """Have the engine ready before threads call it, where any cell is its to play."""
-    from sim.engines import compiled_engine
-
-    if any(compiled):
-        if not compiled_engine.on_disk():
-            console.note("compiling the engine, once: this takes half a minute or more")
-        compiled_engine.prepare()
 
 
 def milliseconds(value: float) -> str:

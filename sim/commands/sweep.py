@@ -256,9 +256,11 @@ def _run(
     config: "Config", tables: "list[Table]", store: "Store", workers: "Workers", as_json: bool, quiet: bool
 ) -> None:
     """Sweep, write, report."""
+    from sim.engines import compiling
     from sim.sweep import report
     from sim.sweep.config import NAME
     from sim.sweep.grid import missing, outcome, save, sweep
+    from sim.sweep.workers import Local
 
     for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
         console.warn(warning)
@@ -267,12 +269,8 @@ def _run(
     tasks = missing(tables, store)
     if len(store) and not quiet:
         console.note(f"{len(store)} cells of before in {folder}: {len(tasks)} are left to play")
-    if any(task.compiled for task in tasks.values()):
-        from sim.engines import compiled_engine
-
-        if not compiled_engine.on_disk():
-            console.note("compiling the engine, once: this takes half a minute or more")
-        compiled_engine.prepare()
+    if isinstance(workers, Local):
+        compiling.start_if_needed((task.compiled for task in tasks.values()), quiet)
     try:
         with report.progress(sum(task.requests for task in tasks.values()), quiet) as advance:
             sweep(tables, store, workers, advance)
@@ -290,6 +288,7 @@ def _run(
         folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
         written = f"wrote {', '.join([*names, NAME, *folders])} to {folder}"
         console.out.print(written, markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _kept(store: "Store") -> str:

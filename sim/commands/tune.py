@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.commands import cell_flags
-from sim.commands.sensitivity import METRICS, compile_if_needed, milliseconds, say_what_was_taken
+from sim.commands.sensitivity import METRICS, milliseconds, say_what_was_taken
 from traces import console
 from traces.errors import InputError
 
@@ -65,6 +65,7 @@ def tune(
     """
     from policies.core.policy import Shape
     from policies.core.registry import NO_PREFETCH, parse
+    from sim.engines import compiling
     from sim.quantities import parse_cache_size
     from sim.results.metrics import writable
     from sim.sweep import report
@@ -106,7 +107,7 @@ def tune(
         console.warn(warning)
     if untimed and spec.prefetch != NO_PREFETCH and not quiet:
         console.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
-    compile_if_needed([loaded.compiled(spec)])
+    compiling.start_if_needed([loaded.compiled(spec)], quiet)
     try:
         with report.progress(asked.requests(len(journal.trials)), quiet) as advance:
             found = run(asked, journal, advance)
@@ -128,6 +129,7 @@ def tune(
         for line in _notes(found):
             console.out.print(line, markup=False, soft_wrap=True)
         console.out.print(f"wrote {TRIALS}, {BEST} to {folder}", markup=False, soft_wrap=True)
+    compiling.finish(quiet)
 
 
 def _refuse_another(journal: "Journal", search: "Search", resume: bool) -> None:

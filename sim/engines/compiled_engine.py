@@ -8,7 +8,6 @@ twin in `sim.engines.simpy_engine` under the same name, where it is explained. O
 do between requests (`begin_request`, learning in `end_request`) stays Python.
 """
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ import numpy as np
 from policies.core import dispatch, limits
 from policies.core import residency_compiled as core
 from policies.core.compiled import compiled, inlined
-from policies.core.dispatch import KINDS, NONE, Minds, Told
+from policies.core.dispatch import NONE, PolicyStates
+from policies.core.events import Routing, event_at, routing_of
 from policies.core.limits import Bounds, limiter
 from policies.core.policy import Float, Int, Shape
 from policies.core.registry import parse
@@ -88,6 +88,7 @@ class Plan(NamedTuple):
     keeps: int  # the retention policy, if it hears of events
     listens: int  # the prefetcher, if it hears of events by itself
     fetches: int  # the prefetcher, if it proposes
+    hears: bool  # either wants to know of events
     limited: bool
     bounds: Bounds
     ids: Int  # [L*E] of the proposal
@@ -239,8 +240,32 @@ def busy_until_now(n: Int) -> int:
 
 
 @compiled
+def decide(run: Machine, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
+    """Rules 3 and 4: the policies hear of the event, and propose; how many experts."""
+    event = event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL])
+    if plan.keeps != NONE:
+        dispatch.observe(plan.keeps, states, run.keep, event)
+    if plan.listens != NONE:
+        dispatch.observe(plan.listens, states, run.keep, event)
+    if plan.fetches == NONE:
+        return 0
+    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
+    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
+    if plan.limited:
+        proposed = limits.within(plan.bounds, ids, priorities, proposed, layer, len(run.ends), state, ids, priorities)
+    return proposed
+
+
+@compiled
 def play_steps(
-    run: Machine, plan: Plan, minds: Minds, told: Told, durations: Durations, predictor_ns: int, step: int, rows: Int
+    run: Machine,
+    plan: Plan,
+    states: PolicyStates,
+    routing: Routing,
+    durations: Durations,
+    predictor_ns: int,
+    step: int,
+    rows: Int,
 ) -> int:
     """Play the request from `step` on, until its end or until the log of evictions might not hold a step's more.
 
@@ -250,26 +275,18 @@ def play_steps(
     S, L = durations.dense.shape
     E = len(ends)
     fetches = plan.fetches != NONE
-    experts, counts, expert_ns = told.experts, told.counts, durations.expert
+    experts, counts, expert_ns = routing.experts, routing.counts, durations.expert
     most_evictions = (L + 1) * (L * E + E)  # of a step: each proposal starts at once, and each expert of an event
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions):
-        phase, combine_ns = told.phase[step], durations.combine[step]
+        combine_ns = durations.combine[step]
         for layer in range(L):
             advance(run, n[NOW] + durations.dense[step, layer])
-            first, last = told.offsets[step * L + layer], told.offsets[step * L + layer + 1]
+            first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
             hits = core.route(m, keep, run.rule, experts, first, last)
             others = last - first - hits
-            if plan.keeps != NONE:
-                dispatch.observe(plan.keeps, minds, told, phase, step, layer, L, keep, True)
-            if plan.listens != NONE:
-                dispatch.observe(plan.listens, minds, told, phase, step, layer, L, keep, False)
             proposed = 0
-            if fetches:
-                ids, priorities = plan.ids, plan.priorities
-                proposed = dispatch.propose(plan.fetches, minds, told, phase, step, layer, L, E, ids, priorities)
-                if plan.limited:
-                    state = m[core.STATE]
-                    proposed = limits.within(plan.bounds, ids, priorities, proposed, layer, E, state, ids, priorities)
+            if plan.hears:
+                proposed = decide(run, plan, states, routing, step, layer, L)
             if predictor_ns:
                 n[NOTHING_QUEUED] = 0
                 act(run)
@@ -335,9 +352,10 @@ def play(run: Run, ended: Ended) -> None:
 
 
 def on_disk() -> bool:
-    """Whether a process of before has left the compiled engine on disk (perhaps of older sources)."""
+    """Whether a process of before has left the compiled engine on disk, of these sources, or this one has it."""
     dispatcher: Any = play_steps
-    return any(Path(dispatcher.stats.cache_path).glob("compiled_engine.play_steps-*.nbi"))
+    cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
+    return cache is None or bool(dispatcher.overloads or cache._cache_file._load_index())
 
 
 def prepare() -> None:
@@ -352,7 +370,7 @@ class NotServedError(InputError):
 
 
 class Engine:
-    """One run: the machine, the policies' minds, and the rows that requests leave behind."""
+    """One run: the machine, the policies' states, and the rows that requests leave behind."""
 
     def __init__(self, run: Run, runner: PolicyRunner) -> None:
         shape, timing, link = runner.shape, run.timing, run.gpu.link
@@ -361,7 +379,6 @@ class Engine:
         self.cold = run.cold
         self.runner = runner
         self.residency = runner.residency(run.gpu.slots)
-        self.rest = dispatch.nothing()
         self.plan = _plan(runner, run.gpu.experts_per_layer)
         self.tables = DurationTables(timing, L)
         self.predictor_ns = timing.predictor_ns
@@ -397,12 +414,12 @@ class Engine:
     def _play(self, request: RequestSteps) -> tuple[Int, list[Int]]:
         """All steps of a request: totals [S, COLUMNS] of the run at the end of each; the experts evicted."""
         rows, evictions = np.zeros((len(request.tokens), COLUMNS), np.int64), [np.empty(0, np.int64)]
-        told, durations = dispatch.told(request), self.tables.of(request)
-        self._check_range(told, durations)
-        minds = dispatch.minds(self.rest, self.runner.retention, self.runner.prefetcher)
+        routing, durations = routing_of(request), self.tables.of(request)
+        self._check_range(routing, durations)
+        states = dispatch.states(self.runner.retention, self.runner.prefetcher)
         step, n = 0, self.state.n
         while step < len(rows):
-            step = play_steps(self.state, self.plan, minds, told, durations, self.predictor_ns, step, rows)
+            step = play_steps(self.state, self.plan, states, routing, durations, self.predictor_ns, step, rows)
             evictions.append(self.state.evictions[: n[EVICTED]].copy())
             n[EVICTED] = 0
         return rows, evictions
@@ -417,13 +434,13 @@ class Engine:
             n[MOVED] = n[PAUSED] = 0
         self.residency.end_request(cold)
 
-    def _check_range(self, told: Told, durations: Durations) -> None:
+    def _check_range(self, routing: Routing, durations: Durations) -> None:
         """Compiled numbers wrap around: OverflowError before they can, should a run last more than a century."""
         events = durations.dense.size
         longest = float(durations.dense.sum(dtype=float)) + events * (
             float(durations.combine.max()) + float(durations.head.max()) + self.predictor_ns
         )
-        longest += len(told.experts) * (float(durations.expert.max()) + 2 * self.whole_ns)
+        longest += len(routing.experts) * (float(durations.expert.max()) + 2 * self.whole_ns)
         if self.state.n[NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
@@ -441,11 +458,12 @@ class Engine:
 def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
     keeper, fetcher, total = runner.retention, runner.prefetcher, runner.shape.total
     limited = limiter(fetcher.options, runner.shape, experts_per_layer)
-    kind = KINDS[type(fetcher)]
+    number = dispatch.NUMBERS.get(type(fetcher), NONE)
     return Plan(
-        keeps=KINDS[type(keeper)] if keeper.observes else NONE,
-        listens=kind if fetcher.observes else NONE,
-        fetches=kind if fetcher.proposes else NONE,
+        keeps=dispatch.NUMBERS[type(keeper)] if keeper.observes else NONE,
+        listens=number if fetcher.observes else NONE,
+        fetches=number if fetcher.proposes else NONE,
+        hears=keeper.observes or fetcher.observes or fetcher.proposes,
         limited=limited is not None,
         bounds=(limited or limits.Limiter(limits.Limits(), runner.shape, None)).bounds,
         ids=np.empty(total, np.int64),

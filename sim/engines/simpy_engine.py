@@ -89,7 +89,7 @@ class SimpyDevice(Device):
         self._expert_job = cache(lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens), COMPUTE))
         self._copied = cache(partial(Completion, Kind.COPY))
         self._combine_ns, self._head_ns = lru_cache(timing.combine_ns), lru_cache(timing.head_ns)
-        self._used_ns = lru_cache(link.used_ns)
+        self._piece_ns = lru_cache(lambda first, last: link.used_ns(last) - link.used_ns(first))
         self.predictor_takes_time = timing.predictor_ns > 0
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
@@ -102,7 +102,7 @@ class SimpyDevice(Device):
                 while not jobs:
                     yield self._copies.filled()
                 completion, duration, rank = jobs.popleft()
-                self._arriving, self._arrival = completion.expert, At(env, duration, rank)
+                self._arriving, self._arrival = completion[1], At(env, duration, rank)
                 yield self._arrival
             except simpy.Interrupt:
                 continue
@@ -116,7 +116,7 @@ class SimpyDevice(Device):
             while not jobs:
                 yield self._computes.filled()
             completion, duration, rank = jobs.popleft()
-            if completion.expert == self._arriving != NO_EXPERT and self._arrival is not None:
+            if completion[1] == self._arriving != NO_EXPERT and self._arrival is not None:
                 yield self._arrival
             yield At(env, duration, rank)
             ended(completion)
@@ -129,7 +129,7 @@ class SimpyDevice(Device):
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """Rule 12: a chunk takes the difference of what its transfer has used."""
-        self._copies.put((self._copied(expert), self._used_ns(last) - self._used_ns(first), LINK))
+        self._copies.put((self._copied(expert), self._piece_ns(first, last), LINK))
 
     def discard_copies(self) -> None:
         """Takes no time (rule 10)."""

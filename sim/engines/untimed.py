@@ -48,7 +48,7 @@ def _play(
         for layer in range(layers):
             heard = None if runner.silent else events.accesses(step, layer)
             for i in range(offsets[step * layers + layer], offsets[step * layers + layer + 1]):
-                hit = len(residency.route(request.experts[i : i + 1]))
+                hit = len(residency.route(request.experts[i : i + 1])[0])
                 if heard:
                     runner.observe(next(heard))
                 if not hit:

@@ -84,8 +84,8 @@ class Pump:
         self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
         self._active: Transfer | None = None
-        self.asks = False
-        """Whether something may be queued, for which the residency has to be asked."""
+        self._demands = 0  # queued, not started
+        self._proposed = False  # prefetches may be queued, or paused
         self.blocked = False
         """Whether something is queued that found no slot: it is tried again when an expert has been computed."""
         self.evictions: list[int] = []
@@ -99,24 +99,39 @@ class Pump:
         """Experts whose last piece is flying, in the order of their arrival."""
         return (transfer.expert for transfer, _, upto in self.in_flight if upto == self._expert_bytes)
 
-    def queued(self) -> None:
-        """The router or the prefetcher has changed what is queued."""
-        self.asks = True
+    def routed(self, demands: int) -> None:
+        """A router has queued so many demands."""
+        self._demands = demands
 
-    def act(self) -> None:
-        """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer."""
-        in_flight, device = self.in_flight, self._device
-        while self._has_room() and (transfer := self._sending()) is not None:
+    def proposed(self) -> None:
+        """Prefetches may be queued."""
+        self._proposed = True
+
+    @property
+    def asks(self) -> bool:
+        """Whether something may be queued, for which the residency has to be asked."""
+        return self._demands > 0 or self._proposed
+
+    def act(self) -> list[int]:
+        """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer.
+
+        Return the experts whose last piece has been submitted.
+        """
+        in_flight, landing = self.in_flight, []
+        while (not in_flight or self._has_room()) and (transfer := self._sending()) is not None:
             first = transfer.sent
             upto, self._owes_tail = self._piece_end(transfer)
             transfer.sent = upto
             if self._observer:
                 self._observer.copying(transfer, first, upto)
-            device.copy(transfer.expert, transfer.slot, first, upto)
+            self._device.copy(transfer.expert, transfer.slot, first, upto)
             if not in_flight:
-                self._busy_since = device.now()
+                self._busy_since = self._device.now()
             in_flight.append((transfer, first, upto))
             self._flying_bytes += upto - first
+            if upto == self._expert_bytes:
+                landing.append(transfer.expert)
+        return landing
 
     def piece_ended(self) -> int | None:
         """The oldest piece in flight has ended; return the expert that has arrived with it, or None."""
@@ -153,13 +168,11 @@ class Pump:
 
     def _has_room(self) -> bool:
         """For a tail behind its own body at once; for what must be chosen when no more than a tail flies."""
-        if len(self.in_flight) == PIECES_IN_FLIGHT:
-            return False
-        return not self.in_flight or self._owes_tail or self._flying_bytes <= self._tail_bytes
+        return len(self.in_flight) < PIECES_IN_FLIGHT and (self._owes_tail or self._flying_bytes <= self._tail_bytes)
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
-        if transfer.demand:
+        if transfer.demand or self._chunk_bytes == self._expert_bytes:
             chunk_end = self._expert_bytes
         else:
             chunk_end = min((transfer.sent // self._chunk_bytes + 1) * self._chunk_bytes, self._expert_bytes)
@@ -183,12 +196,13 @@ class Pump:
 
     def _next(self) -> Transfer | None:
         """Take the transfer that comes next, if there is one."""
-        if not self.asks:
+        if not (self._demands or self._proposed):
             return None
         expert, victim, prefetch = self._residency.next_transfer()
         self.blocked = expert == BLOCKED
         if expert < 0:
-            self.asks = self.blocked
+            if not self.blocked:
+                self._demands, self._proposed = 0, False
             return None
         if self._paused and self._paused.expert == expert:
             self._active, self._paused = self._paused, None
@@ -198,5 +212,6 @@ class Pump:
     def _begin(self, expert: int, victim: int, prefetch: bool) -> Transfer:
         if victim >= 0:
             self.evictions.append(victim)
-        self._active = Transfer(expert, self._residency.slot(expert), demand=not prefetch)
+        self._demands -= not prefetch
+        self._active = Transfer(expert, self._residency.slot(expert), not prefetch)
         return self._active

@@ -8,7 +8,7 @@ its way: the device waits for it, the host does not (rule 9 needs no more: an ev
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from policies.core.policy import Event, Float, Int
@@ -114,11 +114,10 @@ class Session:
 
     def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
-        chosen, self._tokens = step.chosen(layer)
-        tokens = self._tokens
-        hits = self.residency.route(chosen)
-        if len(hits) < len(tokens):
-            self.pump.queued()
+        chosen, tokens = step.chosen(layer)
+        hits, demands = self.residency.route(chosen)
+        self._tokens = tokens
+        self.pump.routed(demands)
         if self._observer:
             late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
             self._observer.event_routed(tokens.copy(), hits, late)
@@ -135,6 +134,8 @@ class Session:
             self._turn(WAITING)
         if hits:
             self._compute(hits)
+        if tokens and self.pump.in_flight:
+            self._compute_landing(self.pump.landing())
         if self.pump.asks:
             self._pump()
 
@@ -243,7 +244,7 @@ class Session:
     def _proposal_arrives(self) -> None:
         assert self._proposal is not None
         self.residency.propose(*self._proposal)
-        self.pump.queued()
+        self.pump.proposed()
 
     # The two streams
 
@@ -271,18 +272,22 @@ class Session:
 
     def _pump(self) -> None:
         """Let the link act; what lands of the event is computed behind what was submitted before."""
-        self._send()
-        if self._tokens:
-            landing = [expert for expert in self.pump.landing() if expert in self._tokens]
-            if landing:
-                self._landing.update(landing)
-                self._compute(landing)
+        landing = self._send()
+        if landing and self._tokens:
+            self._compute_landing(landing)
 
-    def _send(self) -> None:
+    def _compute_landing(self, experts: Iterable[int]) -> None:
+        """Submit those that the event waits for; their last pieces are flying."""
+        awaited = [expert for expert in experts if expert in self._tokens]
+        if awaited:
+            self._landing.update(awaited)
+            self._compute(awaited)
+
+    def _send(self) -> list[int]:
         """Let the link act. Up to now it was idle, if it was, and nobody waited for it."""
         if not self.pump.in_flight and self._doing == WAITING:
             self._turn(WAITING)
-        self.pump.act()
+        return self.pump.act()
 
     # Where the time went
 

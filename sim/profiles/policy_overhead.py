@@ -3,8 +3,8 @@
 The shipped table, `profiles/predictors.toml`, is measured by `python -m benchmarks predictors --write` at two shapes
 on one core of the CPU that it names: what `observe` and `propose` of a `PolicyRunner` take in the steady state of
 decode, each policy with its default options, less the same calls with nothing to tell. Models of other shapes lie on
-the line
-through both, over the experts of a layer or over all of them, whichever gives more, so that no policy is flattered.
+the line through both, over the experts of a layer or over all of them, whichever gives more, so that no policy is
+flattered.
 
 Residency, recency, victims and the queue are any cache's work and cost nothing here, so `lru` costs 0. Oracles cost 0:
 nobody can run them, and a bound that pays is none. Learning at the end of a request is outside any token.

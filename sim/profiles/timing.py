@@ -1,6 +1,6 @@
 """How long things take: what an engine asks of a hardware profile, as whole nanoseconds.
 
-Rules 11, 12 and 14 of the contract: the compute stream's parts as functions of tokens and context length, and
+Rules 11, 12 and 14 of docs/contract.md: the compute stream's parts as functions of tokens and context length, and
 the host link as latency plus bytes over bandwidth; every duration is rounded up.
 """
 

@@ -1,6 +1,6 @@
 """From the log of a run to rows of results: what each column means, whichever engine filled the log.
 
-Definitions are the contract's (*What is counted*). Warm-up steps are left out; counters, stalls and busy
+Definitions are those of docs/contract.md (*What is counted*). Warm-up steps are left out; counters, stalls and busy
 times are sums over all other steps, TPOT is over decode steps and TTFT over prefills. Percentiles interpolate
 linearly between the two nearest ranks (NumPy's default). Overlap takes the stalls for demand, late and behind
 a prefetch as exposed transfer time. Tokens per second: all tokens counted over the time of their steps.

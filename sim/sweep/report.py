@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Task as ProgressTask
 from rich.table import Column, Table
+from rich.text import Text
 
 from policies.core.registry import SHARED
+from sim.engines import compiling
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, Outcome
@@ -45,10 +48,17 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     return found
 
 
+class _Compiling(ProgressColumn):
+    """What else is going on."""
+
+    def render(self, task: ProgressTask) -> Text:
+        return Text(compiling.words(), style="dim")
+
+
 @contextmanager
 def progress(total: int, quiet: bool) -> Iterator[Advance]:
     """A bar on standard error that counts requests played; yields what advances it."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests played"), TimeRemainingColumn())
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests played"), TimeRemainingColumn(), _Compiling())
     with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
         task = bar.add_task("played", total=total)
         yield lambda played: bar.advance(task, played)

@@ -1,15 +1,16 @@
 """Who plays the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
 
 What the compiled engine plays leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
-goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. On
+goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time.
+While the engine compiles, SimPy plays one cell after the other. On
 a cluster every cell is a task: its worker reads the trace by its path or URL, one that dies is replaced by another.
 """
 
 import logging
 import multiprocessing
 import os
-import signal
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
@@ -19,6 +20,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
+from sim.engines import compiling, engine
+from sim.interrupts import interrupts_later
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.results.metrics import sources
@@ -75,6 +78,14 @@ class Local:
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says."""
+        left = dict(enumerate(tasks))
+        yield from _while_compiling(left, advance)
+        places = list(left)
+        for place, result in self._results(list(left.values()), advance):
+            yield places[place], result
+
+    def _results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
+        """The same, the engine compiled."""
         if min(self.workers, len(tasks)) <= 1:
             for place, task in enumerate(tasks):
                 yield place, task.play(task.loaded, *task.arguments, advance)
@@ -106,6 +117,61 @@ class Local:
                         advance(counter.value - seen)
                     seen = counter.value
                 yield from finished
+
+
+def _while_compiling(tasks: dict[int, Task[T]], advance: Advance) -> Played[T]:
+    """Play tasks on SimPy, one after the other, until the engine is compiled; one that has ended leaves `tasks`.
+
+    One that has not is played again by the compiled engine, and what it told of is taken back.
+    """
+    for place, task in list(tasks.items()):
+        if not compiling.going():
+            return
+        if task.loaded.setup.engine == engine.COMPILED:
+            continue
+        alone = _Alone(task, advance)
+        while not alone.result.done() and compiling.going():
+            wait([alone.result], timeout=0.1)
+        if not alone.stopped():
+            del tasks[place]
+            yield place, alone.result.result()
+    while tasks and compiling.going():
+        time.sleep(0.1)
+
+
+class _Alone(Generic[T]):
+    """A task in a thread of its own, on SimPy."""
+
+    def __init__(self, task: Task[T], advance: Advance) -> None:
+        self.result: Future[T] = Future()
+        self._task, self._advance = task, advance
+        self._lock, self._stopped, self._told = threading.Lock(), False, 0
+        threading.Thread(target=self._play, daemon=True).start()
+
+    def stopped(self) -> bool:
+        """Stop it unless it has ended: whether it had to be."""
+        with self._lock:
+            if not self.result.done():
+                self._stopped = True
+                self._advance(-self._told)
+            return self._stopped
+
+    def _play(self) -> None:
+        loaded = replace(self._task.loaded, setup=replace(self._task.loaded.setup, engine=engine.SIMPY))
+        try:
+            ended = self._task.play(loaded, *self._task.arguments, self._played)
+        except BaseException as error:
+            self.result.set_exception(error)
+        else:
+            with self._lock:
+                self.result.set_result(ended)
+
+    def _played(self, requests: int) -> None:
+        with self._lock:
+            if self._stopped:
+                raise _Stopped
+            self._told += requests
+            self._advance(requests)
 
 
 class Cluster:
@@ -237,7 +303,7 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
     strangers = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
         try:
-            with _interrupts_later():
+            with interrupts_later():
                 pool.submit(int).result()
             yield counter, pool
         except BrokenProcessPool as error:
@@ -258,22 +324,3 @@ def _end_with_parent() -> None:
     if parent := multiprocessing.parent_process():
         parent.join()
     os._exit(1)
-
-
-@contextmanager
-def _interrupts_later() -> Iterator[None]:
-    """Put Ctrl-C off to the end of the block; processes started in it leave it to this one for good."""
-    main = threading.current_thread() is threading.main_thread()
-    if not (main and hasattr(signal, "pthread_sigmask")):  # elsewhere, and on Windows, nothing can be put off
-        yield
-        return
-    missed: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: missed.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, handler)
-    if missed:
-        raise KeyboardInterrupt

@@ -43,7 +43,7 @@ def test_next_uses_are_those_that_a_search_through_the_whole_run_finds(
     belady.foresee(run, per_access)
     for i, wanted in enumerate(slow_next_uses(run, per_access)):
         belady.begin_request(i, 0)
-        assert belady.following.tolist() == wanted
+        assert belady.state.following.tolist() == wanted
 
 
 def test_requests_may_begin_in_any_order() -> None:
@@ -54,7 +54,7 @@ def test_requests_may_begin_in_any_order() -> None:
     wanted = slow_next_uses(run, per_access=False)
     for i in (4, 0, 10, 4, 9, 5):
         belady.begin_request(i, 0)
-        assert belady.following.tolist() == wanted[i]
+        assert belady.state.following.tolist() == wanted[i]
 
 
 def test_an_empty_run_can_be_foreseen() -> None:
@@ -72,7 +72,7 @@ def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(request
     most = 0
     for i in range(requests):
         belady.begin_request(i, 0)
-        held = [*vars(belady).values(), *belady._after.values()]
+        held = [*vars(belady).values(), belady.state.following, *belady._after.values()]
         most = max(most, sum(array.nbytes for array in held if isinstance(array, np.ndarray)))
     eams, request, scores = 2 * int(requests**0.5) * L * E * 8, 40 * L * 4 * 8, 3 * L * E * 8
     assert eams < most <= eams + request + scores + 8 * requests

@@ -17,6 +17,7 @@ BUILT_IN = [typed for typed in TYPED if not NEEDS_A_TRACE & {part["name"] for pa
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_every_policy_conforms(policy):
+    """Rules 3, 4 and 16, among all that `policies.checker` checks."""
     report = check(policy)
     report.require()
     assert report.passed

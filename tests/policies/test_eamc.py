@@ -283,7 +283,7 @@ def test_an_eam_and_its_multiple_are_equally_near_and_the_older_is_matched():
     for times in (3, 1, 7):
         told.learn({0: times, 1: times, 2: 2 * times}, {0: times})
     told.at(0, {0: 1, 2: 1})
-    assert told.keeper.predictor.of_phase(DECODE).bucket.matched.tolist() == [0]
+    assert told.keeper.predictor.of_phase(DECODE).bucket.matched.tolist() == [[0]]
 
 
 def test_k_means_does_not_match_what_still_waits():

@@ -50,7 +50,7 @@ class Drive:
     def event(self, experts: list[int], proposal: list[tuple[int, float]]) -> None:
         machine = self.machine
         ids = np.array(experts, np.int64)
-        hits = machine.route(ids)
+        hits, _ = machine.route(ids)
         self.log.append(("hits", *hits))
         machine.propose(np.array([e for e, _ in proposal], np.int64), np.array([p for _, p in proposal]))
         todo, ready = set(experts), list(hits)
@@ -151,6 +151,7 @@ def machine_of(shape: Shape, slots: tuple[int, ...], policy: str, one_scale: boo
 
 @given(runs(), st.data())
 def test_never_more_residents_than_slots_and_every_demand_is_served(run, choices):
+    """Rules 1 and 5."""
     shape, slots, policy, events, one_scale = run
     drive = Drive(machine_of(shape, slots, policy, one_scale), choices)
     for experts, proposal in events:
@@ -163,6 +164,7 @@ def test_never_more_residents_than_slots_and_every_demand_is_served(run, choices
 
 @given(runs(), st.data())
 def test_a_pinned_or_loading_expert_is_never_evicted(run, choices):
+    """Rules 2 and 5."""
     shape, slots, policy, events, one_scale = run
     drive = Drive(machine_of(shape, slots, policy, one_scale), choices)
     machine = drive.machine
@@ -188,6 +190,7 @@ def test_a_pinned_or_loading_expert_is_never_evicted(run, choices):
 
 @given(runs(), st.data())
 def test_one_slot_suffices(run, choices):
+    """Rule 9."""
     shape, _, policy, events, one_scale = run
     drive = Drive(machine_of(shape, (1,), policy, one_scale), choices)
     for experts, proposal in events:
@@ -221,6 +224,7 @@ def test_same_input_same_output(run, random):
 @given(runs(), st.data())
 @settings(max_examples=50)
 def test_a_cold_end_leaves_nothing_behind_and_wastes_what_was_not_used(run, choices):
+    """Rule 10."""
     shape, slots, policy, events, one_scale = run
     drive = Drive(machine_of(shape, slots, policy, one_scale), choices)
     for experts, proposal in events:
@@ -236,6 +240,7 @@ def test_a_cold_end_leaves_nothing_behind_and_wastes_what_was_not_used(run, choi
 @given(runs())
 @settings(max_examples=50)
 def test_the_compiled_victim_is_the_one_that_the_definition_names(run):
+    """Rule 5."""
     shape, slots, policy, events, _ = run
     if policy == "lifo":
         return

@@ -32,6 +32,7 @@ def play(tokens: np.ndarray, slots: int, policy: str = "lru", timing=TIMING, lin
 
 
 def test_when_everything_fits_tpot_is_compute_alone_after_the_first_touches():
+    """Rule 11: dense, experts and combine of each layer, then the head."""
     log = play(random_tokens(200), slots=L * E)
     untouched = log.misses == 0
     assert untouched[-50:].all()
@@ -72,6 +73,13 @@ def test_an_infinite_link_equals_everything_resident(policy):
     assert log.stall_ns.sum() == 0
 
 
+def test_eviction_moves_no_bytes():
+    """Rule 7: the link is busy for what comes in and for nothing else, though each transfer but five evicts."""
+    log = play(random_tokens(50), slots=5)
+    assert len(log.evictions) == log.demand_transfers.sum() - 5
+    assert log.link_busy_ns.sum() == log.demand_transfers.sum() * TRANSFER_NS
+
+
 def test_doubling_the_bandwidth_halves_the_transfer_stall():
     """Without prefetch, latency and expert compute, all stall is bytes over bandwidth."""
     timing = FixedTiming(dense=1_000, expert=0, expert_per_token=0, combine=0, head=700)
@@ -84,6 +92,7 @@ def test_doubling_the_bandwidth_halves_the_transfer_stall():
 
 
 def test_chunks_alone_never_change_a_transfers_time():
+    """Rule 12."""
     tokens = random_tokens(40)
     chunked = Link(100, 1, 4, 40_000, chunk_bytes=999)
     assert play(tokens, 6).step_ns.tolist() == play(tokens, 6, link=chunked).step_ns.tolist()
@@ -99,6 +108,7 @@ def test_perfect_prefetch_hides_transfers_that_fit_under_the_compute_before_them
 
 
 def test_the_predictors_time_is_paid_once_an_event():
+    """Rule 14."""
     paid = FixedTiming(1_000, 300, 20, 50, 700, predictor_ns=70)
     log = play(random_tokens(20), slots=L * E, timing=paid)
     assert log.stall_ns[:, STALLS.index("predictor")].tolist() == [70 * L] * 20

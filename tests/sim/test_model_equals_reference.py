@@ -1,4 +1,7 @@
-"""The SimPy engine against the oracle `tests.reference`, to the nanosecond: stored cases and random ones."""
+"""The SimPy engine against the oracle `tests.reference`, to the nanosecond: stored cases and random ones.
+
+Rules 1 to 12, 14 and 15 of docs/contract.md, all at once.
+"""
 
 import json
 import random

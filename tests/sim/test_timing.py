@@ -22,6 +22,7 @@ def test_a_bandwidth_is_a_small_fraction_however_it_was_computed():
 
 
 def test_a_transfer_takes_latency_and_its_bytes_rounded_up():
+    """Rule 12."""
     link = Link(latency_ns=8_000, ns_per_byte_num=1, ns_per_byte_den=24, expert_bytes=100)
     assert link.used_ns(24) == 8_001
     assert link.used_ns(25) == 8_002

@@ -9,30 +9,44 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import runner
-from policies.core.policy import RetentionPolicy, Shape
+from policies.core import dispatch, runner
+from policies.core.policy import Listener, Prefetcher, RetentionPolicy, Shape
 from policies.core.registry import parse
 from policies.core.residency import PolicyResidency
 from policies.prefetch.stride import Predictor
 from sim.loop.log import Ended, RunLog
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
+from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
 
+
+def playable(cls: type[Listener]) -> bool:
+    """Whether it needs no file."""
+    try:
+        cls(Shape(2, 2), cls.Options())
+    except InputError:
+        return False
+    return True
+
+
+PLAIN = [cls for cls in dispatch.SERVED if playable(cls)]
+"""Every built-in that is served, as soon as it is one."""
+
 KEEPERS = (
-    *("lru", "lfu", "fifo", "lfu-perfect", "lfu-aged:half_life=7", "lrfu:decay=0.1", "belady", "least-stale"),
-    *("multi-criteria", "multi-criteria:recency=0:distance=1", "eamc:capacity=3", "eamc:capacity=2:decay=next"),
+    *("lfu-aged:half_life=7", "lrfu:decay=0.1", "multi-criteria:recency=0:distance=1", "eamc:capacity=2:decay=next"),
     "eamc:capacity=2:split=false:source=both:cosine=rows:matches=2:replacement=k-means",
     "eamc:capacity=2:source=request:layers=future:replacement=least-used:keep=most-visited:threshold=-1",
     "eamc:capacity=4:keep=least-visited:layers=past:replacement=fifo:depth=1",
-    *("eamc-blend", "eamc-blend:wrong=0.01:distance=1", "expert-map:capacity=4", "expert-map:depth=0"),
+    *("eamc-blend:wrong=0.01:distance=1", "expert-map:capacity=4", "expert-map:depth=0"),
+    *sorted(cls.name for cls in PLAIN if issubclass(cls, RetentionPolicy)),
 )
-
 FETCHERS = (
-    *("none", "all", "all:depth=0:budget=0.5", "previous", "previous:depth=0", "popular", "popular:n=2:threshold=3"),
-    *("markov", "markov:n=2:budget=1", "gate", "gate:budget=0.5", "oracle", "oracle:horizon=9:depth=2", "oracle1"),
-    *("oracle1:budget=1", "stride", "stride:n=2:depth=1", "eamc:capacity=3", "eamc:capacity=3:threshold=-1:decay=none"),
-    *("eamc-blend", "eamc-blend:wrong=0.01", "expert-map:capacity=4", "expert-map:depth=1:capacity=2"),
+    *("all:depth=0:budget=0.5", "previous:depth=0", "popular:n=2:threshold=3", "markov:n=2:budget=1"),
+    *("gate:budget=0.5", "oracle:horizon=9:depth=2", "oracle1:budget=1", "stride", "stride:n=2:depth=1"),
+    *("eamc:capacity=3", "eamc:capacity=3:threshold=-1:decay=none", "eamc-blend:wrong=0.01"),
+    *("expert-map:capacity=4", "expert-map:depth=1:capacity=2"),
+    *sorted(cls.name for cls in PLAIN if issubclass(cls, Prefetcher)),
 )
 
 Draw = Callable[[int, int], int]

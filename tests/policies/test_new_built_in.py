@@ -1,0 +1,88 @@
+"""A new compiled built-in takes one file and one line: the steps of policies/YOUR_OWN.md, followed in a copy.
+
+The copy runs without compilation, in seconds, and with MOE_FUZZ_CASES (`make fuzz`) compiled, which takes a minute.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SECTION = (ROOT / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8").partition("## For others")[2]
+FILE = re.findall(r"This is `(policies/.*?\.py)`", SECTION)[0]
+LINE = re.findall(r'`("[\w.]+")` as its line in `BUILT_IN`', SECTION)[0]
+CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
+
+PLAYS = """
+import numpy as np
+from policies.checker import check
+from policies.core import dispatch
+from policies.core.policy import Shape
+from policies.core.registry import available, parse
+from sim.engines import compiled_engine, simpy_engine
+from sim.loop.log import Run
+from sim.profiles.policy_overhead import cost_us
+from sim.profiles.timing import FixedTiming, Link
+from traces.synthetic import synthetic
+
+found = next(info for info in available() if info.name == "again")
+assert (found.kind, found.summary) == ("prefetch", "Fetch what the next layer used last time.")
+trace = synthetic(requests=2, tokens=12, layers=3, experts=6, top_k=2, seed=4, prompt_tokens=3)
+requests = [trace.steps(i) for i in range(2)]
+assert dispatch.refusal(*parse("eamc+again").build(Shape(3, 6))) is None
+for policy in ("lru+again", "eamc+again:threshold=0.5", "belady+again:depth=1", "again.py:Again"):
+    if policy.endswith("Again"):
+        assert "built-in" in dispatch.refusal(*parse(f"lru+{policy}").build(Shape(3, 6)))
+        continue
+    run = Run(requests, 3, 6, 5, parse(policy), FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4))
+    ours, theirs = compiled_engine.simulate(run), simpy_engine.simulate(run)
+    assert ours.prefetch_used.any()
+    for column in ("step_ns", "hits", "late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
+        np.testing.assert_array_equal(getattr(ours, column), getattr(theirs, column))
+check("lru+again").require()
+assert cost_us(parse("lru+again"), 3, 6) is None
+"""
+
+ENUMERATE_BUILT_INS = (
+    "tests/sim/test_kernel.py::test_what_is_compiled_is_served_and_so_is_every_score_policy_and_prefetcher_of_today",
+    "tests/sim/test_predictors.py::test_every_policy_of_today_has_a_row_that_was_measured",
+    "tests/sim/test_predictors.py::test_what_ships_is_what_the_benchmark_measures",
+    "tests/policies/test_limits.py::test_every_prefetcher_takes_every_limit",
+    "tests/policies/test_registry.py",
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project with the file and the line of the walk-through."""
+    copy = tmp_path_factory.mktemp("copy")
+    for package in ("benchmarks", "policies", "sim", "tests", "traces"):
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    (copy / FILE).write_text(CODE, encoding="utf-8")
+    (copy / "again.py").write_text("from policies.prefetch.again import Again as Base\nclass Again(Base): pass\n")
+    registry = copy / "policies" / "core" / "registry.py"
+    text = registry.read_text(encoding="utf-8")
+    registry.write_text(re.sub(r"(BUILT_IN = \(.*?)\n\)", rf"\1\n    {LINE},\n)", text, count=1, flags=re.DOTALL))
+    return copy
+
+
+def python(copy, *arguments):
+    compiled = {} if "MOE_FUZZ_CASES" in os.environ else {"NUMBA_DISABLE_JIT": "1"}
+    env = {**os.environ, "PYTHONPATH": str(copy), **compiled}
+    return subprocess.run([sys.executable, *arguments], cwd=copy, env=env, capture_output=True, text=True, timeout=600)
+
+
+def test_it_is_listed_checked_and_played_alike_by_both_engines(copy):
+    done = python(copy, "-c", PLAYS)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_tests_that_enumerate_built_ins_ask_for_nothing_more(copy):
+    done = python(copy, "-m", "pytest", "-p", "no:cacheprovider", *ENUMERATE_BUILT_INS)
+    assert done.returncode == 0, done.stdout

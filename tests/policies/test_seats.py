@@ -1,0 +1,198 @@
+"""Two requests at a time: what is a request's own is kept by seat, and is as if the request ran alone."""
+
+import numpy as np
+import pytest
+
+from policies.core.dispatch import SERVED
+from policies.core.events import RequestEvents
+from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
+from policies.core.registry import parse
+from policies.eamc import expert_map
+from policies.eamc.matching import REQUEST
+from policies.prefetch.stride import Predictor
+from traces.synthetic import synthetic
+
+L, E, K = 4, 6, 2
+LEARNED = 3
+TRACE = synthetic(LEARNED + 2, 7, L, E, K, seed=5, prompt_tokens=3)
+REQUESTS = [TRACE.steps(i) for i in range(LEARNED + 2)]
+
+OWN = {
+    "previous": lambda state, seat: [chosen_so_far(state.chosen, state.sizes, seat)],
+    "stride": lambda state, seat: [
+        chosen_so_far(state.latest, state.sizes, seat),
+        chosen_so_far(state.likely, state.predicted, seat),
+        chosen_so_far(state.probable, state.predicted, seat),
+    ],
+    "markov": lambda state, seat: [state.before[seat, : state.before[seat, E]].tolist()],
+    "least-stale": lambda state, seat: [state.steps[seat]],
+    "multi-criteria": lambda state, seat: [state.last[seat].tolist(), state.used[seat].tolist()],
+    "expert-map": lambda state, seat: [
+        state.own[seat].tolist(),
+        state.own_numbers[seat, [expert_map.STEP, expert_map.SQUARE]].tolist(),
+    ],
+    "eamc-blend": lambda state, seat: [
+        state.known.tokens[seat].tolist(),
+        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], seat) for when in range(2)],
+    ],
+    "eamc": lambda state, seat: [
+        *(bucket.eam[seat, REQUEST].tolist() for bucket in (state.prefill, state.decode)),
+        *(array[seat].tolist() for array in at_play(state, seat)),
+    ],
+}
+
+
+def chosen_so_far(table, sizes, seat):
+    return [table[seat, layer, : sizes[seat, layer]].tolist() for layer in range(L)]
+
+
+def at_play(state, seat):
+    """Of the collection of the phase that runs."""
+    bucket = state.decode if state.says.steps[seat] else state.prefill
+    return bucket.eam, bucket.dots, bucket.squares, bucket.past, bucket.matched
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    file = tmp_path_factory.mktemp("model") / "stride.npz"
+    rng = np.random.default_rng(0)
+    weights = rng.standard_normal((L, 2, E, E)).astype(np.float32)
+    Predictor(2, weights, rng.standard_normal((L, E)).astype(np.float32)).save(file)
+    return file
+
+
+def built(name: str, model, seats: int) -> tuple[ScorePolicy, Prefetcher]:
+    typed = f"lru+stride:model={model}" if name == "stride" else name
+    if typed in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all"):
+        typed = f"lru+{typed}"
+    halves = parse(typed).build(Shape(L, E, seats))
+    for half in halves:
+        half.foresee(REQUESTS, False)
+    return halves
+
+
+def telling(halves) -> Listener:
+    """The half that learns."""
+    return next((half for half in halves if half.observes), halves[1])
+
+
+def hear(halves, event: Event) -> dict[int, float]:
+    """What is proposed."""
+    for half in halves:
+        if half.observes:
+            half.observe(event)
+    ids, priorities = halves[1].propose(event)
+    assert len(set(ids.tolist())) == len(ids)
+    return dict(zip(ids.tolist(), priorities.tolist(), strict=True))
+
+
+def play(halves, ordinal: int, seat: int):
+    """One event of a request after the other, with what is proposed after each."""
+    events = RequestEvents(REQUESTS[ordinal], L)
+    for half in halves:
+        half.begin_request(ordinal, seat)
+    for step in range(len(REQUESTS[ordinal].phase)):
+        for layer in range(L):
+            yield hear(halves, events.event(step, layer)._replace(seats=np.array([seat])))
+    for half in halves:
+        half.end_request(seat)
+
+
+def learned(name: str, model, seats: int):
+    halves = built(name, model, seats)
+    for ordinal in range(LEARNED):
+        list(play(halves, ordinal, 0))
+    return halves
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_what_is_a_requests_own_is_as_if_it_ran_alone(name, model):
+    together = learned(name, model, 2)
+    alone = [learned(name, model, 1) for _ in range(2)]
+    running = [play(together, LEARNED + seat, seat) for seat in range(2)]
+    single = [play(alone[seat], LEARNED + seat, 0) for seat in range(2)]
+    events = 0
+    for seat in [0, 1] * (L * len(REQUESTS[LEARNED].phase)):
+        next(running[seat])
+        next(single[seat])
+        ours, theirs = telling(together).state, telling(alone[seat]).state
+        assert OWN[name](ours, seat) == OWN[name](theirs, 0)
+        events += 1
+    assert events == 2 * L * 8
+
+
+@pytest.mark.parametrize("name", ["previous", "stride", "oracle", "oracle1", "oracle:horizon=9"])
+def test_what_a_request_alone_decides_is_proposed_as_if_it_ran_alone(name, model):
+    together = built(name, model, 2) if ":" not in name else built(f"lru+{name}", model, 2)
+    single = [built(name, model, 1) if ":" not in name else built(f"lru+{name}", model, 1) for _ in range(2)]
+    ours = [play(together, seat, seat) for seat in range(2)]
+    theirs = [play(single[seat], seat, 0) for seat in range(2)]
+    for seat in [0, 1] * (L * len(REQUESTS[0].phase)):
+        assert next(ours[seat]) == next(theirs[seat])
+
+
+def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on_against_it(model):
+    halves = built("eamc:capacity=3:split=false:source=both", model, 2)
+    for ordinal in range(2):
+        list(play(halves, ordinal, 0))
+    running = [play(halves, ordinal, seat) for seat, ordinal in ((0, 2), (1, 3))]
+    for _ in range(L):
+        next(running[1])
+    list(running[0])
+    collection = halves[0].predictor.collections[0]
+    bucket = collection.bucket
+    newest = bucket.eams[collection.oldest_first[-1]]
+    assert newest.tolist() == np.bincount(REQUESTS[2].experts, REQUESTS[2].counts, L * E).astype(int).tolist()
+    assert not bucket.eam[0, REQUEST].any()
+    for _ in range(L * 3):
+        next(running[1])
+        for q in range(2):
+            products = (bucket.eams * bucket.eam[1, q]).reshape(-1, L, E).sum(axis=2).T
+            assert bucket.dots[1, q].tolist() == products.tolist()
+
+
+def test_a_map_that_is_stored_while_another_request_runs_is_compared_with_that(model):
+    halves = built("expert-map:capacity=5", model, 2)
+    running = [play(halves, seat, seat) for seat in range(2)]
+    for seat in [0, 0, 0, 1] * L * 2:
+        next(running[seat])
+        maps = halves[0].state
+        size = maps.numbers[expert_map.SIZE]
+        assert maps.dots[seat, :size].tolist() == (maps.own[seat] @ maps.stored)[:size].tolist()
+    assert size == 5
+
+
+def merged(one: Event, other: Event) -> Event:
+    """One event of both."""
+    own = np.concatenate([one.own_experts, other.own_experts]), np.concatenate([one.own_counts, other.own_counts])
+    tokens = np.bincount(*own, minlength=L * E).astype(np.int64)
+    experts = np.flatnonzero(tokens)
+    steps, offsets = np.concatenate([one.steps, other.steps]), np.array([0, len(one.experts), len(own[0])])
+    tokens_of_all = experts, tokens[experts], np.arange(2), steps, offsets, *own
+    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts)
+
+
+@pytest.mark.parametrize("name", sorted({cls.name for cls in SERVED} - {"static", "none"}))
+def test_a_step_of_two_requests_is_one_event_with_one_proposal(name, model):
+    halves = built(name, model, 2)
+    own = OWN.get(name)
+    alone = [built(name, model, 1) for _ in range(2)]
+    single = [play(alone[seat], seat, 0) for seat in range(2)]
+    events = [RequestEvents(REQUESTS[seat], L) for seat in range(2)]
+    for seat in range(2):
+        for half in halves:
+            half.begin_request(seat, seat)
+    for step in range(len(REQUESTS[0].phase)):
+        for layer in range(L):
+            proposed = hear(halves, merged(*(each.event(step, layer) for each in events)))
+            assert np.isfinite(halves[0].keep).all()
+            assert np.isfinite(list(proposed.values())).all()
+            wanted = [next(each) for each in single]
+            if name in ("previous", "stride", "oracle", "oracle1"):
+                assert proposed == {i: max(each.get(i, -np.inf) for each in wanted) for each in wanted for i in each}
+            if own and name not in ("eamc",):
+                for seat in range(2):
+                    assert own(telling(halves).state, seat) == own(telling(alone[seat]).state, 0)
+    for half in halves:
+        half.end_request(0)
+        half.end_request(1)

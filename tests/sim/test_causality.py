@@ -1,0 +1,108 @@
+"""Rule 16: what is routed after an event changes no decision before it, on either engine, for any built-in policy.
+
+A run is repeated with another future behind some event, and SimPy's decisions are watched one by one. Nothing can watch
+the compiled engine: it must leave the same log as SimPy, of both runs.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policies.core.policy import Int, Shape
+from policies.core.registry import available, parse
+from policies.prefetch.stride import Predictor
+from policies.random_routing import Script, scripts
+from sim.engines import simpy_engine
+from sim.engines.engine import simulate
+from sim.loop.driver import LoopObserver
+from sim.loop.log import RunLog, whole
+from sim.loop.run import gpu_run
+from sim.profiles.timing import FixedTiming, Link
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+SHAPE = Shape(3, 5)
+TIMING, LINK = FixedTiming(7, 3, 1, 2, 5), Link(2, 1, 2, expert_bytes=10, chunk_bytes=4)
+NEEDS = dict.fromkeys(("static", "fiddler", "brainstorm", "adapmoe"), "profile=")
+NEEDS |= dict.fromkeys(("stride", "promoe"), "model=")
+NAMES = [info.name if info.kind != "prefetch" else f"lru+{info.name}" for info in available() if not info.oracle]
+ORACLES = ["belady", "lru+oracle", "lru+oracle1"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A profile trace and a trained model, by the option that takes it."""
+    folder = tmp_path_factory.mktemp("files")
+    write_trace(synthetic(2, tokens=5, layers=3, experts=5, top_k=2, seed=1), folder / "profile")
+    weights = np.random.default_rng(0).standard_normal((3, 2, 5, 5)).astype(np.float32)
+    Predictor(1, weights, np.zeros((3, 5), np.float32)).save(folder / "model.npz")
+    return {"profile=": folder / "profile", "model=": folder / "model.npz"}
+
+
+class Watched(LoopObserver):
+    """Keeps the transfers that are started, with their victims, and how many there were at each router."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[int, int]] = []
+        self.at_router: list[int] = []
+
+    def routed(self, experts: Int, hits: list[int]) -> None:
+        self.at_router.append(len(self.started))
+
+    def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
+        self.interrupted(expert, victim)
+
+    def interrupted(self, expert: int, victim: int) -> None:
+        if expert >= 0:
+            self.started.append((expert, victim))
+
+
+def watched(script: Script, policy: str) -> Watched:
+    """Run a script on SimPy, and on the compiled engine if it serves the policy."""
+    run = gpu_run(script.requests(), SHAPE, script.slots, parse(policy), TIMING, LINK, script.cold, 1.0)
+    observer = Watched()
+    log = whole(partial(simpy_engine.play, observer=observer), run)
+    assert columns(simulate("auto", run)) == columns(log)
+    return observer
+
+
+def columns(log: RunLog) -> dict[str, list[int]]:
+    """Everything in a log but its shares by request."""
+    names = {field.name for field in fields(RunLog)} - {"by_request"}
+    return {name: np.asarray(getattr(log, name)).tolist() for name in names}
+
+
+def futures() -> Iterator[tuple[Script, int, Script]]:
+    """A run, an event of it, and a run that is the same before that event."""
+    rng = random.Random(5)
+    script = next(script for script in scripts(0) if script.shape == SHAPE)
+    for slots, cold in ((3, False), (6, True), (9, False)):
+        one = replace(script, slots=slots, cold=cold)
+        for _ in range(3):
+            cut = rng.randrange(script.events)
+            yield one, cut, one.with_another_future(cut, rng)
+
+
+def decisions_that_knew_the_future(policy: str) -> int:
+    """How many of the runs have a decision before the event that differs."""
+    differing = 0
+    for one, cut, other in futures():
+        ours, theirs = watched(one, policy), watched(other, policy)
+        differing += ours.started[: ours.at_router[cut]] != theirs.started[: theirs.at_router[cut]]
+    return differing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_routed_later_changes_no_decision(name: str, files: dict[str, Path]) -> None:
+    option = NEEDS.get(name.removeprefix("lru+"))
+    assert decisions_that_knew_the_future(f"{name}:{option}{files[option]}" if option else name) == 0
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_an_oracle_is_caught(oracle: str) -> None:
+    assert decisions_that_knew_the_future(oracle) >= 3

@@ -1,0 +1,167 @@
+"""docs/contract.md and what cites it: each rule that is cited exists, each rule has its owner and its tests."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+CONTRACT = (ROOT / "docs" / "contract.md").read_text(encoding="utf-8")
+FOLDERS = ("benchmarks", "docs", "notebooks", "policies", "replay", "sim", "tests", "tracer", "traces")
+SUFFIXES = {".py", ".md", ".toml", ".ipynb"}
+
+CITATION = re.compile(r"\brules?\s+(\d+(?:(?:,(?:\s+and)?|\s+and|\s+or|\s+to)\s+\d+)*)\b", re.IGNORECASE)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+RULE = re.compile(r"^## Rule (\d+): (.+)\n+(Status: not implemented yet)?", re.MULTILINE)
+ROW = re.compile(r"^\| \[(\d+): (.+?)\]\(#(.+?)\) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+PATH = re.compile(r"`([\w.-]+/[\w./-]*)`")
+
+
+class Rule(NamedTuple):
+    name: str
+    implemented: bool
+
+
+class Row(NamedTuple):
+    name: str
+    anchor: str
+    owners: list[str]
+    tests: list[str]
+
+
+def rules_of(contract: str) -> dict[int, Rule]:
+    return {int(number): Rule(name, not status) for number, name, status in RULE.findall(contract)}
+
+
+def table_of(contract: str) -> dict[int, Row]:
+    return {
+        int(number): Row(name, anchor, *(re.findall("`(.+?)`", cell) for cell in cells))
+        for number, name, anchor, *cells in ROW.findall(contract)
+    }
+
+
+def cited(text: str) -> set[int]:
+    """The rules that `text` cites, as in "rules 1, 2 and 4 to 10", also over the end of a line and in test names."""
+    numbers: set[int] = set()
+    for citation in CITATION.findall(re.sub(r"\n\s*#* ?|_", " ", text)):
+        for first, last in re.findall(r"(\d+)(?:\s+to\s+(\d+))?", citation):
+            numbers.update(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def anchors(page: str) -> set[str]:
+    """As GitHub makes them from headings."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(page)}
+
+
+def complaints(contract: str, root: Path) -> Iterator[str]:
+    """What is wrong with the table of rules."""
+    rules, table = rules_of(contract), table_of(contract)
+    if list(rules) != list(range(1, len(rules) + 1)) or {n: rule.name for n, rule in rules.items()} != {
+        n: row.name for n, row in table.items()
+    }:
+        yield "the rules are not numbered from 1, or the table does not have each with its name"
+    for number, row in table.items():
+        if row.anchor not in anchors(contract):
+            yield f"rule {number}: no heading #{row.anchor}"
+        if not rules[number].implemented:
+            if row.owners or row.tests:
+                yield f"rule {number} is not implemented yet and has an owner or a test"
+            continue
+        if not row.owners or not row.tests:
+            yield f"rule {number} has no owner or no test"
+        for path in row.owners + row.tests:
+            if not (root / path).is_file():
+                yield f"rule {number}: there is no {path}"
+            elif number not in cited((root / path).read_text(encoding="utf-8")):
+                yield f"rule {number}: {path} does not cite it"
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        if not there.exists() or (anchor and anchor not in anchors(there.read_text(encoding="utf-8"))):
+            yield target
+
+
+def pages() -> list[Path]:
+    """Everything of this project that people write."""
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    return [*found, *ROOT.glob("*.md")]
+
+
+def test_every_rule_has_an_owner_and_a_test_that_cite_it() -> None:
+    assert list(complaints(CONTRACT, ROOT)) == []
+    assert len(rules_of(CONTRACT)) == 19
+    assert [number for number, rule in rules_of(CONTRACT).items() if not rule.implemented] == [13, 17, 18, 19]
+
+
+def test_every_rule_that_is_cited_exists() -> None:
+    citing = {page: cited(page.read_text(encoding="utf-8")) for page in pages()}
+    unknown = {str(page): numbers - rules_of(CONTRACT).keys() for page, numbers in citing.items()}
+    assert {page: numbers for page, numbers in unknown.items() if numbers} == {}
+    assert sum(bool(numbers) for numbers in citing.values()) > 30
+
+
+def test_every_link_leads_somewhere() -> None:
+    broken = {str(page): list(broken_links(page)) for page in pages() if page.suffix == ".md"}
+    assert {page: links for page, links in broken.items() if links} == {}
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
+def test_every_path_that_the_docs_name_exists(page: Path) -> None:
+    named = set(PATH.findall(page.read_text(encoding="utf-8")))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_citations_are_found_however_they_are_written() -> None:
+    assert cited(f"Rule {15}, then rules {1}, {2} and {4} to {6}; a rule of thumb, 7 rules, overrule {8}") == {
+        *(1, 2, 4, 5, 6, 15)
+    }
+    assert cited(f"def test_rules_{7}_and_{9}_one_slot_serves_{3}():") == {7, 9}
+    assert cited(f"# see rules\n    # {5} or\n{6}, and rule {99}") == {5, 6, 99}
+
+
+MADE_UP = """
+| [1: Lookup](#rule-1-lookup) | `owner.py` | `test_it.py` |
+| [2: Pins](#rule-2-pins) | none | none |
+| [3: Later](#rule-3-later) | none | none |
+
+## Rule 1: Lookup
+## Rule 2: Pins
+
+Text.
+
+## Rule 3: Later
+
+Status: not implemented yet.
+"""
+
+
+def test_a_made_up_contract_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "owner.py").write_text(f'"""Rule {2}."""')
+    assert list(complaints(MADE_UP, tmp_path)) == [
+        "rule 1: owner.py does not cite it",
+        "rule 1: there is no test_it.py",
+        "rule 2 has no owner or no test",
+    ]
+    owned = MADE_UP.replace("later) | none", "later) | `owner.py`").replace("#rule-1", "#rule-one")
+    assert set(complaints(owned, tmp_path)) - set(complaints(MADE_UP, tmp_path)) == {
+        "rule 1: no heading #rule-one-lookup",
+        "rule 3 is not implemented yet and has an owner or a test",
+    }
+    renamed = MADE_UP.replace("Rule 2: Pins", "Rule 2: Needles")
+    assert next(complaints(renamed, tmp_path)).startswith("the rules are not numbered")
+
+
+def test_a_broken_link_is_caught(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[here](#a-page) [no](#nowhere) [gone](gone.md) [web](https://example.org)")
+    assert list(broken_links(page)) == ["#nowhere", "gone.md"]
