@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from sim.timeline.observer import TimelineObserver
 
 from policies.core.policy import Int
 from policies.core.registry import PolicySpec
@@ -35,6 +34,7 @@ from sim.sweep.setup import Loaded, Requests
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import Timeline
+from sim.timeline.observer import TimelineObserver
 from traces.errors import InputError, unknown
 from traces.shards import Shards
 

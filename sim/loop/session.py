@@ -177,14 +177,14 @@ class Session:
         if kind is COPY:
             self._piece_ended()
             return
+        if self._observer:
+            self._observer.ended(completion)
         computing = self._computing
         computing.popleft()
         if not computing or computing[0] in self._landing:
             self._turn(WAITING)
         elif self._doing == PREDICTING:
             self._turn(COMPUTING)
-        if self._observer:
-            self._observer.ended(completion)
         if kind is EXPERT:
             self._computed(expert)
             if self.pump.blocked:

@@ -28,7 +28,7 @@ from sim.sweep.config import listed, specs
 from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
-from tests.support.same import assert_same_logs
+from tests.support.logs import assert_logs_equal
 from tests.support.untimed_oracle import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
@@ -133,7 +133,7 @@ def test_one_layer_plays_alike_in_either_scope(policy):
         ]
         untimed = [count(requests, 1, 16, slots, parse(policy + s)) for s in ("", "@layer")]
         for one, other in (timed, untimed):
-            assert_same_logs(one, other)
+            assert_logs_equal(one, other)
             assert one.misses.sum() > 0
 
 

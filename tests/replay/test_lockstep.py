@@ -22,8 +22,8 @@ from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
+from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
-from tests.support.same import assert_same_logs
 from traces.synthetic import synthetic
 
 SEEDS = 300
@@ -40,7 +40,7 @@ def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog
 def assert_lockstep_takes_exactly_as_long(case: Run, what: str = "") -> Script:
     script, log = script_of(case)
     again = play(case, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(case, script))
-    assert_same_logs(again, log, what)
+    assert_logs_equal(again, log, what)
     return script
 
 
@@ -129,7 +129,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     timing, link = FixedTiming(9, 2, 1, 1, 5), Link(2, 3, 2, expert_bytes=64)
     plan = gpu_run(list(Requests(trace)), Shape(4, 8), 10, parse(policy), timing, link, experts_per_layer=1.0)
     script, theirs = script_of(plan)
-    assert_same_logs(simulate(plan), theirs, policy)
+    assert_logs_equal(simulate(plan), theirs, policy)
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
@@ -222,7 +222,7 @@ def test_the_devices_policy_is_not_asked() -> None:
     script, log = script_of(case)
     unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
     plan = case.under(dataclasses.replace(unasked, scope=case.gpu.policy.scope))
-    assert_same_logs(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log)
+    assert_logs_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log)
 
 
 def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions() -> None:

@@ -23,8 +23,8 @@ from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Roofline, experts_per_layer, host_link
 from sim.sweep.setup import Requests
 from tests.support.devices import AnyOrder, Watch
+from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw
-from tests.support.same import assert_same_logs
 from traces.synthetic import synthetic
 
 
@@ -72,7 +72,7 @@ def test_the_engines_are_equal_on_profiles_prefills_and_real_policies(
     window = experts_per_layer(timing, link, layers=6, top_k=4)
     run = gpu_run(Requests(trace), Shape(6, 16), 30, parse(policy), timing, link, cold, window)
     ours = simulate(run)
-    assert_same_logs(whole(compiled_engine.play, run), ours)
+    assert_logs_equal(whole(compiled_engine.play, run), ours)
     assert ours.misses.sum() > 0
     assert (ours.step_ns == ours.compute_busy_ns + ours.stall_ns.sum(axis=1)).all()
 
@@ -83,7 +83,7 @@ def test_requests_without_steps_leave_nothing_behind(steps: tuple[int, ...]) -> 
     timing, link = FixedTiming(5, 1, 0, 0, 0), Link(0, 1, 1, expert_bytes=5)
     run = gpu_run(requests, Shape(1, 4), 2, parse("lru"), timing, link, cold=True)
     log = simulate(run)
-    assert_same_logs(whole(compiled_engine.play, run), log)
+    assert_logs_equal(whole(compiled_engine.play, run), log)
     assert log.request.tolist() == [2] * sum(steps)
     assert log.step_ns.tolist() == [11, 6][: sum(steps)]
 
@@ -130,7 +130,7 @@ def test_a_model_that_runs_now_gets_what_the_driver_gets_from_its_trace() -> Non
     for seed in range(200):
         run = draw(random.Random(seed).randint)
         pulled = play(run, SimpyDevice(run.timing, run.gpu.link))
-        assert_same_logs(live(run, SimpyDevice(run.timing, run.gpu.link)), pulled, seed)
+        assert_logs_equal(live(run, SimpyDevice(run.timing, run.gpu.link)), pulled, seed)
 
 
 def test_looking_at_what_has_ended_takes_no_time_and_loses_nothing() -> None:

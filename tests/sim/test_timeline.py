@@ -22,8 +22,8 @@ from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
 from sim.timeline.window import WHOLE, Window
+from tests.support.logs import assert_logs_equal
 from tests.support.runs import Drawn, draw_run
-from tests.support.same import assert_same_logs
 from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -77,9 +77,9 @@ def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
 def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
     for seed in SEEDS:
         run, _, log = watched(seed)
-        assert_same_logs(log, log_of(run.on(simpy_engine.play)))
+        assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
         if seed % 10 < 2:
-            assert_same_logs(log_of(watch(run, slots=False)[1]), log)
+            assert_logs_equal(log_of(watch(run, slots=False)[1]), log)
 
 
 @settings(max_examples=60, deadline=None)
@@ -88,7 +88,7 @@ def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: 
     run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
     shown, parts = watch(run)
     log = log_of(parts)
-    assert_same_logs(log, log_of(run.on(simpy_engine.play)))
+    assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
     for check in (fills_its_steps, takes_the_timings_durations, agrees_on_the_link, agrees_on_slots, is_well_formed):
         check(run, shown, log)
 
@@ -347,7 +347,7 @@ def test_a_window_shows_what_the_whole_timeline_shows_between_its_ends(of: Liter
         assert all(opens <= ns(e["ts"]) <= closes for e in (*part.counters, *part.instants))
         played = log_of(logs)
         if seed % 2 == 0:
-            assert_same_logs(played, log)
+            assert_logs_equal(played, log)
         else:
             upto = log.request == log.request[np.flatnonzero(counted)[last - 1]]
             assert len(played.step_ns) == np.flatnonzero(upto)[-1] + 1

@@ -1,4 +1,4 @@
-"""When two traces, a trace and its shards, or the logs of two runs are the same."""
+"""When two traces, or a trace and its shards, are the same."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -6,7 +6,6 @@ from dataclasses import fields
 import numpy as np
 import pandas as pd
 
-from sim.loop.log import RequestLog, RunLog
 from traces.shards import Shards
 from traces.steps import RequestSteps
 from traces.trace import Trace
@@ -44,10 +43,3 @@ def assert_same_shards(whole: Trace, shards: Shards, order: Iterator[int] | None
     np.testing.assert_array_equal(whole.prompts, shards.prompts)
     for i in order or range(len(whole.requests)):
         assert_same_steps(whole.steps(i), shards.steps(i))
-
-
-def assert_same_logs(ours: RunLog, theirs: RunLog, what: object = "") -> None:
-    """The same in every column and every eviction, step by step and request by request."""
-    for kind, one, other in ((RunLog, ours, theirs), (RequestLog, ours.by_request, theirs.by_request)):
-        for name in (field.name for field in fields(kind) if field.name != "by_request"):
-            np.testing.assert_array_equal(getattr(one, name), getattr(other, name), f"{what} {name}")
