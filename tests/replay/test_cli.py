@@ -60,7 +60,7 @@ def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
     assert list(by_request.columns) == REQUESTS.names
     assert len(by_request) == 3
     steps = pd.read_csv(tmp_path / "here/per_token.csv")
-    assert list(steps.columns) == list(COLUMNS)
+    assert list(steps.columns) == ["request", *COLUMNS]
     decoded = steps[steps["phase"] == 1]
     assert decoded["step_ns"].mean() / 1e6 == pytest.approx(row["tpot_mean_ms"])
 
