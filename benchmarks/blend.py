@@ -17,7 +17,7 @@ import numpy as np
 from policies.blend import eamc_blend, fit
 from policies.blend.evidence import AHEAD_RATE, EPS, FOLLOW_RATE, PRIOR_TOKENS, SETTINGS
 from policies.core.policy import Float
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.untimed import count
 from sim.quantities import parse_cache_size
 from sim.sweep.setup import Requests

@@ -13,8 +13,8 @@ from numba import njit
 
 from policies.core.events import RequestEvents, Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
-from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from policies.eamc import matching
 from policies.eamc.build import build
 from policies.eamc.eamc import Matched, Predictor, fetch, observe_and_score

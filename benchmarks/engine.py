@@ -25,7 +25,7 @@ import simpy
 
 from benchmarks.curves import at_one_size, write_accesses
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec, parse
+from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import Run, gpu_run

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play

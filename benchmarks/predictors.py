@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
+from policies.core.catalog import available
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.registry import available, parse
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from policies.eamc.build import build
 from policies.prefetch.stride_training import Tokens, Training, train
 from sim.profiles.policy_overhead import MEASURED, TABLE
@@ -74,8 +75,8 @@ def rows() -> Iterator[Row]:
             yield Row("pair", info.name, (info.name,), info.oracle)
         if info.kind == "preset":
             spec = parse(info.name)
-            halves = spec.evict if spec.evict == spec.prefetch else f"{spec.evict}+{spec.prefetch}"
-            if {**spec.resolved(), "scope": {}} != {**parse(halves).resolved(), "scope": {}}:
+            plain = parse(f"{spec.evict.name}+{spec.prefetch.name}")
+            if (spec.evict, spec.prefetch) != (plain.evict, plain.prefetch):
                 yield Row("preset", info.name, (info.name,), info.oracle)
 
 

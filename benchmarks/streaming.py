@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.sweep.grid import grid_of, played
 from sim.sweep.setup import Setup

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.sweep.grid import Grid, grid_of, played
 from sim.sweep.setup import Loaded, Setup

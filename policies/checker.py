@@ -25,9 +25,9 @@ import numpy as np
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Event, Float, Int, ScorePolicy, Shape
-from policies.core.registry import PolicySpec, parse
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
 from policies.core.runner import PolicyRunner
+from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
 from traces.steps import DECODE, Lookahead, RequestSteps
@@ -61,8 +61,8 @@ class Report:
         return f"{self.policy} {verdict}\n  ({self.events:,} events played, {self.us_per_event:.1f} us an event)"
 
 
-def check(policy: str, seed: int = 0) -> Report:
-    """Hold a policy, as typed for `moe-sim sweep --policies`, to its rules; `seed` draws other routing.
+def check(policy: Policy, seed: int = 0) -> Report:
+    """Hold a policy, a name or a class, to the contract; `seed` draws other routing.
 
     InputError if the name or an option is wrong. Whatever the policy raises is a failure of the report.
     """
@@ -76,8 +76,8 @@ def check(policy: str, seed: int = 0) -> Report:
             except RuleError as broken:
                 failures.setdefault(broken.rule, f"{broken} ({script})")
         if failures:  # the next check takes for granted what this one is about
-            return Report(policy, tuple(failures.values()), events, 0.0)
-    return Report(policy, (), events, _us_per_event(spec, seed))
+            return Report(spec.text, tuple(failures.values()), events, 0.0)
+    return Report(spec.text, (), events, _us_per_event(spec, seed))
 
 
 class RuleError(Exception):

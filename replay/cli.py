@@ -210,14 +210,13 @@ def _of_sweep(folder: Path, policy: str | None, cache_size: str | None, given: M
 
 def _choose(wish: Wish, device: str) -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
-    from policies.core.registry import parse
+    from policies.core.spec import parse
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
-    from sim.quantities import parse_cache_size
 
     policy = parse(wish.policy)
     chosen = choose_device(device)
     loaded = wish.setup.load()
-    slots = parse_cache_size(wish.cache_size, loaded.all_experts, loaded.expert_bytes)
+    slots = loaded.slots(wish.cache_size)
     loaded.require(policy, slots)
     if wish.cache_experts not in (None, slots):
         raise InputError(

@@ -221,7 +221,7 @@ def notes(outcome: Outcome) -> list[str]:
         found.append(f"launched kernel by kernel, and slower: {row['fallbacks']}")
     if (loaded := row.get("dense_loaded")) is not None and loaded < 1:
         found.append(f"--weights gave {loaded:.0%} of the dense parameters; the others are random")
-    experts = round(row["cache_experts"] / row["cache_fraction"])
+    experts = row["all_experts"]
     distinct = row.get("host_experts") or experts
     if distinct < experts:
         size = distinct * row["expert_bytes"]

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from policies.core.policy import Int
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec
 from replay.devices.pinning import REQUIRE
 from replay.devices.pinning import check as check_pin
 from replay.warmup import undisturbed

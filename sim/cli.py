@@ -21,7 +21,7 @@ from traces import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from policies.core.registry import PolicyInfo
+    from policies.core.catalog import PolicyInfo
 
 app = typer.Typer(
     help="Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",
@@ -44,7 +44,7 @@ def policies(
 
     [b]moe-sim policies pre-gated[/b]
     """
-    from policies.core.registry import available
+    from policies.core.catalog import available
     from traces.errors import unknown
 
     listed = available()

@@ -78,6 +78,7 @@ class Event(NamedTuple):
             yield seat, step, self.own_experts[own], self.own_counts[own]
 
 
+@dataclass(frozen=True)
 class Options:
     """Options of a policy that has none; one that has some declares a frozen dataclass of its own."""
 
@@ -108,6 +109,11 @@ class Listener:
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
     kernel: ClassVar[Kernel | None] = None
     state: Any
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "name" not in vars(cls):
+            cls.name = cls.__name__
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         """`state`: what another half has begun."""

@@ -7,8 +7,8 @@ import numpy as np
 
 from policies.core.limits import limiter
 from policies.core.policy import Event, Float, Int, Requests, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import PolicyResidency
+from policies.core.spec import PolicySpec
 from traces.errors import InputError
 
 

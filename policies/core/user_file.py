@@ -1,12 +1,11 @@
 """A policy in a user's own file, named `path/my_file.py:MyPolicy`; nothing needs to be installed or registered.
 
-A name is a file's if it ends in `.py:Class`; options follow further colons. The file is imported once for as long as
-it does not change, under a module name of its own, so that worker processes find the same class by the same text.
+The file is imported once for as long as it does not change, under a module name of its own, so that worker processes
+find the same class by the same name.
 """
 
 import importlib.util
 import inspect
-import re
 import sys
 import traceback
 import zlib
@@ -14,29 +13,19 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from policies.core.grammar import file_and_class
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from traces.errors import InputError, unknown
 
-_IN_A_FILE = re.compile(r"(?P<name>[^=]+?\.py:[^:]*)(?::(?P<options>.*))?", re.DOTALL)
-
-
-def divide(text: str) -> tuple[str, str]:
-    """One half of a policy as typed: its name, a file's with its class, and its options."""
-    if found := _IN_A_FILE.fullmatch(text.strip()):
-        return found["name"], found["options"] or ""
-    name, _, options = text.strip().partition(":")
-    return name, options
-
-
-def is_in_a_file(name: str) -> bool:
-    """Whether `name` is of a class in a file rather than a registered one."""
-    return bool(_IN_A_FILE.fullmatch(name)) or name.endswith(".py")
+MODULE = "policy_file_"
+"""How the names of modules of such files begin."""
 
 
 def load(name: str) -> type[Listener]:
-    """The class that `path.py:Class` names. InputError for whatever keeps it from being a policy, in one line."""
-    path, _, wanted = (name, "", "") if name.endswith(".py") else name.rpartition(":")
+    """Return the class that `path.py:Class` names. Raise InputError for whatever keeps it from being a policy."""
+    path, wanted = file_and_class(name) or (name, "")
     file = Path(path)
     if not file.is_file():
         raise InputError(f"{path}: no such file")
@@ -46,13 +35,15 @@ def load(name: str) -> type[Listener]:
         raise InputError(f"{path} needs the class named as well, as in {path}:{next(iter(here), 'MyPolicy')}")
     if not hasattr(module, wanted):
         raise unknown("class", wanted, here) if here else InputError(f"{path} has no class {wanted}")
-    cls = getattr(module, wanted)
+    return checked(getattr(module, wanted), name)
+
+
+def checked(cls: Any, name: str) -> type[Listener]:
+    """Return `cls`, which goes by `name`. Raise InputError where it is no policy that could run."""
     if not _is_policy(cls):
         raise InputError(f"{name} is neither a RetentionPolicy nor a Prefetcher (policies.core.policy)")
     if inspect.isabstract(cls):
         raise InputError(f"{name} does not define {', '.join(sorted(cls.__abstractmethods__))}")
-    if "name" not in vars(cls):
-        cls.name = cls.__name__
     policy: type[Listener] = cls
     return policy
 
@@ -64,7 +55,7 @@ def _is_policy(cls: object) -> bool:
 @cache
 def _module(path: str, changed_ns: int) -> ModuleType:
     """Import the file at `path`, once for each of its versions."""
-    name = f"policy_file_{zlib.crc32(path.encode()):08x}_{Path(path).stem}"
+    name = f"{MODULE}{zlib.crc32(path.encode()):08x}_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec
     assert spec.loader
@@ -81,8 +72,8 @@ def _module(path: str, changed_ns: int) -> ModuleType:
 
 def told(error: Exception, names: Iterable[str], during: str) -> InputError | None:
     """What a policy in one of the files `names` raised, in one line with the place; None for another error."""
-    for name in filter(is_in_a_file, names):
-        path = str(Path(name.rpartition(":")[0]).resolve())
+    for file, _ in filter(None, map(file_and_class, names)):
+        path = str(Path(file).resolve())
         if line := _line(path, error).strip():
             return InputError(f"{path}:{line} {type(error).__name__}: {error}, in {during}")
     return None

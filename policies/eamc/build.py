@@ -7,7 +7,7 @@ matched, and there it replaces the oldest.
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor
 from policies.eamc.matching import REQUEST
 from traces.errors import InputError

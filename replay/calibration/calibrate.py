@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from policies.core.registry import PolicySpec, parse
+from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
 from replay.calibration.rates import Rates, rates

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.calibration.meter import Meter
 from sim.loop.driver import play
 from sim.loop.run import Run

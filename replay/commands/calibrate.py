@@ -43,12 +43,12 @@ def calibrate(
 
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
-    from policies.core.registry import parse
+    from policies.core.grammar import split_list
+    from policies.core.spec import parse
     from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
     from replay.run import choose_device
     from sim.results.metrics import replacing
-    from sim.sweep.config import listed
 
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
@@ -56,7 +56,7 @@ def calibrate(
         raise InputError("--device virtual: has nothing to measure; auto, cpu or cuda")
     chosen_device = choose_device(device)
     traces = trace or ([] if model_profile else [str(demo_trace())])
-    wanted = [parse(text) for text in dict.fromkeys(listed(policies))]
+    wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense)
     if out:
         with replacing(out, keep=False) as part:  # better now than when all is measured

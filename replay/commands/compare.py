@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from replay.comparison.record import Record
     from replay.comparison.sweep import Comparison
     from sim.results.metrics import Row
-    from sim.sweep.grid import Grid
     from sim.sweep.setup import Loaded
 
 POLICIES = "lru,eamc,eamc-blend"
@@ -78,10 +77,12 @@ def compare(
 
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
+    from policies.core.grammar import split_list
     from replay.comparison.record import Record
     from replay.comparison.sweep import RECORD, Comparison
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
     from sim.quantities import parse_bytes
+    from sim.sweep.grid import grid_of
     from sim.sweep.setup import Setup
     from sim.sweep.store import only_one
     from traces.location import name_of
@@ -107,11 +108,11 @@ def compare(
         _require_calibrated(loaded)
     if requests is None and chosen != "virtual":
         loaded = first_steps(loaded, DEFAULT_STEPS)
-    grid = _grid(loaded, _listed(policies), _listed(cache_sizes))
+    grid = grid_of(loaded, list(dict.fromkeys(split_list(policies))), split_list(cache_sizes))
     first, slots = grid.asked()[0]
     choice = Choice(loaded, first, slots, chosen, host_dedup, dense=dense, weights=weights, pin=pin)
     folder = out or Path("results") / f"{name_of(setup.trace)}-compare"
-    comparison = Comparison(choice, grid, _modes(_listed(modes)), is_calibrated, folder, repeat)
+    comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
     with only_one(folder):
         record = Record.open(folder / RECORD, resume=not overwrite, otherwise="drop it with --overwrite")
         if len(record) and not resume:
@@ -122,11 +123,6 @@ def compare(
         _require_ours(comparison, record)
         _play(comparison, record, quiet)
         _report(comparison, record, max_error, as_json, quiet)
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    """What stands between the commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def _check(max_error: float | None, repeat: int) -> None:
@@ -144,13 +140,6 @@ def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         check_mode(name)
     return tuple(dict.fromkeys(names))
-
-
-def _grid(loaded: "Loaded", policies: tuple[str, ...], sizes: tuple[str, ...]) -> "Grid":
-    from policies.core.registry import parse
-    from sim.sweep.grid import grid_of
-
-    return grid_of(loaded, [parse(text) for text in dict.fromkeys(policies)], sizes)
 
 
 def _require_calibrated(loaded: "Loaded") -> None:

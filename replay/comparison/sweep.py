@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
 from replay.comparison.record import Record, key_of
 from replay.run import Choice

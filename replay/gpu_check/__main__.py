@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from policies.core.grammar import split_list
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
@@ -47,7 +48,7 @@ def check(
         raise InputError(f"no folder of traces at {traces}")
     if not 0 < minutes < math.inf:
         raise InputError(f"--minutes {minutes:g}: must be above 0 and finite")
-    names = tuple(name.strip() for name in only.split(",") if name.strip())
+    names = split_list(only)
     if not names:
         raise InputError(f"--only names no model: take some of {', '.join(SHORT_TOKENS)}")
     for name in names:

@@ -21,7 +21,7 @@ from threading import Thread
 import torch
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.calibration import calibrate
 from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
@@ -59,15 +59,15 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
-from sim.sweep.setup import Loaded, Requests
+from sim.sweep.setup import Requests
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
 
 POLICIES = ("lru", "eamc", "eamc-blend")
 ORACLE = "belady"
-QUARTER = 0.25
-OTHER_SIZES = (0.10, 0.50)
+QUARTER = "25%"
+OTHER_SIZES = ("10%", "50%")
 
 FULL_TOKENS = 500
 """Of the cells whose 99th percentile is judged."""
@@ -256,7 +256,7 @@ class Check:
         with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}):
             profile = model_profile.model(name)
             loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
-            choice = Choice(loaded, parse("lru"), slots_of(loaded, QUARTER), "cuda")
+            choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), "cuda")
             self.told(f"{name}: weights and graphs")
             with open_stage(choice.needs, memory, self.gpu) as stage:
                 if not self.found.facts:
@@ -378,7 +378,7 @@ def _cells(name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:
     yield replace(choice, policy=parse(ORACLE)), LOCKSTEP, short
     for size in OTHER_SIZES:
         for policy in POLICIES:
-            yield replace(choice, policy=parse(policy), slots=slots_of(choice.loaded, size)), CLOSED_LOOP, short
+            yield replace(choice, policy=parse(policy), slots=choice.loaded.slots(size)), CLOSED_LOOP, short
     yield replace(choice, policy=parse("eamc")), LOCKSTEP, short
 
 
@@ -404,8 +404,3 @@ def compile_all() -> None:
         run = gpu_run(Requests(trace), Shape(3, 8), 9, parse(policy), timing, link, experts_per_layer=1.0)
         decide(run)
         engine.simulate(engine.AUTO, run)
-
-
-def slots_of(loaded: Loaded, share: float) -> int:
-    """A share of all experts."""
-    return max(1, round(share * loaded.all_experts))

@@ -22,7 +22,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec
 from sim.loop.log import RunLog
 from sim.results.metrics import COUNT, SHARE, TEXT, Row, commit, replacing, writable, write_rows
 from sim.sweep.grid import Grid

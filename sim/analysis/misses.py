@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec
 from sim.analysis.curves import Accesses, Int, Reuse, belady_misses, lru_misses, reuse
 from sim.analysis.locality import Locality, locality
 from sim.loop.log import RunLog

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pyarrow as pa
 
-from policies.core.registry import PolicySpec
+from policies.core.spec import Option, Policy, PolicySpec, parse
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.results.metrics import RESULTS, SHARE, TEXT, Row, replacing, writable, write_rows
@@ -24,7 +24,6 @@ from sim.sweep.grid import play_cell
 from sim.sweep.setup import Loaded
 from sim.sweep.winner import metric
 from sim.sweep.workers import Advance, Local, Task
-from sim.tuning.policy_options import Option, having, options
 from traces.errors import InputError
 
 NAMES = ("sensitivity.parquet", "sensitivity.png")
@@ -177,15 +176,15 @@ def parameters(point: Point) -> list[Parameter]:
     ]
     if point.loaded.setup.chunk_bytes:
         found.append(Parameter("chunk", "B", lambda at: at.loaded.setup.chunk_bytes or 0, _with_chunk, whole=True))
-    return found + [_of_policy(option) for option in options(point.policy) if option.numeric]
+    return found + [_of_policy(option) for option in point.policy.declared() if option.numeric]
 
 
-def point_of(loaded: Loaded, policy: PolicySpec, slots: int) -> Point:
+def point_of(loaded: Loaded, policy: Policy, slots: int) -> Point:
     """That cell, its predictor's cost from now on a number of its own. InputError where the policy cannot be had so.
 
     By the machine's rates, also where the model was measured on it: rates can be moved, tables cannot.
     """
-    point = Point(loaded, policy, slots)
+    point = Point(loaded, parse(policy), slots)
     point.check()
     fixed = _with_predictor(point, point.predictor_us)
     assert loaded.hardware
@@ -268,10 +267,10 @@ def _of_machine(field: str, name: str, unit: str) -> Parameter:
 
 def _of_policy(option: Option) -> Parameter:
     def value(point: Point) -> float:
-        return next(float(each.value) for each in options(point.policy) if each.name == option.name)
+        return next(float(each.value) for each in point.policy.declared() if each.name == option.name)
 
     def at(point: Point, other: float) -> Point:
-        return replace(point, policy=having(point.policy, {option: type(option.value)(other)}))
+        return replace(point, policy=point.policy.with_options({option.name: type(option.value)(other)}))
 
     return Parameter(option.name, "", value, at, whole=isinstance(option.value, int))
 

@@ -60,11 +60,12 @@ def adapt(
 
     [b]moe-sim adapt my-trace --by task --warmup 10 --after 20[/b]
     """
+    from policies.core.grammar import split_list
     from sim.analysis.adaptation import NAMES, Protocol, plan, save, to_play
     from sim.analysis.adaptation import adapt as measure
     from sim.results.metrics import writable
     from sim.sweep import report
-    from sim.sweep.config import listed, specs
+    from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
     from sim.sweep.setup import Setup
     from traces.errors import InputError
@@ -76,7 +77,7 @@ def adapt(
         trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
     )
     loaded = setup.load()
-    grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_size))
+    grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_size))
     if len(grid.sizes) > 1:
         raise InputError(f"--cache-size {cache_size}: one size at a time")
     planned = plan(loaded.whole, protocol)

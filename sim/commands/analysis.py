@@ -41,10 +41,11 @@ def analyze(
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
+    from policies.core.grammar import split_list
     from sim.analysis.misses import analyse, save, sentence, to_play
     from sim.results.metrics import writable
     from sim.sweep import report
-    from sim.sweep.config import listed, specs
+    from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
     from sim.sweep.setup import Setup
     from traces.location import name_of
@@ -52,7 +53,7 @@ def analyze(
     path = trace or str(demo_trace())
     setup = Setup(trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
     loaded = setup.load()
-    grid = grid_of(loaded, specs(listed(policies), scope), listed(cache_sizes))
+    grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_sizes))
     folder = out or Path("results") / name_of(path) / "analysis"
     writable(folder, ["misses.parquet"])
     with report.progress(to_play(grid) * len(loaded.trace.requests), quiet) as advance:
@@ -106,6 +107,7 @@ def compare(
 
 def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "list[tuple[Played, Played]]":
     """(baseline, cell): what was asked for."""
+    from policies.core.grammar import split_list
     from sim.results.compare import choose, pairs_across, pairs_within, read, split_name
 
     def named(text: str) -> "list[Played]":
@@ -118,7 +120,7 @@ def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "li
         return pairs_across(named(a), named(b))
     if policies is None:
         raise InputError(f"compare {a} with what? Name a second folder, or --policies lru,eamc")
-    return pairs_within(named(a), list(dict.fromkeys(filter(None, map(str.strip, policies.split(","))))))
+    return pairs_within(named(a), list(dict.fromkeys(split_list(policies))))
 
 
 def _row(baseline: "Played", cell: "Played", difference: "Difference") -> dict[str, object]:

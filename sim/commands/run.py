@@ -15,7 +15,7 @@ from traces.errors import InputError
 from traces.steps import PREFILL
 
 if TYPE_CHECKING:
-    from policies.core.registry import PolicySpec
+    from policies.core.spec import PolicySpec
     from sim.loop.log import Ended, Int, RunLog
     from sim.results.metrics import Row
     from sim.sweep.setup import Loaded
@@ -61,9 +61,8 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    from policies.core.registry import parse
+    from policies.core.spec import parse
     from sim.engines import compiling
-    from sim.quantities import parse_cache_size
     from sim.sweep import report
     from sim.sweep.grid import Grid
     from sim.sweep.setup import Requests
@@ -87,7 +86,7 @@ def run(
         engine=engine,
     )
     loaded, spec = setup.load(), parse(policy or cell_flags.POLICY)
-    slots = parse_cache_size(cache_size or cell_flags.CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
+    slots = loaded.slots(cache_size or cell_flags.CACHE_SIZE)
     loaded.require(spec, slots)
     if window:
         timeline_window.check(window, Requests(loaded.trace))

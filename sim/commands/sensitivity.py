@@ -48,11 +48,10 @@ def sensitivity(
 
     [b]moe-sim sensitivity my-trace --policy lru+markov:n=4 --chunk-bytes 1MiB --step 50%[/b]
     """
-    from policies.core.registry import parse
+    from policies.core.spec import parse
     from sim.analysis.sensitivity import NAMES, plan, point_of, save
     from sim.analysis.sensitivity import sensitivity as measure
     from sim.engines import compiling
-    from sim.quantities import parse_cache_size
     from sim.results.metrics import writable
     from sim.sweep import report
     from sim.sweep.grid import Grid
@@ -71,7 +70,7 @@ def sensitivity(
         predictor_us=predictor_us,
     )
     loaded, spec = setup.load(), parse(policy or cell_flags.POLICY)
-    slots = parse_cache_size(cache_size or cell_flags.CACHE_SIZE, loaded.all_experts, loaded.expert_bytes)
+    slots = loaded.slots(cache_size or cell_flags.CACHE_SIZE)
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
     folder = out or Path("results") / name_of(setup.trace) / "sensitivity"

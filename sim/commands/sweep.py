@@ -87,7 +87,8 @@ def sweep(
 
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
-    from sim.sweep.config import listed, read
+    from policies.core.grammar import split_list
+    from sim.sweep.config import read
     from sim.sweep.store import only_one
     from traces.location import name_of
 
@@ -96,9 +97,9 @@ def sweep(
     given = {
         "traces": tuple(traces) if traces else None,
         "policies": _names(policies, evict, prefetch),
-        "cache_sizes": None if cache_sizes is None else listed(cache_sizes),
-        "hardware": None if hardware is None else listed(hardware),
-        "seeds": None if seeds is None else tuple(map(_seed, listed(seeds))),
+        "cache_sizes": None if cache_sizes is None else split_list(cache_sizes),
+        "hardware": None if hardware is None else split_list(hardware),
+        "seeds": None if seeds is None else tuple(map(_seed, split_list(seeds))),
         "scope": scope,
         "model_profile": model_profile,
         "requests": requests,
@@ -139,12 +140,13 @@ def _free(parent: Path, name: str, taken: bool, quiet: bool) -> Path:
 
 def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, list[str]]":
     """The sweep, and which defaults it takes."""
+    from policies.core.grammar import split_list
     from sim.sweep.config import Config
 
     defaults: dict[str, tuple[Any, str]] = {
         "traces": ((str(demo_trace()),), f"the shipped trace {demo_trace()}"),
-        "policies": (tuple(POLICIES.split(",")), f"policies {POLICIES}"),
-        "cache_sizes": (tuple(CACHE_SIZES.split(",")), f"cache sizes {CACHE_SIZES}"),
+        "policies": (split_list(POLICIES), f"policies {POLICIES}"),
+        "cache_sizes": (split_list(CACHE_SIZES), f"cache sizes {CACHE_SIZES}"),
         "hardware": ((HARDWARE,), "" if asked.get("untimed") else f"hardware {HARDWARE}"),
     }
     taken = [text for name, (_, text) in defaults.items() if text and name not in asked]
@@ -153,15 +155,15 @@ def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, list[str]]":
 
 def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tuple[str, ...] | None:
     """All policies asked for, as one list: --policies, and --evict with --prefetch; None if nothing was asked."""
-    from sim.sweep.config import listed
+    from policies.core.grammar import split_list
 
     if policies is evict is prefetch is None:
         return None
     if prefetch and not evict:
         raise InputError("--prefetch says what to fetch: name what to keep with --evict")
-    keeps, fetches = listed(evict), listed(prefetch)
+    keeps, fetches = split_list(evict), split_list(prefetch)
     pairs = [f"{kept}+{fetched}" for kept in keeps for fetched in fetches]
-    return (*listed(policies), *(pairs or keeps))
+    return (*split_list(policies), *(pairs or keeps))
 
 
 def _seed(text: str) -> int:
@@ -208,7 +210,6 @@ def _folders(loaded: "Sequence[Loaded]") -> list[str]:
 
 
 def _say_what_was_taken(taken: list[str], tables: "list[Table]") -> None:
-    from policies.core.registry import NO_PREFETCH
     from sim.quantities import show_bytes
 
     if taken:
@@ -220,7 +221,7 @@ def _say_what_was_taken(taken: list[str], tables: "list[Table]") -> None:
         if recorded and counted and recorded != counted:
             sizes = f"{show_bytes(recorded)} where the trace was made, {show_bytes(counted)} in its model profile"
             console.note(f"an expert has {sizes}, which counts")
-    fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetch != NO_PREFETCH]
+    fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetches]
     if fetching and not tables[0].loaded.hardware:
         console.note(f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts")
 

@@ -64,9 +64,8 @@ def tune(
     [b]moe-sim tune my-trace --policy lru+markov --cache-size 10% --trials 100[/b]
     """
     from policies.core.policy import Shape
-    from policies.core.registry import NO_PREFETCH, parse
+    from policies.core.spec import parse
     from sim.engines import compiling
-    from sim.quantities import parse_cache_size
     from sim.results.metrics import writable
     from sim.sweep import report
     from sim.sweep.grid import Grid
@@ -92,7 +91,7 @@ def tune(
     spec, size = parse(policy or cell_flags.POLICY), cache_size or cell_flags.CACHE_SIZE
     halves = Halves.of(setup)
     loaded = halves.first
-    slots = parse_cache_size(size, loaded.all_experts, loaded.expert_bytes)
+    slots = loaded.slots(size)
     loaded.require(spec, slots)
     space = space_of(spec, Shape(loaded.trace.layers, loaded.trace.num_experts), search)
     asked = Search(halves, spec, slots, space, trials, seed, workers or journal.workers or os.cpu_count() or 1)
@@ -105,7 +104,7 @@ def tune(
             console.note(f"{len(journal.trials)} trials of before in {journal.path}")
     for warning in report.warnings(loaded, Grid((spec,), {size: slots})):
         console.warn(warning)
-    if untimed and spec.prefetch != NO_PREFETCH and not quiet:
+    if untimed and spec.prefetches and not quiet:
         console.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
     compiling.start_if_needed([loaded.compiled(spec)], quiet)
     try:
@@ -180,7 +179,7 @@ def _table(found: "Found") -> "Table":
     from rich import box
     from rich.table import Column, Table
 
-    from sim.tuning.policy_options import written
+    from policies.core.grammar import value_text
 
     metric = METRICS[found.metric]
     table = Table(Column("options", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -193,7 +192,7 @@ def _table(found: "Found") -> "Table":
         first = _figure(trial.value, found, found.typed.first)
         best = trial.policy == found.best.policy
         second = _figure(found.best.second, found, found.typed.second) if best else ""
-        options = " ".join(f"{name}={written(value)}" for name, value in trial.options.items())
+        options = " ".join(f"{name}={value_text(value)}" for name, value in trial.options.items())
         table.add_row(options, first, second, style="bold green" if best else None)
     return table
 

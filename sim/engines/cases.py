@@ -11,7 +11,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.engine import AUTO, SIMPY, check, simulate
 from sim.loop.log import RunLog
 from sim.loop.run import gpu_run

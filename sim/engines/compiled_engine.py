@@ -19,9 +19,9 @@ from policies.core.dispatch import NONE, PolicyStates
 from policies.core.events import Routing, event_at, routing_of
 from policies.core.limits import Bounds, limiter
 from policies.core.policy import Float, Int, Shape
-from policies.core.registry import parse
 from policies.core.residency_compiled import BLOCKED
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS, Ended, RequestLog, RunLog, whole
 from sim.loop.run import Run, gpu_run
 from sim.loop.session import decider_of

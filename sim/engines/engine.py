@@ -4,7 +4,7 @@ from functools import partial
 
 from policies.core import dispatch
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec
 from sim.loop.log import Ended, RunLog, whole
 from sim.loop.run import Run
 from traces.errors import InputError, unknown

@@ -6,13 +6,13 @@ event of its own for recency, counts and EAMs. Misses equal those of an independ
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Requests, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import PolicyResidency
 from policies.core.runner import PolicyRunner
+from policies.core.spec import Policy, parse
 from sim.loop.log import COLUMNS, Ended, RunLog, Share, StepRow, joined
 
 
-def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
+def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
     """Play `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
     parts: list[RunLog] = []
     play(requests, layers, experts, slots, policy, parts.append, cold)
@@ -20,10 +20,10 @@ def count(requests: Requests, layers: int, experts: int, slots: int, policy: Pol
 
 
 def play(
-    requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, ended: Ended, cold: bool = False
+    requests: Requests, layers: int, experts: int, slots: int, policy: Policy, ended: Ended, cold: bool = False
 ) -> None:
     """The same; `ended` takes the log of each request as it ends."""
-    runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
+    runner = PolicyRunner(parse(policy), Shape(layers, experts), requests, per_access=True)
     residency = runner.residency(slots)
     last, played = len(requests) - 1, 0
     for ordinal in range(last + 1):

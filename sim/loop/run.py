@@ -7,7 +7,7 @@ one so far, GPU memory over host memory. A disk below the host (rule 17) will be
 from dataclasses import dataclass, replace
 
 from policies.core.policy import Requests, Shape
-from policies.core.registry import PolicySpec
+from policies.core.spec import Policy, PolicySpec, parse
 from sim.profiles.timing import Link, Timing
 
 
@@ -54,9 +54,9 @@ class Run:
         gpu = replace(self.gpu, link=link, experts_per_layer=experts_per_layer)
         return replace(self, tiers=(gpu,), timing=timing)
 
-    def under(self, policy: PolicySpec) -> "Run":
+    def under(self, policy: Policy) -> "Run":
         """Return the same run under another policy."""
-        return replace(self, tiers=(replace(self.gpu, policy=policy),))
+        return replace(self, tiers=(replace(self.gpu, policy=parse(policy)),))
 
     def with_slots(self, slots: int) -> "Run":
         """Return the same run with another cache size."""
@@ -67,11 +67,11 @@ def gpu_run(
     requests: Requests,
     shape: Shape,
     slots: int,
-    policy: PolicySpec,
+    policy: Policy,
     timing: Timing,
     link: Link,
     cold: bool = False,
     experts_per_layer: float | None = None,
 ) -> Run:
-    """Return a run with one tier: GPU memory over host memory."""
-    return Run(requests, shape, (Tier(slots, policy, link, experts_per_layer),), timing, cold)
+    """Return a run with one tier, GPU memory over host memory, under a policy, its name or its class."""
+    return Run(requests, shape, (Tier(slots, parse(policy), link, experts_per_layer),), timing, cold)

@@ -13,9 +13,8 @@ nobody can run them, and a bound that pays is none. Learning at the end of a req
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from policies.core.registry import PolicySpec, parse
+from policies.core.spec import PolicySpec, parse
 from sim import profiles
 
 TABLE = Path(profiles.__file__).parent / "predictors.toml"
@@ -33,22 +32,20 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
     table = _table()
     found: list[tuple[float, float] | None]
     presets = [
-        row for name, row in table["preset"].items() if name == policy.preset or _halves(parse(name)) == _halves(policy)
+        row for name, row in table["preset"].items() if name == policy.preset or _same_halves(parse(name), policy)
     ]
     if presets:
         found = list(presets[:1])
     elif policy.shares:
-        found = [table["pair"].get(policy.evict)]
+        found = [table["pair"].get(policy.evict.name)]
     else:
-        found = [table["retention"].get(policy.evict), table["prefetch"].get(policy.prefetch)]
+        found = [table["retention"].get(policy.evict.name), table["prefetch"].get(policy.prefetch.name)]
     costs = [_at(layers, experts, row) for row in found if row is not None]
     return sum(costs) if len(costs) == len(found) else None
 
 
-def _halves(policy: PolicySpec) -> tuple[Any, Any]:
-    """What is kept and what is fetched, with every option."""
-    resolved = policy.resolved()
-    return resolved["evict"], resolved["prefetch"]
+def _same_halves(one: PolicySpec, other: PolicySpec) -> bool:
+    return (one.evict, one.prefetch) == (other.evict, other.prefetch)
 
 
 def _at(layers: int, experts: int, row: tuple[float, float]) -> float:

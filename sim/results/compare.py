@@ -15,7 +15,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from policies.core.grammar import split_size
 from policies.core.scope import SCOPES
+from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
 from sim.results.metrics import REQUESTS, RESULTS, tables_below
 from traces.errors import InputError, unknown
@@ -108,7 +110,7 @@ def read(folder: Path) -> list[Played]:
             folder=folder,
             policy=str(row["policy"]),
             cache_experts=int(row["cache_experts"]),
-            all_experts=round(row["cache_experts"] / row["cache_fraction"]),
+            all_experts=int(row["all_experts"]),
             expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
             trace=str(row["trace"]),
             phase=str(row["phase"]),
@@ -129,20 +131,18 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
         return Path(text), None, None
     for i, letter in enumerate(text):
         if letter == ":" and Path(text[:i]).is_dir():
-            cell = text[i + 1 :]
-            policy, _, size = cell.rpartition("@") if "@" in cell else (cell, "", "")
-            if size.partition(":")[0] in SCOPES:
-                policy, size = cell, ""
+            policy, size = split_size(text[i + 1 :], SCOPES)
             return Path(text[:i]), policy or None, size or None
     raise InputError(f"no results folder {text}: write results/x, or results/x:policy@size for one of its cells")
 
 
-def choose(cells: Sequence[Played], policy: str | None, size: str | None) -> list[Played]:
+def choose(cells: Sequence[Played], policy: Policy | None, size: str | None) -> list[Played]:
     """Those of one folder's cells that have this policy and cache size, of either kind if None.
 
     InputError, naming what there is, if there are none.
     """
     if policy is not None:
+        policy = text_of(policy)
         known = list(dict.fromkeys(cell.policy for cell in cells))
         if policy not in known:
             raise unknown(f"policy in {cells[0].folder}", policy, known)
@@ -158,17 +158,17 @@ def choose(cells: Sequence[Played], policy: str | None, size: str | None) -> lis
     return found
 
 
-def pairs_within(cells: Sequence[Played], policies: Sequence[str]) -> list[tuple[Played, Played]]:
+def pairs_within(cells: Sequence[Played], policies: Sequence[Policy]) -> list[tuple[Played, Played]]:
     """(baseline, cell) at each size: the first policy is the baseline of the others. InputError if one is missing."""
     if len(policies) < 2:
         raise InputError("--policies needs two or more to compare: the baseline first, as in lru,eamc")
-    found = []
+    names, found = list(map(text_of, policies)), []
     for slots in dict.fromkeys(cell.cache_experts for cell in cells):
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
-        for policy in policies:
-            if policy not in here:
-                raise unknown(f"policy in {cells[0].folder}", policy, here)
-        found += [(here[policies[0]], here[policy]) for policy in policies[1:]]
+        for name in names:
+            if name not in here:
+                raise unknown(f"policy in {cells[0].folder}", name, here)
+        found += [(here[names[0]], here[name]) for name in names[1:]]
     return found
 
 

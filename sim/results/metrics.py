@@ -49,6 +49,7 @@ RESULTS = pa.schema(
         *_CELL[:3],
         *[(name, TEXT) for name in ("phase", "model", "hardware")],
         *_CELL[3:],
+        ("all_experts", COUNT),  # of the model, what cache_fraction is a share of
         ("requests", COUNT),
         *_LOOKUPS,
         ("hit_rate", SHARE),
@@ -163,6 +164,7 @@ class Summary:
             "phase": cell.phase,
             "model": cell.model,
             "hardware": cell.hardware,
+            "all_experts": cell.all_experts,
             "requests": int(np.count_nonzero(self._steps)),
             **{name: sums[name] for name in ("tokens", "hits", "late", "misses")},
             "lookups": lookups,

@@ -1,10 +1,10 @@
 """The pictures of a sweep: hit rate and latency against cache size, with Belady as the bound."""
 
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policies.core.grammar import pieces
 from sim.results.metrics import Row, replacing
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
 def wrapped(policy: str, width: int = 28) -> str:
     """A policy as typed, broken before its options so that a legend has room for it."""
     lines = [""]
-    for part in re.split(r"(?=[:+@])", policy):
+    for part in pieces(policy):
         lines[-1:] = [lines[-1] + part] if len(lines[-1]) + len(part) <= width else [lines[-1], part]
     return "\n".join(filter(None, lines))
 

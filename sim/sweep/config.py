@@ -8,8 +8,6 @@ any is made.
 import dataclasses
 import itertools
 import json
-import math
-import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,18 +16,16 @@ from typing import Any
 
 import tomli_w
 
-from policies.core.registry import SHARED, PolicySpec, parse
+from policies.core.grammar import alternatives, count_alternatives
+from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
 from sim.quantities import parse_bytes
 from sim.results.metrics import commit, replacing
 from sim.sweep.setup import Setup
-from sim.tuning.policy_options import SEED, having, options
 from traces.errors import InputError, unknown
 from traces.location import absolute
 
 NAME = "sweep.toml"
-
-_ALTERNATIVES = re.compile(r"(?<==)[^:+@,]*\|[^:+@,]*")
 
 
 @dataclass(frozen=True)
@@ -62,8 +58,7 @@ class Config:
     @property
     def cells(self) -> int:
         """How many there are at most, counted without making them."""
-        listed = (map(_count, _ALTERNATIVES.findall(text)) for text in self.policies)
-        policies = sum(map(math.prod, listed))
+        policies = sum(map(count_alternatives, self.policies))
         return policies * len(self.cache_sizes) * len(self.traces) * len(self.machines) * len(self.seeds)
 
     @property
@@ -114,12 +109,12 @@ class Config:
             file.write_text("\n".join(text) + "\n\n" + tomli_w.dumps(values), encoding="utf-8")
 
 
-def specs(policies: Sequence[str], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
-    """Policies as typed, each once; `scope` is of those that name none. InputError for one that there is not."""
+def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
+    """Return all policies, each once; `scope` is of those that name none. InputError for one that there is not."""
     found = (
-        _seeded(parse(text).within(SHARED if scope is None else scope), seed)
-        for typed in policies
-        for text in alternatives(typed)
+        _seeded(parse(each) if scope is None else parse(each).within(scope), seed)
+        for policy in policies
+        for each in (alternatives(policy) if isinstance(policy, str) else [policy])
         for seed in seeds
     )
     return list({spec.text: spec for spec in found}.values())
@@ -127,15 +122,7 @@ def specs(policies: Sequence[str], scope: str | None, seeds: Sequence[int] = (0,
 
 def _seeded(policy: PolicySpec, seed: int) -> PolicySpec:
     """The same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
-    drawn = {option: seed for option in options(policy) if option.key == SEED and not option.stated}
-    return having(policy, drawn) if drawn else policy
-
-
-def alternatives(text: str) -> Iterator[str]:
-    """A policy as typed, once for each combination of the alternatives that its options list."""
-    between = _ALTERNATIVES.split(text)
-    for chosen in itertools.product(*(values.split("|") for values in _ALTERNATIVES.findall(text))):
-        yield between[0] + "".join(value + rest for value, rest in zip(chosen, between[1:], strict=True))
+    return policy.with_options({o.name: seed for o in policy.declared() if o.key == SEED and not o.stated})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -173,15 +160,6 @@ _EXAMPLES = {
 
 
 _KINDS = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
-
-
-def listed(text: str | None) -> tuple[str, ...]:
-    """What stands between the commas."""
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
-
-
-def _count(values: str) -> int:
-    return values.count("|") + 1
 
 
 def _is(value: object, name: str) -> bool:

@@ -10,6 +10,7 @@ no such cell again. Belady is the bound: where it was not asked for, it is compu
 import dataclasses
 import hashlib
 import json
+import marshal
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from typing import Any
 import pyarrow as pa
 
 from policies.core import user_file
-from policies.core.registry import PolicySpec, parse
+from policies.core.grammar import file_and_class
+from policies.core.spec import Part, Policy, PolicySpec, parse
 from sim.loop.log import RunLog
-from sim.quantities import parse_cache_size
 from sim.results import metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.sweep import winner
@@ -39,10 +40,13 @@ BELADY = "belady"
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept over one trace on one machine, without repetitions."""
+    """What is swept over one trace on one machine, without repetitions; it takes whatever `parse` does."""
 
     policies: tuple[PolicySpec, ...]
     sizes: dict[str, int]  # as typed: slots, no two the same
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(map(parse, self.policies)))
 
     def cells(self) -> list[tuple[PolicySpec, int]]:
         """In the order of the rows, the bound's last."""
@@ -58,7 +62,7 @@ class Grid:
         return any(policy.text == BELADY for policy in self.policies)
 
 
-def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequence[str]) -> Grid:
+def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
     """Each number of slots once. InputError for a size or a policy that this trace cannot have."""
     if not cache_sizes:
         raise InputError("--cache-sizes names none: write 10%,25% or 64 or 8GiB")
@@ -66,12 +70,13 @@ def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequenc
         raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
     sizes: dict[str, int] = {}
     for text in cache_sizes:
-        slots = parse_cache_size(text, loaded.all_experts, loaded.expert_bytes)
+        slots = loaded.slots(text)
         if slots not in sizes.values():
             sizes[text] = slots
-    for policy in policies:
+    grid = Grid(tuple(map(parse, policies)), sizes)
+    for policy in grid.policies:
         loaded.require(policy, min(sizes.values()))
-    return Grid(tuple(policies), sizes)
+    return grid
 
 
 @dataclass(frozen=True)
@@ -132,17 +137,18 @@ def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, 
 def outcome(table: Table, store: Store) -> Outcome:
     """What was found of a table whose cells have all been played."""
     found = (store.row(key) for key in table.tasks())
-    cells = {cell: {**row, "prefetch_coverage": None} for cell, row in zip(table.grid.cells(), found, strict=True)}
-    for policy, slots in table.grid.asked():
-        without = _misses_without_prefetch(policy, slots, table.grid, cells)
-        if without is not None:
-            row = cells[policy, slots]
+    cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
+    asked = cells[: len(table.grid.asked())]
+    misses = {cell: row["misses"] for cell, row in asked}
+    for (policy, slots), row in asked:
+        without = misses.get((policy.without_prefetch(), slots))
+        if policy.prefetches and without is not None:
             row["prefetch_coverage"] = metrics.coverage(row["misses"], without)
-    rows = [cells[cell] for cell in table.grid.asked()]
+    rows = [row for _, row in asked]
     return Outcome(
         table=table,
         rows=rows,
-        bound=[row for (policy, _), row in cells.items() if policy.text == BELADY],
+        bound=[row for (policy, _), row in cells if policy.text == BELADY],
         winners=winner.choose(rows, table.grid.sizes),
         judged_by=winner.metric(rows),
     )
@@ -184,7 +190,8 @@ def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -
     try:
         loaded.play(policy, slots, ended)
     except Exception as error:
-        if told := user_file.told(error, (policy.evict, policy.prefetch), f"{policy.text} at {slots} experts"):
+        halves = policy.evict.name, policy.prefetch.name
+        if told := user_file.told(error, halves, f"{policy.text} at {slots} experts"):
             raise told from error
         raise
     return summary.row(), summary.requests()
@@ -202,7 +209,7 @@ def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
         "machine": [dataclasses.asdict(part) if part else None for part in (loaded.hardware, loaded.profile)],
         "predictor_us": loaded.predictor_us(policy),
         "policy": [policy.text, resolved],
-        "files": [_sources(name) for name in (policy.evict, policy.prefetch)]
+        "files": [_sources(half) for half in (policy.evict, policy.prefetch)]
         + [_digest(text) for text in _texts(resolved)],
         "slots": slots,
         "code": metrics.sources(),
@@ -216,13 +223,23 @@ def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
     return [value for value in options if isinstance(value, str)]
 
 
+_KNOWN = ("policies", "abc", "builtins")
+"""Packages whose classes a cell's `code` stands for, or that never change."""
+
+
+def _sources(half: Part) -> str | None:
+    """Of a policy in a file of its own: the digest of that file and the modules beside it; else of a class's code."""
+    if found := file_and_class(half.name):
+        return _beside(found[0])
+    own = [cls for cls in half.cls.__mro__ if cls.__module__.partition(".")[0] not in _KNOWN]
+    codes = [marshal.dumps(each.__code__) for cls in own for each in vars(cls).values() if hasattr(each, "__code__")]
+    return hashlib.sha256(b"".join(codes)).hexdigest() if own else None
+
+
 @cache
-def _sources(name: str) -> str | None:
-    """Of a policy in a file of its own: the digest of that file and the modules beside it."""
-    if not user_file.is_in_a_file(name):
-        return None
-    beside = sorted(Path(name.rpartition(":")[0]).resolve().parent.glob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in beside)).hexdigest()
+def _beside(file: str) -> str:
+    beside = sorted(Path(file).resolve().parent.glob("*.py"))
+    return hashlib.sha256(b"".join(each.read_bytes() for each in beside)).hexdigest()
 
 
 @cache
@@ -237,14 +254,3 @@ def _digest(name: str) -> str | None:
 def _labelled(requests: pa.Table, key: str) -> pa.Table:
     place = requests.schema.get_field_index("cell")
     return requests.set_column(place, requests.schema.field(place), pa.array([key] * len(requests), pa.string()))
-
-
-def _misses_without_prefetch(
-    policy: PolicySpec, slots: int, grid: Grid, rows: dict[tuple[PolicySpec, int], Row]
-) -> int | None:
-    """Of the cell that differs in nothing but prefetch; None if `policy` is one, or the grid has none."""
-    plain = policy.without_prefetch().resolved()
-    if policy.resolved() == plain:
-        return None
-    same = [other for other in grid.policies if other.resolved() == plain]
-    return int(rows[same[0], slots]["misses"]) if same else None

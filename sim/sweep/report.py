@@ -9,7 +9,6 @@ from rich.progress import Task as ProgressTask
 from rich.table import Column, Table
 from rich.text import Text
 
-from policies.core.registry import SHARED
 from sim.engines import compiling
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
@@ -23,7 +22,7 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     """Cache sizes below one token's demand or above the GPU's memory, and policies whose cost is unknown."""
     found = []
     demand = loaded.token_experts
-    shared = any(policy.scope == SHARED for policy in grid.policies)  # a layer's own slots are used once a token
+    shared = not all(policy.scope.cls.per_layer for policy in grid.policies)  # a layer's slots are used once a token
     for slots in grid.sizes.values() if shared and loaded.trace.phases != "prefill" else ():
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import overload
 
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec
+from policies.core.spec import Policy, parse
 from sim.engines import engine
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.run import Run, gpu_run
@@ -20,6 +20,7 @@ from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.timing import Link, Roofline, Timing, experts_per_layer, host_link
+from sim.quantities import parse_cache_size
 from sim.results.metrics import Cell
 from traces.errors import InputError
 from traces.reader import open_folder
@@ -85,7 +86,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A setup with its files read; `play` runs one cell of it."""
+    """A setup with its files read; `play` runs one cell of it. A policy is whatever `parse` takes."""
 
     setup: Setup
     trace: Shards | Trace  # the first where only its requests are played, in order
@@ -116,6 +117,10 @@ class Loaded:
         """Of one expert; None if nothing states it."""
         return self.profile.expert_bytes if self.profile else self.trace.meta.expert_bytes
 
+    def slots(self, cache_size: str) -> int:
+        """Return the slots of a cache of this size: a share, a number of experts, or bytes. Raise InputError."""
+        return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
+
     @property
     def token_experts(self) -> int:
         """Distinct experts that one decoded token needs."""
@@ -127,15 +132,16 @@ class Loaded:
         """What was measured with this model on this machine, which then stands for its rates; None: nothing was."""
         return self.hardware.measured_with(self.profile) if self.hardware and self.profile else None
 
-    def predictor_us(self, policy: PolicySpec) -> float | None:
+    def predictor_us(self, policy: Policy) -> float | None:
         """What the policy's own work takes an event, by the setup, the machine, or the shipped table; None: unknown."""
+        policy = parse(policy)
         if self.setup.predictor_us is not None:
             return self.setup.predictor_us
         if self.measured and policy.text in self.measured.predictor_us:
             return self.measured.predictor_us[policy.text]
         return cost_us(policy, self.trace.layers, self.trace.num_experts)
 
-    def timing(self, policy: PolicySpec) -> Timing:
+    def timing(self, policy: Policy) -> Timing:
         """Durations on this machine under a policy, whose work is free where its cost is unknown; timed setups only."""
         assert self.hardware
         assert self.profile
@@ -153,14 +159,14 @@ class Loaded:
             return self.measured.link(self.setup.chunk_bytes)
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
-    def compiled(self, policy: PolicySpec) -> bool:
+    def compiled(self, policy: Policy) -> bool:
         """Whether the compiled engine plays the policy's cells."""
         shape = Shape(self.trace.layers, self.trace.num_experts)
-        return self.hardware is not None and engine.compiles(self.setup.engine, policy, shape)
+        return self.hardware is not None and engine.compiles(self.setup.engine, parse(policy), shape)
 
-    def require(self, policy: PolicySpec, slots: int) -> None:
+    def require(self, policy: Policy, slots: int) -> None:
         """InputError for what the policy lacks: slots for its scope; timed, a column or an engine."""
-        shape = Shape(self.trace.layers, self.trace.num_experts)
+        shape, policy = Shape(self.trace.layers, self.trace.num_experts), parse(policy)
         policy.divide(shape, slots)
         if self.hardware and policy.needs_lookahead and not self.trace.has_lookahead:
             raise InputError(
@@ -170,7 +176,7 @@ class Loaded:
         if self.hardware:
             engine.require(self.setup.engine, policy, shape)
 
-    def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
+    def play(self, policy: Policy, slots: int, ended: Ended) -> None:
         """Run one cell; `ended` takes the log of each request as it ends."""
         if self.hardware is None:
             from sim.engines import untimed
@@ -182,14 +188,14 @@ class Loaded:
             return untimed.play(Requests(self.trace), *shape, slots, policy, sized, self.setup.cold)
         return engine.play(self.setup.engine, self.run(policy, slots), ended)
 
-    def run(self, policy: PolicySpec, slots: int) -> Run:
+    def run(self, policy: Policy, slots: int) -> Run:
         """One cell as an engine takes it; timed setups only."""
         trace, timing, link = self.trace, self.timing(policy), self.link
         window = experts_per_layer(timing, link, trace.layers, trace.top_k)
         shape = Shape(trace.layers, trace.num_experts)
-        return gpu_run(Requests(trace), shape, slots, policy, timing, link, self.setup.cold, window)
+        return gpu_run(Requests(trace), shape, slots, parse(policy), timing, link, self.setup.cold, window)
 
-    def log(self, policy: PolicySpec, slots: int) -> RunLog:
+    def log(self, policy: Policy, slots: int) -> RunLog:
         """The same, the log kept whole."""
         parts: list[RunLog] = []
         self.play(policy, slots, parts.append)
@@ -202,8 +208,9 @@ class Loaded:
             return None
         return f"{self.hardware.name} (measured)" if self.measured else self.hardware.name
 
-    def cell(self, policy: PolicySpec, slots: int) -> Cell:
+    def cell(self, policy: Policy, slots: int) -> Cell:
         """What the rows of that cell say of it."""
+        policy = parse(policy)
         return Cell(
             policy=policy.text,
             options=policy.options(),

@@ -1,9 +1,10 @@
 """Who plays the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
 
 What the compiled engine plays leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
-goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time.
-While the engine compiles, SimPy plays one cell after the other. On
-a cluster every cell is a task: its worker reads the trace by its path or URL, one that dies is replaced by another.
+goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. A
+policy that a notebook or a script defines stays in its thread, since no other process can import its class. While the
+engine compiles, SimPy plays one cell after the other. On a cluster every cell is a task: its worker reads the trace by
+its path or URL, one that dies is replaced by another.
 """
 
 import logging
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
+from policies.core.spec import PolicySpec
 from sim.engines import compiling, engine
 from sim.interrupts import interrupts_later
 from sim.profiles.hardware_profile import Hardware
@@ -55,6 +57,12 @@ class Task(Generic[T]):
         """What another process needs of it: names and profiles, not the trace."""
         setup, machine = self.loaded.setup, (self.loaded.hardware, self.loaded.profile)
         return replace(setup, trace=absolute(setup.trace)), machine, self.play, self.arguments
+
+    @property
+    def stays(self) -> str | None:
+        """The policy that no other process can import, if it plays one."""
+        policies = (each for each in self.arguments if isinstance(each, PolicySpec))
+        return next((policy.text for policy in policies if not policy.importable), None)
 
     @property
     def requests(self) -> int:
@@ -99,7 +107,7 @@ class Local:
                 advance(requests)
 
         def work(task: Task[T]) -> T:
-            if task.compiled or not processes:
+            if task.compiled or task.stays or not processes:
                 return task.play(task.loaded, *task.arguments, played)
             found: T = processes.submit(_in_process, *task.elsewhere).result()
             return found
@@ -108,7 +116,7 @@ class Local:
             threads = stack.enter_context(Threads(self.workers))
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             counter, processes = None, None
-            if not all(task.compiled for task in tasks):
+            if not all(task.compiled or task.stays for task in tasks):
                 counter, processes = stack.enter_context(_processes(self.workers))
             stack.callback(stopped.set)
             for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
@@ -195,6 +203,11 @@ class Cluster:
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
+        if stays := [task.stays for task in tasks if task.stays]:
+            raise InputError(
+                f"{stays[0]} is defined where no worker of {self.address} can import it: save its class in a file, and "
+                "name it as my_file.py:MyPolicy"
+            )
         executor = self._client.get_executor(pure=False)
 
         def submit(task: Task[T]) -> Future[T]:

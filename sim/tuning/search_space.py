@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from policies.core.grammar import read_options, split_alternatives, value_text
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec
-from sim.tuning.policy_options import Option, having, options, written
+from policies.core.spec import Option, Policy, PolicySpec, parse
 from traces.errors import InputError, unknown
 
 LOGARITHMIC = 10
@@ -67,7 +67,7 @@ class Choices:
     @property
     def text(self) -> str:
         """As typed."""
-        return f"{self.option.name}={'|'.join(map(written, self.values))}"
+        return f"{self.option.name}={'|'.join(map(value_text, self.values))}"
 
     def distribution(self, optuna: Any) -> Any:
         """For optuna."""
@@ -81,21 +81,21 @@ class Choices:
 Space = tuple[Range | Choices, ...]
 
 
-def space_of(policy: PolicySpec, shape: Shape, search: str | None) -> Space:
+def space_of(policy: Policy, shape: Shape, search: str | None) -> Space:
     """The space as typed, or the declared one; InputError for one that the policy does not have."""
-    known = {option.name: option for option in options(policy)}
+    policy = parse(policy)
+    known = {option.name: option for option in policy.declared()}
     if not known:
         raise InputError(f"{policy.text} has no options to search")
     listed = _listed(policy, shape)
     if search is None:
         return _declared(policy, known.values(), listed)
     found: dict[str, Range | Choices] = {}
-    for part in filter(None, map(str.strip, search.split(":"))):
-        name, equals, values = part.partition("=")
+    for name, values in read_options(search):
         if name not in known:
             raise unknown(f"option of {policy.text}", name, known)
-        if not (equals and values):
-            raise InputError(f"--search {part}: write {name}=LOW..HIGH or {name}=A|B|C")
+        if not values:
+            raise InputError(f"--search {name}: write {name}=LOW..HIGH or {name}=A|B|C")
         if name in found:
             raise InputError(f"--search names {name} twice")
         option = known[name]
@@ -115,7 +115,7 @@ def _range(option: Option, text: str) -> Range:
 
 
 def _choices(option: Option, text: str, listed: tuple[str, ...] | None) -> Choices:
-    values = tuple(dict.fromkeys(_read(option, value) for value in text.split("|")))
+    values = tuple(dict.fromkeys(_read(option, value) for value in split_alternatives(text)))
     for value in values:
         if listed and value not in listed:
             raise unknown(f"{option.name} in --search", value, listed)
@@ -163,7 +163,7 @@ def _farthest(policy: PolicySpec, option: Option, factors: tuple[float, ...]) ->
         moved = option.value * factor
         value = max(1, round(moved)) if isinstance(option.value, int) else float(f"{moved:.{DIGITS}g}")
         try:
-            having(policy, {option: value})
+            policy.with_options({option.name: value})
         except InputError:
             continue
         return value

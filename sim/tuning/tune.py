@@ -18,14 +18,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from policies.core.registry import PolicySpec, parse
+from policies.core.spec import PolicySpec, parse
 from sim.results.metrics import SHARE, TEXT, Row, write_table
 from sim.sweep import winner
 from sim.sweep.grid import key, play_cell
 from sim.sweep.setup import Loaded, Setup
 from sim.sweep.workers import Advance, Local, Task
 from sim.tuning.journal import WORKERS, Journal, optuna
-from sim.tuning.policy_options import having
 from sim.tuning.search_space import Space
 from traces.errors import InputError
 
@@ -65,6 +64,9 @@ class Search:
     trials: int
     seed: int
     workers: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", parse(self.policy))
 
     @property
     def words(self) -> str:
@@ -156,7 +158,7 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Found:
     typed = best = Judged(search.policy.text, first[metric], second[metric])
     value, leader = ranked[0]
     if value < typed.first:
-        (row,) = _rows(workers, [(halves.second, parse(leader.policy))], search.slots, advance)
+        (row,) = _rows(workers, [(halves.second, search.policy.with_options(leader.options))], search.slots, advance)
         best = Judged(leader.policy, value, row[metric])
     return Found(metric, trials, typed, best)
 
@@ -208,9 +210,9 @@ def _search(search: Search, journal: Journal, metric: str, workers: Local, advan
 
 def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
     """The policy with the options drawn, or in what words it refuses them."""
-    values = {dimension.option: dimension.value(drawn[dimension.option.name]) for dimension in search.space}
+    values = {name: dimension.value(drawn[name]) for dimension in search.space for name in [dimension.option.name]}
     try:
-        policy = having(search.policy, values)
+        policy = search.policy.with_options(values)
         search.halves.first.require(policy, search.slots)
         search.halves.first.compiled(policy)
     except InputError as error:

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from policies.checker import check
-from policies.core.registry import available, parse
+from policies.core.catalog import available
+from policies.core.spec import parse
 from policies.random_routing import scripts
 from traces.errors import InputError
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies.core.events import alone
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of

@@ -11,7 +11,7 @@ from policies.blend.evidence import AHEAD, KINDS, SETTINGS
 from policies.blend.fit import fit_ahead, fit_keep, samples
 from policies.core.events import alone
 from policies.core.policy import Event, Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc.build import build, predictor_of
 from policies.eamc.file import FORMAT, SavedEamc
 from tests.support.slow_eamc import events

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from policies.checker import check
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link

@@ -7,11 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core.catalog import available
 from policies.core.limits import Limiter, Limits, limiter
 from policies.core.policy import Shape
-from policies.core.registry import available, parse
 from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate

@@ -23,7 +23,8 @@ import numpy as np
 from policies.checker import check
 from policies.core import dispatch
 from policies.core.policy import Shape
-from policies.core.registry import available, parse
+from policies.core.catalog import available
+from policies.core.spec import parse
 from sim.engines import compiled_engine, simpy_engine
 from sim.loop.log import Run
 from sim.profiles.policy_overhead import cost_us

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.ranking import best
-from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from tests.support.routings import requests_of, routings
 from traces.errors import InputError
 

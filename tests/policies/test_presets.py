@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 
 from policies.core import registry
+from policies.core.catalog import available
 from policies.core.policy import Shape
 from policies.core.presets import PRESETS, Preset
-from policies.core.registry import available, parse
+from policies.core.spec import parse
 from policies.prefetch.stride_training import Tokens, Training, train
 from sim.cli import main
 from sim.engines.simpy_engine import simulate

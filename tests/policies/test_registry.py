@@ -1,13 +1,14 @@
 import pytest
 
+from policies.core.catalog import available
 from policies.core.policy import Shape
-from policies.core.registry import available, parse
+from policies.core.spec import parse
 from traces.errors import InputError
 
 
 def test_a_pair_name_stands_for_both_of_its_halves():
     spec = parse("eamc")
-    assert (spec.evict, spec.prefetch) == ("eamc", "eamc")
+    assert (spec.evict.name, spec.prefetch.name) == ("eamc", "eamc")
     assert spec.options()["evict"] == spec.options()["prefetch"]
     assert spec.options()["evict"].items() >= {"name": "eamc", "capacity": 120, "eps": 1e-8}.items()
     keeper, prefetcher = spec.build(Shape(2, 4))
@@ -16,7 +17,7 @@ def test_a_pair_name_stands_for_both_of_its_halves():
 
 def test_retention_and_prefetch_compose():
     spec = parse("lru+eamc:capacity=7")
-    assert (spec.evict, spec.prefetch) == ("lru", "eamc")
+    assert (spec.evict.name, spec.prefetch.name) == ("lru", "eamc")
     assert spec.options()["prefetch"]["capacity"] == 7
     assert spec.options()["evict"] == {"name": "lru"}
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from policies.core import residency_compiled as core
 from policies.core import scores
 from policies.core.policy import Int, Options, RetentionPolicy, ScorePolicy, Shape
-from policies.core.registry import parse
 from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+from policies.core.spec import parse
 from policies.retention.lru import LRU
 
 

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core.catalog import available
+from policies.core.grammar import split_list
 from policies.core.per_layer import PerLayer
 from policies.core.policy import Shape
-from policies.core.registry import available, parse
 from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
+from policies.core.spec import parse
 from sim.analysis.curves import lru_misses
 from sim.cli import main
 from sim.engines.simpy_engine import simulate
@@ -24,7 +26,7 @@ from sim.engines.untimed import count
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep import winner
-from sim.sweep.config import listed, specs
+from sim.sweep.config import specs
 from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
@@ -313,7 +315,7 @@ def test_a_wrong_scope_is_one_line_that_helps(typed, says):
 
 def test_a_scope_belongs_to_the_text_and_to_the_options_of_a_policy():
     spec = parse("eamc:capacity=3+popular:n=2@layer:profile=some/trace")
-    assert (spec.evict_options, spec.prefetch_options) == ("capacity=3", "n=2")
+    assert (spec.evict.values["capacity"], spec.prefetch.values["n"]) == (3, 2)
     assert spec.options()["scope"] == {"name": "layer", "profile": "some/trace"}
     assert parse("lru").options() == parse("lru@global").options() != parse("lru@layer").options()
     assert spec.without_prefetch().text == "eamc:capacity=3+none@layer:profile=some/trace"
@@ -368,7 +370,7 @@ def test_an_analysis_takes_a_scope(home, monkeypatch, capsys):
 def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home):
     loaded = Setup(trace=home / "tiny", untimed=True).load()
     for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
-        assert len(warnings(loaded, grid_of(loaded, specs(listed(policies), None), ["4"]))) == warned
+        assert len(warnings(loaded, grid_of(loaded, specs(split_list(policies), None), ["4"]))) == warned
 
 
 def test_too_few_slots_are_refused_before_anything_is_written(home, monkeypatch, capsys):

@@ -6,7 +6,7 @@ import pytest
 from policies.core.dispatch import SERVED
 from policies.core.events import RequestEvents
 from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc import expert_map
 from policies.eamc.matching import REQUEST
 from policies.prefetch.stride import Predictor

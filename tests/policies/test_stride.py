@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from policies import checker
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.registry import parse
 from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
 from policies.prefetch import stride_training
 from policies.prefetch.stride import Predictor
 from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train

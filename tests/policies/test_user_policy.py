@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from policies.core.grammar import Term, file_and_class, read_term
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -95,6 +96,26 @@ def test_every_command_of_the_walk_through_runs(home, command):
         assert [row["policy"] for row in json.loads(done.stdout)] == asked * len(sizes)
     else:
         assert done.stdout.count("conforms") == 2
+
+
+def test_classes_stand_wherever_names_do(home, monkeypatch):
+    """The page's block for notebooks, after those that define the classes."""
+    monkeypatch.chdir(home)
+    (block,) = re.findall(r"a name may:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL)
+    names = {"__name__": "__main__"}
+    exec("\n".join([*FILES.values(), block]), names)
+    assert [row["policy"] for row in names["rows"]] == ["lru", *CLASSES]
+    asked = ("--policies", ",".join(["lru", *CLASSES.values()]), "--cache-sizes", "25%", "--out", "named")
+    for row, by_name in zip(names["rows"], rows(home, *asked), strict=True):
+        assert {**row, "policy": "", "cell": ""} == {**by_name, "policy": "", "cell": ""}
+
+
+CLASSES = {
+    "Fading": "fading.py:Fading",
+    "Fading:alpha=0.9": "fading.py:Fading:alpha=0.9",
+    "Fading:alpha=0.9+Again": "fading.py:Fading:alpha=0.9+again.py:Again",
+}
+"""What results call a class, and the same by its file."""
 
 
 def test_a_users_policy_is_counted_exactly(home):
@@ -197,11 +218,11 @@ def test_a_file_that_is_no_policy_is_one_line_that_helps(tmp_path, monkeypatch, 
 
 
 def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
-    from policies.core.user_file import divide
-
-    assert divide(r"C:\policies\mine.py:Keeps:alpha=1:n=2") == (r"C:\policies\mine.py:Keeps", "alpha=1:n=2")
-    assert divide("eamc:capacity=3:eps=0.1") == ("eamc", "capacity=3:eps=0.1")
-    assert divide("static:profile=a.py:b") == ("static", "profile=a.py:b")
+    mine = r"C:\policies\mine.py:Keeps"
+    assert read_term(f"{mine}:alpha=1:n=2") == Term(mine, (("alpha", "1"), ("n", "2")))
+    assert file_and_class(mine) == (r"C:\policies\mine.py", "Keeps")
+    assert read_term("eamc:capacity=3:eps=0.1") == Term("eamc", (("capacity", "3"), ("eps", "0.1")))
+    assert read_term("static:profile=a.py:b") == Term("static", (("profile", "a.py"), ("b", None)))
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostStore

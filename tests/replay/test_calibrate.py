@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay import cli
 from replay.calibration import calibrate, rates, toml
 from replay.calibration.calibrate import Found, choices, made_up, middle, profile, steps_ns

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay import cli, report, run
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS

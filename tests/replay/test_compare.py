@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay import cli
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings

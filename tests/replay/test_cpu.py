@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices import store as store_module
 from replay.devices.cpu import CpuDevice
 from replay.devices.stage import Needs, open_stage

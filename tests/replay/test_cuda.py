@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
 from replay.devices.gpu import Cuda, Gpu

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
 from sim.loop.driver import Driver, play

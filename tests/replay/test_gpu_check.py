@@ -26,6 +26,7 @@ from traces import console
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 
 @pytest.fixture
@@ -71,6 +72,12 @@ def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
     assert len(told) >= 4
     assert {row["over"] for row in found["ratios"]} >= {"sync-per-copy under eamc", "layer-stream", "accelerate"}
     assert "[[measured]]" in found["hardware"]
+
+
+def test_halves_of_an_expert_round_up(tmp_path):
+    trace = synthetic(1, tokens=3, layers=2, experts=5, top_k=2, seed=1)
+    write_trace(trace, tmp_path / "trace")
+    assert Setup(tmp_path / "trace", untimed=True).load().slots(gpu_check.QUARTER) == 3
 
 
 def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
-from policies.core.registry import PolicySpec, parse
 from policies.core.residency import Residency
 from policies.core.script import Act, Decision, Script
+from policies.core.spec import PolicySpec, parse
 from replay.comparison.lockstep import Lockstep, LoopRecorder, script_of
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
@@ -133,7 +133,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
-        if plan.gpu.policy.prefetch == "none":
+        if not plan.gpu.policy.prefetches:
             np.testing.assert_array_equal(ours.misses, theirs.misses)
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
@@ -188,7 +188,7 @@ def test_a_prefetch_that_the_event_waits_for_is_not_interrupted() -> None:
 def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_demands_is_a_miss() -> None:
     decided = Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.DEMAND, 2, -1, 1), Decision(Act.DEMAND, 3, 1, 1)
     machine = driven(*decided, slots=2)
-    assert machine.route(np.array([1, 2])) == []
+    assert machine.route(np.array([1, 2]))[0] == []
     assert machine.counters()[:3] == [0, 1, 1]
     assert machine.next_transfer() == (1, -1, True)
     assert machine.counters()[3:] == [0, 1, 1, 0], "a prefetch that was looked up as it started"

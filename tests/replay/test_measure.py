@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.calibration.host_time import FIRST_STEPS, same_again
 from replay.calibration.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
 from replay.calibration.meter import Meter, rising

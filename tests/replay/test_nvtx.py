@@ -3,7 +3,7 @@
 import numpy as np
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from replay.devices.nvtx import MarkedDevice
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, save, sentence, to_play
 from sim.cli import app
 from sim.sweep.grid import Grid

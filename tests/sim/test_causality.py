@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from policies.core.catalog import available
 from policies.core.policy import Int, Shape
-from policies.core.registry import available, parse
+from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine

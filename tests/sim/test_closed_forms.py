@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import STALLS, RunLog
 from sim.loop.run import gpu_run

@@ -2,7 +2,8 @@ import tomllib
 
 import pytest
 
-from sim.sweep.config import Config, alternatives, read
+from policies.core.grammar import alternatives
+from sim.sweep.config import Config, read
 from traces.errors import InputError
 
 GIVEN = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}

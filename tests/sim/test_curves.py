@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.analysis.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
 from sim.engines.untimed import count
 from tests.support.strategies import traces

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 from policies.core import dispatch
 from policies.core.policy import Prefetcher, ScorePolicy, Shape
-from policies.core.registry import built_in, parse
+from policies.core.registry import built_in
+from policies.core.spec import parse
 from sim.engines import compiled_engine, engine, simpy_engine
 from sim.loop.log import joined, whole
 from sim.loop.run import gpu_run
@@ -247,7 +248,8 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
 SECOND_PROCESS = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from policies.core.registry import built_in, parse
+from policies.core.registry import built_in
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.cases import case_request
 from sim.engines.simpy_engine import SimpyDevice, simulate

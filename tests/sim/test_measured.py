@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim import profiles
 from sim.profiles import measured
 from sim.profiles.hardware_profile import hardware

@@ -22,7 +22,7 @@ from tests.support.reference_cases import Case, draw_case, play, stored_cases, w
 SHARED_CASES = Path(__file__).parents[3] / "shared" / "design" / "cases.jsonl"
 SEEDS = 600
 
-registry.available()  # loads every policy before the tables are patched, so that no patch undoes it
+registry.tables()  # loads every policy before the tables are patched, so that no patch undoes it
 
 
 @pytest.mark.parametrize("player", [reference.run_case, play], ids=["reference", "engine"])

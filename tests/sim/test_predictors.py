@@ -11,7 +11,7 @@ import pytest
 from benchmarks import predictors as benchmark
 from policies.core.policy import Shape
 from policies.core.presets import PRESETS
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.timing import Roofline

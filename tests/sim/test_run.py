@@ -9,7 +9,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.cli import main
 from sim.results.metrics import summarise
 from sim.sweep.setup import Setup

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from policies.core.registry import parse
+from policies.core.grammar import value_text
+from policies.core.spec import parse
 from sim.analysis.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
 from sim.cli import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Roofline, host_link
 from sim.sweep.setup import Setup
-from sim.tuning.policy_options import having, options, written
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -225,20 +225,19 @@ def test_rows_are_the_point_and_each_cell_played_and_the_picture_is_drawn(home, 
 )
 def test_options_are_typed_where_they_belong(text, names, moved):
     policy = parse(text)
-    known = {option.name: option for option in options(policy)}
-    changed = having(policy, {known[name]: value for name, value in names.items()})
+    changed = policy.with_options(names)
     assert changed.text == moved
-    again = {option.name: option.value for option in options(changed)}
+    again = {option.name: option.value for option in changed.declared()}
     assert {name: again[name] for name in names} == names
-    untouched = {option.name: option.value for option in options(policy) if option.name not in names}
+    untouched = {option.name: option.value for option in policy.declared() if option.name not in names}
     assert {name: again[name] for name in untouched} == untouched
 
 
 def test_written_values_are_read_back_as_they_are():
     for value in (True, False, 3, 0.1, 1e-8, 1.5e300, -math.inf, "rows"):
-        assert "+" not in written(value)
+        assert "+" not in value_text(value)
         read = {bool: lambda text: text == "true"}.get(type(value), type(value))
-        assert read(written(value)) == value
+        assert read(value_text(value)) == value
 
 
 @pytest.fixture
@@ -301,9 +300,9 @@ def test_bad_input_is_one_line_and_nothing_is_written(command, home, tmp_path, a
 
 
 def test_an_option_that_a_half_does_not_have_is_no_option():
-    assert [option.name for option in options(parse("lru"))] == []
+    assert [option.name for option in parse("lru").declared()] == []
     with pytest.raises(InputError, match="needs a capacity"):
-        having(parse("eamc"), {next(iter(options(parse("eamc")))): 0})
+        parse("eamc").with_options({"capacity": 0})
 
 
 def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):

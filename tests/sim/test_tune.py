@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.cli import main
 from sim.sweep import config
 from sim.sweep.grid import play_cell

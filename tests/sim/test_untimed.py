@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.untimed import count
 from tests.support.untimed_oracle import EXPECTED, SHARED, accesses, oracle_misses
 from traces.importers import import_dump

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.policy import Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run

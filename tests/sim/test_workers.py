@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from policies.core.registry import parse
+from policies.core.policy import ScorePolicy
+from policies.core.spec import PolicySpec, parse
+from policies.retention.lru import LRU
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
 from sim.sweep import workers
-from sim.sweep.grid import Grid, Table, outcome, save, sweep
+from sim.sweep.grid import Grid, Table, outcome, played, save, sweep
 from sim.sweep.setup import Setup
 from sim.sweep.store import Store
 from sim.sweep.workers import Cluster, Local, Task
@@ -200,3 +202,30 @@ def test_no_dask_is_told_with_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(InputError, match=r"moe-expert-cache\[cluster\]"):
         workers.Cluster("tcp://127.0.0.1:1")
+
+
+def here_alone() -> PolicySpec:
+    """A policy that no other process can import, as one in a notebook: it plays as LRU does."""
+
+    class Here(ScorePolicy):
+        rule = LRU.rule
+        observes = False
+
+    return parse(Here)
+
+
+def test_a_policy_that_only_this_process_knows_plays_in_it(loaded):
+    here = here_alone()
+    grid = Grid((here, "lru+none", parse("clock")), {"25%": 16})
+    with_lru = {row["policy"]: row for row in played(loaded, grid, workers=2).rows}
+    assert list(with_lru) == ["Here", "lru+none", "clock"]
+    assert with_lru["Here"]["misses"] == with_lru["lru+none"]["misses"] > 0
+    tasks = [Task(loaded, process_of_cell, (policy,), False) for policy in (here, parse("clock"))]
+    found = dict(Local(2).results(tasks, lambda requests: None))
+    assert [found[i] == os.getpid() for i in range(2)] == [True, False]
+
+
+def test_a_cluster_refuses_a_policy_that_only_this_process_knows(loaded, cluster):
+    tasks = [Task(loaded, process_of_cell, (here_alone(),), False)]
+    with pytest.raises(InputError, match=r"Here is defined where no worker .* name it as my_file.py:MyPolicy"):
+        list(Cluster(cluster.scheduler_address).results(tasks, lambda requests: None))

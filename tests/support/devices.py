@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from policies.core.policy import Requests, Shape
-from policies.core.registry import PolicySpec
+from policies.core.spec import PolicySpec
 from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link

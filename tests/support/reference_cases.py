@@ -13,10 +13,10 @@ from unittest.mock import patch
 
 import numpy as np
 
-from policies.core import registry, runner
+from policies.core import registry, runner, spec
 from policies.core.policy import Event, Float, Int, Prefetcher, RetentionPolicy, Shape
-from policies.core.registry import PolicySpec
 from policies.core.residency import PolicyResidency
+from policies.core.spec import PolicySpec
 from sim.engines import cases
 from sim.loop.log import RunLog
 
@@ -96,7 +96,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
         return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False))
 
     def parse(text: str) -> PolicySpec:
-        return registry.parse(f"{text}@layer" if partitions else text)
+        return spec.parse(f"{text}@layer" if partitions else text)
 
     class Scripted(Prefetcher):
         name, observes = "scripted", False

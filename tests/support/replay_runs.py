@@ -10,37 +10,33 @@ from typing import Any
 
 import numpy as np
 
-from policies.core.policy import Event, Float, Int, Options, Prefetcher, RetentionPolicy, Shape
-from policies.core.registry import PolicySpec, parse
+from policies.core.policy import Event, Float, Int, Prefetcher, Shape
+from policies.core.spec import Part, PolicySpec, parse
 from sim.engines.cases import case_request
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.steps import RequestSteps
 
 
+@dataclass(frozen=True)
+class ScriptedOptions:
+    seed: int = 0
+
+
 class Scripted(Prefetcher):
     """Proposes anything, the same for the same seed."""
 
     name = "scripted"
+    Options = ScriptedOptions
 
-    def __init__(self, shape: Shape, seed: int) -> None:
-        super().__init__(shape, Options())
-        self._random = random.Random(seed)
+    def __init__(self, shape: Shape, options: ScriptedOptions) -> None:
+        super().__init__(shape, options)
+        self._random = random.Random(options.seed)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         total = self.shape.total
         experts = self._random.sample(range(total), self._random.randint(0, min(total, 9)))
         return np.array(experts, np.int64), np.array([self._random.randint(0, 4) for _ in experts], np.float64)
-
-
-@dataclass(frozen=True)
-class ScriptedSpec(PolicySpec):
-    """A retention policy with scripted prefetch."""
-
-    seed: int = 0
-
-    def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
-        return super().build(shape)[0], Scripted(shape, self.seed)
 
 
 def draw(integer: Callable[[int, int], int]) -> Run:
@@ -70,7 +66,7 @@ def draw(integer: Callable[[int, int], int]) -> Run:
     seed = integer(0, 1_000)
     slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
     scope = choice("global", "layer") if slots >= L else "global"
-    policy = ScriptedSpec(f"{evict}+scripted", evict, "none", scope=scope, seed=seed)
+    policy = PolicySpec.of(evict, Part.of(Scripted, seed=seed), scope)
     chunk_bytes = choice(None, integer(1, expert_bytes + 3), integer(1, max(1, expert_bytes // 3)))
     return gpu_run(
         requests=[request(ordinal) for ordinal in range(integer(1, 4))],

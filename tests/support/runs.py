@@ -11,8 +11,8 @@ import numpy as np
 
 from policies.core import dispatch, runner
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy, Shape
-from policies.core.registry import parse
 from policies.core.residency import PolicyResidency
+from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
 from sim.loop.log import Ended, RunLog
 from sim.loop.run import Run, gpu_run

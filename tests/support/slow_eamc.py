@@ -4,7 +4,7 @@ import numpy as np
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Event, Shape
-from policies.core.registry import parse
+from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from traces.steps import RequestSteps
 

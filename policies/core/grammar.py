@@ -1,0 +1,126 @@
+"""The syntax of policies as text; what the names mean is known to `policies.core.spec` alone.
+
+    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]]   or   PRESET[:options][@SCOPE[:options]]
+
+Options are `name=value` between colons, and may list alternatives between bars: `n=1|2`. A class in a user's file is
+named `path/my_file.py:MyPolicy`. The first @ begins the scope and the first + before it divides the halves, so no path
+on the left of either has one. Commas divide lists.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+_IN_A_FILE = re.compile(r"(?P<name>[^=]+?\.py:[^:]*)(?::(?P<options>.*))?", re.DOTALL)
+_ALTERNATIVES = re.compile(r"(?<==)[^:+@,]*\|[^:+@,]*")
+
+Pairs = tuple[tuple[str, str | None], ...]
+"""Options as written: name and value, None where no = follows the name."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """One name with its options: a retention policy, a prefetcher, a scope or a preset."""
+
+    name: str
+    options: Pairs = ()
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(key if value is None else f"{key}={value}" for key, value in self.options)])
+
+    def having(self, key: str, value: Any) -> "Term":
+        """Return the same term with this option, behind the others."""
+        others = tuple(pair for pair in self.options if pair[0] != key)
+        return replace(self, options=(*others, (key, value_text(value))))
+
+
+@dataclass(frozen=True)
+class Expression:
+    """A whole policy as written."""
+
+    halves: tuple[Term, ...]  # one or two
+    scope: Term | None = None  # None: it names none
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.halves)) + (f"@{self.scope}" if self.scope else "")
+
+
+def read(text: str) -> Expression:
+    """Return the expression that `text` writes; any text is one."""
+    policy, at, scope = text.partition("@")
+    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None)
+
+
+def read_term(text: str) -> Term:
+    """Return the term that `text` writes; any text is one."""
+    if found := _IN_A_FILE.fullmatch(text.strip()):
+        return Term(found["name"], read_options(found["options"] or ""))
+    return read_scope(text)
+
+
+def read_scope(text: str) -> Term:
+    """Return the same of a scope, which is in no file."""
+    name, _, options = text.strip().partition(":")
+    return Term(name, read_options(options))
+
+
+def read_options(text: str) -> Pairs:
+    """Return the options in `a=1:b=2`."""
+    parts = (part.partition("=") for part in map(str.strip, text.split(":")) if part)
+    return tuple((key, value if equals else None) for key, equals, value in parts)
+
+
+def value_text(value: Any) -> str:
+    """Return the value of an option as it is written; a + would begin the other half."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).replace("e+", "e") if isinstance(value, float) else str(value)
+
+
+def file_and_class(name: str) -> tuple[str, str] | None:
+    """Return the file and the class, which may be missing, that `name` is of; None for a registered name."""
+    if name.endswith(".py"):
+        return name, ""
+    if not _IN_A_FILE.fullmatch(name):
+        return None
+    file, _, cls = name.rpartition(":")
+    return file, cls
+
+
+def split_list(text: str | None) -> tuple[str, ...]:
+    """Return what stands between the commas, without empty items."""
+    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+
+
+def split_alternatives(values: str) -> list[str]:
+    """Return what stands between the bars."""
+    return values.split("|")
+
+
+def alternatives(text: str) -> Iterator[str]:
+    """Yield a policy once for each combination of the alternatives that its options list."""
+    between = _ALTERNATIVES.split(text)
+    for chosen in itertools.product(*map(split_alternatives, _ALTERNATIVES.findall(text))):
+        yield between[0] + "".join(value + rest for value, rest in zip(chosen, between[1:], strict=True))
+
+
+def count_alternatives(text: str) -> int:
+    """Return how many policies `alternatives` yields, without making them."""
+    return math.prod(len(split_alternatives(values)) for values in _ALTERNATIVES.findall(text))
+
+
+def split_size(text: str, scopes: Container[str]) -> tuple[str, str]:
+    """Return policy and cache size, each empty where it is not named, of `policy@size`: `lru@layer@25%`.
+
+    scopes: names that are no sizes.
+    """
+    policy, at, size = text.rpartition("@")
+    return (policy, size) if at and read_scope(size).name not in scopes else (text, "")
+
+
+def pieces(text: str) -> list[str]:
+    """Return the pieces of a policy, before each of which a line may be broken."""
+    return re.split(r"(?=[:+@])", text)

@@ -1,0 +1,334 @@
+"""A policy, parsed once: what it keeps, what it fetches early, and what shares the cache's slots, with their options.
+
+`parse` takes text (`policies.core.grammar`), a class or a spec. `lru` is retention alone, `lru+eamc` a pair, `eamc` (a
+name that stands for both) the pair of its two halves; a preset (`policies.core.presets`) stands for all of it. A spec
+keeps the text that it was made from, for results to show; two specs are equal if they decide alike.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from policies.core import registry, user_file
+from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
+from policies.core.per_layer import PerLayer
+from policies.core.policy import Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.scope import Global, Scope
+from traces.errors import InputError, unknown
+
+HALVES = ("evict", "prefetch")
+PARTS = (*HALVES, "scope")
+
+SEED = "seed"
+"""An option of that name is no quantity: no value is better than another."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A retention policy, a prefetcher or a scope: its class and its options.
+
+    name: as it is written: registered, `my_file.py:MyPolicy`, or the class's own. Another process imports the class
+    anew; that of a user's file it loads by the name.
+    """
+
+    cls: type[Any]
+    options: Any = field(hash=False)
+    name: str = field(compare=False)
+
+    @classmethod
+    def of(cls, policy: type[Listener | Scope], /, **options: Any) -> "Part":
+        """Return a class with these options over its defaults. Raise InputError for an option that it has not."""
+        return cls(policy, _options(policy, options.items()), policy.name)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Every option, defaults included."""
+        declared = dataclasses.fields(self.options) if dataclasses.is_dataclass(self.options) else ()
+        return {option.name: getattr(self.options, option.name) for option in declared}
+
+    @property
+    def term(self) -> Term:
+        """The canonical text: the options that differ from the defaults."""
+        default = Part.of(self.cls).values
+        changed = ((key, value_text(value)) for key, value in self.values.items() if value != default[key])
+        return Term(self.name, tuple(changed))
+
+    @property
+    def importable(self) -> bool:
+        """Whether another process finds the class: one that a notebook or a function defines is here alone."""
+        own = self.cls.__module__ == "__main__" or "<locals>" in self.cls.__qualname__
+        return bool(file_and_class(self.name)) or not (own or self.cls.__module__.startswith(user_file.MODULE))
+
+    def having(self, options: Mapping[str, Any]) -> "Part":
+        """Return the same class with these options changed. Raise InputError for what it refuses."""
+        return replace(self, options=_options(self.cls, {**self.values, **options}.items()))
+
+    def build(self, shape: Shape) -> Any:
+        """Return a fresh instance of a half."""
+        return self.cls(shape, self.options)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if file_and_class(self.name):
+            return _part, (Term(self.name, tuple(self.values.items())), user_file.load)
+        return Part, (self.cls, self.options, self.name)
+
+
+Half = str | type[Listener | Scope] | Part
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a policy, and its value there.
+
+    It goes by its own name, or by `evict.NAME` and `prefetch.NAME` where both halves of a pair declare it. Of a
+    preset, and of halves that share what they learn, it is one option that all parts take that declare it.
+    """
+
+    name: str
+    key: str  # as declared
+    parts: tuple[str, ...]  # of `PARTS`, that take it
+    value: Any
+    stated: bool  # typed, not a default
+
+    @property
+    def numeric(self) -> bool:
+        """Whether it is a quantity that can be more or less."""
+        return isinstance(self.value, int | float) and not isinstance(self.value, bool) and self.key != SEED
+
+
+@dataclass(frozen=True)
+class PolicySpec:
+    """Retention, prefetcher and scope, with which options. Cheap to send about."""
+
+    evict: Part
+    prefetch: Part
+    scope: Part
+    typed: Expression = field(compare=False)
+    preset: str | None = field(default=None, compare=False)  # by whose name it was typed
+
+    @classmethod
+    def of(cls, evict: Half, prefetch: Half = "none", scope: Half = "global") -> "PolicySpec":
+        """Return the policy of these parts, each a name with options, a class, or a `Part`. Raise InputError.
+
+        A name stands for one half here: `of("eamc")` fetches nothing early.
+        """
+        return cls._canonical(
+            _part(evict, registry.keeper), _part(prefetch, registry.fetcher), _part(scope, registry.scope)
+        )
+
+    @classmethod
+    def _canonical(cls, evict: Part, prefetch: Part, scope: Part) -> "PolicySpec":
+        pair = registry.is_pair(evict.name)
+        if pair and _alike(evict, prefetch):
+            halves = [evict]
+        else:
+            halves = [evict] if prefetch == NO_PREFETCH and not pair else [evict, prefetch]
+        typed = Expression(tuple(half.term for half in halves), None if scope == GLOBAL else scope.term)
+        return cls(evict, prefetch, scope, typed)
+
+    @property
+    def text(self) -> str:
+        """As typed, and as results show it."""
+        return str(self.typed)
+
+    def __str__(self) -> str:
+        """Return the canonical text, which `parse` makes an equal policy of."""
+        return self._canonical(self.evict, self.prefetch, self.scope).text
+
+    @property
+    def oracle(self) -> bool:
+        """Whether either half sees the future."""
+        return bool(self.evict.cls.oracle or self.prefetch.cls.oracle)
+
+    @property
+    def prefetches(self) -> bool:
+        """Whether anything is ever fetched early."""
+        return self.prefetch != NO_PREFETCH
+
+    @property
+    def needs_lookahead(self) -> bool:
+        """Whether it plays only traces that hold the column `lookahead`."""
+        return bool(self.prefetch.cls.needs_lookahead)
+
+    @property
+    def shares(self) -> bool:
+        """Whether its halves have one name and the same options, and so share what they learn."""
+        return _alike(self.evict, self.prefetch)
+
+    @property
+    def importable(self) -> bool:
+        """Whether another process can run it."""
+        return self.evict.importable and self.prefetch.importable
+
+    @property
+    def seed(self) -> int | None:
+        """The option of that name, of a policy that draws."""
+        return next((half.values[SEED] for half in (self.evict, self.prefetch) if SEED in half.values), None)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return both halves and the scope with every option resolved, defaults included."""
+        parts = ((name, getattr(self, name)) for name in PARTS)
+        return {name: {"name": part.cls.name, **part.values} for name, part in parts}
+
+    def options(self) -> dict[str, Any]:
+        """Return what is resolved, and the preset's name if it was typed by one."""
+        return {**({"preset": self.preset} if self.preset else {}), **self.resolved()}
+
+    def declared(self) -> list[Option]:
+        """Return all options of both halves, of a preset of all parts, in the order in which they are declared."""
+        stated = [{key for key, _ in half.options} for half in self.typed.halves]
+        groups: list[tuple[tuple[str, ...], set[str]]]
+        if self._as_one:
+            groups = [(("prefetch", "evict", "scope") if self.preset else ("prefetch", "evict"), set().union(*stated))]
+            both: Set[str] = set()
+        else:
+            groups = [((half,), typed) for half, typed in zip(HALVES, stated, strict=True)]
+            both = self.evict.values.keys() & self.prefetch.values.keys()
+        found = []
+        for parts, typed in groups:
+            values = {part: getattr(self, part).values for part in parts}
+            for key in dict.fromkeys(key for own in values.values() for key in own):
+                takers = tuple(part for part in parts if key in values[part])
+                name = f"{parts[0]}.{key}" if key in both else key
+                found.append(Option(name, key, takers, values[takers[0]][key], key in typed))
+        return found
+
+    @property
+    def _as_one(self) -> bool:
+        """Whether an option is given to all halves as typed."""
+        return len(self.typed.halves) == 1 or self.shares
+
+    def with_options(self, values: Mapping[str, Any]) -> "PolicySpec":
+        """Return the same policy with options of these values, as it would be typed.
+
+        Raise InputError for an option that there is not, or a value that the policy refuses.
+        """
+        known = {option.name: option for option in self.declared()}
+        halves, changed = list(self.typed.halves), dict[str, dict[str, Any]]()
+        for name, value in values.items():
+            if name not in known:
+                raise _no_such_option(self.preset or self.text, name, known)
+            option = known[name]
+            for part in option.parts:
+                changed.setdefault(part, {})[option.key] = value
+            for place in range(len(halves)) if self._as_one else map(HALVES.index, option.parts):
+                halves[place] = halves[place].having(option.key, value)
+        parts = {part: getattr(self, part).having(options) for part, options in changed.items()}
+        return replace(self, **parts, typed=replace(self.typed, halves=tuple(halves)))
+
+    def without_prefetch(self) -> "PolicySpec":
+        """Return the same retention in the same scope with nothing fetched early: coverage is measured against it."""
+        return self._canonical(self.evict, NO_PREFETCH, self.scope)
+
+    def within(self, scope: str) -> "PolicySpec":
+        """Return the same policy in `scope`, with options, unless it, or its preset, names one. Raise InputError."""
+        term = read_scope(scope)
+        part = _part(term, registry.scope)
+        if self.typed.scope or self.scope != GLOBAL or part == GLOBAL:
+            return self
+        return replace(self, scope=part, typed=replace(self.typed, scope=term))
+
+    def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
+        """Return the slots of each partition of a cache of `slots` experts. Raise InputError where that cannot be."""
+        scope: Scope = self.scope.cls(self.scope.options)
+        return scope.divide(shape, slots)
+
+    def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
+        """Return fresh instances; halves of one name and the same options share what they have learned.
+
+        In a scope of layers a retention policy that is no score is one instance for each, so it shares nothing.
+        """
+        keeper: RetentionPolicy = self.evict.build(shape)
+        if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
+            return PerLayer(keeper), self.prefetch.build(shape)
+        return keeper, self.prefetch.cls.beside(keeper) if self.shares else self.prefetch.build(shape)
+
+
+Policy = str | type[Listener] | Part | PolicySpec
+"""What `parse` makes a policy of."""
+
+NO_PREFETCH = Part(registry.NoPrefetch, registry.NoPrefetch.Options(), registry.NoPrefetch.name)
+GLOBAL = Part(Global, Global.Options(), Global.name)
+
+
+def parse(policy: Policy, **options: Any) -> PolicySpec:
+    """Return the policy that a text, a retention policy's class, or a spec says, with these options changed.
+
+    InputError for an unknown name (near ones are offered) or option.
+    """
+    if isinstance(policy, str):
+        spec = _read(policy)
+    else:
+        spec = policy if isinstance(policy, PolicySpec) else PolicySpec.of(policy)
+    return spec.with_options(options) if options else spec
+
+
+def text_of(policy: Policy) -> str:
+    """Return what results call a policy; text stays as it is."""
+    return policy if isinstance(policy, str) else parse(policy).text
+
+
+def _read(text: str) -> PolicySpec:
+    typed = read(text)
+    kept, *fetched = typed.halves
+    scope = _part(typed.scope, registry.scope) if typed.scope else None
+    if preset := registry.preset(kept.name):
+        if fetched:
+            raise InputError(
+                f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half of it"
+            )
+        spec = _read(preset.policy)
+        named = Expression((Term(kept.name),), typed.scope)
+        spec = replace(spec, scope=scope or spec.scope, typed=named, preset=preset.name)
+        return spec.with_options(dict(kept.options))
+    evict = _part(kept, registry.keeper)
+    if not fetched:
+        fetched = [kept] if registry.is_pair(kept.name) else [NO_PREFETCH.term]
+    return PolicySpec(evict, _part(fetched[0], registry.fetcher), scope or GLOBAL, typed)
+
+
+def _part(given: Any, find: Callable[[Any], Any]) -> Part:
+    """Return a part from a term, a class or a part; `find` knows names, and refuses a class of the other half."""
+    if isinstance(given, Part):
+        find(given.cls)
+        return given
+    if isinstance(given, type):
+        return Part.of(find(given))
+    given = read_term(given) if isinstance(given, str) else given
+    cls = find(given.name)
+    return Part(cls, _options(cls, given.options), given.name)
+
+
+def _alike(evict: Part, prefetch: Part) -> bool:
+    return evict.name == prefetch.name and evict.values == prefetch.values
+
+
+def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
+    return unknown(f"option of {policy}", key, known) if known else InputError(f"{policy} has no options")
+
+
+def _options(cls: type[Listener | Scope], given: Iterable[tuple[str, Any]] = ()) -> Any:
+    """Return the options of a class: its defaults and over them what is `given`, values or their text. InputError."""
+    declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
+    values = defaults = {option.name: option.default for option in declared}
+    if bare := [name for name, default in defaults.items() if default is dataclasses.MISSING]:
+        raise InputError(f"option {bare[0]} of {cls.name} needs a default")
+    for key, value in given:
+        if key not in defaults:
+            raise _no_such_option(cls.name, key, defaults)
+        try:
+            values = {**values, key: _like(defaults[key], value)}
+        except ValueError:
+            wanted = type(defaults[key]).__name__
+            raise InputError(
+                f"option {key} of {cls.name} needs a value of type {wanted}, as in {key}={defaults[key]}"
+            ) from None
+    return cls.Options(**values)
+
+
+def _like(default: Any, value: Any) -> Any:
+    """Return what `value`, or its text, is as the default's type. Raise ValueError where it is no such value."""
+    if value is None or (isinstance(default, bool) and str(value).lower() not in ("true", "false")):
+        raise ValueError(value)
+    return str(value).lower() == "true" if isinstance(default, bool) else type(default)(str(value))

@@ -1,0 +1,159 @@
+"""Policies as objects: what is written is read back, and classes stand wherever names do."""
+
+import math
+import pickle
+import re
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.core import registry
+from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
+from policies.core.policy import Prefetcher, ScorePolicy, Shape
+from policies.core.scope import SCOPES
+from policies.core.spec import Part, PolicySpec, parse, text_of
+from traces.errors import InputError
+
+
+@dataclass(frozen=True)
+class MyOptions:
+    alpha: float = 0.5
+    seed: int = 0
+
+
+class MyPolicy(ScorePolicy):
+    """LRU, more or less."""
+
+    Options = MyOptions
+
+    def observe(self, event):
+        self.keep[0, event.experts] = event.serial * self.options.alpha
+
+
+class MyPrefetch(Prefetcher):
+    """Fetches expert 0 of every layer."""
+
+    def propose(self, event):
+        return np.array([event.layer * self.shape.experts]), np.ones(1)
+
+
+KEEPERS, FETCHERS = registry.tables()
+NUMBERS = {
+    bool: st.booleans(),
+    int: st.integers(-5, 10**6),
+    float: st.floats(-2, 1e18) | st.sampled_from([math.inf, -math.inf, 1e-8]),
+    str: st.text("abc/._-= xyz", max_size=9).map(str.strip) | st.sampled_from(["rows", "flat", "ratio", "request"]),
+}
+
+
+@st.composite
+def parts(draw, cls) -> Part:
+    """A class with any options that it accepts, and its defaults for those that it refuses."""
+    made = Part.of(cls)
+    for key, value in made.values.items():
+        if draw(st.booleans()):
+            try:
+                made = made.having({key: draw(NUMBERS[type(value)])})
+            except InputError:
+                continue
+    return made
+
+
+@st.composite
+def specs(draw) -> PolicySpec:
+    keeper, fetcher = (draw(parts(draw(st.sampled_from(list(table.values()))))) for table in (KEEPERS, FETCHERS))
+    if draw(st.booleans()) and keeper.name in FETCHERS:  # both halves of a pair, alike
+        fetcher = Part.of(FETCHERS[keeper.name], **keeper.values)
+    return PolicySpec.of(keeper, fetcher, draw(parts(draw(st.sampled_from(list(SCOPES.values()))))))
+
+
+@given(specs())
+def test_what_is_written_is_read_back_as_an_equal_policy(spec):
+    again = parse(str(spec))
+    assert again == spec
+    assert hash(again) == hash(spec)
+    assert again.text == str(again) == str(spec) == spec.text
+    assert again.resolved() == spec.resolved()
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    assert parse(spec) is spec
+
+
+names = st.text("ab-/", min_size=1, max_size=4)
+options = st.lists(st.tuples(st.text("ab", min_size=1), st.none() | st.text("x1=|./"))).map(tuple)
+terms = st.builds(Term, names | names.map("{}.py:Mine".format), options)
+
+
+halves = st.lists(terms, min_size=1, max_size=2).map(tuple)
+
+
+@given(st.builds(Expression, halves, st.none() | st.builds(Term, names, options)))
+def test_what_is_written_is_read_back_as_the_same_expression(expression):
+    assert read(str(expression)) == expression
+    assert "".join(pieces(str(expression))) == str(expression)
+
+
+@given(specs(), st.sampled_from(["", "25%", "8GiB", "64"]))
+def test_a_cell_is_a_policy_and_a_size(spec, size):
+    assert split_size(f"{spec}@{size}" if size else str(spec), SCOPES) == (str(spec), size)
+
+
+def test_equal_policies_decide_alike_whatever_was_typed():
+    assert parse("eamc:capacity=120") == parse("eamc") == parse("eamc+eamc") != parse("eamc:capacity=121")
+    assert parse("lru+none@global") == parse("lru") != parse("lru@layer")
+    assert parse("pre-gated") == parse("fifo+oracle:horizon=1")
+    assert str(parse("pre-gated:horizon=2@layer")) == "fifo+oracle:horizon=2@layer"
+    assert parse("eamc:capacity=120").text == "eamc:capacity=120"
+    assert str(parse("eamc:capacity=120")) == "eamc"
+    assert str(PolicySpec.of("eamc")) == "eamc+none"
+
+
+def test_a_class_is_a_policy_wherever_a_name_is():
+    spec = parse(MyPolicy, alpha=0.9)
+    assert (spec.text, text_of(MyPolicy)) == ("MyPolicy:alpha=0.9", "MyPolicy")
+    assert spec.options()["evict"] == {"name": "MyPolicy", "alpha": 0.9, "seed": 0}
+    assert spec == parse(Part.of(MyPolicy, alpha=0.9)) == pickle.loads(pickle.dumps(spec))
+    keeper, _ = spec.build(Shape(2, 4))
+    assert (type(keeper), keeper.options.alpha) == (MyPolicy, 0.9)
+    pair = PolicySpec.of(Part.of(MyPolicy, seed=3), MyPrefetch, "layer")
+    assert (pair.text, pair.seed) == ("MyPolicy:seed=3+MyPrefetch@layer", 3)
+    assert pair.without_prefetch() == PolicySpec.of(Part.of(MyPolicy, seed=3), scope="layer")
+    assert pair.with_options({"alpha": 0.25}).text == "MyPolicy:seed=3:alpha=0.25+MyPrefetch@layer"
+    assert PolicySpec.of("lru", MyPrefetch).text == "lru+MyPrefetch"
+    assert parse(KEEPERS["lru"]) == parse("lru")
+    assert parse("eamc", capacity=7).text == "eamc:capacity=7"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: parse(MyPrefetch), "is a prefetcher: name what to keep as well, as in PolicySpec.of(evict='lru', "),
+        (lambda: PolicySpec.of("lru", MyPolicy), "'MyPolicy' decides what to keep, not what to fetch"),
+        (lambda: PolicySpec.of("lru", Part.of(MyPolicy)), "'MyPolicy' decides what to keep, not what to fetch"),
+        (lambda: parse(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
+        (lambda: parse(MyPolicy, seed=1.5), "option seed of MyPolicy needs a value of type int, as in seed=0"),
+        (lambda: parse(Part), "Part is neither a RetentionPolicy nor a Prefetcher"),
+        (lambda: parse(ScorePolicy.__base__), "RetentionPolicy does not define victim"),
+        (lambda: PolicySpec.of("lru", scope="layr"), "did you mean layer"),
+    ],
+)
+def test_a_class_that_cannot_be_so_is_one_line_that_helps(make, says):
+    with pytest.raises(InputError, match=re.escape(says)) as caught:
+        make()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_class_that_only_this_process_knows_says_so():
+    class Local(MyPolicy):
+        pass
+
+    assert parse(MyPolicy).importable
+    assert not parse(Local).importable
+    assert not PolicySpec.of("lru", type("Notebook", (MyPrefetch,), {"__module__": "__main__"})).importable
+
+
+def test_lists_are_divided_by_commas_without_empty_items():
+    assert split_list(" lru, eamc:capacity=3 ,,") == ("lru", "eamc:capacity=3")
+    assert split_list(None) == ()
