@@ -221,7 +221,7 @@ def replay(
 
     done: rows of the first requests, from a run cut off; what follows is played.
 
-    timeline: shows the run and, where SimPy is there, what was predicted of it; `slots`: with a track for each slot.
+    timeline: shows the run and what was predicted of it; `slots`: with a track for each slot.
     """
     loaded, run = choice.loaded, choice.run
     assert loaded.hardware

@@ -71,16 +71,12 @@ class MarkedDevice(Device):
 
     def next_completion(self) -> Completion:
         """With the head a step ends."""
-        completion = self._device.next_completion()
-        if completion.kind is Kind.HEAD:
-            while self._open:
-                self._end()
-            self._step += 1
-        return completion
+        return self._ended(self._device.next_completion())
 
     def poll(self) -> Completion | None:
-        """As the device does."""
-        return self._device.poll()
+        """The same, if something has ended by now."""
+        completion = self._device.poll()
+        return completion and self._ended(completion)
 
     def discard_copies(self) -> None:
         """As the device does."""
@@ -89,6 +85,13 @@ class MarkedDevice(Device):
     def close(self) -> None:
         """As the device does."""
         self._device.close()
+
+    def _ended(self, completion: Completion) -> Completion:
+        if completion.kind is Kind.HEAD:
+            while self._open:
+                self._end()
+            self._step += 1
+        return completion
 
     def _begin(self, name: str) -> None:
         self._push(name)

@@ -131,4 +131,4 @@ def whole(play: Callable[[Run, Ended], None], run: Run) -> RunLog:
     """Return the log of a whole run on the engine `play`."""
     parts: list[RunLog] = []
     play(run, parts.append)
-    return joined(parts)
+    return joined(parts or [RunLog.of_rows([], run.gpu.link.expert_bytes, [])])

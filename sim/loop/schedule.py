@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from policies.core.events import RequestEvents
-from policies.core.policy import Event, Int, Requests
+from policies.core.events import RequestEvents, alone
+from policies.core.policy import NO_INTS, Event, Int, Requests
 
 
 class Place(NamedTuple):
@@ -19,6 +19,48 @@ class Place(NamedTuple):
     seat: int  # its place in the batch
     request: int  # index in the trace
     tokens: int
+
+
+class Routing(Protocol):
+    """What the routers of one step choose: all that a session asks of it, a layer at a time."""
+
+    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return the experts that the router of `layer` chose, int64[n] ascending, and the tokens of each.
+
+        Nobody asks before that router has ended (rule 16).
+        """
+        ...
+
+    def event(self, layer: int) -> Event:
+        """Return the same as policies hear it."""
+        ...
+
+
+class LiveStep:
+    """A step of the only request, of a model that runs now: `put` what a router has chosen, then have it routed.
+
+    number: of the step in its request; events: how many the run had before this step.
+    """
+
+    def __init__(self, phase: int, number: int, events: int) -> None:
+        self._phase = phase
+        self._number = number
+        self._events = events
+        self._layer, self._experts, self._counts = -1, NO_INTS, NO_INTS
+
+    def put(self, layer: int, experts: Int, counts: Int) -> None:
+        """The router of `layer` has ended; experts: distinct ids over all layers, ascending; counts: tokens of each."""
+        self._events += 1
+        self._layer, self._experts, self._counts = layer, experts, counts
+
+    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return what was put."""
+        assert layer == self._layer, "put what the router has chosen before it is routed"
+        return self._experts, dict(zip(self._experts.tolist(), self._counts.tolist(), strict=True))
+
+    def event(self, layer: int) -> Event:
+        """Return the same as policies hear it."""
+        return alone(self._phase, layer, self._number, self._experts.copy(), self._counts.copy(), self._events)
 
 
 @dataclass(slots=True)
@@ -40,10 +82,7 @@ class Step:
     number: int  # of the step in its request
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return the experts that the router of `layer` chose, int64[n] ascending, and the tokens of each.
-
-        Nobody asks before that router has ended (rule 16).
-        """
+        """Return what the router of `layer` chose (`Routing`)."""
         return self.events.chosen(self.number, layer)
 
     def event(self, layer: int) -> Event:

@@ -1,11 +1,10 @@
 """A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11 and 14.
 
 Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a
-live
-model, which computes its dense parts itself. The session answers with work for the device, and handles completions.
-All decisions are the residency's and the policies'. The compute stream keeps the order of submission, so the hits of an
-event go in at once, and each other expert behind them as soon as its last piece is on its way: the device waits for it,
-the host does not (rule 9 needs no more: an event may be larger than the cache).
+live model (`sim.loop.schedule.LiveStep`), which computes its dense parts itself. The session answers with work for the
+device, and handles completions. All decisions are the residency's and the policies'. The compute stream keeps the order
+of submission, so the hits of an event go in at once, and each other expert behind them as soon as its last piece is on
+its way: the device waits for it, the host does not (rule 9 needs no more: an event may be larger than the cache).
 """
 
 from collections import deque
@@ -19,7 +18,7 @@ from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
 from sim.loop.pump import Pump, PumpObserver
 from sim.loop.run import Run
-from sim.loop.schedule import Step
+from sim.loop.schedule import Routing
 
 NO_EXPERT = -1  # in the compute stream's queue: other work
 
@@ -113,7 +112,7 @@ class Session:
 
     # What the outside calls
 
-    def route(self, step: Step, layer: int) -> None:
+    def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
         chosen, tokens = step.chosen(layer)
         hits, demands = self.residency.route(chosen)
@@ -178,14 +177,14 @@ class Session:
         if kind is COPY:
             self._piece_ended()
             return
+        if self._observer:
+            self._observer.ended(completion)
         computing = self._computing
         computing.popleft()
         if not computing or computing[0] in self._landing:
             self._turn(WAITING)
         elif self._doing == PREDICTING:
             self._turn(COMPUTING)
-        if self._observer:
-            self._observer.ended(completion)
         if kind is EXPERT:
             self._computed(expert)
             if self.pump.blocked:

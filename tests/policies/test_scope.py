@@ -3,7 +3,7 @@
 import itertools
 import json
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,6 @@ from sim.analysis.curves import lru_misses
 from sim.cli import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
-from sim.loop.log import RunLog
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep import winner
@@ -31,6 +30,7 @@ from sim.sweep.config import specs
 from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
+from tests.support.logs import assert_logs_equal
 from tests.support.untimed_oracle import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
@@ -135,8 +135,7 @@ def test_one_layer_plays_alike_in_either_scope(policy):
         ]
         untimed = [count(requests, 1, 16, slots, parse(policy + s)) for s in ("", "@layer")]
         for one, other in (timed, untimed):
-            for field in fields(RunLog):
-                np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
+            assert_logs_equal(one, other)
             assert one.misses.sum() > 0
 
 

@@ -71,7 +71,7 @@ def test_resident_moves_nothing_and_a_layer_stream_moves_every_layer_once_a_step
     assert log.step_ns[-1] == pytest.approx(L * E * 10, rel=0.1), "bound by the link"
 
 
-def with_device(kind, slots, policy, seed):
+def with_device(kind, slots, decider, seed):
     gpu = FakeGpu(seed)
     with torch.inference_mode():
         network, store = Network(PROFILE, gpu.device, 16, 64, seed=0), HostStore.of(L * E, SIZE, seed=0)
@@ -80,7 +80,7 @@ def with_device(kind, slots, policy, seed):
             device = kind(store, network, slots, gpu, Launches(gpu, network), verify=kind is not ZeroCopy)
             fill(device, slots, SIZE)
             counts, copies = gpu.counts.copy(), device._link.runs
-            log = play(plan(slots), device, decider=policy)
+            log = play(plan(slots), device, decider=decider)
             spent = gpu.counts - counts
             spent["copies"] = device._link.runs - copies
             device.close()
@@ -105,7 +105,7 @@ def test_lru_swap_copies_every_victim_back():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_zero_copy_computes_from_the_host_without_a_transfer(seed):
-    log, spent = with_device(ZeroCopy, L * E, Resident(SHAPE, L * E), seed)
+    log, spent = with_device(ZeroCopy, L * E, FixedOrder(Resident(SHAPE, L * E)), seed)
     assert log.demand_transfers.sum() == 0
     assert log.hits.sum() == LOOKUPS
     assert spent["wait"] == 0

@@ -15,7 +15,7 @@ import torch
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay import cli, report, run
-from sim.loop.log import COLUMNS
+from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS
 from sim.sweep import winner
 from sim.sweep.grid import Grid, Table, outcome, save, sweep
@@ -60,7 +60,7 @@ def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
     assert list(by_request.columns) == REQUESTS.names
     assert len(by_request) == 3
     steps = pd.read_csv(tmp_path / "here/per_token.csv")
-    assert list(steps.columns) == list(COLUMNS)
+    assert list(steps.columns) == ["request", *COLUMNS]
     decoded = steps[steps["phase"] == 1]
     assert decoded["step_ns"].mean() / 1e6 == pytest.approx(row["tpot_mean_ms"])
 
@@ -101,22 +101,11 @@ def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> N
     assert run.first_steps(loaded, 10**9) is loaded
 
 
-@pytest.mark.parametrize(
-    ("policy", "told"),
-    [
-        ("lru", "predicted for a5000: TPOT mean"),
-        ("clock", "predicted: nothing, for simpy is not installed; replayed: TPOT"),
-    ],
-)
-def test_without_simpy_the_compiled_engine_predicts_and_what_it_does_not_play_runs_on(
-    command, monkeypatch: pytest.MonkeyPatch, policy: str, told: str
-) -> None:
-    monkeypatch.delitem(sys.modules, "sim.engines.simpy_engine", raising=False)
-    monkeypatch.delattr("sim.engines.simpy_engine", raising=False)
-    monkeypatch.setitem(sys.modules, "simpy", None)
+@pytest.mark.parametrize("policy", ["lru", "clock"])
+def test_a_policy_is_predicted_whether_the_compiled_engine_plays_it_or_not(command, policy: str) -> None:
     status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0
-    assert out.splitlines()[-1].startswith(told)
+    assert out.splitlines()[-1].startswith("predicted for a5000: TPOT mean")
 
 
 @pytest.fixture
@@ -232,21 +221,21 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
 ) -> None:
     arguments = ("--policy", "lru", "--device", "virtual", "--requests", "3", "--out", "here")
     assert command(*arguments)[0] == 0
-    play = run.play
+    play = run.Driver.run
 
-    def cut_off(plan, device, on_step, **other):
+    def cut_off(driver, on_step, done):
         steps = 0
 
-        def interrupting(row: list[int]) -> None:
+        def interrupting(row: StepRow) -> None:
             nonlocal steps
             on_step(row)
             steps += 1
             if steps == 5:
                 raise KeyboardInterrupt
 
-        return play(plan, device, interrupting)
+        return play(driver, interrupting, done)
 
-    monkeypatch.setattr(run, "play", cut_off)
+    monkeypatch.setattr(run.Driver, "run", cut_off)
     status, _, err = command(*arguments)
     assert status == 130
     assert "interrupted after 5 of" in err.splitlines()[-1]
@@ -331,7 +320,8 @@ def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damag
     with report.step_writer(tmp_path, "a key") as write:
         for request in requests[:2]:
             for step in range(len(request.tokens)):
-                write([request.request, int(request.phase[step]), int(request.tokens[step]), *[5] * (len(COLUMNS) - 3)])
+                phase, tokens = int(request.phase[step]), int(request.tokens[step])
+                write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(request.request, tokens, 5)]))
     file = tmp_path / "per_token.csv"
     file.write_text(damage(file.read_text()))
     if said:
@@ -339,7 +329,8 @@ def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damag
             report.done_before(tmp_path, "a key", requests)
         return
     done = report.done_before(tmp_path, "a key", requests)
-    assert {row[0] for row in done} == ({0} if "7," not in file.read_text()[-2:] else {0, 1})
+    found = {share.request for row in done for share in row.shares}
+    assert found == ({0} if "7," not in file.read_text()[-2:] else {0, 1})
     with pytest.raises(InputError, match="another run"):
         report.done_before(tmp_path, "other", requests)
 

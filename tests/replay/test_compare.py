@@ -105,7 +105,7 @@ def test_a_device_that_is_slower_than_foretold_is_told_by_errors_below_zero(monk
     assert found.divergence["steps"] > 0, "what was a hit is late"
     recorder = LoopRecorder()
     alone = WithoutPolicy(timing)
-    plan = dataclasses.replace(choice.plan, experts_per_layer=choice.window(timing, link))
+    plan = choice.on(timing, link)
     play(plan, SimpyDevice(alone, link), observer=recorder)
     same = play(plan, SimpyDevice(timing, slower), decider=Lockstep(plan, recorder.script))
     np.testing.assert_array_equal(found.measured.log.step_ns, same.step_ns)
@@ -183,19 +183,6 @@ def test_a_trace_that_decodes_nothing_has_nothing_to_compare(mode: str) -> None:
     only = dataclasses.replace(choice, loaded=dataclasses.replace(choice.loaded, trace=prefills))
     with pytest.raises(InputError, match="decodes no token that counts"):
         play_cell(only, mode, *machine(choice))
-
-
-def test_without_simpy_the_virtual_device_predicts_what_the_compiled_engine_does_not_play(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    choice = chosen("clock")
-    expected = play_cell(choice, CLOSED_LOOP, *machine(choice))
-    monkeypatch.delitem(sys.modules, "sim.engines.simpy_engine", raising=False)
-    monkeypatch.delattr("sim.engines.simpy_engine", raising=False)
-    monkeypatch.setitem(sys.modules, "simpy", None)
-    found = play_cell(choice, CLOSED_LOOP, *machine(choice))
-    assert found.predicted_row == expected.predicted_row
-    np.testing.assert_array_equal(found.predicted.log.step_ns, expected.predicted.log.step_ns)
 
 
 def cell(policy: str, measured: float, predicted: float, noise: float | None = None, slots: int = 8) -> dict:
@@ -395,8 +382,8 @@ def test_bad_input_ends_in_one_line(command, tmp_path: Path, arguments: list[str
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_the_command_needs_neither_simpy_nor_what_writes_and_draws(tmp_path: Path) -> None:
-    absent = "import sys; sys.modules.update(dict.fromkeys(('simpy', 'tomli_w', 'matplotlib')))"
+def test_the_command_needs_nothing_that_writes_toml_or_draws(tmp_path: Path) -> None:
+    absent = "import sys; sys.modules.update(dict.fromkeys(('tomli_w', 'matplotlib')))"
     run = [sys.executable, "-c", f"{absent}; from replay.cli import main; main()", "compare", "--device", "virtual"]
     there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     ended = subprocess.run([*run, *SMALL, "--policies", "clock,belady"], **there, capture_output=True, text=True)

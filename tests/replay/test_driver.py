@@ -9,8 +9,8 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
-from sim.loop.driver import play
-from sim.loop.log import COLUMNS
+from sim.loop.driver import Driver, play
+from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
@@ -22,7 +22,7 @@ SEEDS = 250
 
 
 def watched(seed: int) -> tuple[Run, Watch]:
-    plan = draw(random.Random(seed).randint).plan
+    plan = draw(random.Random(seed).randint)
     return plan, Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
 
 
@@ -71,9 +71,17 @@ def test_without_prefetch_the_order_of_completions_decides_nothing_but_time(poli
 
 def test_each_step_is_reported_as_it_ends() -> None:
     plan, watch = watched(5)
-    reported: list[list[int]] = []
+    reported: list[StepRow] = []
     log = play(plan, AnyOrder(watch, 5), reported.append)
-    assert [row[3] for row in reported] == log.step_ns.tolist()
+    assert [row.numbers[COLUMNS.index("step_ns")] for row in reported] == log.step_ns.tolist()
+    assert [share.request for row in reported for share in row.shares] == log.request.tolist()
+
+
+def resumed(plan: Run, done: list[StepRow], device: AnyOrder) -> RunLog:
+    """What comes behind `done`, played on `device`."""
+    driver = Driver(plan, SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
+    driver.resume(done, device)
+    return driver.run(lambda row: None, done)
 
 
 @pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=3"])
@@ -83,9 +91,10 @@ def test_a_run_goes_on_behind_requests_that_were_played_before(policy: str) -> N
     shape = Shape(3, 8)
     plan = run_of(Requests(trace), shape, 9, parse(policy), 16, 4)
     whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1))
-    rows = [[request, 1, 1, 1_000 + request, *[0] * (len(COLUMNS) - 4)] for request in (0, 0, 1)]
+    rest = [0] * (len(COLUMNS) - 3)
+    rows = [StepRow([1, 1, 1_000 + request, *rest], [Share(request, 1, 1_000)]) for request in (0, 0, 1)]
     watch = Watch(shape, 9, 16, 2)
-    log = play(plan, AnyOrder(watch, 2), done=rows, clock=SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
+    log = resumed(plan, rows, AnyOrder(watch, 2))
     assert log.step_ns[:3].tolist() == [1_000, 1_000, 1_001]
     assert log.request.tolist() == [0, 0, 1, *whole.request[whole.request > 1].tolist()]
     assert watch.computed == (log.hits + log.late + log.misses)[3:].sum() > 0
@@ -97,9 +106,8 @@ def test_a_run_that_goes_on_misses_what_it_would_have_missed_uninterrupted() -> 
     shape = Shape(3, 8)
     for cold in (False, True):
         plan = run_of(Requests(trace), shape, 9, parse("lfu"), 16, cold=cold)
-        rows: list[list[int]] = []
+        rows: list[StepRow] = []
         whole = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 1), rows.append)
-        done = [row for row in rows if row[0] < 2]
-        clock = SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16))
-        log = play(plan, AnyOrder(Watch(shape, 9, 16, 2), 2), done=done, clock=clock)
+        done = [row for row in rows if row.shares[0].request < 2]
+        log = resumed(plan, done, AnyOrder(Watch(shape, 9, 16, 2), 2))
         np.testing.assert_array_equal(log.misses, whole.misses)

@@ -1,4 +1,4 @@
-"""A simulated run's decisions, executed: exactly on the virtual device, in order on devices that end in any order."""
+"""A simulated run's decisions, executed: exactly on SimPy's device, in order on devices that end in any order."""
 
 import dataclasses
 import random
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from policies.core import residency_compiled as core
 from policies.core.policy import Shape
-from policies.core.residency import PolicyResidency
+from policies.core.residency import Residency
 from policies.core.script import Act, Decision, Script
 from policies.core.spec import PolicySpec, parse
-from replay.comparison.lockstep import Lockstep, LoopRecorder
+from replay.comparison.lockstep import Lockstep, LoopRecorder, script_of
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
 from sim.loop.log import RunLog
@@ -22,16 +22,11 @@ from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
-from tests.support.replay_runs import Case, draw
+from tests.support.logs import assert_logs_equal
+from tests.support.replay_runs import draw
 from traces.synthetic import synthetic
 
 SEEDS = 300
-
-
-def written(case: Case) -> tuple[Script, RunLog]:
-    recorder = LoopRecorder()
-    log = play(case, SimpyDevice(case.timing, case.gpu.link), observer=recorder)
-    return recorder.script, log
 
 
 def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog, Watch]:
@@ -42,19 +37,14 @@ def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog
     return recorder, log, watch
 
 
-def assert_equal(ours: RunLog, theirs: RunLog, what: str) -> None:
-    for field in dataclasses.fields(RunLog):
-        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), f"{what} {field.name}")
-
-
-def assert_lockstep_takes_exactly_as_long(case: Case, what: str = "") -> Script:
-    script, log = written(case)
+def assert_lockstep_takes_exactly_as_long(case: Run, what: str = "") -> Script:
+    script, log = script_of(case)
     again = play(case, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(case, script))
-    assert_equal(again, log, what)
+    assert_logs_equal(again, log, what)
     return script
 
 
-def test_on_the_virtual_device_lockstep_equals_the_run_that_was_scripted_on_seeded_random_runs() -> None:
+def test_on_the_simulated_machine_lockstep_equals_the_run_that_was_scripted_on_seeded_random_runs() -> None:
     interrupted = resumed = predicted = cut = 0
     for seed in range(2 * SEEDS):
         case = draw(random.Random(seed).randint)
@@ -68,7 +58,7 @@ def test_on_the_virtual_device_lockstep_equals_the_run_that_was_scripted_on_seed
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_on_the_virtual_device_lockstep_equals_the_run_that_was_scripted_on_runs_that_shrink(data) -> None:
+def test_on_the_simulated_machine_lockstep_equals_the_run_that_was_scripted_on_runs_that_shrink(data) -> None:
     assert_lockstep_takes_exactly_as_long(draw(lambda low, high: data.draw(st.integers(low, high))))
 
 
@@ -103,7 +93,7 @@ def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_a
     differ = 0
     for seed in range(SEEDS):
         case = draw(random.Random(seed).randint)
-        script, log = written(case)
+        script, log = script_of(case)
         for order in (seed, seed + 1):  # with and without tails
             differ += assert_executed(case, script, log, order)
     assert differ > SEEDS // 4, "the devices were not like the simulator"
@@ -113,14 +103,14 @@ def test_on_any_device_lockstep_never_stands_still_and_transfers_and_evictions_a
 @given(st.data(), st.integers(0, 99))
 def test_on_any_device_lockstep_executes_the_script_on_runs_that_shrink(data, order: int) -> None:
     case = draw(lambda low, high: data.draw(st.integers(low, high)))
-    assert_executed(case, *written(case), order)
+    assert_executed(case, *script_of(case), order)
 
 
 def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() -> None:
     early = behind = 0
     for seed in range(SEEDS):
         case = draw(random.Random(seed).randint)
-        script, _ = written(case)
+        script, _ = script_of(case)
         recorder, _, _ = executed(case, script, seed)
         if script.cuts:
             continue  # the two would have to be laid over each other, stretch by stretch
@@ -136,12 +126,10 @@ def test_nothing_starts_before_the_event_after_which_the_simulator_decided_it() 
 @pytest.mark.parametrize("policy", ["belady", "belady+oracle1", "lru", "eamc", "lru+popular:n=4"])
 def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulator_took_them(policy: str) -> None:
     trace = synthetic(requests=5, tokens=12, layers=4, experts=8, top_k=2, seed=5, prompt_tokens=4)
-    shape, link = Shape(4, 8), Link(2, 3, 2, expert_bytes=64)
-    plan = run_of(list(Requests(trace)), shape, 10, parse(policy), 64, experts_per_layer=1.0)
-    timing = FixedTiming(9, 2, 1, 1, 5)
-    script, log = written(Case(plan, timing, link))
-    theirs = simulate(gpu_run(plan.requests, Shape(4, 8), 10, plan.gpu.policy, timing, link, experts_per_layer=1.0))
-    assert_equal(log, theirs, policy)
+    timing, link = FixedTiming(9, 2, 1, 1, 5), Link(2, 3, 2, expert_bytes=64)
+    plan = gpu_run(list(Requests(trace)), Shape(4, 8), 10, parse(policy), timing, link, experts_per_layer=1.0)
+    script, theirs = script_of(plan)
+    assert_logs_equal(simulate(plan), theirs, policy)
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
@@ -150,7 +138,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
 
-def driven(*decisions: Decision, slots: int) -> PolicyResidency:
+def driven(*decisions: Decision, slots: int) -> Residency:
     """The machine of a script for four experts of one layer."""
     plan = run_of([], Shape(1, 4), slots, parse("lru"), 1)
     return Lockstep(plan, Script(list(decisions))).residency(slots)
@@ -200,7 +188,7 @@ def test_a_prefetch_that_the_event_waits_for_is_not_interrupted() -> None:
 def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_demands_is_a_miss() -> None:
     decided = Decision(Act.PREFETCH, 1, -1, 0), Decision(Act.DEMAND, 2, -1, 1), Decision(Act.DEMAND, 3, 1, 1)
     machine = driven(*decided, slots=2)
-    assert machine.route(np.array([1, 2])) == 0
+    assert machine.route(np.array([1, 2]))[0] == []
     assert machine.counters()[:3] == [0, 1, 1]
     assert machine.next_transfer() == (1, -1, True)
     assert machine.counters()[3:] == [0, 1, 1, 0], "a prefetch that was looked up as it started"
@@ -231,17 +219,17 @@ class Unasked(PolicySpec):
 
 def test_the_devices_policy_is_not_asked() -> None:
     case = draw(random.Random(3).randint)
-    script, log = written(case)
+    script, log = script_of(case)
     unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
-    plan = dataclasses.replace(case, policy=dataclasses.replace(unasked, scope=case.gpu.policy.scope))
-    assert_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log, "")
+    plan = case.under(dataclasses.replace(unasked, scope=case.gpu.policy.scope))
+    assert_logs_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log)
 
 
 def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions() -> None:
     trace = synthetic(requests=3, tokens=10, layers=3, experts=8, top_k=2, seed=1)
-    plan = run_of(list(Requests(trace)), Shape(3, 8), 8, parse("eamc"), 64, experts_per_layer=1.0)
     timing, link = FixedTiming(40, 5, 0, 1, 5), Link(0, 1, 1, 64)
-    script, log = written(Case(plan, timing, link))
+    plan = gpu_run(list(Requests(trace)), Shape(3, 8), 8, parse("eamc"), timing, link, experts_per_layer=1.0)
+    script, log = script_of(plan)
     slow = play(plan, SimpyDevice(timing, Link(0, 3, 1, 64)), decider=Lockstep(plan, script))
     assert slow.step_ns.sum() > log.step_ns.sum()
     np.testing.assert_array_equal(slow.misses, log.misses)

@@ -1,4 +1,4 @@
-"""Measuring a device: on the virtual one the answer is known, and devices made worse show what is made of it."""
+"""Measuring a device: on a simulated one the answer is known, and devices made worse show what is made of it."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from replay.devices.launches import Launches
 from replay.devices.store import HostStore
 from replay.model.network import Network
 from sim.engines.engine import AUTO, simulate
-from sim.engines.simpy_engine import SimpyDevice
+from sim.engines.simpy_engine import COMPUTE, SimpyDevice
 from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.driver import play
 from sim.loop.run import Run
@@ -37,9 +37,15 @@ SHAPE = Shape(LAYERS, EXPERTS)
 LINK = Link(40, 3, 1, expert_bytes=400, chunk_bytes=100)
 
 
-def plan_of(slots: int = 6, policy: str = "lru", prompt: int = 0) -> Run:
+def plan_of(
+    slots: int = 6,
+    policy: str = "lru",
+    prompt: int = 0,
+    expert_bytes: int = LINK.expert_bytes,
+    chunk_bytes: int | None = LINK.chunk_bytes,
+) -> Run:
     requests = Requests(synthetic(2, 5, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=prompt))
-    return run_of(requests, SHAPE, slots, parse(policy), LINK.expert_bytes, LINK.chunk_bytes, experts_per_layer=1.0)
+    return run_of(requests, SHAPE, slots, parse(policy), expert_bytes, chunk_bytes, experts_per_layer=1.0)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def predicted_ns(timing, context: int) -> int:
 
 @pytest.mark.parametrize("slots", [1, 2, 4, 6, 24])
 @pytest.mark.parametrize("prompt", [0, 9])
-def test_measuring_the_virtual_device_gives_back_its_profile(slots: int, prompt: int) -> None:
+def test_measuring_a_simulated_device_gives_back_its_profile(slots: int, prompt: int) -> None:
     plan = plan_of(slots, prompt=prompt)
     found, link = measure(SimpyDevice(TIMING, LINK), plan, most_tokens=9)
     assert (found.predictor_ns, found.model.turnaround_ns) == (0, 0)
@@ -117,7 +123,7 @@ class SlowHost(SimpyDevice):
         self._answer()
         super().copy(expert, slot, first, last)
 
-    def experts(self, works: list[Work]) -> None:
+    def experts(self, works: Sequence[Work]) -> None:
         self._answer()
         super().experts(works)
 
@@ -127,7 +133,7 @@ class SlowHost(SimpyDevice):
 
     def _answer(self) -> None:
         if self._answering:
-            self._now += self.HOST_NS
+            self.env.run(until=self.env.now + self.HOST_NS)
         self._answering = False
 
 
@@ -190,6 +196,9 @@ class Asynchronous(Device):
         self._host_ns = max(self._host_ns, ended_ns) + self.POLL_NS
         return completion
 
+    def poll(self) -> None:
+        """Nothing looks in between."""
+
     def discard_copies(self) -> None:
         self._under_way["link"].clear()
 
@@ -228,13 +237,11 @@ def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, s
     device = Asynchronous(timing, link)
     device.tail_bytes = 2 << 20
     requests = Requests(synthetic(2, 40, layers, experts, together, seed=3))
-    plan = run_of(requests, Shape(layers, experts), slots, parse("lru"), size)
-    found, found_link = measure(device, plan, most_tokens=1)
-    plan = replace(plan, policy=parse(policy), experts_per_layer=1.0)
+    plan = run_of(requests, Shape(layers, experts), slots, parse(policy), size, experts_per_layer=1.0)
+    found, found_link = measure(device, plan.under(parse("lru")), most_tokens=1)
     played = play(plan, device)
-    of = requests, layers, experts, slots, plan.gpu.policy
     predicted, free = (
-        simulate(AUTO, Run(*of, timing, found_link, experts_per_layer=1.0)).step_ns[FIRST_STEPS:]
+        simulate(AUTO, plan.on(timing, found_link, 1.0)).step_ns[FIRST_STEPS:]
         for timing in (found, found.without_host())
     )
     assert (played.misses > 0).sum() > 5
@@ -254,10 +261,11 @@ class SlowToSubmit(SimpyDevice):
         self._in_the_loop = completion.kind in (Kind.ROUTER, Kind.COPY)
         return completion
 
-    def experts(self, works: list[Work]) -> None:
+    def experts(self, works: Sequence[Work]) -> None:
         for expert, _, tokens in works:
             extra = 0 if self._in_the_loop else 90
-            self._submit(Completion(Kind.EXPERT, expert), self._timing.expert_ns(tokens) + extra)
+            took = self._timing.expert_ns(tokens) + extra
+            self._computes.put((Completion(Kind.EXPERT, expert), took, COMPUTE))
 
 
 def test_parts_that_take_longer_alone_than_together_are_shortened_to_what_they_are_together() -> None:
@@ -285,8 +293,8 @@ def test_transfers_go_through_the_pump_as_in_a_run(tail_bytes: int, places: int)
 @pytest.mark.parametrize("slots", [1, 3, 24])
 def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwards(slots: int) -> None:
     gpu, profile = FakeGpu(seed=1), replace(model("olmoe-1b-7b"), **TINY)
-    size, plan = profile.expert_bytes, plan_of(slots, prompt=9)
-    plan = replace(plan, expert_bytes=size, chunk_bytes=None)
+    size = profile.expert_bytes
+    plan = plan_of(slots, prompt=9, expert_bytes=size, chunk_bytes=None)
     with torch.inference_mode():
         network = Network(profile, gpu.device, max_tokens=9, max_context=64, seed=0)
         store = HostStore.of(LAYERS * EXPERTS, size, seed=0)
@@ -357,7 +365,7 @@ def test_a_policy_that_looks_at_events_takes_time(policy: str) -> None:
     requests = Requests(synthetic(3, 80, LAYERS, EXPERTS, TOP_K, seed=1, prompt_tokens=4))
     plan = run_of(requests, SHAPE, 4, parse(policy), LINK.expert_bytes)
     assert 0 < policy_ns(plan, TIMING, LINK) < 50_000_000
-    assert policy_ns(replace(plan, policy=parse("lru")), TIMING, LINK) == 0
+    assert policy_ns(plan.under(parse("lru")), TIMING, LINK) == 0
 
 
 SLEEPER = """

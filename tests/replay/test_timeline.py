@@ -1,76 +1,48 @@
-"""What a replay puts onto a timeline: on the virtual device, to the nanosecond what the simulator shows of that run."""
+"""What a replay puts onto a timeline: what the device did, and what was predicted of it."""
 
 import io
 import json
 import random
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
 from replay.cli import main
-from replay.timeline import ObservedDevice
-from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
-from sim.loop.run import Run
-from sim.timeline import simulated
 from sim.timeline.file import Timeline
+from sim.timeline.observer import TimelineObserver
+from sim.timeline.window import WHOLE
+from tests.support.devices import AnyOrder, Watch
 from tests.support.replay_runs import draw
+from tests.support.timelines import Shown, nests, parsed
 
 
-def events_of(text):
-    return json.loads("[" + text.strip().strip(",") + "]")
-
-
-def tracks(events, group):
-    """Slices by track of the processes of a group: (ts, dur, expert), and what there is of each."""
-    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found = {}
-    for event in events:
-        if event["ph"] == "X" and processes[event["pid"]].startswith(group):
-            found.setdefault(names[event["tid"]], []).append(event)
-    return found
-
-
-def expert_slices(events):
-    return Counter((e["ts"], e["dur"], e["args"]["expert"]) for e in events if "expert" in e["args"] and e["dur"])
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_on_a_logical_clock_experts_transfers_and_slots_are_those_of_the_simulator(seed):
-    case = draw(random.Random(seed).randint)
-    plan, file = case, io.StringIO()
-    timeline = Timeline(file)
-    observed = ObservedDevice(SimpyDevice(case.timing, case.gpu.link), timeline, plan.shape, slots=True)
-    log = play(plan, observed, watch=observed.watch)
-    observed.finish()
-    shape = plan.shape.layers, plan.shape.experts
-    run = Run(
-        *(
-            plan.requests,
-            *shape,
-            plan.gpu.slots,
-            plan.gpu.policy,
-            case.timing,
-            case.gpu.link,
-            plan.cold,
-            plan.gpu.experts_per_layer,
-        )
-    )
-    names = [str(i) for i in range(len(plan.requests))]
-    simulated.play(run, lambda log: None, timeline, names)
-    events = events_of(file.getvalue())
-    ours, theirs = tracks(events, "measured"), tracks(events, "simulated")
-    computed = [e for e in theirs.get("compute", []) if not e["name"].startswith("stall")]
-    assert expert_slices(ours.get("compute", [])) == expert_slices(computed)
-    finished = [e for e in theirs.get("link", []) if not e["args"].get("unfinished")]
-    assert expert_slices(ours.get("link", [])) == expert_slices(finished)
-    for slot in (name for name in theirs if name.startswith("slot ")):
-        assert [(e["ts"], e["dur"], e["name"]) for e in ours[slot]] == [
-            (e["ts"], e["dur"], e["name"]) for e in theirs[slot]
-        ]
-    assert len(ours.get("steps", [])) == len(log.step_ns)
-    assert sorted(round(e["dur"] * 1_000) for e in ours.get("steps", [])) == sorted(log.step_ns.tolist())
+@pytest.mark.parametrize("tail_bytes", [0, 1, 4])
+def test_on_a_device_that_ends_in_any_order_every_part_and_piece_is_shown_in_its_order(tail_bytes):
+    for seed in range(60):
+        run, file = draw(random.Random(seed).randint), io.StringIO()
+        names = [f"request {i}" for i in range(len(run.requests))]
+        watch = Watch(run.shape, run.gpu.slots, run.gpu.link.expert_bytes, tail_bytes)
+        timeline = Timeline(file)
+        observer = TimelineObserver(timeline, run, "measured", names, WHOLE)
+        log = play(run, AnyOrder(watch, seed), observer=observer)
+        observer.close()
+        shown = Shown(parsed(f"[{file.getvalue()}]"))
+        assert {name.partition(":")[0] for name in shown.processes.values()} == {"measured"}
+        for slices in shown.tracks.values():
+            assert all(one.lasted >= 0 for one in slices)
+            nests(slices)
+        steps = shown.steps
+        assert len(steps) == len(log.step_ns)
+        looked_up = Counter(part.args["lookup"] for _, _, parts in steps for part in parts if "lookup" in part.args)
+        assert looked_up == Counter(hit=log.hits.sum(), late=log.late.sum(), miss=log.misses.sum())
+        assert all(before.ended <= after.began for before, after in pairwise(shown.tracks["link"]))
+        whole = [one for one in shown.tracks["link"] if one.args["bytes_so_far"] == one.args["bytes_of_expert"]]
+        arrived = [one for one in whole if not one.args.get("unfinished")]
+        loaded = [one for slices in shown.slots.values() for one in slices if one.name.startswith("ready")]
+        assert {one.args["expert"] for one in loaded} == {one.args["expert"] for one in arrived}
+        assert sum(one.args["transfer"] == "late" for one in arrived) <= log.late.sum()
 
 
 @pytest.mark.parametrize("device", ["virtual", "cpu"])
@@ -82,9 +54,19 @@ def test_the_command_shows_measured_and_predicted_in_one_file(device, tmp_path, 
         main()
     assert ended.value.code == 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    groups = {e["args"]["name"].partition(":")[0] for e in events if e["name"] == "process_name"}
-    assert groups == {"measured", "simulated"}
     assert all(e["ts"] >= 0 and e.get("dur", 0) >= 0 for e in events if e["ph"] != "M")
-    assert len(tracks(events, "measured")["steps"]) == len(tracks(events, "simulated")["compute"]) - sum(
-        not e["name"].startswith(("decode", "prefill")) for e in tracks(events, "simulated")["compute"]
-    )
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    groups = {name.partition(":")[0] for name in names.values()}
+    assert groups == {"measured", "simulated"}
+    shown = {
+        group: [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X" and names[e["pid"]].startswith(group)]
+        for group in groups
+    }
+    steps = {
+        group: [name for name, _, _ in slices if name.startswith(("prefill", "decode"))]
+        for group, slices in shown.items()
+    }
+    assert steps["measured"] == steps["simulated"]
+    assert steps["measured"]
+    if device == "virtual":
+        assert shown["measured"] == shown["simulated"], "one clock, one device"

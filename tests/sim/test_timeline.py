@@ -1,6 +1,5 @@
-"""Timelines against the log of the run, its timing and the format's rules; a replay's against the simulator's."""
+"""Timelines against the log of the run, its timing and the format's rules."""
 
-import dataclasses
 import gzip
 import io
 import itertools
@@ -8,18 +7,14 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replay.devices.virtual import VirtualDevice
-from replay.driver import Driver, Plan
-from sim.timeline.residency_tracks import ResidencyTracks
 
 from sim.engines import simpy_engine
 from sim.loop.log import STALLS, Ended, RunLog, joined
@@ -27,68 +22,15 @@ from sim.loop.run import Run
 from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
 from sim.timeline.window import WHOLE, Window
+from tests.support.logs import assert_logs_equal
 from tests.support.runs import Drawn, draw_run
+from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces.errors import InputError
 from traces.steps import DECODE
 
 SEEDS = range(400)
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
 """Policies that name their victims in Python, which the generator does not draw."""
-
-Event = dict[str, Any]
-
-
-class Slice(NamedTuple):
-    name: str
-    began: int
-    ended: int
-    args: dict[str, Any]
-
-    @property
-    def lasted(self) -> int:
-        return self.ended - self.began
-
-
-def ns(us: Decimal | int) -> int:
-    exact = Decimal(us) * 1_000
-    assert exact == int(exact)
-    return int(exact)
-
-
-def parsed(text: str) -> list[Event]:
-    events: list[Event] = json.loads(text, parse_float=Decimal)
-    return events
-
-
-class Shown:
-    """The events of a timeline by the names of their tracks; of each track in the order of the file."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
-        self.processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-        self.threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        self.tracks: dict[str, list[Slice]] = defaultdict(list)
-        for e in events:
-            if e["ph"] == "X":
-                one = Slice(e["name"], ns(e["ts"]), ns(e["ts"]) + ns(e["dur"]), e["args"])
-                self.tracks[self.threads[e["tid"]]].append(one)
-        self.instants = [e for e in events if e["ph"] == "i"]
-        self.counters = [e for e in events if e["ph"] == "C"]
-
-    @property
-    def slots(self) -> dict[str, list[Slice]]:
-        return {name: slices for name, slices in self.tracks.items() if name.startswith("slot ")}
-
-    @property
-    def steps(self) -> list[tuple[Slice, list[Slice], list[Slice]]]:
-        """Each with its layers and its parts: a step is written before what is in it."""
-        found: list[tuple[Slice, list[Slice], list[Slice]]] = []
-        for one in self.tracks["compute"]:
-            if "phase" in one.args:
-                found.append((one, [], []))
-            else:
-                found[-1][1 if one.name.startswith("layer ") else 2].append(one)
-        return found
 
 
 def watch(run: Drawn, window: Window = WHOLE, slots: bool = True) -> tuple[Shown, list[RunLog]]:
@@ -112,12 +54,12 @@ def drawn(seed: int) -> Drawn:
 def watched(seed: int) -> tuple[Drawn, Shown, RunLog]:
     run = drawn(seed)
     shown, parts = watch(run)
-    return run, shown, joined(parts)
+    return run, shown, log_of(parts)
 
 
-def assert_logs_equal(ours: RunLog, theirs: RunLog) -> None:
-    for field in dataclasses.fields(RunLog):
-        np.testing.assert_array_equal(getattr(ours, field.name), getattr(theirs, field.name), field.name)
+def log_of(parts: Sequence[RunLog]) -> RunLog:
+    """The log of a run, which may have no steps."""
+    return joined(parts or [RunLog.of_rows([], 1, [])])
 
 
 def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
@@ -135,9 +77,9 @@ def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
 def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
     for seed in SEEDS:
         run, _, log = watched(seed)
-        assert_logs_equal(log, joined(run.on(simpy_engine.play)))
+        assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
         if seed % 10 < 2:
-            assert_logs_equal(joined(watch(run, slots=False)[1]), log)
+            assert_logs_equal(log_of(watch(run, slots=False)[1]), log)
 
 
 @settings(max_examples=60, deadline=None)
@@ -145,8 +87,8 @@ def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
 def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: st.DataObject) -> None:
     run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
     shown, parts = watch(run)
-    log = joined(parts)
-    assert_logs_equal(log, joined(run.on(simpy_engine.play)))
+    log = log_of(parts)
+    assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
     for check in (fills_its_steps, takes_the_timings_durations, agrees_on_the_link, agrees_on_slots, is_well_formed):
         check(run, shown, log)
 
@@ -261,7 +203,7 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
     """One expert a slot at a time, one slot an expert; evictions, transfers, first uses and waste are the log's."""
     slots = shown.slots
     tracks = sum(name.startswith("slot ") for name in shown.threads.values())
-    assert tracks == sum(run.run.policy.divide(run.shape, run.slots))
+    assert tracks == sum(run.run.gpu.policy.divide(run.shape, run.slots))
     assert set(slots) <= {f"slot {i}" for i in range(tracks)}
     for slices in slots.values():
         assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
@@ -328,16 +270,6 @@ def is_well_formed(run: Drawn, shown: Shown, log: RunLog) -> None:
         nests(slices)
 
 
-def nests(slices: Iterable[Slice]) -> None:
-    """As Perfetto stacks them: sorted by begin, of one begin the longer first, else in the order of the file."""
-    stack: list[Slice] = []
-    for one in sorted(slices, key=lambda one: (one.began, -one.lasted)):
-        while stack and stack[-1].ended <= one.began:
-            stack.pop()
-        assert not stack or one.ended <= stack[-1].ended, (stack[-1], one)
-        stack.append(one)
-
-
 def test_every_event_is_well_formed_and_slices_nest() -> None:
     each(is_well_formed)
 
@@ -383,40 +315,6 @@ def test_without_slots_everything_else_is_as_with_them() -> None:
     assert shown > 40
 
 
-def waiting(shown: Shown) -> dict[str, list[tuple[Decimal, int]]]:
-    """Of each queue the moments when it changed, and what it then was."""
-    found = {}
-    for name in ("queued demands", "queued prefetches", "transfers under way"):
-        last = {e["ts"]: e["args"]["n"] for e in shown.counters if e["name"] == name}
-        found[name] = [
-            (at, n) for (at, n), before in zip(last.items(), [0, *last.values()], strict=False) if n != before
-        ]
-    return found
-
-
-def test_a_replay_shows_the_same_slots_and_queues_as_the_simulator() -> None:
-    """On the virtual device, whose runs equal the simulator's: tracks of residency know no engine."""
-    compared = 0
-    for seed in range(100):
-        run = drawn(seed)._replace(one_scale=False)
-        theirs, _ = watch(run)
-        link, file = run.link, io.StringIO()
-        sizes = run.slots, run.run.policy, link.expert_bytes, link.chunk_bytes
-        plan = Plan(run.requests, run.shape, *sizes, run.cold, run.window)
-        device, timeline = VirtualDevice(run.timing, link), Timeline(file)
-        driver = Driver(plan, device)
-        tracks = ResidencyTracks(timeline, driver.session.residency, run.shape, device.now, "measured", slots=True)
-        timeline.open(0)
-        driver.run(lambda row: None)
-        tracks.show_unfinished()
-        ours = Shown(parsed(f"[{file.getvalue()}]"))
-        assert set(ours.processes.values()) == {"measured: queues", "measured: slots"}
-        assert ours.slots == theirs.slots, seed
-        assert waiting(ours) == waiting(theirs), seed
-        compared += len(ours.slots)
-    assert compared > 100
-
-
 # Windows
 
 
@@ -447,7 +345,7 @@ def test_a_window_shows_what_the_whole_timeline_shows_between_its_ends(of: Liter
             assert all(opens <= one.began and one.ended <= closes for one in part.tracks[name])
             compared += len(part.tracks[name])
         assert all(opens <= ns(e["ts"]) <= closes for e in (*part.counters, *part.instants))
-        played = joined(logs)
+        played = log_of(logs)
         if seed % 2 == 0:
             assert_logs_equal(played, log)
         else:

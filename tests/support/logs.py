@@ -15,7 +15,7 @@ def columns(log: RunLog) -> dict[str, NDArray[np.generic]]:
     return {name: np.asarray(values) for name, values in (steps | shares).items()}
 
 
-def assert_logs_equal(ours: RunLog, theirs: RunLog, what: str = "") -> None:
+def assert_logs_equal(ours: RunLog, theirs: RunLog, what: object = "") -> None:
     """In every column."""
     expected = columns(theirs)
     for name, found in columns(ours).items():
