@@ -111,18 +111,30 @@ def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
     assert played == ["lfu"]
 
 
-def slow_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) -> str:
+def until_a_request_is_played() -> None:
+    while not Path("played").exists():
+        time.sleep(0.1)
+
+
+def endless_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) -> str:
+    if loaded.setup.engine == "simpy":
+        while True:
+            advance(1)
+            Path("played").touch()
+            time.sleep(0.1)
     for _ in range(REQUESTS):
-        time.sleep(0.2 if loaded.setup.engine == "simpy" else 0)
         advance(1)
     return f"{name} on {loaded.setup.engine}"
 
 
 @pytest.mark.parametrize("engine", ["auto", "compiled"])
-def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(home: Path, compiler: Any, engine: str) -> None:
+def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(
+    home: Path, tmp_path: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     loaded = Setup(str(home / "tiny"), engine=engine).load()
-    tasks = [Task(loaded, slow_on_simpy, (name,), compiled=True) for name in ("a", "b")]
-    compiler(a_second)
+    tasks = [Task(loaded, endless_on_simpy, (name,), compiled=True) for name in ("a", "b")]
+    compiler(until_a_request_is_played if engine == "auto" else a_second)
     compiling.start_if_needed([True], quiet=True)
     assert compiling.words().startswith("compiling: ")
     told: list[int] = []
