@@ -25,10 +25,10 @@ demo: $(READY) ## the whole loop on what ships with the project: record, sweep, 
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
 test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
 
 test-all: $(READY) lint ## everything, also what takes long
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 fuzz: $(READY) ## the compiled engine against SimPy on 50,000 random runs: a minute or two on two cores
 	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py -k seeded_random_runs

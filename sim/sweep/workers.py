@@ -42,6 +42,9 @@ Played = Generator[tuple[int, T], None, None]
 LOOK = 100
 """Looks at what has ended, ten a second, between two at whether a cluster still has workers."""
 
+ANSWER_S = 10
+"""Seconds in which a scheduler has to answer."""
+
 
 @dataclass(frozen=True)
 class Task(Generic[T]):
@@ -196,7 +199,7 @@ class Cluster:
         self._distributed: Any = distributed
         logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what is wrong is told once, below
         try:
-            self._client = self._distributed.Client(address, timeout=10, set_as_default=False)
+            self._client = self._distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
         except (OSError, ValueError) as error:
             raise InputError(f"no Dask scheduler answers at {address}: {error}") from error
         self._check_workers()

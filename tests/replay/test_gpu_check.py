@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,10 @@ from traces.writer import write_trace
 
 @pytest.fixture
 def tiny(monkeypatch):
+    shrink(monkeypatch)
+
+
+def shrink(monkeypatch):
     """Shipped profiles, but small; and few tokens."""
     real = model_profile.model
     monkeypatch.setattr(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
@@ -48,6 +54,16 @@ def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=Fal
     one = Check(gpu or FakeGpu(1), record, told.append, names, budget_s=budget_s, host_bytes=4 << 20)
     one.run()
     return json.loads((tmp_path / "check.json").read_text()), told
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The file of a check of one model, played once for the tests that only read it or go on from it."""
+    folder = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch)
+        check(folder, names=("olmoe-1b-7b",))
+    return folder / "check.json"
 
 
 def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
@@ -87,8 +103,8 @@ def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):
     assert "played: accelerate closed-loop layer-stream lockstep lru-swap on-demand" in done.stdout
 
 
-def test_a_second_run_resumes_and_plays_nothing_again(tiny, tmp_path):
-    first, _ = check(tmp_path, names=("olmoe-1b-7b",))
+def test_a_second_run_resumes_and_plays_nothing_again(tiny, whole, tmp_path):
+    first = json.loads(Path(shutil.copy(whole, tmp_path)).read_text())
     second, told = check(tmp_path, names=("olmoe-1b-7b",), resume=True)
     assert second["cells"] == first["cells"]
     assert second["hardware"].split("[[measured]]")[-1] == first["hardware"].split("[[measured]]")[-1]
@@ -249,8 +265,8 @@ def test_an_error_that_is_not_finite_holds_no_bound():
     assert "not finite" in "".join(bounds.lines(rows))
 
 
-def test_cells_of_other_code_are_not_taken_over(tiny, tmp_path, monkeypatch):
-    check(tmp_path, names=("olmoe-1b-7b",))
+def test_cells_of_other_code_are_not_taken_over(tiny, whole, tmp_path, monkeypatch):
+    shutil.copy(whole, tmp_path)
     monkeypatch.setattr("replay.comparison.record._code", lambda: "other")
     with pytest.raises(InputError, match="of other code"):
         check(tmp_path, names=("olmoe-1b-7b",), resume=True)
@@ -268,10 +284,9 @@ def test_ratios_compare_like_with_like():
     assert [(row["over"], row["ratio"]) for row in found] == [("accelerate", 10.0), ("sync-per-copy under eamc", 2.0)]
 
 
-def test_a_check_is_drawn_and_put_into_tables(tiny, tmp_path, monkeypatch, capsys):
-    found, _ = check(tmp_path, names=("olmoe-1b-7b",))
-    file, picture = tmp_path / "check.json", tmp_path / "check.png"
-    monkeypatch.setattr("sys.argv", ["draw", str(file), "--figure", str(picture)])
+def test_a_check_is_drawn_and_put_into_tables(tiny, whole, tmp_path, monkeypatch, capsys):
+    found, picture = json.loads(whole.read_text()), tmp_path / "check.png"
+    monkeypatch.setattr("sys.argv", ["draw", str(whole), "--figure", str(picture)])
     with pytest.raises(SystemExit) as ended:
         console.main(draw.app, "draw")
     assert not ended.value.code

@@ -97,6 +97,7 @@ def test_evict_and_prefetch_combine(home):
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(home, monkeypatch, capsys, arguments, complaint):
+    monkeypatch.setattr("sim.sweep.workers.ANSWER_S", 1)
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "argv", ["moe-sim", "sweep", *arguments, "--out", "bad", "--quiet"])
     with pytest.raises(SystemExit) as ended:
@@ -141,7 +142,7 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
-@pytest.mark.parametrize("engine", ["simpy", "auto"])
+@pytest.mark.parametrize("engine", [pytest.param("simpy", marks=pytest.mark.slow), "auto"])
 def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_path, engine):
     long = synthetic(12, tokens=40, layers=3, experts=16, top_k=2, seed=3)
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}

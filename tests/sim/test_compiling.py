@@ -29,7 +29,7 @@ REQUESTS = 20
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     made = synthetic(REQUESTS, tokens=6, layers=3, experts=16, top_k=2, seed=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+    sizes: dict[str, Any] = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
     write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), home / "tiny")
     return home
 
@@ -111,18 +111,30 @@ def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
     assert played == ["lfu"]
 
 
-def slow_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) -> str:
+def until_a_request_is_played() -> None:
+    while not Path("played").exists():
+        time.sleep(0.1)
+
+
+def endless_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) -> str:
+    if loaded.setup.engine == "simpy":
+        while True:
+            advance(1)
+            Path("played").touch()
+            time.sleep(0.1)
     for _ in range(REQUESTS):
-        time.sleep(0.2 if loaded.setup.engine == "simpy" else 0)
         advance(1)
     return f"{name} on {loaded.setup.engine}"
 
 
 @pytest.mark.parametrize("engine", ["auto", "compiled"])
-def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(home: Path, compiler: Any, engine: str) -> None:
-    loaded = Setup(home / "tiny", engine=engine).load()
-    tasks = [Task(loaded, slow_on_simpy, (name,), compiled=True) for name in ("a", "b")]
-    compiler(a_second)
+def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(
+    home: Path, tmp_path: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded = Setup(str(home / "tiny"), engine=engine).load()
+    tasks = [Task(loaded, endless_on_simpy, (name,), compiled=True) for name in ("a", "b")]
+    compiler(until_a_request_is_played if engine == "auto" else a_second)
     compiling.start_if_needed([True], quiet=True)
     assert compiling.words().startswith("compiling: ")
     told: list[int] = []
@@ -150,7 +162,7 @@ def nowhere(tmp_path: Path) -> dict[str, Any]:
     no_home = str(tmp_path / "file" / "home")
     kept = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
     env = {**kept, "HOME": no_home, "XDG_CACHE_HOME": no_home, "PYTHONPATH": str(tmp_path)}
-    return {"cwd": tmp_path, "env": env, "capture_output": True, "text": True}
+    return {"cwd": tmp_path, "env": {**env, "MPLCONFIGDIR": str(tmp_path)}, "capture_output": True, "text": True}
 
 
 def test_where_no_folder_can_keep_the_engine_one_of_the_process_does(nowhere: dict[str, Any]) -> None:

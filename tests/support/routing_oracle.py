@@ -37,7 +37,8 @@ def observed(
 
 def merged(passes: list[Pass]) -> NDArray[np.int32]:
     """Ids [T, L, k] of all stacks."""
-    return np.max([seen.ids for seen in passes], axis=0)
+    ids: NDArray[np.int32] = np.max([seen.ids for seen in passes], axis=0)
+    return ids
 
 
 def check(model: Any, ids: Tensor = IDS, **more: Any) -> NDArray[np.int32]:
@@ -84,12 +85,17 @@ def _layer_output(model: Any, site: Site, ids: Tensor, more: dict[str, Any]) -> 
     module: Any = site.module if isinstance(site, Interface | OneHot | CombineWeights) else site.owner
     if hasattr(module, "reduce"):  # JetMoE's attention experts are never called as a module
         reduce = module.reduce
-        module.reduce = lambda *args: outputs.append(reduce(*args)) or outputs[-1]
+
+        def observed_reduce(*args: Any) -> Any:
+            outputs.append(reduce(*args))
+            return outputs[-1]
+
+        module.reduce = observed_reduce
         run(model, ids, **more)
         del module.reduce
     else:
         handle = module.register_forward_hook(lambda _, args, output: outputs.append(output))
         run(model, ids, **more)
         handle.remove()
-    output = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+    output: Tensor = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
     return output.reshape(ids.numel(), -1)

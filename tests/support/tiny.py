@@ -1,6 +1,7 @@
 """Sizes that make any model's profile small, and a small profile."""
 
 import dataclasses
+from typing import Any, cast
 
 from sim.profiles.model_profile import model
 
@@ -18,6 +19,6 @@ TINY = {
 
 L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
 
-PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
+PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **cast(Any, TINY))
 
 SIZE = PROFILE.expert_bytes
