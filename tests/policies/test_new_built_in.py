@@ -26,7 +26,7 @@ from policies.core.policy import Shape
 from policies.core.catalog import available
 from policies.core.spec import parse
 from sim.engines import compiled_engine, simpy_engine
-from sim.loop.log import Run
+from sim.loop.run import gpu_run
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
@@ -40,7 +40,7 @@ for policy in ("lru+again", "eamc+again:threshold=0.5", "belady+again:depth=1", 
     if policy.endswith("Again"):
         assert "built-in" in dispatch.refusal(*parse(f"lru+{policy}").build(Shape(3, 6)))
         continue
-    run = Run(requests, 3, 6, 5, parse(policy), FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4))
+    run = gpu_run(requests, Shape(3, 6), 5, policy, FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4))
     ours, theirs = compiled_engine.simulate(run), simpy_engine.simulate(run)
     assert ours.prefetch_used.any()
     for column in ("step_ns", "hits", "late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):

@@ -68,7 +68,7 @@ def test_identical_tokens_hit_at_every_lookup_once_one_token_fits():
 def test_an_infinite_link_equals_everything_resident(policy):
     tokens = random_tokens(60)
     infinite = Link(latency_ns=0, ns_per_byte_num=0, ns_per_byte_den=1, expert_bytes=40_000)
-    log = play(tokens, slots=5, decider=policy, link=infinite)
+    log = play(tokens, slots=5, policy=policy, link=infinite)
     assert log.step_ns.tolist() == [COMPUTE_NS] * 60
     assert log.stall_ns.sum() == 0
 
@@ -125,7 +125,7 @@ def test_a_prefill_is_one_step_that_loads_each_of_its_experts_once():
 
 def test_every_step_is_compute_plus_stall_and_the_link_never_overruns():
     for policy in ("lru", "eamc", "lru+popular", "belady"):
-        log = play(random_tokens(100, seed=3), slots=9, decider=policy)
+        log = play(random_tokens(100, seed=3), slots=9, policy=policy)
         assert (log.compute_busy_ns == COMPUTE_NS).all()
         assert (log.link_busy_ns <= log.step_ns).all()
         assert log.link_busy_ns.sum() <= (log.demand_transfers.sum() + log.prefetch_transfers.sum()) * TRANSFER_NS
