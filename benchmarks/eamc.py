@@ -11,13 +11,14 @@ from collections.abc import Callable
 import numpy as np
 from numba import njit
 
+from policies.core.compiled import from_python
 from policies.core.events import RequestEvents, Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
 from policies.eamc import matching
 from policies.eamc.build import build
-from policies.eamc.eamc import Matched, Predictor, fetch, observe_and_score
+from policies.eamc.eamc import Matched, Predictor, fetch, observe, observe_and_score
 from traces.steps import DECODE, RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -76,13 +77,13 @@ def us_an_event(work: Callable[[RequestSteps], object], requests: list[RequestSt
 
 def in_python(predictor: Predictor) -> Callable[[RequestSteps], None]:
     """The match as a policy calls it."""
-    collection = predictor.of_phase(DECODE)
+    heard = from_python(observe)
 
     def work(request: RequestSteps) -> None:
         events = RequestEvents(request, LAYERS)
         for step in range(TOKENS):
             for layer in range(LAYERS):
-                collection.observe(events.event(step, layer), layer == 0)
+                heard(predictor.matched, events.event(step, layer))
 
     return work
 

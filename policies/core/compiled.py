@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import config, njit, types
+from numba import config, njit, typeof, types
 from numba.core.codegen import CPUCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
@@ -86,6 +86,26 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
         made.get_call_template, made.get_overload = part.get_call_template, part.get_overload
     return made  # type: ignore[no-any-return]
+
+
+def from_python(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the compiled function for callers in Python that always give arguments of the same types.
+
+    From the second call on it skips numba's look at these, which takes microseconds for every NamedTuple of arrays.
+    """
+    entry: Callable[P, R] | None = None
+    overloads = getattr(function, "overloads", {})  # none under NUMBA_DISABLE_JIT
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal entry
+        if entry:
+            return entry(*args, **kwargs)
+        answer = function(*args, **kwargs)
+        if made := overloads.get(tuple(map(typeof, args))):
+            entry = made.entry_point
+        return answer
+
+    return call
 
 
 class _Part(CPUDispatcher):

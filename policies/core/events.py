@@ -1,7 +1,7 @@
 """How events are made: from the routing of one request that is played alone.
 
-An event gets copies, so that a policy that keeps, or spoils, an event's arrays reaches nothing else. In the compiled
-engine, whose policies are all of this package, it gets slices.
+An event gets copies of the routing, so that a policy that keeps it reaches nothing else. In the compiled engine, whose
+policies are all of this package, it gets slices.
 """
 
 from collections.abc import Iterator
@@ -13,19 +13,7 @@ from policies.core.compiled import inlined
 from policies.core.policy import NO_INTS, Event, Int
 from traces.steps import RequestSteps
 
-
-def alone(
-    phase: int,
-    layer: int,
-    step: int,
-    experts: Int,
-    counts: Int,
-    serial: int = 0,
-    ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
-) -> Event:
-    """Return an event of the only request, in step number `step`."""
-    own = np.zeros(1, np.int64), np.array([step]), np.array([0, len(experts)])
-    return Event(serial, phase, layer, experts, counts, *own, experts, counts, *ahead)
+NOTHING_AHEAD = NO_INTS, NO_INTS
 
 
 class RequestEvents:
@@ -37,42 +25,45 @@ class RequestEvents:
     def __init__(self, request: RequestSteps, layers: int, before: int = 0, per_access: bool = False) -> None:
         self.request = request
         self.layers = layers
-        self._before = before
         self.count = len(request.experts) if per_access else len(request.phase) * layers
-        self._offsets: list[int] = request.offsets.tolist()
+        self._before = before
+        self._first: list[int] = request.offsets.tolist()
         self._experts: list[int] = request.experts.tolist()
         self._counts: list[int] = request.counts.tolist()
         self._phases: list[int] = request.phase.tolist()
-        self._seats = np.zeros(1, np.int64)  # of every event, as `_ends`
-        self._steps = np.arange(len(self._phases))
-        self._ends: dict[int, Int] = {}
+        self._seats = np.zeros(1, np.int64)
+        self._step, self._steps = 0, np.zeros(1, np.int64)
+        self._offsets: dict[int, Int] = {}  # by number of experts
 
     def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
         """Return the experts of that event, int64[n] ascending, and the tokens of each."""
         place = step * self.layers + layer
-        first, last = self._offsets[place], self._offsets[place + 1]
+        first, last = self._first[place], self._first[place + 1]
         tokens = dict(zip(self._experts[first:last], self._counts[first:last], strict=True))
         return self.request.experts[first:last], tokens
 
     def event(self, step: int, layer: int) -> Event:
         """Return the event of `layer` in step number `step`."""
-        request, number = self.request, step * self.layers + layer
-        chosen = slice(self._offsets[number], self._offsets[number + 1])
-        experts, counts = request.experts[chosen].copy(), request.counts[chosen].copy()
-        ahead = request.lookahead.after(step, layer) if request.lookahead else (NO_INTS, NO_INTS)
-        if (ends := self._ends.get(len(experts))) is None:
-            ends = self._ends[len(experts)] = np.array([0, len(experts)])
-        serial, phase = self._before + number + 1, self._phases[step]
-        own = self._seats, self._steps[step : step + 1], ends
-        return Event(serial, phase, layer, experts, counts, *own, experts, counts, *ahead)
+        lookahead, number = self.request.lookahead, step * self.layers + layer
+        ahead = lookahead.after(step, layer) if lookahead else NOTHING_AHEAD
+        return self._made(step, layer, self._first[number], self._first[number + 1], number, ahead)
 
     def accesses(self, step: int, layer: int) -> Iterator[Event]:
         """Yield an event for each access of `layer` in step number `step`."""
-        request, number = self.request, step * self.layers + layer
-        for i in range(self._offsets[number], self._offsets[number + 1]):
-            one = slice(i, i + 1)
-            experts, counts = request.experts[one].copy(), request.counts[one].copy()
-            yield alone(self._phases[step], layer, step, experts, counts, self._before + i + 1)
+        number = step * self.layers + layer
+        for i in range(self._first[number], self._first[number + 1]):
+            yield self._made(step, layer, i, i + 1, i, NOTHING_AHEAD)
+
+    def _made(self, step: int, layer: int, first: int, last: int, number: int, ahead: tuple[Int, Int]) -> Event:
+        """Return the event of accesses `first` to `last` - 1, the `number`-th of the request."""
+        request, n = self.request, last - first
+        if step != self._step:
+            self._step, self._steps = step, np.array([step])
+        if n not in self._offsets:
+            self._offsets[n] = np.array([0, n])
+        experts, counts = request.experts[first:last].copy(), request.counts[first:last].copy()
+        own = self._seats, self._steps, self._offsets[n], experts, counts
+        return Event(self._before + number + 1, self._phases[step], layer, experts, counts, *own, *ahead)
 
 
 class Routing(NamedTuple):

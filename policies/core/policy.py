@@ -19,6 +19,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.core.compiled import from_python
 from traces.steps import RequestSteps
 
 Int = NDArray[np.int64]
@@ -109,6 +110,8 @@ class Listener:
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
     kernel: ClassVar[Kernel | None] = None
     state: Any
+    _observe: Callable[..., None] | None = None
+    _propose: Callable[..., int] | None = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -122,6 +125,10 @@ class Listener:
         if self.kernel:
             self.observes = self.kernel.observe is not None
             self.state = self.kernel.start(shape, options) if state is None else state
+            if self.kernel.observe:
+                self._observe = from_python(self.kernel.observe)
+            if self.kernel.propose:
+                self._propose = from_python(self.kernel.propose)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Oracles alone: the routing of the whole run, before it starts.
@@ -180,8 +187,8 @@ class ScorePolicy(RetentionPolicy):
 
     def observe(self, event: Event) -> None:
         """Rule 3, of one that is compiled; others override this."""
-        if self.kernel and self.kernel.observe:
-            self.kernel.observe(self.state, self.keep, event)
+        if self._observe:
+            self._observe(self.state, self.keep, event)
 
     def victim(self, evictable: Int) -> int:
         """The definition; the residency machine does the same over its slots, compiled."""
@@ -213,12 +220,12 @@ class Prefetcher(Listener):
 
     def observe(self, event: Event) -> None:
         """Rule 3, of one that is compiled; others override this."""
-        if self.kernel and self.kernel.observe:
-            self.kernel.observe(self.state, event)
+        if self._observe:
+            self._observe(self.state, event)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
         """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first."""
-        if self.kernel is None or self.kernel.propose is None:
+        if self._propose is None:
             return NOTHING
-        n = self.kernel.propose(self.state, event, self._ids, self._priorities)
+        n = self._propose(self.state, event, self._ids, self._priorities)
         return self._ids[:n], self._priorities[:n]

@@ -8,7 +8,7 @@ matched, and there it replaces the oldest.
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor
+from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor, observe
 from policies.eamc.matching import REQUEST
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
@@ -44,4 +44,4 @@ def _play(predictor: Predictor, request: RequestSteps) -> None:
     events = RequestEvents(request, predictor.shape.layers)
     for step in range(len(request.phase)):
         for layer in range(events.layers):
-            predictor.observe(events.event(step, layer))
+            observe(predictor.matched, events.event(step, layer))

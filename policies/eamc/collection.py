@@ -13,7 +13,7 @@ Ties go to the oldest. An EAM that is all zero teaches nothing.
 
 import numpy as np
 
-from policies.core.policy import Event, Float, Int, Shape
+from policies.core.policy import Float, Int, Shape
 from policies.eamc import matching
 from policies.eamc.kmeans import representatives
 from policies.eamc.matching import ITERATION, NO_MATCH, REQUEST, SIZE, TIE, Bucket
@@ -71,14 +71,6 @@ class Collection:
     def memory_bytes(self) -> int:
         """Of everything held, whatever it is filled with."""
         return sum(array.nbytes for array in (*self.bucket, *self.waiting))
-
-    def observe(self, event: Event, begins: bool) -> bool:
-        """iEAM and rEAM grow by the event and are matched anew; whether the nearest entries have changed.
-
-        `begins`: it is the first event of its step.
-        """
-        changed: bool = matching.observe(self.bucket, begins, event, 0)
-        return changed
 
     def learn(self, seat: int = 0) -> None:
         """The request in `seat` has ended: its rEAM is added, and a new one begins."""

@@ -191,12 +191,6 @@ def fetch(known: Matched, event: Event, ids: Int, priorities: Float) -> int:
     return end - begin
 
 
-@compiled
-def match_and_score(bucket: Bucket, says: Prediction, keep: Float, meets: int, event: Event) -> None:
-    """Both in one call, since a call from Python costs as much for each array it is given."""
-    score(says, keep, match(bucket, says, meets, event), event.layer)
-
-
 def begin(shape: Shape, options: EamcOptions) -> Matched:
     """Return the state of a run."""
     return Predictor(shape, options).matched
@@ -235,32 +229,6 @@ class Predictor:
         """The collection that a step of `phase` meets."""
         return self.collections[phase if self.options.split else 0]
 
-    def observe(self, event: Event) -> bool:
-        """Match anew; whether the ratios have changed."""
-        meets = event.phase if self.options.split else 0
-        changed: bool = match(self.collections[meets].bucket, self.says, meets, event)
-        return changed
-
-    def score(self, event: Event, keep: Float) -> None:
-        """Match anew, and write the keep scores that this changes."""
-        meets = event.phase if self.options.split else 0
-        match_and_score(self.collections[meets].bucket, self.says, keep, meets, event)
-
-    @property
-    def ratios(self) -> Float:
-        """Of each expert [L*E] in the latest match."""
-        return self.says.ratios
-
-    @property
-    def ids(self) -> Int:
-        """Candidates [L*E], see `starts`."""
-        return self.says.ids
-
-    @property
-    def starts(self) -> Int:
-        """Where in `ids` those of each layer begin: [L + 1]."""
-        return self.says.starts
-
     def learn(self, seat: int = 0) -> None:
         """The request in `seat` has ended: its rEAMs join the collections."""
         for collection in self.collections:
@@ -270,7 +238,7 @@ class Predictor:
     @property
     def memory_bytes(self) -> int:
         """Of collections, what is matched with them, and predictions."""
-        own = self.ratios.nbytes + self.ids.nbytes + self.starts.nbytes
+        own = self.says.ratios.nbytes + self.says.ids.nbytes + self.says.starts.nbytes
         return own + sum(collection.memory_bytes for collection in self.collections)
 
     def saved(self, trace: str) -> SavedEamc:
@@ -318,10 +286,6 @@ class EamcRetention(ScorePolicy):
         self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
 
-    def observe(self, event: Event) -> None:
-        """Match anew, and score what that changes."""
-        self.predictor.score(event, self.keep)
-
     def end_request(self, seat: int) -> None:
         """Learn the request."""
         self.predictor.learn(seat)
@@ -353,10 +317,6 @@ class EamcPrefetcher(Prefetcher):
         """Return the other half of a retention `eamc`: it reads what that one has matched."""
         assert isinstance(keeper, EamcRetention)
         return cls(keeper.shape, keeper.predictor.options, keeper.predictor)
-
-    def observe(self, event: Event) -> None:
-        """Match anew (a prefetcher on its own)."""
-        self.predictor.observe(event)
 
     def end_request(self, seat: int) -> None:
         """Learn the request (a prefetcher on its own)."""

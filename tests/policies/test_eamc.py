@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core.events import alone
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
+from tests.support.alone import alone
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
@@ -237,10 +237,10 @@ def test_after_the_last_layer_nothing_is_proposed_and_a_match_of_what_lies_ahead
     told.learn({1: 1}, {1: 1})
     told.at(0, {1: 1})
     assert told.at(1, {1: 1}) == []
-    assert told.keeper.predictor.ratios.tolist() == [1, 0, 1, 0], "nothing is compared"
+    assert told.keeper.predictor.says.ratios.tolist() == [1, 0, 1, 0], "nothing is compared"
     told.step += 1
     assert told.at(0, {1: 1}) == [2, 3]
-    assert told.keeper.predictor.ratios.tolist() == [0, 1, 0, 1], "layer 1 of the step before is ahead of layer 0"
+    assert told.keeper.predictor.says.ratios.tolist() == [0, 1, 0, 1], "layer 1 of the step before is ahead of layer 0"
 
 
 def test_a_row_of_zeros_has_the_cosine_zero_and_no_candidates():
