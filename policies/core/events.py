@@ -16,6 +16,20 @@ from traces.steps import RequestSteps
 NOTHING_AHEAD = NO_INTS, NO_INTS
 
 
+def alone(
+    phase: int,
+    layer: int,
+    step: int,
+    experts: Int,
+    counts: Int,
+    serial: int = 0,
+    ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
+) -> Event:
+    """Return an event of the only request, in step number `step`."""
+    one = np.array([0, step, 0, len(experts)])
+    return Event(serial, phase, layer, experts, counts, one[:1], one[1:2], one[2:], experts, counts, *ahead)
+
+
 class RequestEvents:
     """The events of one request, as it is played alone after `before` events of others.
 

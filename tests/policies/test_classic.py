@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.events import alone
 from policies.core.policy import RetentionPolicy, Shape
 from policies.core.scores import on_lookup
 from policies.core.spec import parse
-from tests.support.alone import alone
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic

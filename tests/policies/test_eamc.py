@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.core.events import alone
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
-from tests.support.alone import alone
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps

@@ -9,13 +9,13 @@ import pytest
 from policies.blend.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
 from policies.blend.evidence import AHEAD, KINDS, SETTINGS
 from policies.blend.fit import fit_ahead, fit_keep, samples
+from policies.core.events import alone
 from policies.core.policy import Event, Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from tests.support.alone import alone
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps, join
 from traces.synthetic import synthetic
