@@ -44,6 +44,8 @@ class RequestEvents:
         self._first: list[int] = request.offsets.tolist()
         self._experts: list[int] = request.experts.tolist()
         self._counts: list[int] = request.counts.tolist()
+        self._tokens: list[int] = request.tokens.tolist()
+        self._ids = request.experts
         self._phases: list[int] = request.phase.tolist()
         self._seats = np.zeros(1, np.int64)
         self._step, self._steps = 0, np.zeros(1, np.int64)
@@ -53,8 +55,12 @@ class RequestEvents:
         """Return the experts of that event, int64[n] ascending, and the tokens of each."""
         place = step * self.layers + layer
         first, last = self._first[place], self._first[place + 1]
-        tokens = dict(zip(self._experts[first:last], self._counts[first:last], strict=True))
-        return self.request.experts[first:last], tokens
+        experts = self._experts[first:last]
+        if self._tokens[step] == 1:
+            tokens = dict.fromkeys(experts, 1)
+        else:
+            tokens = dict(zip(experts, self._counts[first:last], strict=True))
+        return self._ids[first:last], tokens
 
     def event(self, step: int, layer: int) -> Event:
         """Return the event of `layer` in step number `step`."""

@@ -63,9 +63,14 @@ class Queue:
         self._env = env
         self._idle: simpy.Event | None = None
 
-    def put(self, *jobs: Job) -> None:
+    def put(self, job: Job) -> None:
         """Add work behind all other."""
-        self.jobs.extend(jobs)
+        self.jobs.append(job)
+        if self._idle is not None:
+            self.wake()
+
+    def wake(self) -> None:
+        """There is work."""
         if self._idle is not None:
             self._idle.succeed()
             self._idle = None
@@ -152,8 +157,10 @@ class SimpyDevice(Device):
 
     def experts(self, works: Sequence[Work]) -> None:
         """One after another."""
-        job = self._expert_job
-        self._computes.put(*[job(expert, tokens) for expert, _, tokens in works])
+        job, append = self._expert_job, self._computes.jobs.append
+        for expert, _, tokens in works:
+            append(job(expert, tokens))
+        self._computes.wake()
 
     def combine(self, tokens: int) -> None:
         """Once an event."""
