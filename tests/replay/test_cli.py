@@ -353,11 +353,11 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     """A limit on the size of files stands in for the disk."""
     program = (
         "import resource, sys; from pathlib import Path\n"
-        "from replay import report; from traces.errors import InputError\n"
+        "from replay import report; from sim.loop.log import Share, StepRow; from traces.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))\n"
         "try:\n"
         "    with report.step_writer(Path(sys.argv[1]), 'a key') as write:\n"
-        "        for _ in range(99): write([0, 1, 1, *[5] * 15])\n"
+        "        for _ in range(99): write(StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)]))\n"
         "except InputError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.comparison import errors
-from sim.loop.log import COLUMNS, RunLog
+from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 
 NS = st.integers(1, 10**6)
 VECTORS = st.integers(1, 30).flatmap(lambda n: st.tuples(*[st.lists(NS, min_size=n, max_size=n)] * 2))
@@ -101,8 +101,8 @@ def test_pairs_within_the_noise_do_not_count_and_ties_in_the_prediction_are_wron
 
 def log_of(**columns: list[int]) -> RunLog:
     steps = len(next(iter(columns.values())))
-    values = {name: np.zeros(steps, np.int64) for name in COLUMNS}
-    return RunLog(**values | {name: np.array(value) for name, value in columns.items()}, expert_bytes=1)
+    numbers = [[columns[name][step] if name in columns else 0 for name in COLUMNS] for step in range(steps)]
+    return RunLog.of_rows([StepRow(row, [Share(0, 1, 0)]) for row in numbers], 1, [])
 
 
 def test_a_step_differs_where_any_decision_does_and_times_do_not_count() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sim.loop.log import RunLog
+from sim.loop.log import RequestLog, RunLog
 from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
@@ -15,7 +15,6 @@ MS = 1_000_000
 def a_log(**changed):
     """Two requests: the first a prefill of 5 tokens and two decoded ones, the second three decoded tokens."""
     columns = {
-        "request": [0, 0, 0, 1, 1, 1],
         "phase": [PREFILL, DECODE, DECODE, DECODE, DECODE, DECODE],
         "tokens": [5, 1, 1, 1, 1, 1],
         "step_ns": [50 * MS, 10 * MS, 20 * MS, 30 * MS, 40 * MS, 50 * MS],
@@ -30,8 +29,9 @@ def a_log(**changed):
         "link_busy_ns": [20 * MS] * 6,
         "compute_busy_ns": [5 * MS] * 6,
     }
-    arrays = {name: np.array(column, np.int64) for name, column in columns.items()}
-    return RunLog(**{**arrays, "expert_bytes": 100, "evictions": np.zeros(0, np.int64), **changed})
+    arrays = {name: np.array(column, np.int64) for name, column in columns.items()} | changed
+    alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"])
+    return RunLog(**arrays, expert_bytes=100, evictions=np.zeros(0, np.int64), by_request=alone)
 
 
 def a_cell(**changed):
