@@ -88,6 +88,20 @@ def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
     return made  # type: ignore[no-any-return]
 
 
+def entry_point(function: Callable[..., R], *examples: Any) -> Callable[..., R]:
+    """Return the compiled function for a caller in Python that always gives arguments of the types of `examples`.
+
+    It skips numba's look at the types, which takes longer than a short function.
+    """
+    made: Any = function
+    if not hasattr(made, "overloads"):  # under NUMBA_DISABLE_JIT
+        return function
+    types_of = tuple(map(typeof, examples))
+    made.compile(types_of)
+    entry: Callable[..., R] = made.overloads[types_of].entry_point
+    return entry
+
+
 def from_python(function: Callable[P, R]) -> Callable[P, R]:
     """Return the compiled function for callers in Python that always give arguments of the same types.
 

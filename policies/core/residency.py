@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from policies.core import residency_compiled as core
-from policies.core.compiled import from_python
+from policies.core.compiled import entry_point
 from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
@@ -155,12 +155,13 @@ class PolicyResidency:
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
-        self.arrived: Callable[[], bool] = partial(from_python(core.arrived), m)
-        self._look_up = partial(from_python(core.route), m, keep, rule)
+        self.arrived: Callable[[], bool] = partial(entry_point(core.arrived, m), m)
+        self._look_up = partial(entry_point(core.route, m, keep, rule, m[0], 0, 0), m, keep, rule)
+        rest = m, keep, rule, one_scale
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
         self.next_transfer: Callable[[], tuple[int, int, bool]] = (
-            partial(from_python(core.next_transfer), m, keep, rule, one_scale) if scored else self._next_in_python
+            partial(entry_point(core.next_transfer, *rest), *rest) if scored else self._next_in_python
         )
         self.interrupt: Callable[[], tuple[int, int]] = (
             partial(core.interrupt, m, keep, rule) if scored else self._interrupt_in_python

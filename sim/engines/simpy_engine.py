@@ -70,15 +70,16 @@ class Queue:
             self.wake()
 
     def wake(self) -> None:
-        """There is work."""
+        """End the wait of the process: there is work."""
         if self._idle is not None:
-            self._idle.succeed()
+            self._env.schedule(self._idle)
             self._idle = None
 
     def filled(self) -> simpy.Event:
         """Return the event of the next `put`."""
-        self._idle = self._env.event()
-        return self._idle
+        self._idle = event = simpy.Event(self._env)
+        event._ok, event._value = True, None
+        return event
 
 
 class SimpyDevice(Device):
