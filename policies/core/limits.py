@@ -53,7 +53,7 @@ class Bounds(NamedTuple):
 
 
 class Limiter:
-    """Limits at work on one run. `state` is the residency machine's row of states by expert, once there is one."""
+    """Limits at work on one run. `state` holds the states of all experts when the event was looked up."""
 
     def __init__(self, limits: Limits, shape: Shape, experts_per_layer: float | None) -> None:
         L = shape.layers

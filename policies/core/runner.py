@@ -49,7 +49,7 @@ class PolicyRunner:
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         residency = PolicyResidency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
         if self._limiter:
-            self._limiter.state = residency.states
+            self._states = residency.states
         return residency
 
     def begin_request(self, ordinal: int, seat: int = 0) -> None:
@@ -58,7 +58,9 @@ class PolicyRunner:
         self.prefetcher.begin_request(ordinal, seat)
 
     def observe(self, event: Event) -> None:
-        """Rule 3."""
+        """Rule 3. A limit on prefetches goes by what is READY now, before the link acts."""
+        if self._limiter:
+            self._limiter.state[:] = self._states
         for observe in self._observers:
             observe(event)
 

@@ -180,7 +180,7 @@ def propose(machine: PolicyResidency, *pairs: tuple[int, float]) -> None:
 @pytest.mark.parametrize("policy", ["lru", "clock"])
 def test_of_the_queued_prefetches_the_best_that_can_have_a_slot_starts(policy):
     ours = machine(policy)
-    ours.route(np.array([0]), 0, 1)
+    ours.route(np.array([0]))
     assert ours.next_transfer() == (0, NO_EXPERT, False)
     ours.arrived()
     propose(ours, (1, 9.0), (2, 8.0), (4, 2.0), (5, 3.0))
@@ -195,7 +195,7 @@ def test_of_the_queued_prefetches_the_best_that_can_have_a_slot_starts(policy):
 
 def test_a_demand_without_a_slot_holds_back_prefetches_of_every_layer():
     ours = machine()
-    ours.route(np.array([0, 1]), 0, 2)
+    ours.route(np.array([0, 1]))
     assert ours.next_transfer() == (0, NO_EXPERT, False)
     ours.arrived()
     propose(ours, (4, 1.0))
@@ -407,7 +407,7 @@ def test_a_layer_never_holds_more_than_its_slots(L, seed):
         layer = int(rng.integers(L))
         ids = layer * 4 + np.sort(rng.permutation(4)[:2])
         for i in range(2):
-            if not ours.route(ids, i, i + 1):
+            if not ours.route(ids[i : i + 1])[0]:
                 ours.next_transfer()
                 ours.arrived()
             ours.computed(int(ids[i]))
