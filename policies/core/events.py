@@ -45,7 +45,7 @@ class RequestEvents:
         self._experts: list[int] = request.experts.tolist()
         self._counts: list[int] = request.counts.tolist()
         self._tokens: list[int] = request.tokens.tolist()
-        self._ids = request.experts
+        self._ids = np.ascontiguousarray(request.experts)
         self._phases: list[int] = request.phase.tolist()
         self._seats = np.zeros(1, np.int64)
         self._step, self._steps = 0, np.zeros(1, np.int64)

@@ -121,6 +121,9 @@ class ResidencyObserver:
         """`end_request` has been called."""
 
 
+INT64 = np.dtype(np.int64)
+
+
 class Compiled(NamedTuple):
     """The arrays and numbers of a residency under a score policy, as compiled functions take them."""
 
@@ -178,6 +181,8 @@ class PolicyResidency:
         if self._on_hit:
             states = self.m[core.STATE, experts]
             here = experts[(states == core.LOADING) | (states == core.READY)].tolist()
+        if experts.dtype is not INT64 or not experts.flags.c_contiguous:  # the entry point does not look
+            experts = np.ascontiguousarray(experts, np.int64)
         hits = self._look_up(experts, 0, len(experts))
         if self._on_hit:
             for expert in here:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from policies.core.events import RequestEvents, alone
 from policies.core.policy import NO_INTS, Event, Int, Requests
 
@@ -51,7 +53,8 @@ class LiveStep:
     def put(self, layer: int, experts: Int, counts: Int) -> None:
         """The router of `layer` has ended; experts: distinct ids over all layers, ascending; counts: tokens of each."""
         self._events += 1
-        self._layer, self._experts, self._counts = layer, experts, counts
+        self._layer = layer
+        self._experts, self._counts = np.ascontiguousarray(experts, np.int64), np.ascontiguousarray(counts, np.int64)
 
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
         """Return what was put."""
