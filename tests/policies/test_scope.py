@@ -31,6 +31,7 @@ from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
 from tests.support.logs import assert_logs_equal
+from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
@@ -180,7 +181,7 @@ def propose(machine: PolicyResidency, *pairs: tuple[int, float]) -> None:
 @pytest.mark.parametrize("policy", ["lru", "clock"])
 def test_of_the_queued_prefetches_the_best_that_can_have_a_slot_starts(policy):
     ours = machine(policy)
-    ours.route(np.array([0]), 0, 1)
+    ours.route(np.array([0]))
     assert ours.next_transfer() == (0, NO_EXPERT, False)
     ours.arrived()
     propose(ours, (1, 9.0), (2, 8.0), (4, 2.0), (5, 3.0))
@@ -195,7 +196,7 @@ def test_of_the_queued_prefetches_the_best_that_can_have_a_slot_starts(policy):
 
 def test_a_demand_without_a_slot_holds_back_prefetches_of_every_layer():
     ours = machine()
-    ours.route(np.array([0, 1]), 0, 2)
+    ours.route(np.array([0, 1]))
     assert ours.next_transfer() == (0, NO_EXPERT, False)
     ours.arrived()
     propose(ours, (4, 1.0))
@@ -268,8 +269,7 @@ def home(tmp_path_factory):
     ids = np.sort(rng.permuted(np.broadcast_to(np.arange(16), (*trace.experts.shape[:2], 16)), axis=-1)[..., :2])
     ids[:, 0] = [0, 1]
     ids[:, 1] = np.sort(rng.permuted(np.broadcast_to(np.arange(5), (len(ids), 5)), axis=-1)[:, :2])
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    meta = replace(trace.meta, model="tiny", **sizes)
+    meta = replace(trace.meta, model="tiny", **SIZES)
     write_trace(replace(trace, meta=meta, experts=ids.astype(np.uint8)), home / "tiny")
     return home
 
@@ -334,7 +334,7 @@ def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):
         parse("lru@layer").divide(Shape(6, 4), 5)
 
 
-def moe_sim(home: Path, monkeypatch, capsys, *arguments: str) -> str:
+def moe_sim(home: Path, monkeypatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
     with pytest.raises(SystemExit) as ended:
@@ -407,7 +407,8 @@ def test_a_layer_never_holds_more_than_its_slots(L, seed):
         layer = int(rng.integers(L))
         ids = layer * 4 + np.sort(rng.permutation(4)[:2])
         for i in range(2):
-            if not ours.route(ids, i, i + 1):
+            hits, _ = ours.route(ids[i : i + 1])
+            if not hits:
                 ours.next_transfer()
                 ours.arrived()
             ours.computed(int(ids[i]))
