@@ -407,8 +407,7 @@ def test_a_layer_never_holds_more_than_its_slots(L, seed):
         layer = int(rng.integers(L))
         ids = layer * 4 + np.sort(rng.permutation(4)[:2])
         for i in range(2):
-            hits, _ = ours.route(ids[i : i + 1])
-            if not hits:
+            if not ours.route(ids[i : i + 1])[0]:
                 ours.next_transfer()
                 ours.arrived()
             ours.computed(int(ids[i]))
