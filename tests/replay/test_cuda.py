@@ -204,12 +204,12 @@ def test_output_that_is_not_finite_is_refused() -> None:
 def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_streams_in_a_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dealt, current = itertools.count(), [-1]
+    dealt, current, seen = itertools.count(), [-1], list[int]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda: next(dealt) % 32)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    gpu, seen = Cuda(), list[int]()
+    gpu = Cuda()
     for _ in range(40):
         compute, copies = gpu.compute_stream(), gpu.copy_stream()
         for stream in (compute, copies, compute):
