@@ -302,7 +302,6 @@ class Reference:
 
     def take_slot(self, expert: int, priority: float | None) -> bool:
         """Whether a slot is free now for `expert`, if need be by an eviction. A demand has no priority."""
-        for_prefetch = priority is not None
         partitions = self.case.get("partitions")
         slots = self.case["slots"] if partitions is None else partitions[expert // self.E]
         if sum(self.share_slots(expert, other) for other in self.ready | self.loading) < slots:
@@ -310,12 +309,13 @@ class Reference:
         evictable = {other for other in self.ready - self.pinned if self.share_slots(expert, other)}
         protected = evictable & self.unused_prefetch & self.proposal
         candidates = evictable - protected
-        if not for_prefetch and not candidates:
+        if priority is None and not candidates:
             candidates = protected
         if not candidates:
             return False
         victim = min(candidates, key=lambda expert: (self.keep_score(expert), expert))
-        if for_prefetch and self.case.get("one_scale", False) and self.keep_score(victim)[0] >= priority:
+        one_scale = self.case.get("one_scale", False)
+        if one_scale and priority is not None and self.keep_score(victim)[0] >= priority:
             return False
         self.result["evictions"].append(victim)
         self.leave_cache(victim)

@@ -23,7 +23,11 @@ NONE = 0  # hears of no events, proposes nothing
 
 KERNELS: dict[type[Listener], Kernel] = {cls: cls.kernel for cls in built_in() if cls.kernel}
 NUMBERS = {cls: number for number, cls in enumerate(KERNELS, NONE + 1)}
-SERVED = {*KERNELS, NoPrefetch, *(cls for cls in built_in() if issubclass(cls, ScorePolicy) and not cls.observes)}
+SERVED: set[type[Listener]] = {
+    *KERNELS,
+    NoPrefetch,
+    *(cls for cls in built_in() if issubclass(cls, ScorePolicy) and not cls.observes),
+}
 
 FAMILIES = {kernel.start: f"of_{place}" for place, kernel in enumerate(KERNELS.values())}
 """Fields of `PolicyStates`, by what makes the state."""

@@ -6,6 +6,7 @@ not offered, several misses in one event, prefetches, and caches too small for i
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.events import alone
-from policies.core.policy import RetentionPolicy, Shape
+from policies.core.policy import RetentionPolicy, ScorePolicy, Shape
 from policies.core.scores import on_lookup
 from policies.core.spec import parse
 from traces.errors import InputError
@@ -178,7 +179,7 @@ class ARCByHand:
         self.t1.append(expert)
 
 
-BY_HAND = {"clock": ClockByHand, "sieve": SieveByHand, "s3fifo": S3FIFOByHand, "arc": ARCByHand}
+BY_HAND: dict[str, Any] = {"clock": ClockByHand, "sieve": SieveByHand, "s3fifo": S3FIFOByHand, "arc": ARCByHand}
 
 
 class Both:
@@ -276,7 +277,7 @@ def test_scores_stay_finite_over_millions_of_events(name):
 
 def _scores(name):
     """The keep scores of a policy, and its compiled bookkeeping as a method."""
-    policy = parse(name).build(Shape(1, 5))[0]
+    policy: Any = parse(name).build(Shape(1, 5))[0]
     policy.look_up = lambda expert, serial: on_lookup(policy.rule, policy.keep, expert, serial)
     return policy
 
@@ -302,6 +303,7 @@ def test_static_keeps_what_its_profile_uses_most(tmp_path):
     trace = synthetic(2, 20, 2, 4, 2, seed=1, prompt_tokens=5)
     write_trace(trace, tmp_path / "profile")
     policy = parse(f"static:profile={tmp_path / 'profile'}").build(Shape(2, 4))[0]
+    assert isinstance(policy, ScorePolicy)
     counts = np.bincount((trace.experts + 4 * np.arange(2)[:, None]).ravel(), minlength=8)
     assert policy.keep[0].tolist() == counts.tolist()
     assert policy.victim(np.arange(8)) == int(np.argmin(counts))

@@ -1,6 +1,7 @@
 """`eamc` with all its options against its definition, written out with whole matrices and no shortcuts."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 from policies.core.events import alone
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from policies.eamc.build import predictor_of
+from policies.eamc.eamc import EamcRetention
 from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
@@ -17,7 +20,7 @@ from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.synthetic import synthetic
 
-VALUES = {
+VALUES: dict[str, list[Any]] = {
     "source": ["request", "both"],
     "split": [False],
     "layers": ["past"],
@@ -42,8 +45,8 @@ MATCHES = [
 ]
 
 
-def requests_of(*shape_and_seed: int, prompt_tokens: int = 5) -> list[RequestSteps]:
-    trace = synthetic(*shape_and_seed, prompt_tokens=prompt_tokens)
+def requests_of(requests: int, tokens: int, layers: int, experts: int, top_k: int, seed: int) -> list[RequestSteps]:
+    trace = synthetic(requests, tokens, layers, experts, top_k, seed, prompt_tokens=5)
     return [trace.steps(i) for i in range(len(trace.requests))]
 
 
@@ -107,6 +110,7 @@ def test_every_match_is_that_of_the_definition_on_a_trace_of_topics(chosen, spli
 
 def decisions(chosen: EamcOptions, requests: list[RequestSteps], shape: Shape) -> list[object]:
     keeper, prefetcher = parse(policy_of(chosen)).build(shape)
+    assert isinstance(keeper, EamcRetention)
     seen: list[object] = []
     for _, heard in events(requests, shape.layers):
         for event in heard:
@@ -142,7 +146,7 @@ def test_visits_are_counted_from_the_transfer_on_and_candidates_are_skipped_firs
     """A cache played by hand, one access at a time; visits are all since the transfer, the missing lookup included."""
     shape, requests = Shape(3, 6), requests_of(10, 12, 3, 6, 2, 7)
     options = EamcOptions(keep=chosen, capacity=3, threshold=-1.0, depth=1)
-    slow, visits, evicted, spared = SlowEamc(shape, options), {}, [], 0
+    slow, visits, evicted, spared = SlowEamc(shape, options), dict[int, int](), list[int](), 0
     for _, heard in events(requests, 3, per_access=True):
         for event in heard:
             slow.observe(event)
@@ -187,9 +191,11 @@ class Told:
 
     def __init__(self, policy: str, shape: Shape) -> None:
         self.shape, self.request, self.step = shape, 0, 0
-        self.keeper, self.prefetcher = parse(policy).build(shape)
+        keeper, self.prefetcher = parse(policy).build(shape)
+        assert isinstance(keeper, EamcRetention)
+        self.keeper = keeper
 
-    def at(self, layer: int, chosen: dict[int, int], phase: int = DECODE) -> list[int]:
+    def at(self, layer: int, chosen: dict[int, int], phase: int = DECODE) -> Any:
         """What is proposed after it."""
         experts = np.array(sorted(chosen), np.int64)
         counts = np.array([chosen[e] for e in sorted(chosen)], np.int64)
@@ -324,7 +330,7 @@ def test_options_that_cannot_be_are_one_line_that_helps(typed, says):
 def test_the_policy_reports_the_memory_of_its_collections_and_of_what_is_matched():
     sizes = {}
     for policy in ("eamc:capacity=10", "eamc:capacity=20", "eamc:capacity=20:split=false"):
-        sizes[policy] = parse(policy).build(Shape(26, 64))[0].predictor.memory_bytes
+        sizes[policy] = predictor_of(policy, Shape(26, 64)).memory_bytes
     counted_twice = 2 * 8 * 26 * 64
     assert sizes["eamc:capacity=20"] - sizes["eamc:capacity=10"] > 2 * 10 * counted_twice
     assert sizes["eamc:capacity=20:split=false"] < 0.55 * sizes["eamc:capacity=20"]

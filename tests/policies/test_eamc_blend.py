@@ -161,13 +161,13 @@ def test_a_gate_that_is_always_right_is_believed_and_one_that_is_always_wrong_is
         policy.begin_request(0, 0)
         told = hit = 0
         for event in events(steps):
-            picks = lookahead.after(int(event.steps[0]), event.layer)
-            event = event._replace(ahead_experts=picks[0], ahead_counts=picks[1])
+            picked, counts = lookahead.after(int(event.steps[0]), event.layer)
+            event = event._replace(ahead_experts=picked, ahead_counts=counts)
             policy.observe(event)
             mine = set(fetcher.propose(event)[0].tolist())
             if event.steps[0] >= 30 and event.layer < L - 1:
-                told += len(picks[0])
-                hit += len(mine & set(picks[0].tolist()))
+                told += len(picked)
+                hit += len(mine & set(picked.tolist()))
         return hit / told
 
     right = [step[1:] for step in steps]

@@ -40,10 +40,10 @@ def written(predictor, file: Path, trace: str = "somewhere") -> str:
     return str(file)
 
 
-def decided(policy, shape: Shape, heard) -> list[object]:
+def decided(policy, shape: Shape, heard) -> list[tuple[list[float], list[int], list[float]]]:
     """Scores and proposals at every event; it learns as it goes."""
     keeper, prefetcher = policy
-    seen: list[object] = []
+    seen: list[tuple[list[float], list[int], list[float]]] = []
     for _, request in heard:
         for event in request:
             keeper.observe(event)

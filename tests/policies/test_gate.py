@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.logs import assert_logs_equal
 from tests.support.strategies import traces
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
@@ -37,7 +39,9 @@ def proposals(requests, shape, policy="lru+gate"):
             for layer in range(shape.layers):
                 event = events.event(step, layer)
                 runner.observe(event)
-                ids, priorities = runner.propose(event)
+                proposal = runner.propose(event)
+                assert proposal
+                ids, priorities = proposal
                 found[ordinal, step, layer] = dict(zip(ids.tolist(), priorities.tolist(), strict=True))
         runner.end_request()
     return found
@@ -53,7 +57,7 @@ def slowly(trace):
         steps = ([prompt] if prompt else []) + [[row] for row in rows if trace.phase[row] == DECODE]
         for step, tokens in enumerate(steps):
             for layer in range(L):
-                picks = Counter()
+                picks = Counter[int]()
                 for row in tokens:
                     if layer + 1 < L:
                         for e in trace.lookahead[row, layer + 1].tolist():
@@ -162,9 +166,8 @@ def test_lookahead_that_names_no_experts_is_refused_when_it_is_read(tmp_path, id
 
 
 def test_a_trace_without_the_column_is_refused_in_one_line_before_anything_runs(tmp_path):
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
     trace = by_hand()
-    trace = replace(trace, meta=replace(trace.meta, **sizes))
+    trace = replace(trace, meta=replace(trace.meta, **SIZES))
     write_trace(replace(trace, lookahead=None), tmp_path / "plain")
     write_trace(trace, tmp_path / "ahead")
     arguments = ("--policies", "lru,lru+gate", "--cache-sizes", "6", "--workers", "1", "--out", "out", "--overwrite")
@@ -190,13 +193,14 @@ def test_of_a_recorded_model_the_gate_proposes_what_its_next_router_gives_for_th
     prompts = [Prompt(f"p{i}", "", "", (text,)) for i, text in enumerate(("What is a heron?", "Hi"))]
     record(loaded, prompts, tmp_path / "t", Options(max_new_tokens=6, lookahead=True))
     trace = Trace.read(tmp_path / "t", ["lookahead", "token_id"])
+    assert trace.token_id is not None
     L, E, k = trace.layers, trace.num_experts, trace.top_k
     found = proposals([trace.steps(r) for r in range(2)], Shape(L, E))
     blocks = [layer.mlp for layer in loaded.model.model.layers]
     compared = differs = 0
     for r in range(2):
         rows = slice(int(trace.offsets[r]), int(trace.offsets[r + 1]))
-        entered = []
+        entered: list[Any] = []
         hooks = [
             block.register_forward_pre_hook(lambda _, args, entered=entered: entered.append(args[0][0]))
             for block in blocks

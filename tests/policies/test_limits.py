@@ -44,7 +44,7 @@ def slowly(limits, shape, proposal, layer, carried, states):
             distance += 1
         return distance
 
-    kept = []
+    kept = list[int]()
     for expert, priority in sorted(proposal, key=lambda one: (-one[1], one[0])):
         if (limits.depth and ahead(expert) > limits.depth) or priority < limits.threshold:
             continue

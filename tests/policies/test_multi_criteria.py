@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Shape
+from policies.core.policy import ScorePolicy, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
 from tests.support.routings import requests_of, routings
@@ -23,10 +23,11 @@ def test_the_keep_score_is_the_formula(run, recency, frequency, distance):
     requests = requests_of(routing, E)
     spec = parse(f"multi-criteria:recency={recency}:frequency={frequency}:distance={distance}")
     runner = PolicyRunner(spec, shape, requests)
+    assert isinstance(runner.retention, ScorePolicy)
     for ordinal, tokens in enumerate(routing):
         events = RequestEvents(requests[ordinal], L)
         runner.begin_request(ordinal)
-        uses = {expert: [] for expert in range(shape.total)}
+        uses = {expert: list[int]() for expert in range(shape.total)}
         for step, token in enumerate(tokens, start=1):
             for layer, chosen in enumerate(token):
                 runner.observe(events.event(step - 1, layer))
@@ -47,6 +48,7 @@ def test_the_layer_that_comes_next_is_kept_before_the_one_that_has_just_run():
     shape = Shape(3, 2)
     requests = requests_of([[[[0], [0], [0]]]], 2)
     runner = PolicyRunner(parse("multi-criteria:recency=0:frequency=0:distance=1"), shape, requests)
+    assert isinstance(runner.retention, ScorePolicy)
     runner.begin_request(0)
     runner.observe(RequestEvents(requests[0], 3).event(0, 0))
     assert runner.retention.keep[0].tolist() == pytest.approx([1 / 3, 1 / 3, 1, 1, 2 / 3, 2 / 3])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Shape
+from policies.core.policy import ScorePolicy, Shape
 from policies.core.ranking import best
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
@@ -31,7 +31,9 @@ def proposals(name, shape, routing):
             for layer in range(shape.layers):
                 event = events.event(step, layer)
                 runner.observe(event)
-                ids, priorities = runner.propose(event)
+                proposal = runner.propose(event)
+                assert proposal
+                ids, priorities = proposal
                 assert len(set(ids.tolist())) == len(ids)
                 named = [divmod(i, shape.experts) for i in ids.tolist()]
                 found[ordinal, step, layer] = dict(zip(named, priorities.tolist(), strict=True))
@@ -168,7 +170,7 @@ def test_the_expert_map_is_the_definition_with_whole_vectors(run, capacity, dist
     for request, tokens in enumerate(routing):
         for step, token in enumerate(tokens):
             for layer in range(shape.layers):
-                expected = {}
+                expected: dict[tuple[int, int], float] = {}
                 if stored and shared(token, stored[nearest(token, layer + 1)], layer + 1):
                     match = stored[nearest(token, layer + 1)]
                     for i in range(layer + 1, min(layer + 1 + distance, shape.layers)):
@@ -185,7 +187,8 @@ def test_as_retention_the_expert_map_keeps_by_share_in_the_match_times_lookups(r
     shape, routing = run
     requests = requests_of(routing, shape.experts)
     runner = PolicyRunner(parse(f"expert-map:capacity={capacity}"), shape, requests, per_access=untimed)
-    stored, lookups = [], np.zeros(shape.total)
+    assert isinstance(runner.retention, ScorePolicy)
+    stored, lookups = list[list[int]](), np.zeros(shape.total)
 
     def shared(one, other):
         return len(set(one) & set(other))  # all maps of a step so far have the same norm: as many as it has experts

@@ -3,6 +3,7 @@ import pytest
 from policies.core.catalog import available
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from policies.eamc.eamc import EamcPrefetcher, EamcRetention
 from traces.errors import InputError
 
 
@@ -12,6 +13,8 @@ def test_a_pair_name_stands_for_both_of_its_halves():
     assert spec.options()["evict"] == spec.options()["prefetch"]
     assert spec.options()["evict"].items() >= {"name": "eamc", "capacity": 120, "eps": 1e-8}.items()
     keeper, prefetcher = spec.build(Shape(2, 4))
+    assert isinstance(keeper, EamcRetention)
+    assert isinstance(prefetcher, EamcPrefetcher)
     assert prefetcher.predictor is keeper.predictor
 
 

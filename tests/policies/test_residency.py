@@ -1,6 +1,7 @@
 """The residency machine driven alone, by a link and a compute stream that do as Hypothesis says."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ class Lifo(RetentionPolicy):
 
     def victim(self, evictable: Int) -> int:
         assert np.all(np.diff(evictable) > 0)
-        return max(evictable.tolist(), key=self.started.__getitem__)
+        return int(max(evictable.tolist(), key=self.started.__getitem__))
 
 
 @dataclass
@@ -42,7 +43,7 @@ class Drive:
     """Plays events through a machine, taking every choice that time would take from `choices`."""
 
     machine: PolicyResidency
-    choices: st.DataObject
+    choices: Any  # draws as Hypothesis's DataObject does
     active: int = NO_EXPERT
     log: list[tuple[object, ...]] = field(default_factory=list)
     served: list[int] = field(default_factory=list)
@@ -108,7 +109,7 @@ class Drive:
 
 def listed(machine: PolicyResidency, onward: int) -> list[list[int]]:
     """The machine's list of each partition, in the direction of the row `onward` (core.AFTER or core.BEFORE)."""
-    m, found = machine.m, []
+    m, found = machine.m, list[list[int]]()
     for end in range(m[core.ONE, core.LISTS], m[core.ONE, core.LISTS] + np.count_nonzero(m[core.END])):
         found.append([])
         expert = m[onward, end]
@@ -183,7 +184,7 @@ def test_a_pinned_or_loading_expert_is_never_evicted(run, choices):
         before.update(enumerate(machine.m[core.STATE, : shape.total].tolist()))
         return moves(ready)
 
-    drive.note, drive.moves = watch, remember
+    vars(drive).update(note=watch, moves=remember)
     for experts, proposal in events:
         drive.event(experts, proposal)
 
@@ -209,7 +210,7 @@ def test_same_input_same_output(run, random):
 
             self.random = module.Random(seed)
 
-        def draw(self, strategy: object) -> str:
+        def draw(self, strategy: Any) -> Any:
             return self.random.choice(strategy.elements)
 
     logs = []

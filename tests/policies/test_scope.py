@@ -31,6 +31,7 @@ from sim.sweep.grid import grid_of
 from sim.sweep.report import warnings
 from sim.sweep.setup import Requests, Setup
 from tests.support.logs import assert_logs_equal
+from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
 from traces.errors import InputError
 from traces.importers import import_dump
@@ -268,8 +269,7 @@ def home(tmp_path_factory):
     ids = np.sort(rng.permuted(np.broadcast_to(np.arange(16), (*trace.experts.shape[:2], 16)), axis=-1)[..., :2])
     ids[:, 0] = [0, 1]
     ids[:, 1] = np.sort(rng.permuted(np.broadcast_to(np.arange(5), (len(ids), 5)), axis=-1)[:, :2])
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    meta = replace(trace.meta, model="tiny", **sizes)
+    meta = replace(trace.meta, model="tiny", **SIZES)
     write_trace(replace(trace, meta=meta, experts=ids.astype(np.uint8)), home / "tiny")
     return home
 
@@ -334,7 +334,7 @@ def test_a_profile_of_another_model_and_too_few_slots_are_refused(home):
         parse("lru@layer").divide(Shape(6, 4), 5)
 
 
-def moe_sim(home: Path, monkeypatch, capsys, *arguments: str) -> str:
+def moe_sim(home: Path, monkeypatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "argv", ["moe-sim", *arguments])
     with pytest.raises(SystemExit) as ended:

@@ -8,6 +8,7 @@ from policies.core.events import RequestEvents
 from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
 from policies.core.spec import parse
 from policies.eamc import expert_map
+from policies.eamc.eamc import EamcRetention
 from policies.eamc.matching import REQUEST
 from policies.prefetch.stride import Predictor
 from traces.synthetic import synthetic
@@ -65,13 +66,14 @@ def built(name: str, model, seats: int) -> tuple[ScorePolicy, Prefetcher]:
     typed = f"lru+stride:model={model}" if name == "stride" else name
     if typed in ("previous", "markov", "oracle", "oracle1", "gate", "popular", "all"):
         typed = f"lru+{typed}"
-    halves = parse(typed).build(Shape(L, E, seats))
-    for half in halves:
+    keeper, prefetcher = parse(typed).build(Shape(L, E, seats))
+    assert isinstance(keeper, ScorePolicy)
+    for half in (keeper, prefetcher):
         half.foresee(REQUESTS, False)
-    return halves
+    return keeper, prefetcher
 
 
-def telling(halves) -> Listener:
+def telling(halves: tuple[ScorePolicy, Prefetcher]) -> Listener:
     """The half that learns."""
     return next((half for half in halves if half.observes), halves[1])
 
@@ -139,6 +141,7 @@ def test_a_request_that_ends_teaches_the_collection_its_own_and_the_others_go_on
     for _ in range(L):
         next(running[1])
     list(running[0])
+    assert isinstance(halves[0], EamcRetention)
     collection = halves[0].predictor.collections[0]
     bucket = collection.bucket
     newest = bucket.eams[collection.oldest_first[-1]]

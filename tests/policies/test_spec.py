@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from policies.core import registry
 from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
-from policies.core.policy import Prefetcher, ScorePolicy, Shape
+from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.scope import SCOPES
 from policies.core.spec import Part, PolicySpec, parse, text_of
 from traces.errors import InputError
@@ -28,6 +28,7 @@ class MyPolicy(ScorePolicy):
     """LRU, more or less."""
 
     Options = MyOptions
+    options: MyOptions
 
     def observe(self, event):
         self.keep[0, event.experts] = event.serial * self.options.alpha
@@ -116,6 +117,7 @@ def test_a_class_is_a_policy_wherever_a_name_is():
     assert spec.options()["evict"] == {"name": "MyPolicy", "alpha": 0.9, "seed": 0}
     assert spec == parse(Part.of(MyPolicy, alpha=0.9)) == pickle.loads(pickle.dumps(spec))
     keeper, _ = spec.build(Shape(2, 4))
+    assert isinstance(keeper, MyPolicy)
     assert (type(keeper), keeper.options.alpha) == (MyPolicy, 0.9)
     pair = PolicySpec.of(Part.of(MyPolicy, seed=3), MyPrefetch, "layer")
     assert (pair.text, pair.seed) == ("MyPolicy:seed=3+MyPrefetch@layer", 3)
@@ -134,8 +136,8 @@ def test_a_class_is_a_policy_wherever_a_name_is():
         (lambda: PolicySpec.of("lru", Part.of(MyPolicy)), "'MyPolicy' decides what to keep, not what to fetch"),
         (lambda: parse(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
         (lambda: parse(MyPolicy, seed=1.5), "option seed of MyPolicy needs a value of type int, as in seed=0"),
-        (lambda: parse(Part), "Part is neither a RetentionPolicy nor a Prefetcher"),
-        (lambda: parse(ScorePolicy.__base__), "RetentionPolicy does not define victim"),
+        (lambda: parse(Part), "Part is neither a RetentionPolicy nor a Prefetcher"),  # type: ignore[arg-type]  # on purpose
+        (lambda: parse(RetentionPolicy), "RetentionPolicy does not define victim"),
         (lambda: PolicySpec.of("lru", scope="layr"), "did you mean layer"),
     ],
 )

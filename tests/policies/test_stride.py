@@ -22,6 +22,7 @@ from policies.prefetch.stride import Predictor
 from policies.prefetch.stride_training import Tokens, Training, probabilities, recall, recall_of_previous, train
 from policies.random_routing import scripts
 from sim import cli
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
@@ -53,7 +54,9 @@ def proposals(trace, path, n):
             for layer in range(shape.layers):
                 event = events.event(step, layer)
                 runner.observe(event)
-                ids, priorities = runner.propose(event)
+                proposal = runner.propose(event)
+                assert proposal
+                ids, priorities = proposal
                 found[ordinal, step, layer] = list(zip(ids.tolist(), priorities.tolist(), strict=True))
         runner.end_request()
     return found
@@ -63,7 +66,7 @@ def slowly(trace, predictor, n):
     """The definition, over the request's decoded events in one list."""
     L, E, stride = trace.layers, trace.num_experts, predictor.stride
     back = predictor.weights.shape[1] - 1
-    found = {}
+    found: dict[tuple[int, int, int], list[tuple[int, float]]] = {}
     for r in range(len(trace.requests)):
         rows = range(int(trace.offsets[r]), int(trace.offsets[r + 1]))
         decoded = [row for row in rows if trace.phase[row] == DECODE]
@@ -224,8 +227,7 @@ def moe_sim(monkeypatch, capsys, tmp_path):
 
 def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_path):
     trace = follows(seed=1)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(trace, meta=replace(trace.meta, **sizes)), tmp_path / "t")
+    write_trace(replace(trace, meta=replace(trace.meta, **SIZES)), tmp_path / "t")
     code, out, err = moe_sim("train-stride", "t", "--out", "s.npz", "--epochs", 20, "--held-out", 0.2, "--back", 2)
     assert code == 0, err
     assert "of the choices of the last 1 requests" in out

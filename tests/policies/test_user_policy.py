@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweep.setup import Requests
 from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -37,8 +39,7 @@ def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     for name, code in FILES.items():
         (home / name).write_text(code, encoding="utf-8")
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(TRACE, meta=replace(TRACE.meta, model="tiny", **sizes)), home / "demo" / "trace")
+    write_trace(replace(TRACE, meta=replace(TRACE.meta, model="tiny", **SIZES)), home / "demo" / "trace")
     return home
 
 
@@ -64,7 +65,7 @@ def rows(home, *arguments):
 
 def misses_of_fading(slots, alpha):
     """The walk-through's policy, untimed, in a few lines of its own: every access is an event."""
-    misses, cache, uses = 0, set(), [0.0] * (TRACE.layers * TRACE.num_experts)
+    misses, cache, uses = 0, set[int](), [0.0] * (TRACE.layers * TRACE.num_experts)
     for request in Requests(TRACE):
         for step in range(len(request.tokens)):
             uses = [score * alpha for score in uses]
@@ -102,7 +103,7 @@ def test_classes_stand_wherever_names_do(home, monkeypatch):
     """The page's block for notebooks, after those that define the classes."""
     monkeypatch.chdir(home)
     (block,) = re.findall(r"a name may:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL)
-    names = {"__name__": "__main__"}
+    names: dict[str, Any] = {"__name__": "__main__"}
     exec("\n".join([*FILES.values(), block]), names)
     assert [row["policy"] for row in names["rows"]] == ["lru", *CLASSES]
     asked = ("--policies", ",".join(["lru", *CLASSES.values()]), "--cache-sizes", "25%", "--out", "named")

@@ -15,6 +15,7 @@ import torch
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay import cli, report, run
+from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS
 from sim.sweep import winner
@@ -93,7 +94,7 @@ def test_quiet_prints_nothing(command) -> None:
 
 
 def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> None:
-    loaded = Setup(trace=demo_trace()).load()
+    loaded = Setup(trace=str(demo_trace())).load()
     short = run.first_steps(loaded, 40)
     played = [len(loaded.trace.steps(i).tokens) for i in range(len(short.trace.requests))]
     assert sum(played) >= 40 > sum(played[:-1])
@@ -113,7 +114,7 @@ def swept(tmp_path: Path) -> Path:
     """A folder with what a sweep of the demo trace recommends."""
     trace = Trace.read(demo_trace())
     total = Shape(trace.layers, trace.num_experts).total
-    setup = Setup(trace=demo_trace(), hardware="h100", requests=2, cold=True)
+    setup = Setup(trace=str(demo_trace()), hardware="h100", requests=2, cold=True)
     winners = [Winner("10%", round(total / 10), "lfu", {}), Winner("50%", total // 2, "lru+eamc", {})]
     (tmp_path / "swept").mkdir()
     winner.write(tmp_path / "swept" / winner.NAME, setup, "tpot_mean_ms", winners)
@@ -136,7 +137,7 @@ def test_from_replays_the_winner_on_the_sweeps_hardware_and_trace(command, swept
 def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predictor_cost(
     command, tmp_path: Path
 ) -> None:
-    loaded = Setup(trace=demo_trace(), requests=2).load()
+    loaded = Setup(trace=str(demo_trace()), requests=2).load()
     table = Table(loaded, Grid((parse("eamc"),), {"25%": 80}), tmp_path / "swept")
     store = Store(table.folder)
     sweep([table], store)
@@ -155,7 +156,7 @@ def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_
     row = json.loads(command("--device", "cpu", "--policy", "eamc", "--requests", "1", "--json")[1])
     here, there = row["predictions"]["this machine as measured"], row["predictions"]["a5000"]
     assert row["predictor_us"] == here["predictor_us"] > 0
-    shipped = Setup(trace=demo_trace()).load().predictor_us(parse("eamc"))
+    shipped = Setup(trace=str(demo_trace())).load().predictor_us(parse("eamc"))
     assert there["predictor_us"] == pytest.approx(shipped, abs=0.0005)
 
 
@@ -221,7 +222,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
 ) -> None:
     arguments = ("--policy", "lru", "--device", "virtual", "--requests", "3", "--out", "here")
     assert command(*arguments)[0] == 0
-    play = run.Driver.run
+    play = Driver.run
 
     def cut_off(driver, on_step, done):
         steps = 0
@@ -235,7 +236,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
 
         return play(driver, interrupting, done)
 
-    monkeypatch.setattr(run.Driver, "run", cut_off)
+    monkeypatch.setattr(Driver, "run", cut_off)
     status, _, err = command(*arguments)
     assert status == 130
     assert "interrupted after 5 of" in err.splitlines()[-1]

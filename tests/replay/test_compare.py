@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -49,8 +50,8 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
     return invoke
 
 
-def chosen(policy: str, slots: int = 40, **setup: object) -> Choice:
-    loaded = Setup(**{"trace": str(demo_trace()), "requests": 4, **setup}).load()
+def chosen(policy: str, slots: int = 40, **setup: Any) -> Choice:
+    loaded = Setup(str(demo_trace()), requests=4, **setup).load()
     return Choice(loaded, parse(policy), slots, "virtual")
 
 
@@ -159,9 +160,9 @@ def test_without_the_host_a_prediction_is_shorter_by_its_turnaround_where_nothin
     assert found.errors["measured_over_without_host"] == pytest.approx(ratio)
     free = dataclasses.replace(base, loaded=measured_machine(base.loaded, turnaround_ns=0))
     without = play_cell(free, mode, *machine(free))
-    assert without.predicted_without_host == {
-        name: without.predicted_row[name] for name in without.predicted_without_host
-    }
+    alone = without.predicted_without_host
+    assert alone
+    assert alone == {name: without.predicted_row[name] for name in alone}
 
 
 def test_warm_up_counts_in_no_figure() -> None:
@@ -203,7 +204,7 @@ def test_policies_are_ranked_among_their_like_and_differences_within_the_noise_d
 # The command
 
 
-def read(folder: Path) -> dict:
+def read(folder: Path) -> Any:
     return json.loads((folder / "compare.json").read_text())
 
 
@@ -277,13 +278,12 @@ def test_a_cell_that_fails_is_recorded_the_others_are_played_and_it_alone_is_pla
     command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     played: list[str] = []
-    play = comparison.play_cell
 
-    def failing(choice: Choice, mode: str, *rest: object):
+    def failing(choice: Choice, mode: str, *rest: Any):
         played.append(choice.policy.text)
         if choice.policy.text == "lru" and len(played) < 5:
             raise InputError("the device is stuck")
-        return play(choice, mode, *rest)
+        return play_cell(choice, mode, *rest)
 
     monkeypatch.setattr(comparison, "play_cell", failing)
     arguments = ("--device", "virtual", *SMALL, "--out", "here")
@@ -337,7 +337,7 @@ def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Pat
     arguments = ["--device", "cpu", "--requests", "3", "--out", "here", "-q"]
     arguments += ["--policies", "lru,fifo,lfu,clock", "--cache-sizes", "10%,25%"]
     run = [sys.executable, "-c", "from replay.cli import main; main()", "compare", *arguments]
-    there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    there: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     victim = subprocess.Popen(run, **there)
     path = tmp_path / "here" / "compare.json"
     while victim.poll() is None and not (path.exists() and len(read(path.parent)["cells"]) >= 2):
@@ -385,7 +385,7 @@ def test_bad_input_ends_in_one_line(command, tmp_path: Path, arguments: list[str
 def test_the_command_needs_nothing_that_writes_toml_or_draws(tmp_path: Path) -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(('tomli_w', 'matplotlib')))"
     run = [sys.executable, "-c", f"{absent}; from replay.cli import main; main()", "compare", "--device", "virtual"]
-    there = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
+    there: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     ended = subprocess.run([*run, *SMALL, "--policies", "clock,belady"], **there, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "no residuals.png: matplotlib is not installed" in ended.stderr

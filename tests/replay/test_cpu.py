@@ -22,13 +22,9 @@ from sim.loop.log import RunLog
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweep.setup import Requests
 from tests.support.devices import Watch, Watching, run_of
-from tests.support.tiny import TINY
+from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError
 from traces.synthetic import synthetic
-
-L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
-PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
-SIZE = PROFILE.expert_bytes
 
 
 class WatchedCpu(Watching, CpuDevice):

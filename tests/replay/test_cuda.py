@@ -204,7 +204,7 @@ def test_output_that_is_not_finite_is_refused() -> None:
 def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_streams_in_a_ring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dealt, current = itertools.count(), [-1]
+    dealt, current, seen = itertools.count(), [-1], list[int]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda: next(dealt) % 32)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -212,10 +212,9 @@ def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_stream
     gpu = Cuda()
     for _ in range(40):
         compute, copies = gpu.compute_stream(), gpu.copy_stream()
-        seen = []
         for stream in (compute, copies, compute):
-            stream.run(lambda into=seen: into.append(current[0]))
-        assert seen[0] == seen[2] != seen[1]
+            stream.run(lambda: seen.append(current[0]))
+        assert seen[-3] == seen[-1] != seen[-2]
     assert next(dealt) == 3
 
 
@@ -226,8 +225,8 @@ def test_without_graphs_or_the_fused_kernel_it_computes_the_same_and_says_so(
     def failing(*_: object) -> None:
         raise RuntimeError("operation not\npermitted")
 
-    place = (FakeGpu, "capture") if what == "CUDA graphs" else (launches, "fused")
-    monkeypatch.setattr(*place, failing)
+    owner, name = (FakeGpu, "capture") if what == "CUDA graphs" else (launches, "fused")
+    monkeypatch.setattr(owner, name, failing)
     gpu = FakeGpu(6)
     with open_stage(Needs(PROFILE, "cuda", most_tokens=16, most_context=64), gpu=gpu) as stage:
         trace = synthetic(2, 6, layers=L, experts=E, top_k=K, seed=1)

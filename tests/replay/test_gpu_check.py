@@ -13,7 +13,9 @@ import torch
 
 from replay import warmup
 from replay.calibration import measure
+from replay.comparison.cell import play_cell
 from replay.comparison.record import ERROR, Record
+from replay.devices.stage import open_stage
 from replay.gpu_check import bounds, draw, routing
 from replay.gpu_check import check as gpu_check
 from replay.gpu_check.check import Check
@@ -28,6 +30,7 @@ from traces import console
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
+from traces.trace import Trace
 from traces.writer import write_trace
 
 
@@ -50,7 +53,7 @@ def shrink(monkeypatch):
 
 def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=False, budget_s=1e9):
     record = Record.open(tmp_path / "check.json", resume)
-    told = []
+    told = list[str]()
     one = Check(gpu or FakeGpu(1), record, told.append, names, budget_s=budget_s, host_bytes=4 << 20)
     one.run()
     return json.loads((tmp_path / "check.json").read_text()), told
@@ -120,13 +123,11 @@ def test_what_would_not_end_in_time_is_left_out_and_named(tiny, tmp_path):
 
 
 def test_a_cell_that_outlasts_the_budget_is_stopped_in_the_middle(tiny, tmp_path, monkeypatch):
-    real = gpu_check.play_cell
-
-    def play_cell(choice, mode, timing, link, stage, on_step):
+    def stopping(choice, mode, timing, link, stage, on_step):
         one.budget_s = -1
-        return real(choice, mode, timing, link, stage, on_step)
+        return play_cell(choice, mode, timing, link, stage, on_step)
 
-    monkeypatch.setattr(gpu_check, "play_cell", play_cell)
+    monkeypatch.setattr(gpu_check, "play_cell", stopping)
     one = Check(FakeGpu(1), Record.open(tmp_path / "c.json", False), print, ("olmoe-1b-7b",), host_bytes=4 << 20)
     one.run()
     found = json.loads((tmp_path / "c.json").read_text())
@@ -175,14 +176,12 @@ def test_where_pinning_is_refused_half_as_much_is_tried(tiny, tmp_path):
 
 
 def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(tiny, tmp_path, monkeypatch):
-    real = gpu_check.open_stage
-
-    def open_stage(needs, memory, gpu):
+    def failing(needs, memory, gpu):
         if needs.profile.name == "olmoe-1b-7b":
-            raise gpu_check.InputError("no\nroom")
-        return real(needs, memory, gpu)
+            raise InputError("no\nroom")
+        return open_stage(needs, memory, gpu)
 
-    monkeypatch.setattr(gpu_check, "open_stage", open_stage)
+    monkeypatch.setattr(gpu_check, "open_stage", failing)
     monkeypatch.setattr(gpu_check, "WITH_BASELINES", ())
     found, _ = check(tmp_path)
     failed = [cell for cell in found["cells"] if ERROR in cell]
@@ -203,6 +202,7 @@ def test_just_so_many_tokens_are_taken_and_the_last_request_is_cut_off(tokens):
     trace = synthetic(3, 8, profile.moe_layers, profile.experts, profile.top_k, seed=1, prompt_tokens=5)
     loaded = Loaded(Setup(trace="synthetic"), trace, hardware("h200"), profile)
     cut = first_tokens(loaded, tokens).trace
+    assert isinstance(cut, Trace)
     assert (cut.phase == DECODE).sum() == min(tokens, 24)
     rows = int(cut.offsets[-1])
     np.testing.assert_array_equal(cut.experts, trace.experts[:rows])

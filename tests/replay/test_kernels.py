@@ -224,7 +224,8 @@ def test_real_shapes_compile_to_16_byte_loads_issued_by_whole_tiles(name: str, t
         assert all(".v4.b32" in load for load in loads)
         assert "STACK:0 " in (usage := _cuobjdump("-res-usage", code.asm["cubin"], tmp_path))
         assert "LOCAL:0 " in usage
-        assert int(re.search(r"REG:(\d+)", usage)[1]) <= 128  # four programs a multiprocessor
+        assert (registers := re.search(r"REG:(\d+)", usage))
+        assert int(registers[1]) <= 128  # four programs a multiprocessor
         sass = re.findall(r"\b(LDG\.E\.128|FFMA|LDL|STL)\b", _cuobjdump("-sass", code.asm["cubin"], tmp_path))
         assert not {"LDL", "STL"} & set(sass)
         # A tile is a load for each of four rows and one for what they are multiplied by; `down` loads two at first.

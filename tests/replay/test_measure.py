@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.driver import play
 from sim.loop.run import Run
 from sim.profiles.model_profile import model
-from sim.profiles.timing import FixedTiming, Link
+from sim.profiles.timing import FixedTiming, Link, Timing
 from sim.sweep.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
@@ -58,7 +59,7 @@ class Growing(FixedTiming):
 
 TIMING = Growing(11, 5, 2, 3, 7)
 
-TINY = {
+TINY: dict[str, Any] = {
     "moe_layers": LAYERS,
     "experts": EXPERTS,
     "top_k": TOP_K,
@@ -70,13 +71,13 @@ TINY = {
 }
 
 
-def all_hit_ns(device: SimpyDevice, plan: Run, context: int) -> int:
+def all_hit_ns(device: Device, plan: Run, context: int) -> int:
     """A token whose experts are all there, played."""
     request = same_again(plan, TOP_K, LAYERS, context, steps=3)
     return int(play(replace(plan, requests=[request]), device).step_ns[-1])
 
 
-def predicted_ns(timing, context: int) -> int:
+def predicted_ns(timing: Timing, context: int) -> int:
     dense = sum(timing.dense_ns(layer, 1, context) for layer in range(LAYERS))
     return dense + LAYERS * (TOP_K * timing.expert_ns(1) + timing.combine_ns(1)) + timing.head_ns(1)
 

@@ -1,6 +1,7 @@
 """The real peer, on tiny models of each family: the same shapes as the profile, weights that are offloaded."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -9,12 +10,18 @@ from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload, b
 from sim.profiles.model_profile import model
 from traces.errors import InputError
 
-SMALL = {"hidden_size": 64, "expert_intermediate_size": 32, "heads": 4, "vocabulary": 128, "moe_layers": 2}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "expert_intermediate_size": 32,
+    "heads": 4,
+    "vocabulary": 128,
+    "moe_layers": 2,
+}
 
 
 def small(name: str):
     profile = model(name)
-    more = {"kv_heads": 2} if profile.kv_heads else {}
+    more: dict[str, Any] = {"kv_heads": 2} if profile.kv_heads else {}
     if profile.kv_latent_size:
         more = {"kv_latent_size": 16, "rope_head_size": 8, "head_size": 16, "dense_intermediate_size": 96}
         more["shared_intermediate_size"] = 64

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from traces.errors import InputError
 CELL = {"policy": "lru", "measured": {"tpot_mean_ms": 1.5}}
 
 
-def read(path: Path) -> dict:
+def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 

@@ -57,7 +57,7 @@ class Family:
     profile: dict[str, Any]
     loaded: float  # of the dense parameters, at least
 
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         torch.manual_seed(1)
         made = getattr(transformers, self.name)._from_config(
             getattr(transformers, self.name).config_class(**self.config), attn_implementation="eager"
@@ -154,11 +154,11 @@ def profile_of(family: Family) -> ModelProfile:
     return replace(BASE, **family.profile)
 
 
-def experts_of(model: nn.Module) -> list[nn.Module]:
+def experts_of(model: nn.Module) -> list[Any]:
     return [module for name, module in model.named_modules() if name.endswith(".experts")]
 
 
-def output_of(module: nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+def output_of(module: Any, expert: int, tokens: torch.Tensor) -> Any:
     """What the family's own code gives for every token through one expert."""
     if isinstance(module, nn.ModuleDict):
         return module[f"expert_{expert}"](tokens)
@@ -168,11 +168,11 @@ def output_of(module: nn.Module, expert: int, tokens: torch.Tensor) -> torch.Ten
     return module(tokens, chosen, torch.ones(len(tokens), 1))
 
 
-def save_whole(model: nn.Module, folder: Path) -> None:
+def save_whole(model: transformers.PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def save_in_shards(model: nn.Module, folder: Path) -> None:
+def save_in_shards(model: transformers.PreTrainedModel, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="20KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
 
@@ -324,7 +324,7 @@ def test_biases_lie_behind_the_matrices_where_the_profile_counts_them(tmp_path: 
     profile = replace(profile_of(family), expert_bytes_per_parameter=4.0 * parameters / BASE.expert_parameters)
     assert profile.expert_bytes == 4 * parameters
     model = family.model()
-    module: Any = experts_of(model)[1]
+    module = experts_of(model)[1]
     module.gate_up_proj_bias.normal_()
     module.down_proj_bias.normal_()
     save_whole(model, tmp_path)

@@ -199,7 +199,7 @@ def test_identical_groups_need_nothing_under_any_policy(tmp_path):
 
 
 def lru_by_hand(trace: Trace, order, slots: int) -> list[float]:
-    held, rates = [], []
+    held, rates = list[tuple[int, int]](), list[float]()
     for number in order:
         hits = lookups = 0
         for row in range(trace.offsets[number], trace.offsets[number + 1]):

@@ -14,6 +14,7 @@ import pytest
 from sim.cli import main
 from sim.sweep.store import only_one
 from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -24,8 +25,7 @@ COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     made = synthetic(3, tokens=6, layers=3, experts=16, top_k=2, seed=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), home / "tiny")
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), home / "tiny")
     write_trace(replace(made, meta=replace(made.meta, model="unheard-of")), home / "sizeless")
     write_trace(replace(made, meta=replace(made.meta, model="allenai/OLMoE-1B-7B-0924")), home / "liar")
     (home / "file").touch()
@@ -47,9 +47,9 @@ def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
 
 
 def test_json_is_the_rows_and_quiet_is_quiet(home):
-    arguments = ("sweep", "tiny", "--policies", "lru", "--cache-sizes", "24", "--out", "json", "--workers", "1")
+    arguments = ["sweep", "tiny", "--policies", "lru", "--cache-sizes", "24", "--out", "json", "--workers", "1"]
     rows = json.loads(moe_sim(*arguments, "--json", cwd=home).stdout)
-    arguments += ("--overwrite",)
+    arguments += ["--overwrite"]
     frame = pd.read_parquet(home / "json" / "results.parquet")
     assert [row["tpot_mean_ms"] for row in rows] == frame["tpot_mean_ms"].tolist()
     done = moe_sim(*arguments, "--quiet", cwd=home)
@@ -126,8 +126,7 @@ def test_counting_needs_no_sizes_of_experts(home):
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT to a process group")
 def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     long = synthetic(40, tokens=200, layers=3, experts=16, top_k=2, seed=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(long, meta=replace(long.meta, **sizes)), tmp_path / "long")
+    write_trace(replace(long, meta=replace(long.meta, **SIZES)), tmp_path / "long")
     asked = ["sweep", "long", "--cache-sizes", "25%,50%", "--workers", "2", "--engine", "simpy", "--out", "out"]
     running = subprocess.Popen(
         [*COMMAND, *asked], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -145,8 +144,7 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
 @pytest.mark.parametrize("engine", [pytest.param("simpy", marks=pytest.mark.slow), "auto"])
 def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_path, engine):
     long = synthetic(12, tokens=40, layers=3, experts=16, top_k=2, seed=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(long, meta=replace(long.meta, **sizes)), tmp_path / "long")
+    write_trace(replace(long, meta=replace(long.meta, **SIZES)), tmp_path / "long")
     asked = ["sweep", "long", "--policies", "lru,clock,eamc,lru+popular", "--cache-sizes", "10%,25%,50%,75%"]
     asked += ["--engine", engine, "--workers", "2", "--quiet"]
     assert moe_sim(*asked, "--out", "whole", cwd=tmp_path).returncode == 0
@@ -296,8 +294,8 @@ def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
         "from policies.core.policy import ScorePolicy\n\n\nclass Mine(ScorePolicy):\n    def observe(self, event):\n"
         "        self.nothing += 1\n"
     )
-    asked = ("sweep", str(home / "tiny"), "--policies", "lru,mine.py:Mine", "--cache-sizes", "24", "--out", "o", "-q")
-    asked += ("--predictor-us", "1")
+    asked = ["sweep", str(home / "tiny"), "--policies", "lru,mine.py:Mine", "--cache-sizes", "24", "--out", "o", "-q"]
+    asked += ["--predictor-us", "1"]
     for workers in ("1", "2"):
         done = moe_sim(*asked, "--workers", workers, "--resume", cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
+from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -16,8 +17,7 @@ from traces.writer import write_trace
 def moe_sim(tmp_path, monkeypatch, capsys):
     """Run a command in a folder with a small trace: (exit status, output, errors)."""
     trace = synthetic(3, tokens=6, layers=3, experts=16, top_k=2, seed=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), tmp_path / "tiny")
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), tmp_path / "tiny")
     (tmp_path / "file").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")

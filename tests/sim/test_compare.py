@@ -20,6 +20,7 @@ from sim.results.compare import (
     read,
     split_name,
 )
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -37,9 +38,8 @@ def moe_sim(*arguments: str, cwd: Path) -> str:
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     trace = synthetic(6, tokens=15, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=6)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), home / "tiny")
-    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **sizes)), home / "other")
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), home / "tiny")
+    write_trace(replace(trace, meta=replace(trace.meta, model="tiny", **SIZES)), home / "other")
 
     def sweep(out, *arguments, trace="tiny", policies="lru,lfu,eamc"):
         sizes = ("--cache-sizes", "25%,50%") if "--cache-sizes" not in arguments else ()

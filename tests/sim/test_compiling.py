@@ -17,6 +17,7 @@ from sim.engines import compiled_engine, compiling, simpy_engine
 from sim.sweep.setup import Loaded, Setup
 from sim.sweep.workers import Local, Task
 from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -29,8 +30,7 @@ REQUESTS = 20
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
     made = synthetic(REQUESTS, tokens=6, layers=3, experts=16, top_k=2, seed=3)
-    sizes: dict[str, Any] = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), home / "tiny")
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), home / "tiny")
     return home
 
 

@@ -1,4 +1,5 @@
 import tomllib
+from typing import Any
 
 import pytest
 
@@ -6,7 +7,7 @@ from policies.core.grammar import alternatives
 from sim.sweep.config import Config, read
 from traces.errors import InputError
 
-GIVEN = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
+GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
 
 
 def test_options_list_alternatives_and_every_combination_is_a_policy():

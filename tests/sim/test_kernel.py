@@ -204,7 +204,7 @@ def test_what_is_not_served_is_one_line_on_compiled_and_plays_on_simpy_under_aut
 
 
 def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_before_it_plays() -> None:
-    cells = {name: Setup(trace=demo_trace(), engine=name, requests=2).load() for name in engine.ENGINES}
+    cells = {name: Setup(trace=str(demo_trace()), engine=name, requests=2).load() for name in engine.ENGINES}
     for policy in ("lru", "eamc-blend"):
         logs = [loaded.log(parse(policy), loaded.all_experts // 4) for loaded in cells.values()]
         assert all(log.step_ns.tolist() == logs[0].step_ns.tolist() for log in logs)
@@ -213,7 +213,7 @@ def test_a_cell_is_the_same_on_either_engine_and_a_sweep_on_compiled_refuses_bef
         cells["compiled"].require(parse("clock"), 8)
     cells["auto"].require(parse("clock"), 8)
     with pytest.raises(InputError, match="engine"):
-        Setup(trace=demo_trace(), engine="compild")
+        Setup(trace=str(demo_trace()), engine="compild")
 
 
 def test_an_engine_that_there_is_not_is_told() -> None:

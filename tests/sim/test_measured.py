@@ -167,7 +167,7 @@ def test_one_model_measured_twice_is_refused(mine):
 
 
 def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
-    loaded = Setup(demo_trace(), hardware=str(mine)).load()
+    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
     assert loaded.measured == model_of()
     timing = loaded.timing(parse("lru"))
     assert timing.dense_ns(1, 1, 20) == 120 + 70
@@ -178,8 +178,8 @@ def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
 @pytest.mark.parametrize("change", [('"demo-olmoe"', '"olmoe"'), ("= 49152", "= 49153")])
 def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
     mine.write_text(mine.read_text().replace(*change))
-    loaded = Setup(demo_trace(), hardware=str(mine)).load()
-    rates = Setup(demo_trace()).load()
+    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    rates = Setup(str(demo_trace())).load()
     assert loaded.measured is None
     assert loaded.link == rates.link
     assert loaded.timing(parse("lru")).dense_ns(1, 1, 20) == rates.timing(parse("lru")).dense_ns(1, 1, 20)
@@ -187,16 +187,16 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
 
 
 def test_a_policys_cost_is_the_setups_then_the_machines_then_the_shipped_one(mine):
-    loaded = Setup(demo_trace(), hardware=str(mine)).load()
+    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
     assert loaded.predictor_us(parse("eamc")) == 12.5
     assert loaded.timing(parse("eamc")).predictor_ns == 12_500
-    assert loaded.predictor_us(parse("lfu+eamc")) == Setup(demo_trace()).load().predictor_us(parse("lfu+eamc"))
-    assert Setup(demo_trace(), hardware=str(mine), predictor_us=3).load().predictor_us(parse("eamc")) == 3
+    assert loaded.predictor_us(parse("lfu+eamc")) == Setup(str(demo_trace())).load().predictor_us(parse("lfu+eamc"))
+    assert Setup(str(demo_trace()), hardware=str(mine), predictor_us=3).load().predictor_us(parse("eamc")) == 3
 
 
 def test_a_step_in_which_all_is_there_takes_the_sum_of_the_tables(mine):
     """One request, every expert resident from its first use on: what is left of a token is the tables'."""
-    loaded = Setup(demo_trace(), hardware=str(mine), requests=1, as_decode=True).load()
+    loaded = Setup(str(demo_trace()), hardware=str(mine), requests=1, as_decode=True).load()
     log = loaded.log(parse("lru"), loaded.all_experts)
     timing, layers, top_k = loaded.timing(parse("lru")), loaded.trace.layers, loaded.trace.top_k
     steps = loaded.trace.steps(0)
@@ -210,7 +210,7 @@ def test_a_step_in_which_all_is_there_takes_the_sum_of_the_tables(mine):
 
 def test_a_sweep_plays_a_cell_anew_when_the_profiles_content_has_changed(mine):
     def keys():
-        loaded = Setup(demo_trace(), hardware=str(mine)).load()
+        loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
         return key(loaded, parse("lru"), 80)
 
     text, before = mine.read_text(), keys()
@@ -226,7 +226,7 @@ def test_both_engines_play_from_the_tables_alike(mine):
     grid = Grid((parse("lru"), parse("eamc")), {"25%": 80})
 
     def rows(engine):
-        return played(Setup(demo_trace(), hardware=str(mine), requests=2, engine=engine).load(), grid).rows
+        return played(Setup(str(demo_trace()), hardware=str(mine), requests=2, engine=engine).load(), grid).rows
 
     assert rows("compiled") == rows("simpy")
     assert {row["hardware"] for row in rows("compiled")} == {"mine (measured)"}

@@ -70,7 +70,7 @@ class LruInPython(RetentionPolicy):
         self.recency[expert] = serial
 
     def victim(self, evictable: Int) -> int:
-        return min(evictable.tolist(), key=lambda expert: (self.recency[expert], expert))
+        return int(min(evictable.tolist(), key=lambda expert: (self.recency[expert], expert)))
 
 
 def test_a_policy_that_names_its_victims_in_python_plays_as_the_compiled_one() -> None:

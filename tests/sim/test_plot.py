@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from sim.results.plot import draw, figure, wrapped
@@ -38,8 +39,8 @@ def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
     drawn = figure([*rows("lru"), *rows("eamc"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
     lines = {line.get_label(): line for line in drawn.axes[0].get_lines()}
     assert list(lines) == ["lru", "eamc", "belady (bound)", "one token's experts"]
-    assert list(lines["lru"].get_xdata()) == pytest.approx([10, 25, 50])
-    assert list(lines["lru"].get_ydata()) == [90, 75, 50]
+    assert np.asarray(lines["lru"].get_xdata()).tolist() == pytest.approx([10, 25, 50])
+    assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
 
 
 def test_a_long_policy_is_broken_before_its_options_and_nothing_of_it_is_lost():

@@ -18,6 +18,7 @@ from sim.profiles.timing import Roofline
 from sim.sweep.grid import Grid, played
 from sim.sweep.setup import Setup
 from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -35,9 +36,8 @@ class Mine(ScorePolicy):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = synthetic(3, tokens=6, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=3, prompt_tokens=4)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
     folder = tmp_path_factory.mktemp("home") / "tiny"
-    write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), folder)
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), folder)
     (folder.parent / "mine.py").write_text(OWN)
     return folder
 

@@ -4,6 +4,8 @@ import gzip
 import json
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -15,6 +17,7 @@ from sim.results.metrics import summarise
 from sim.sweep.setup import Setup
 from sim.timeline import window as timeline_window
 from sim.timeline.window import WHOLE, Window
+from tests.support.tiny import SIZES
 from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -24,8 +27,7 @@ from traces.writer import write_trace
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     made = synthetic(4, tokens=8, layers=3, experts=16, top_k=2, seed=3, prompt_tokens=3)
-    sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
-    write_trace(replace(made, meta=replace(made.meta, model="tiny", **sizes)), home / "tiny")
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", **SIZES)), home / "tiny")
     (home / "file").touch()
     return home
 
@@ -119,13 +121,12 @@ def test_a_long_run_shows_its_beginning_unasked_and_is_played_whole(moe_sim_run,
 
 
 def test_unasked_a_run_of_at_most_two_thousand_steps_is_shown_whole():
-    class Steps:
-        def __init__(self, *phases):
-            self.phase = np.array(phases, np.uint8)
+    def steps(*phases: int) -> Any:
+        return SimpleNamespace(phase=np.array(phases, np.uint8))
 
-    assert timeline_window.unasked([Steps(*[DECODE] * 1_000), Steps(*[DECODE] * 1_000)]) == WHOLE
-    assert timeline_window.unasked([Steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
-    assert timeline_window.unasked([Steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
+    assert timeline_window.unasked([steps(*[DECODE] * 1_000), steps(*[DECODE] * 1_000)]) == WHOLE
+    assert timeline_window.unasked([steps(*[DECODE] * 2_001)]) == Window("decode steps", 0, 100, stops=False)
+    assert timeline_window.unasked([steps(PREFILL)] * 2_001) == Window("requests", 0, 100, stops=False)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -17,14 +18,14 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Roofline, host_link
 from sim.sweep.setup import Setup
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
 LAYERS, EXPERTS = 3, 4
 TOKEN = LAYERS * EXPERTS
-EXPERT_BYTES = 73_728
-SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": EXPERT_BYTES}
+EXPERT_BYTES = SIZES["expert_bytes"]
 
 LINK_ALONE = """
 title = "a machine on which only the link takes time"
@@ -96,7 +97,7 @@ def test_latency_and_bytes_share_the_elasticity(home):
 
 def test_one_more_slot_is_worth_everything_where_it_completes_a_token(home):
     """One slot short, LRU misses one expert of each layer; with it, none."""
-    setup = {"warmup_requests": 1, "hardware": str(home / "link.toml")}
+    setup: dict[str, Any] = {"warmup_requests": 1, "hardware": str(home / "link.toml")}
     effects, found, _ = measured(home, "every", slots=TOKEN - 1, **setup)
     assert found.row["misses"] == 2 * 6 * LAYERS
     size = found.effects[0]
@@ -121,12 +122,13 @@ def test_with_the_whole_model_cached_the_link_has_no_effect_at_all(home):
 def test_the_machines_parameters_are_the_fields_that_durations_depend_on(home):
     """Of a profile's numbers, moving one of MACHINE changes some duration; moving any other changes none."""
     loaded = Setup(home / "some").load()
-    machine = hardware("a5000")
+    machine, profile = hardware("a5000"), loaded.profile
+    assert profile
 
     def durations(one):
-        timing = Roofline(one, loaded.profile)
+        timing = Roofline(one, profile)
         computed = [(timing.dense_ns(0, n, n), timing.expert_ns(n), timing.combine_ns(n)) for n in (1, 10**7)]
-        return computed, timing.head_ns(1), host_link(one, loaded.profile)
+        return computed, timing.head_ns(1), host_link(one, profile)
 
     numbers = [field.name for field in dataclasses.fields(machine) if isinstance(getattr(machine, field.name), float)]
     assert len(numbers) == 11
@@ -140,10 +142,12 @@ def test_the_machines_parameters_are_the_fields_that_durations_depend_on(home):
 
 def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
     """Options, chunk and cache size by another way; the predictor's cost is held, also where options move it."""
-    policy, setup = "eamc:cosine=rows:replacement=k-means", {"chunk_bytes": 20_000, "warmup_requests": 1}
+    policy = "eamc:cosine=rows:replacement=k-means"
+    setup: dict[str, Any] = {"chunk_bytes": 20_000, "warmup_requests": 1}
     effects, _, left_out = measured(home, "some", policy, 16, **setup)
     loaded = Setup(home / "some", **setup).load()
     cost = loaded.predictor_us(parse(policy))
+    assert cost is not None
     assert cost != loaded.predictor_us(parse(f"{policy}:capacity=96")), "not the preset that was measured any more"
     for name, typed, slots, changed in (
         ("capacity", f"{policy}:capacity=96", 16, {}),
@@ -235,9 +239,9 @@ def test_options_are_typed_where_they_belong(text, names, moved):
 
 def test_written_values_are_read_back_as_they_are():
     for value in (True, False, 3, 0.1, 1e-8, 1.5e300, -math.inf, "rows"):
-        assert "+" not in value_text(value)
-        read = {bool: lambda text: text == "true"}.get(type(value), type(value))
-        assert read(value_text(value)) == value
+        text = value_text(value)
+        assert "+" not in text
+        assert (text == "true" if isinstance(value, bool) else type(value)(text)) == value
 
 
 @pytest.fixture
@@ -308,6 +312,8 @@ def test_an_option_that_a_half_does_not_have_is_no_option():
 def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):
     """Tables have no link to move; what the policy was measured to cost there stays."""
     loaded = Setup(trace=str(home / "every"), hardware=str(home / "link.toml")).load()
+    assert loaded.profile
+    assert loaded.hardware
     table = ((1, 1, 10),)
     measured = MeasuredModel(
         model=loaded.profile.name,

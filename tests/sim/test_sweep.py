@@ -12,11 +12,11 @@ from sim.sweep.setup import Requests, Setup
 from sim.sweep.store import Store
 from sim.sweep.winner import Winner
 from sim.sweep.workers import Local
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
-SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
 
 
@@ -59,7 +59,7 @@ def test_results_do_not_depend_on_the_number_of_workers(folder):
 
 
 def test_all_requests_are_reported_as_played(folder):
-    loaded, told = Setup(folder).load(), []
+    loaded, told = Setup(folder).load(), list[int]()
     played(loaded, grid("lru,belady"), advance=told.append)
     assert sum(told) == 4 * 4
 
@@ -169,7 +169,7 @@ def test_an_interrupted_sweep_keeps_what_was_finished_and_goes_on_to_the_same_fi
     assert sorted(zip(rows["cache_experts"], rows["policy"], strict=True)) == [(16, "lfu"), (16, "lru")]
     assert set(pd.read_parquet(cut / "cells" / "requests")["cell"]) == set(rows["cell"])
     assert {file.name for file in cut.iterdir()} == {"cells"}
-    store, again = Store(cut), []
+    store, again = Store(cut), list[int]()
     sweep([table], store, advance=again.append)
     assert sum(again) == 4 * 4  # the two cells that were missing, and Belady's two
     save([outcome(table, store)], store, cut)
@@ -181,7 +181,7 @@ def test_an_interrupted_sweep_keeps_what_was_finished_and_goes_on_to_the_same_fi
 def test_a_larger_grid_plays_only_what_a_finished_sweep_has_not(folder, tmp_path):
     loaded = Setup(folder).load()
     first, _ = saved(loaded, grid("lru", **{"25%": 16}), tmp_path)
-    table, store, told = Table(loaded, grid("lru,lfu"), tmp_path), Store(tmp_path), []
+    table, store, told = Table(loaded, grid("lru,lfu"), tmp_path), Store(tmp_path), list[int]()
     sweep([table], store, advance=told.append)
     assert sum(told) == 4 * (4 - 1 + 2)
     found = outcome(table, store)

@@ -230,7 +230,7 @@ def test_slots_hold_one_expert_each_and_lose_what_the_log_says_was_evicted() -> 
 
 
 def test_queues_end_empty_and_at_most_two_transfers_are_under_way() -> None:
-    seen: Counter[str] = Counter()
+    seen: Counter[tuple[str, bool]] = Counter()
 
     def check(run: Drawn, shown: Shown, log: RunLog) -> None:
         for e in shown.counters:

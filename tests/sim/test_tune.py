@@ -20,6 +20,7 @@ from sim.sweep.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
 from sim.tuning.tune import Halves, Search, save, tune
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -27,7 +28,6 @@ from traces.writer import write_trace
 pytest.importorskip("optuna")
 
 COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
-SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
 LAYERS, EXPERTS, USED, TOP_K, SLOTS = 3, 16, 12, 2, 12
 SHAPE = Shape(LAYERS, EXPERTS)
 
@@ -126,7 +126,7 @@ def test_the_known_best_is_found_and_judged_on_the_other_requests(home, tmp_path
     assert found.gains[1] == pytest.approx(1 - found.best.second / found.typed.second)
     assert not found.overfit
     values = {trial.options["number"]: trial.value for trial in found.trials}
-    assert min(values, key=values.get) == 9
+    assert min(values, key=values.__getitem__) == 9
     assert len(values) > 5, "it did not have to try them all"
 
 
@@ -188,7 +188,7 @@ def test_a_search_that_goes_on_anywhere_has_the_same_end(home, tmp_path, cut):
     (tmp_path / "cut" / NAME).write_bytes(b"".join(lines[: head + cut]) + lines[head + cut][:20])
     journal = Journal(tmp_path / "cut")
     assert len(journal.trials) == cut
-    played = []
+    played = list[int]()
     assert tune(search, journal, played.append) == whole
     assert sum(played) <= search.requests(cut)
     assert len(Journal(tmp_path / "cut").trials) == 14
@@ -248,6 +248,7 @@ def test_a_typed_space_is_read_by_the_options_types():
         "split": (True, False),
         "eps": (0.0, 1e-8),
     }
+    assert isinstance(space[0], Range)
     assert isinstance(space[0].low, int)
     assert isinstance(space[4], Choices)
     again = space_of(parse("eamc"), SHAPE, ":".join(each.text for each in space))
@@ -258,6 +259,7 @@ def test_a_typed_space_is_read_by_the_options_types():
 
 def test_drawn_decimals_are_short_and_stay_in_their_range():
     (dimension,) = space_of(parse("lrfu"), SHAPE, "decay=0.0001..0.12345")
+    assert isinstance(dimension, Range)
     assert dimension.log
     assert dimension.value(0.0123456789) == 0.01235
     (whole,) = space_of(parse("clock"), SHAPE, "bits=1..8")

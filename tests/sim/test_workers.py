@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,11 +21,11 @@ from sim.sweep.grid import Grid, Table, outcome, played, save, sweep
 from sim.sweep.setup import Setup
 from sim.sweep.store import Store
 from sim.sweep.workers import Cluster, Local, Task
+from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
-SIZES = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
 GRID = Grid(tuple(map(parse, ("lru", "clock", "eamc", "lru+popular"))), {"25%": 16, "50%": 32})
 REQUESTS = 12
 
@@ -51,7 +52,7 @@ def alone(loaded, tmp_path_factory):
 
 @pytest.mark.parametrize("engine", ["auto", "simpy"])
 def test_three_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path, engine):
-    told = []
+    told = list[int]()
     setup = replace(loaded.setup, engine=engine)
     assert files(setup.load(), tmp_path, Local(3), told.append) == alone
     assert sum(told) == REQUESTS * len(GRID.cells())
@@ -144,6 +145,7 @@ def test_processes_end_with_the_sweep_that_is_killed(loaded):
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", ORPHANS, loaded.setup.trace]
     with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as sweeping:
+        assert sweeping.stdout
         worker = Path("/proc") / sweeping.stdout.readline().strip()
         assert worker.exists()
         sweeping.kill()
@@ -216,7 +218,8 @@ def here_alone() -> PolicySpec:
 
 def test_a_policy_that_only_this_process_knows_plays_in_it(loaded):
     here = here_alone()
-    grid = Grid((here, "lru+none", parse("clock")), {"25%": 16})
+    policies: tuple[Any, ...] = (here, "lru+none", parse("clock"))  # text too: a grid takes whatever `parse` does
+    grid = Grid(policies, {"25%": 16})
     with_lru = {row["policy"]: row for row in played(loaded, grid, workers=2).rows}
     assert list(with_lru) == ["Here", "lru+none", "clock"]
     assert with_lru["Here"]["misses"] == with_lru["lru+none"]["misses"] > 0

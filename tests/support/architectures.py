@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.models.auto import modeling_auto
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from tests.support.tokenizer import byte_tokenizer
 from tracer.architectures import architectures
@@ -163,7 +163,7 @@ def tiny_model(architecture: str, **changes: Any) -> Any:
 
 def _model_class(architecture: str) -> tuple[str, str]:
     """Model type and class of what a user loads: a text model that generates, if there is one."""
-    types = [t for t in CONFIG_MAPPING_NAMES if model_type_to_module_name(t) == architecture]
+    types = [t for t in CONFIG_MAPPING if model_type_to_module_name(t) == architecture]
     types.sort(key=lambda t: not t.endswith("_text"))
     for mapping in AUTO:
         for model_type in types:

@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from collections.abc import Sequence
+from typing import cast
 
 from policies.core.policy import Requests, Shape
 from policies.core.spec import PolicySpec
@@ -74,27 +75,32 @@ class Watching(Device):
 
     watch: Watch
 
+    @property
+    def _real(self) -> Device:
+        """The device behind this class, as its own methods see it."""
+        return cast(Device, super())
+
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         self.watch.copy(expert, slot, first, last)
-        super().copy(expert, slot, first, last)
+        self._real.copy(expert, slot, first, last)
 
     def dense(self, layer: int, tokens: int, context: int) -> None:
         self.watch.dense(layer)
-        super().dense(layer, tokens, context)
+        self._real.dense(layer, tokens, context)
 
     def experts(self, works: Sequence[Work]) -> None:
         for expert, slot, _ in works:
             self.watch.expert(expert, slot)
-        super().experts(works)
+        self._real.experts(works)
 
     def next_completion(self) -> Completion:
-        completion = super().next_completion()
+        completion = self._real.next_completion()
         self.watch.ended(completion)
         return completion
 
     def discard_copies(self) -> None:
         """A device that waits for what flies reports it first."""
-        super().discard_copies()
+        self._real.discard_copies()
         self.watch.discarded()
 
 

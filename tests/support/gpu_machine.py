@@ -34,7 +34,7 @@ from tests.support.fake_gpu import FakeGpu  # noqa: E402
 from tests.support.tiny import TINY  # noqa: E402
 
 real = model_profile.model
-model_profile.model = lambda name: dataclasses.replace(real(name), **TINY)  # type: ignore[arg-type]
+model_profile.model = lambda text: dataclasses.replace(real(text), **TINY)
 gpu_check.FULL_TOKENS, gpu_check.BUFFER_BYTES = 20, 1 << 16
 gpu_check.SHORT_TOKENS = {"olmoe-1b-7b": 20}
 record = Record.open(Path(sys.argv[1]), resume=False)

@@ -38,7 +38,7 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     density = integer(1, 4)
 
     def duration() -> int:
-        return choice(0, integer(0, longest), integer(0, longest))
+        return int(choice(0, integer(0, longest), integer(0, longest)))
 
     def event() -> list[list[int]]:
         if integer(0, 9) == 0:

@@ -51,7 +51,7 @@ def draw(integer: Callable[[int, int], int]) -> Run:
     density, most_tokens = integer(1, 4), choice(1, 3)
 
     def duration() -> int:
-        return choice(0, integer(0, longest), integer(0, longest))
+        return int(choice(0, integer(0, longest), integer(0, longest)))
 
     def event() -> list[list[int]]:
         if integer(0, 9) == 0:

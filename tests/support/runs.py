@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from policies.core import dispatch, runner
-from policies.core.policy import Listener, Prefetcher, RetentionPolicy, Shape
+from policies.core.policy import Int, Listener, Prefetcher, RetentionPolicy, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
@@ -106,7 +106,7 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
     tokens = [integer(1, 5) if phase == PREFILL or integer(0, 5) == 0 else 1 for phase in phases]
     density = integer(1, 4)
 
-    def choices() -> tuple[Any, ...]:
+    def choices() -> tuple[Int, Int, Int]:
         events = [
             [(layer * E + e, integer(1, n)) for e in range(E) if integer(1, 4) <= density] if integer(0, 9) else []
             for n in tokens

@@ -1,6 +1,6 @@
 """When two traces, or a trace and its shards, are the same."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 
 import numpy as np
@@ -35,7 +35,7 @@ def assert_same_steps(one: RequestSteps, other: RequestSteps) -> None:
             assert getattr(a, "dtype", None) == getattr(b, "dtype", None)
 
 
-def assert_same_shards(whole: Trace, shards: Shards, order: Iterator[int] | None = None) -> None:
+def assert_same_shards(whole: Trace, shards: Shards, order: Iterable[int] | None = None) -> None:
     for name in ("name", "meta", "layers", "num_experts", "top_k", "phases", "has_lookahead"):
         assert getattr(whole, name) == getattr(shards, name), name
     pd.testing.assert_frame_equal(whole.requests, shards.requests)

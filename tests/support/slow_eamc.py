@@ -3,7 +3,7 @@
 import numpy as np
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Event, Shape
+from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.spec import parse
 from policies.eamc.options import EamcOptions
 from traces.steps import RequestSteps
@@ -20,7 +20,7 @@ def mean_of_rows(a, b, rows) -> float:
 
 def nearest(similarities, n) -> list[int]:
     """Of entries in order of age: the n most similar, ties to the oldest."""
-    left, chosen = dict(enumerate(similarities)), []
+    left, chosen = dict(enumerate(similarities)), list[int]()
     while left and len(chosen) < n:
         greatest = max(left.values())
         chosen.append(min(c for c, similarity in left.items() if similarity >= greatest * (1 - 1e-12)))
@@ -35,7 +35,7 @@ def slow_representatives(eams, k) -> list[int]:
     def scaled(eam):
         return np.array([row / np.sqrt((row * row).sum()) if row.any() else row * 0.0 for row in eam.astype(float)])
 
-    centres, groups = [scaled(eam) for eam in eams[:k]], None
+    centres, groups = [scaled(eam) for eam in eams[:k]], list[int]()
     for _ in range(100):
         near = [[mean_of_rows(eam, centre, rows) for centre in centres] for eam in eams]
         before, groups = groups, [nearest(similarities, 1)[0] for similarities in near]
@@ -108,7 +108,7 @@ class SlowEamc:
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.shape, self.options = shape, options
         self.collections = [SlowCollection(shape, options) for _ in range(2 if options.split else 1)]
-        self.step = None
+        self.step: int | None = None
         self.ratio, self.known = np.zeros((shape.layers, shape.experts)), False
 
     def observe(self, event: Event) -> None:
@@ -176,6 +176,7 @@ def events(requests: list[RequestSteps], L: int, per_access: bool = False, first
 def compare(shape: Shape, options: EamcOptions, requests: list[RequestSteps], per_access: bool = False) -> int:
     """Hold `eamc` to its words, event by event; how many experts were proposed."""
     keeper, prefetcher = parse(policy_of(options)).build(shape)
+    assert isinstance(keeper, ScorePolicy)
     slow, proposed = SlowEamc(shape, options), 0
     for _, heard in events(requests, shape.layers, per_access):
         for event in heard:

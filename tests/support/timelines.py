@@ -58,7 +58,8 @@ class Shown:
             if "phase" in one.args:
                 found.append((one, [], []))
             else:
-                found[-1][1 if one.name.startswith("layer ") else 2].append(one)
+                _, layers, parts = found[-1]
+                (layers if one.name.startswith("layer ") else parts).append(one)
         return found
 
 

@@ -1,14 +1,16 @@
-"""Sizes that make any model's profile small, and a small profile."""
+"""Sizes that make any model's profile small, a small profile, and what a trace says of a small model."""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any
 
 from sim.profiles.model_profile import model
 
-TINY = {
-    "moe_layers": 3,
-    "experts": 8,
-    "top_k": 2,
+L, E, K = 3, 8, 2
+
+TINY: dict[str, Any] = {
+    "moe_layers": L,
+    "experts": E,
+    "top_k": K,
     "hidden_size": 32,
     "expert_intermediate_size": 24,
     "heads": 2,
@@ -17,8 +19,9 @@ TINY = {
     "kv_heads": 0,
 }
 
-L, E, K = TINY["moe_layers"], TINY["experts"], TINY["top_k"]
-
-PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **cast(Any, TINY))
+PROFILE = dataclasses.replace(model("olmoe-1b-7b"), **TINY)
 
 SIZE = PROFILE.expert_bytes
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 73_728}
+"""Of an expert, as the metadata of a trace have them."""

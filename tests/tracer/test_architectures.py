@@ -267,10 +267,10 @@ class Remote(nn.Module):
         torch.manual_seed(1)
         self.config = PretrainedConfig()
         self.embed = nn.Embedding(257, 16)
-        self.layers = nn.ModuleList(block(k) for _ in range(3))
+        self.layers: Any = nn.ModuleList(block(k) for _ in range(3))
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> torch.Tensor:
-        hidden = self.embed(input_ids)
+        hidden: torch.Tensor = self.embed(input_ids)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
         return hidden

@@ -366,6 +366,7 @@ def test_code_that_comes_with_a_model_runs_only_if_trusted(
     assert trace.token_id is not None
     hidden = model.embed(torch.from_numpy(trace.token_id).long())[None]
     for number, layer in enumerate(model.layers):
+        assert isinstance(layer, remote_code.Block)
         chosen = layer.gate(hidden[0]).topk(2).indices.sort().values
         assert np.array_equal(np.sort(trace.experts[:, number]), chosen.numpy())
         hidden = hidden + layer(hidden)

@@ -1,6 +1,6 @@
 """What the hook makes of layers' choices: passes, weights, gate probabilities, lookahead, and what it refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,9 +43,9 @@ class Odd(nn.Module):
         self.layers = nn.ModuleList(FewExperts() for _ in calls)
         self.towers = nn.ModuleList(FewExperts() for _ in range(2))
         self.weight = nn.Parameter(torch.zeros(1))
-        self.index = [[3, 1]] * len(calls)
+        self.index: Sequence[Sequence[float]] = [[3, 1]] * len(calls)
         self.weights = [1.0, 1.0]
-        self.order = range(len(calls))
+        self.order: Sequence[int] = range(len(calls))
 
     def forward(self, input_ids: Tensor) -> None:
         hidden = torch.zeros(input_ids.numel(), 3)
@@ -76,7 +76,8 @@ class TestPasses:
             hook.model(IDS[:, :1])
             assert [seen.ids.tolist() for seen in hook.passes] == [[[[3, 1]] * 2] * 10, [[[3, 1]] * 2]]
             assert all(seen.ids.dtype == np.int32 and seen.stack == 0 for seen in hook.passes)
-            assert all(seen.weights is seen.gate_probs is seen.lookahead is None for seen in hook.passes)
+            for seen in hook.passes:
+                assert (seen.weights, seen.gate_probs, seen.lookahead) == (None, None, None)
             hook.clear()
             assert not hook.passes
 
@@ -180,7 +181,8 @@ class TestLayers:
 
     def test_different_numbers_of_experts_are_refused(self) -> None:
         model = Odd([1, 1])
-        model.layers[1].num_experts = 5
+        second: Any = model.layers[1]
+        second.num_experts = 5
         assert "layers.1 has 5 routed experts, the layers before it 4" in refused(model)
 
     def test_another_number_of_tokens_is_refused(self) -> None:
@@ -269,15 +271,15 @@ class TestGateProbs:
         assert "gate probabilities of layers.0 cannot be recorded" in refused(Odd([1, 1]), gate_probs=True)
 
 
-def softmax_router(gate: Any, states: Tensor) -> Tensor:
+def softmax_router(gate: Any, states: Tensor) -> Any:
     return (states @ gate.weight.T).topk(2).indices
 
 
-def biased_router(router: Any, states: Tensor) -> Tensor:
+def biased_router(router: Any, states: Tensor) -> Any:
     return (states @ router.weight.T + router.bias).topk(2).indices
 
 
-def grouped_router(gate: Any, states: Tensor) -> Tensor:
+def grouped_router(gate: Any, states: Tensor) -> Any:
     scores = (states @ gate.weight.T).sigmoid() + gate.e_score_correction_bias
     of_groups = scores.view(-1, 4, 2)
     best = of_groups.sum(-1).topk(2).indices
@@ -344,6 +346,7 @@ class TestLookahead:
                 run(hook.model)
             first, second = (seen.lookahead for seen in hook.passes)
         assert first is not None
+        assert second is not None
         assert (first[:, 0] == -1).all()
         assert np.array_equal(first, second)
 
@@ -382,5 +385,6 @@ class TestLookahead:
         alone = observed(model, wanted=("lookahead",))[1][0]
         all_of_it = observed(model, wanted=("weights", "gate_probs", "lookahead"))[1][0]
         assert alone.lookahead is not None
+        assert all_of_it.lookahead is not None
         assert np.array_equal(alone.lookahead, all_of_it.lookahead)
         assert np.array_equal(alone.ids, merged(observed(model)[1]))

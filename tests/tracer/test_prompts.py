@@ -248,7 +248,12 @@ def test_options_come_before_what_is_known_of_a_dataset(tmp_path: Path) -> None:
     "column", ["response", "completion", "output", "answer", "target", "targets", "reference", "canonical_solution"]
 )
 def test_responses_are_found_by_usual_names(tmp_path: Path, column: str) -> None:
-    rows = [{"prompt": "a"}, {"prompt": "b", column: "B"}, {"prompt": "c", column: 3}, {"prompt": "d", column: None}]
+    rows: list[dict[str, Any]] = [
+        {"prompt": "a"},
+        {"prompt": "b", column: "B"},
+        {"prompt": "c", column: 3},
+        {"prompt": "d", column: None},
+    ]
     assert [p.responses for p in read(tmp_path, "f.jsonl", lines(rows))] == [(), ("B",), ("3",), ()]
 
 

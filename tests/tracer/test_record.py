@@ -269,7 +269,7 @@ def test_forced_responses_are_recorded_as_decoded(tmp_path: Path, monkeypatch: p
 
 
 def test_tokens_are_drawn_by_the_seed(tmp_path: Path) -> None:
-    made = [
+    made: list[Any] = [
         recorded(tiny("mixtral"), tmp_path / str(n), sampling=Sampling(temperature), seed=seed).token_id
         for n, (temperature, seed) in enumerate([(0.0, 0), (1.0, 0), (1.0, 0), (1.0, 1)])
     ]

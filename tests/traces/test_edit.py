@@ -3,6 +3,7 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from traces.trace import Trace, concatenate
 from traces.writer import write_trace
 
 
-def made(folder: Path, name: str, seed: int, **changes: object) -> Path:
+def made(folder: Path, name: str, seed: int, **changes: Any) -> Path:
     trace = synthetic(6, 4, 2, 8, 2, seed=seed, prompt_tokens=2)
     requests = trace.requests.assign(id=[f"{name}{r}" for r in range(6)])
     write_trace(replace(trace, requests=requests, meta=replace(trace.meta, **changes)), folder / name)

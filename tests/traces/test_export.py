@@ -121,7 +121,8 @@ def test_an_npz_comes_back_as_the_same_trace(trace: Trace, phase: Phases) -> Non
         assert np.array_equal(getattr(made, name), getattr(trace, name)) or getattr(trace, name) is None
     assert made.meta == replace(trace.meta, mode="import", tools=made.meta.tools)
     frames = [one.requests.drop(columns="mode").astype(object) for one in (made, trace)]
-    pd.testing.assert_frame_equal(*(frame.where(frame.notna(), None).reset_index(drop=True) for frame in frames))
+    ours, theirs = (frame.where(frame.notna(), None).reset_index(drop=True) for frame in frames)
+    pd.testing.assert_frame_equal(ours, theirs)
 
 
 @given(strategies.traces())

@@ -96,7 +96,7 @@ def test_a_folder_of_arrays_is_a_request_for_each_file(tmp_path: Path) -> None:
 def test_a_request_of_one_generated_token_is_its_prompt(tmp_path: Path) -> None:
     answer = vllm_answer(TRACE, 0, apart=True)
     answer["usage"]["completion_tokens"] = 1
-    for generated in ([], answer["choices"][0]["routed_experts"][:1]):
+    for generated in (list[Any](), answer["choices"][0]["routed_experts"][:1]):
         answer["choices"][0]["routed_experts"] = generated
         made, notes = import_dump(write_lines(tmp_path / "a.jsonl", [answer]), options=E8)
         assert np.array_equal(made.experts, TRACE.experts[:5])
