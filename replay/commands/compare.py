@@ -185,10 +185,8 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
 def table(cells: "list[Row]", ceiling_gbps: float | None) -> "Table":
     """A line for each cell of one mode; errors are predicted / measured - 1."""
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
-    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gbps else []), gap=1)
+    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gbps else []), gap=1, fold=True)
     shown.title, shown.title_justify = cells[0]["mode"], "left"
-    policy = shown.columns[0]
-    policy.no_wrap, policy.overflow, policy.min_width = False, "fold", 10
     for cell in cells:
         off, rate = cell["errors"], cell["measured"]["copy_gbps"]
         of_ceiling = (f"{rate / ceiling_gbps:.0%}" if rate else "-",) if ceiling_gbps else ()

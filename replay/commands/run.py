@@ -1,9 +1,9 @@
 """The command `moe-replay run`: play one cell on a device, in closed loop, and set it beside what is predicted."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -62,13 +62,9 @@ def run(
 
     if min_gbps is not None and not 0 < min_gbps < math.inf:
         raise InputError(f"--min-gbps {min_gbps}: must be above 0 and finite")
-    given = options.setup_fields(cell, played)
-    request = _of_sweep(from_, cell, given) if from_ else _as_typed(cell, played)
+    request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
     choice = _choose(request, on, verify=verify, nvtx=nvtx)
-    if not output.quiet:
-        options.note_defaults(request.defaults)
-        for note in (*request.notes, _scope(request, choice, on.device), *_unpriced(choice)):
-            console.note(note)
+    output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice))
     folder = output.folder(choice.loaded.setup.trace, "-replay")
     if output.resume and output.overwrite:
         raise InputError("--resume keeps what was measured and --overwrite drops it: leave one out")
@@ -99,22 +95,21 @@ class Request:
     cache_size: str
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
     whole: bool = True  # play all that the setup names, however long
-    defaults: Mapping[str, bool] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
 
 
 def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
     setup = options.setup_of(cell, played)
     policy = cell.policy or options.POLICY
-    return Request(setup, policy, cell.size, whole=played.requests is not None, defaults=cell.defaults(setup))
+    return Request(setup, policy, cell.size, whole=played.requests is not None, notes=cell.taken(setup))
 
 
-def _of_sweep(folder: Path, cell: CellOptions, given: Mapping[str, Any]) -> Request:
+def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
     from sim.sweep import winner
 
     swept, winners = winner.read(folder)
-    setup = replace(swept, untimed=False, **given)
+    setup = replace(swept, untimed=False, **options.setup_fields(cell, played))
     if cell.policy and cell.cache_size:
         return Request(setup, cell.policy, cell.cache_size)
     sizes = {one.cache_size: one for one in winners}
@@ -127,8 +122,7 @@ def _of_sweep(folder: Path, cell: CellOptions, given: Mapping[str, Any]) -> Requ
     note = f"taking {best.policy}, the winner of {folder} at {size}"
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
-    notes = () if cell.policy else (note,)
-    return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=notes)
+    return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
 
 
 def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":

@@ -112,24 +112,25 @@ class CellOptions:
         loaded.require(policy, slots)
         return policy, slots
 
-    def announce(self, loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> None:
+    def announce(self, loaded: "Loaded", policy: "PolicySpec", slots: int, output: "OutputOptions") -> None:
         """Print which defaults were taken, and the warnings about the cell."""
         from sim.sweep import report
         from sim.sweep.grid import Grid
 
-        if not quiet:
-            note_defaults(self.defaults(loaded.setup))
+        output.note(*self.taken(loaded.setup))
         for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
             console.warn(warning)
 
-    def defaults(self, setup: "Setup") -> dict[str, bool]:
-        """Return the defaults, and which of them were taken."""
-        return {
-            f"the shipped trace {setup.trace}": not self.trace,
-            f"policy {POLICY}": not self.policy,
-            f"cache size {CACHE_SIZE}": not self.cache_size,
-            f"hardware {setup.hardware}": not self.hardware and not setup.untimed,
-        }
+    def taken(self, setup: "Setup") -> list[str]:
+        """Return the note on the defaults that were taken, if any was."""
+        return taken(
+            {
+                f"the shipped trace {setup.trace}": not self.trace,
+                f"policy {POLICY}": not self.policy,
+                f"cache size {CACHE_SIZE}": not self.cache_size,
+                f"hardware {setup.hardware}": not self.hardware and not setup.untimed,
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,9 @@ class OutputOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
     quiet: Quiet = False
 
-    def note(self, text: str) -> None:
-        """Print a line on standard error, unless quiet."""
-        if not self.quiet:
+    def note(self, *texts: str) -> None:
+        """Print lines on standard error, unless quiet."""
+        for text in () if self.quiet else texts:
             console.note(text)
 
     def show(self, value: Callable[[], object], parts: "Callable[[], Iterable[str | Table]]") -> None:
@@ -176,10 +177,10 @@ class ResumableOptions(ResultOptions):
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds.")] = False
 
 
-def note_defaults(defaults: Mapping[str, bool]) -> None:
-    """Print which defaults were taken."""
-    if taken := [text for text, is_taken in defaults.items() if is_taken]:
-        console.note(f"taking {', '.join(taken)}")
+def taken(defaults: Mapping[str, bool]) -> list[str]:
+    """Return the note on those defaults that were taken, if any was."""
+    texts = [text for text, is_taken in defaults.items() if is_taken]
+    return [f"taking {', '.join(texts)}"] if texts else []
 
 
 def typed(*groups: object, **others: Any) -> dict[str, Any]:

@@ -21,14 +21,16 @@ def cell_title(row: "Row", machine: str | None) -> str:
     return f"{row['model']}{where}: {row['policy']}, {row['cache_experts']} slots ({share} of the experts); {played}"
 
 
-def table(*headings: str, left: int = 1, gap: int = 0) -> "Table":
-    """Return a plain table; its first columns are flush left, the others flush right."""
+def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "Table":
+    """Return a plain table; its first columns are flush left (and fold), the others flush right."""
     from rich import box
     from rich.table import Table
 
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0))
     for i, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
+    if fold:
+        shown.columns[0].no_wrap, shown.columns[0].overflow, shown.columns[0].min_width = False, "fold", 10
     return shown
 
 

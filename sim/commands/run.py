@@ -65,7 +65,7 @@ def run(
     spec, slots = cell.chosen(loaded)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
-    cell.announce(loaded, spec, slots, output.quiet)
+    cell.announce(loaded, spec, slots, output)
     if timeline:
         window = window or timeline_window.unasked(Requests(loaded.trace))
         row = _shown(loaded, spec, slots, timeline, window, not no_slots, output)

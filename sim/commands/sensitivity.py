@@ -47,7 +47,7 @@ def sensitivity(
     variants, left_out = plan(point, share)
     folder = output.folder(setup.trace, "/sensitivity")
     writable(folder, NAMES)
-    cell.announce(loaded, spec, slots, output.quiet)
+    cell.announce(loaded, spec, slots, output)
     compiled = (loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
     compiling.start_if_needed(compiled, output.quiet)
     with report.progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:

@@ -85,14 +85,12 @@ def sweep(
         engine=engine,
     )
     asked = {**(read(config) if config else {}), **given}
-    made, taken = _with_defaults(asked)
+    made, defaults = _with_defaults(asked)
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
     tables = _tables(made, folder)
-    if not output.quiet:
-        options.note_defaults(taken)
-        _note_surprises(tables)
+    output.note(*options.taken(defaults), *_surprises(tables))
     players = Cluster(scheduler) if scheduler else Local(processes)
     with only_one(folder):
         store = _open(tables, folder, output)
@@ -181,20 +179,20 @@ def _folders(loaded: "Sequence[Loaded]") -> list[str]:
     return names
 
 
-def _note_surprises(tables: "list[Table]") -> None:
-    """Print what the sizes of experts come from, and which policies do less than their names say."""
+def _surprises(tables: "list[Table]") -> Iterator[str]:
+    """Yield what the sizes of experts come from, and which policies do less than their names say."""
     from sim.quantities import show_bytes
 
     for loaded in {table.loaded.setup.trace: table.loaded for table in tables}.values():
         if loaded.profile and not loaded.profile.hub_ids and not loaded.setup.model_profile:
-            console.note(f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace")
+            yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
         if recorded and counted and recorded != counted:
             sizes = f"{show_bytes(recorded)} where the trace was made, {show_bytes(counted)} in its model profile"
-            console.note(f"an expert has {sizes}, which counts")
+            yield f"an expert has {sizes}, which counts"
     fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetches]
     if fetching and not tables[0].loaded.hardware:
-        console.note(f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts")
+        yield f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts"
 
 
 def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":

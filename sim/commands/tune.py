@@ -70,7 +70,7 @@ def tune(
     )
     _refuse_another(journal, asked, resume)
     writable(folder, [TRIALS, BEST])
-    cell.announce(loaded, spec, slots, output.quiet)
+    cell.announce(loaded, spec, slots, output)
     output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
     if journal.trials:
         output.note(f"{len(journal.trials)} trials of before in {journal.path}")
@@ -132,8 +132,7 @@ def _table(found: "Found") -> "Table":
     from policies.core.grammar import value_text
 
     metric = METRICS[found.metric]
-    shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1)
-    shown.columns[0].no_wrap, shown.columns[0].overflow = False, "fold"
+    shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
     shown.add_row(
         f"{found.typed.policy} as typed", _figure(found.typed.first, found), _figure(found.typed.second, found)
     )
