@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Column, Table
 
+from sim.commands import options
 from sim.commands.adapt import adapt
 from sim.commands.analysis import analyze, compare
 from sim.commands.eamc import eamc
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
-from sim.commands.sweep import ENGINE_HELP, sweep
+from sim.commands.sweep import sweep
 from sim.commands.train import train_stride
 from sim.commands.tune import tune
 from traces import console
-from traces.errors import InputError
 
 if TYPE_CHECKING:
     from policies.core.catalog import PolicyInfo
@@ -52,20 +52,13 @@ def policies(
         found = [policy for policy in listed if policy.name == name]
         if not found:
             raise unknown("policy", name, [policy.name for policy in listed])
-        console.out.print(_whole(found[0]), markup=False, soft_wrap=True)
+        console.say(_whole(found[0]))
         return
-    table = Table(
-        Column("name", no_wrap=True),
-        "kind",
-        "what it does",
-        "options (defaults)",
-        box=None,
-        header_style="bold",
-    )
+    table = _table("name", "kind", "what it does", "options (defaults)")
     for policy in listed:
         options = f"= {policy.stands_for}" if policy.stands_for else _written(policy.options)
         table.add_row(policy.name, policy.kind + (", oracle" if policy.oracle else ""), policy.summary, options)
-    console.out.print(table)
+    console.say(table)
 
 
 def _whole(policy: "PolicyInfo") -> str:
@@ -80,6 +73,10 @@ def _whole(policy: "PolicyInfo") -> str:
     return "\n\n".join([head, "\n  ".join(lines), f"What differs: {policy.theory}"])
 
 
+def _table(name: str, *headings: str) -> Table:
+    return Table(Column(name, no_wrap=True), *headings, box=None, header_style="bold")
+
+
 def _written(options: dict[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in options.items())
 
@@ -90,16 +87,7 @@ def hardware() -> None:
     from sim import profiles
     from sim.profiles.hardware_profile import hardware as read
 
-    table = Table(
-        Column("name", no_wrap=True),
-        "GPU",
-        "memory",
-        "link",
-        "memory bandwidth",
-        "bf16",
-        box=None,
-        header_style="bold",
-    )
+    table = _table("name", "GPU", "memory", "link", "memory bandwidth", "bf16")
     for machine in map(read, profiles.names("hardware")):
         table.add_row(
             machine.name,
@@ -109,7 +97,7 @@ def hardware() -> None:
             f"{machine.memory_bandwidth_gb_per_s:,g} GB/s",
             f"{machine.compute_tflop_per_s:g} TFLOP/s",
         )
-    console.out.print(table)
+    console.say(table)
 
 
 @app.command()
@@ -119,26 +107,19 @@ def models() -> None:
     from sim.profiles.model_profile import model as read
     from sim.quantities import show_bytes
 
-    table = Table(
-        Column("name", no_wrap=True),
-        "layers x experts, top-k",
-        "expert",
-        "needed per token",
-        "models",
-        box=None,
-    )
+    table = _table("name", "layers x experts, top-k", "expert", "needed per token", "models")
     for profile in map(read, profiles.names("models")):
         shape = f"{profile.moe_layers} x {profile.experts}, {profile.top_k}"
         sizes = show_bytes(profile.expert_bytes), show_bytes(profile.token_bytes)
         table.add_row(profile.name, shape, *sizes, profile.hub_ids[0])
-    console.out.print(table)
+    console.say(table)
 
 
 @app.command()
 def conformance(
     cases: Annotated[Path, typer.Argument(help="One case a line, in the engine-neutral JSON format.")],
     out: Annotated[Path | None, typer.Option(help="File for the results; else standard output.")] = None,
-    engine: Annotated[str, typer.Option(help=ENGINE_HELP)] = "auto",
+    engine: options.Engine = None,
 ) -> None:
     """Play engine-neutral cases and write one result line for each.
 
@@ -150,13 +131,10 @@ def conformance(
     from sim.results.metrics import replacing
 
     if out is None:
-        run_file(cases, sys.stdout, engine)
+        run_file(cases, sys.stdout, engine or "auto")
         return
-    try:
-        with replacing(out) as part, part.open("w", encoding="utf-8") as lines:
-            run_file(cases, lines, engine)
-    except OSError as error:
-        raise InputError(f"cannot write to {out}: {error.strerror or error}") from error
+    with replacing(out) as part, part.open("w", encoding="utf-8") as lines:
+        run_file(cases, lines, engine or "auto")
 
 
 app.command()(analyze)

@@ -8,13 +8,18 @@ import sys
 from typing import NoReturn
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 
 from traces.errors import InputError
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
+
+
+def say(part: RenderableType) -> None:
+    """Print a line as it is, or a table, on standard output."""
+    out.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
 def note(text: str) -> None:

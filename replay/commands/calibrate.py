@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replay.commands.device_options import Dense
+from sim.commands import options
 from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.calibration.calibrate import Found
-
-POLICIES = "lru,eamc,eamc-blend"
 
 
 def calibrate(
@@ -24,15 +24,15 @@ def calibrate(
         list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is made up.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu or cuda.")] = "auto",
-    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = POLICIES,
+    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = options.COMPARED_POLICIES,
     repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
     ] = None,
-    dense: Annotated[str, typer.Option(help="real, or none: the experts alone.")] = "real",
+    dense: Dense = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where the passes differ by more than 3%.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    quiet: options.Quiet = False,
 ) -> None:
     """Measure this machine, and write a hardware profile.
 
@@ -81,16 +81,14 @@ def _tell(found: "Found", path: Path) -> None:
         model = found.settled(name)
         gb_per_s = model.expert_bytes / model.transfer_ns
         costs = ", ".join(f"{policy} {us:.1f}" for policy, us in model.predictor_us.items())
-        console.out.print(
+        console.say(
             f"{name}: an expert in {model.transfer_ns / 1e6:.4g} ms ({gb_per_s:.4g} GB/s); the host "
             f"{model.turnaround_ns / 1e3:.1f} us a layer, {model.launch_ns / 1e3:.1f} us an expert; "
             f"policies, us an event: {costs}",
-            soft_wrap=True,
-            markup=False,
         )
     apart, what = found.disagreement()
-    console.out.print(f"passes differ by at most {apart:.1%} ({what})", markup=False, soft_wrap=True)
-    console.out.print(f"wrote {path}: moe-sim --hardware {path}", markup=False, soft_wrap=True)
+    console.say(f"passes differ by at most {apart:.1%} ({what})")
+    console.say(f"wrote {path}: moe-sim --hardware {path}")
 
 
 @contextmanager

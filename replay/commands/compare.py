@@ -1,71 +1,53 @@
 """The command `moe-replay compare`: simulator and device on the same cells, their errors, and a verdict."""
 
+import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from traces import console, demo_trace
+from replay.commands.device_options import DeviceOptions, ReplayOptions
+from sim.commands import options
+from sim.commands.printed import table as plain_table
+from sim.commands.resuming import keeping, refuse_others, require_resume
+from traces import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from replay.comparison.record import Record
     from replay.comparison.sweep import Comparison
     from sim.results.metrics import Row
     from sim.sweep.setup import Loaded
 
-POLICIES = "lru,eamc,eamc-blend"
-CACHE_SIZES = "10%,25%,50%"
 MODES = "closed-loop,lockstep"
 
 
+@options.expanded
 def compare(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
-    policies: Annotated[str, typer.Option(help="As moe-sim names them; belady in lockstep is the floor.")] = POLICIES,
-    cache_sizes: Annotated[str, typer.Option(help="Shares (25%), experts (64) or bytes (8GiB).")] = CACHE_SIZES,
+    trace: options.Trace = None,
+    policies: options.Policies = options.COMPARED_POLICIES,
+    cache_sizes: options.CacheSizes = options.CACHE_SIZES,
     modes: Annotated[
         str, typer.Option(help="closed-loop: the policy decides on the device; lockstep: the simulator's decisions.")
     ] = MODES,
-    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), virtual, cpu or cuda.")] = "auto",
     hardware: Annotated[
         str | None,
         typer.Option(
-            help="TOML file of moe-replay calibrate; else the machine is measured before. virtual: a profile."
+            help="TOML file of moe-replay calibrate (virtual: a profile). Default: the machine is measured first."
         ),
     ] = None,
-    model_profile: Annotated[
-        str | None, typer.Option(help="Profile or TOML file with the shapes; else by the trace's model.")
-    ] = None,
+    *,
+    played: ReplayOptions,
+    on: DeviceOptions,
     max_error: Annotated[
-        float | None, typer.Option(help="Percent: fail where a TPOT mean is further off; else nothing fails.")
+        float | None, typer.Option(help="Fail if a TPOT mean is further off, in percent. Default: never.")
     ] = None,
-    repeat: Annotated[int, typer.Option(help="Play each cell N times: the spread is the noise.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME-compare.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on: play no cell again that --out holds.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells that --out holds.")] = False,
-    requests: Annotated[int | None, typer.Option(help="Only the first N; else about 1,000 steps of them.")] = None,
-    warmup_requests: Annotated[int, typer.Option(help="The first N are played, but not counted.")] = 0,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False,
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
-    ] = None,
-    host_dedup: Annotated[
-        int | None, typer.Option(help="Share N host buffers between all experts, where memory is short.")
-    ] = None,
-    pin: Annotated[str, typer.Option(help="require, or best-effort: go on with slower copies where it is refused.")] = (
-        "require"
-    ),
-    dense: Annotated[str, typer.Option(help="real, or none: the experts alone.")] = "real",
-    weights: Annotated[
-        Path | None, typer.Option(help="Folder of a safetensors checkpoint; else random weights of its shapes.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the record as JSON, not as a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    repeat: Annotated[int, typer.Option(help="Run each cell N times: the spread is the noise.")] = 1,
+    output: options.ResumableOptions,
 ) -> None:
     """Play the same cells in the simulator and on a device, and tell how far they lie apart.
 
@@ -81,48 +63,32 @@ def compare(
     from replay.comparison.record import Record
     from replay.comparison.sweep import RECORD, Comparison
     from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
-    from sim.quantities import parse_bytes
     from sim.sweep.grid import grid_of
-    from sim.sweep.setup import Setup
     from sim.sweep.store import only_one
-    from traces.location import name_of
 
     _check(max_error, repeat)
-    if resume and overwrite:
+    if output.resume and output.overwrite:
         raise InputError("--resume keeps finished cells and --overwrite drops them: leave one out")
-    chosen = choose_device(device)
+    chosen = choose_device(on.device)
     is_calibrated = hardware is not None and chosen != "virtual"
-    setup = Setup(
-        trace=trace or str(demo_trace()),
-        hardware=hardware or Setup.hardware,
-        model_profile=model_profile,
-        requests=requests,
-        warmup_requests=warmup_requests,
-        as_decode=as_decode,
-        cold=cold,
-        seed=seed,
-        chunk_bytes=None if chunk_bytes is None else parse_bytes(chunk_bytes, "--chunk-bytes"),
-    )
+    setup = options.setup_of(played, trace=trace, hardware=hardware)
     loaded = setup.load()
     if is_calibrated:
         _require_calibrated(loaded)
-    if requests is None and chosen != "virtual":
+    if played.requests is None and chosen != "virtual":
         loaded = first_steps(loaded, DEFAULT_STEPS)
     grid = grid_of(loaded, list(dict.fromkeys(split_list(policies))), split_list(cache_sizes))
     first, slots = grid.asked()[0]
-    choice = Choice(loaded, first, slots, chosen, host_dedup, dense=dense, weights=weights, pin=pin)
-    folder = out or Path("results") / f"{name_of(setup.trace)}-compare"
+    choice = Choice(loaded, first, slots, **{**vars(on), "device": chosen})
+    folder = output.folder(setup.trace, "-compare")
     comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
     with only_one(folder):
-        record = Record.open(folder / RECORD, resume=not overwrite, otherwise="drop it with --overwrite")
-        if len(record) and not resume:
-            raise InputError(
-                f"{folder} holds {len(record)} finished cells: go on with --resume, drop them with --overwrite, "
-                "or name another folder with --out"
-            )
-        _require_ours(comparison, record)
-        _play(comparison, record, quiet)
-        _report(comparison, record, max_error, as_json, quiet)
+        record = Record.open(folder / RECORD, resume=not output.overwrite, otherwise="drop it with --overwrite")
+        require_resume(len(record), folder, output.resume)
+        cells = comparison.cells()
+        refuse_others(sum(cell["key"] not in cells for cell in record), folder, "comparison")
+        _play(comparison, record, output)
+        _report(comparison, record, max_error, output)
 
 
 def _check(max_error: float | None, repeat: int) -> None:
@@ -152,52 +118,32 @@ def _require_calibrated(loaded: "Loaded") -> None:
         )
 
 
-def _require_ours(comparison: "Comparison", record: "Record") -> None:
-    """Cells of other options would stand beside these in one file: InputError."""
-    cells = comparison.cells()
-    if others := [cell for cell in record if cell["key"] not in cells]:
-        raise InputError(
-            f"{comparison.folder} holds {len(others)} cells that this comparison does not have (other options, files "
-            "or code): drop all with --overwrite, or name another folder with --out"
-        )
-
-
-def _play(comparison: "Comparison", record: "Record", quiet: bool) -> None:
+def _play(comparison: "Comparison", record: "Record", output: options.OutputOptions) -> None:
     from replay import report
     from sim.sweep.setup import Requests
 
     due = comparison.due(record)
-    if len(record) and not quiet:
-        console.note(f"{len(record)} cells of before in {comparison.folder}: {len(due)} are left to play")
+    if len(record):
+        output.note(f"{len(record)} cells of before in {comparison.folder}: {len(due)} are left to play")
     steps = sum(len(request.tokens) for request in Requests(comparison.choice.loaded.trace))
-    try:
-        with report.progress(steps * len(due) * comparison.repeat, quiet) as advance:
-            comparison.run(record, lambda row: advance(), (lambda text: None) if quiet else console.note)
-    except KeyboardInterrupt:
-        console.fail("moe-replay", f"interrupted{_kept(record)}", 130)
-    except InputError as error:
-        raise InputError(f"{error}{_kept(record)}") from error
+    total = steps * len(due) * comparison.repeat
+    with keeping("moe-replay", record, record.path), report.progress(total, output.quiet) as advance:
+        comparison.run(record, lambda row: advance(), output.note)
 
 
-def _kept(record: "Record") -> str:
-    return f" ({len(record)} finished cells are kept in {record.path}: go on with --resume)" if len(record) else ""
-
-
-def _report(comparison: "Comparison", record: "Record", max_error: float | None, as_json: bool, quiet: bool) -> None:
+def _report(comparison: "Comparison", record: "Record", max_error: float | None, output: options.OutputOptions) -> None:
     from replay.comparison.record import ERROR
     from replay.comparison.sweep import TOKENS
 
     asked = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in asked if (ERROR in cell) is wrong] for wrong in (False, True))
-    drawn = _draw(finished, comparison.folder, quiet)
-    if as_json:
-        typer.echo(record.text())
-    elif not quiet:
-        _tell(record, finished, failed)
-        written = ", ".join([record.path.name, *([f"{TOKENS}/"] if finished else []), *drawn])
-        console.out.print(f"wrote {written} to {comparison.folder}", soft_wrap=True, markup=False)
-        if finished:
-            console.out.print(last_line(finished), soft_wrap=True, markup=False)
+    drawn = _draw(finished, comparison.folder, output)
+    wrote = ", ".join([record.path.name, *([f"{TOKENS}/"] if finished else []), *drawn])
+    last = [last_line(finished)] if finished else []
+    output.show(
+        lambda: json.loads(record.text()),
+        lambda: (*_shown(record, finished, failed), f"wrote {wrote} to {comparison.folder}", *last),
+    )
     if failed:
         text = f"{len(failed)} of {len(asked)} cells failed, the first: {named(failed[0])}: {failed[0][ERROR]}"
         console.fail("moe-replay", text, 1)
@@ -207,7 +153,7 @@ def _report(comparison: "Comparison", record: "Record", max_error: float | None,
         console.fail("moe-replay", text, 1)
 
 
-def _draw(cells: "list[Row]", folder: Path, quiet: bool) -> list[str]:
+def _draw(cells: "list[Row]", folder: Path, output: options.OutputOptions) -> list[str]:
     from replay.comparison import plot as plot_compare
 
     if not cells:
@@ -220,34 +166,27 @@ def _draw(cells: "list[Row]", folder: Path, quiet: bool) -> list[str]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-    if not quiet:
-        console.note(f"no {plot_compare.NAME}: matplotlib is not installed")
+    output.note(f"no {plot_compare.NAME}: matplotlib is not installed")
     return []
 
 
-def _tell(record: "Record", finished: "list[Row]", failed: "list[Row]") -> None:
+def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Iterator[str | Table]":
     from replay.comparison.record import ERROR
 
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
-    console.out.print(f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}", markup=False)
-    if finished:
-        for mode in dict.fromkeys(cell["mode"] for cell in finished):
-            console.out.print(table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gbps"]))
-    for cell in failed:
-        console.out.print(f"failed: {named(cell)}: {cell[ERROR]}", soft_wrap=True, markup=False)
-    for ranking in facts.get("rankings") or []:
-        console.out.print(ranking_line(ranking), soft_wrap=True, markup=False)
+    yield f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}"
+    for mode in dict.fromkeys(cell["mode"] for cell in finished):
+        yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gbps"])
+    yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)
+    yield from map(ranking_line, facts.get("rankings") or [])
 
 
-def table(cells: "list[Row]", ceiling_gbps: float | None) -> Table:
+def table(cells: "list[Row]", ceiling_gbps: float | None) -> "Table":
     """A line for each cell of one mode; errors are predicted / measured - 1."""
-    shown = Table(title=cells[0]["mode"], title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    shown.add_column("policy", overflow="fold", min_width=10)
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
-    headings += ["of the\nlink"] if ceiling_gbps else []
-    for heading in headings:
-        shown.add_column(heading, justify="right", no_wrap=True)
+    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gbps else []), gap=1, fold=True)
+    shown.title, shown.title_justify = cells[0]["mode"], "left"
     for cell in cells:
         off, rate = cell["errors"], cell["measured"]["copy_gbps"]
         of_ceiling = (f"{rate / ceiling_gbps:.0%}" if rate else "-",) if ceiling_gbps else ()

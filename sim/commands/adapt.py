@@ -1,22 +1,19 @@
 """The command `moe-sim adapt`: how many requests a policy needs to get used to another task."""
 
-import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.commands.analysis import SCOPE_HELP
-from traces import console, demo_trace
+from sim.commands import options
+from sim.commands.printed import table, written
+from traces import console
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from sim.analysis.adaptation import Adaptation, Summary
 
-POLICIES = "lru,eamc,eamc-blend"
 MODELS = ("NLLB", "Mixtral", "Arctic")
 
 PAPER = {
@@ -32,26 +29,24 @@ PAPER = {
 """Requests needed, min-mean-max, as MoE-Infinity (arXiv 2401.14361) prints them, by kind of shift and of MODELS."""
 
 
+@options.expanded
 def adapt(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
-    policies: Annotated[str, typer.Option(help="Names or FILE.py:CLASS.")] = POLICIES,
-    scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
-    by: Annotated[str, typer.Option(help="The label whose values are the groups: dataset or task.")] = "dataset",
-    cache_size: Annotated[str, typer.Option(help="A share (25%), experts (64) or bytes (8GiB).")] = "25%",
+    trace: options.Trace = None,
+    policies: options.Policies = options.COMPARED_POLICIES,
+    scope: options.Scope = None,
+    by: Annotated[str, typer.Option(help="Label whose values are the groups: dataset or task.")] = "dataset",
+    cache_size: Annotated[str, typer.Option(help="Cache size: a share (25%), experts (64) or bytes (8GiB).")] = (
+        options.CACHE_SIZE
+    ),
     warmup: Annotated[int, typer.Option(help="Requests of one group before the shift.")] = 50,
-    after: Annotated[int, typer.Option(help="Requests of another after it.")] = 50,
+    after: Annotated[int, typer.Option(help="Requests of another group after the shift.")] = 50,
     window: Annotated[int, typer.Option(help="Requests over which the difference is averaged.")] = 5,
-    pairs: Annotated[int, typer.Option(help="Shifts of each kind, at most; which, --seed draws.")] = 6,
-    seed: Annotated[int, typer.Option(help="Of the pairs, and of the order within a group.")] = 0,
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for table and plot; else results/NAME/adaptation.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; else one for each core.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    pairs: Annotated[int, typer.Option(help="Shifts of each kind, at most; the seed draws them.")] = 6,
+    seed: Annotated[int, typer.Option(help="Seed of the pairs and of the order within a group.")] = 0,
+    *,
+    requests: options.RequestOptions,
+    workers: options.Workers = None,
+    output: options.ResultOptions,
 ) -> None:
     """After a task shift, count the requests until the hit rate is back within one point; untimed.
 
@@ -67,63 +62,50 @@ def adapt(
     from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
-    from sim.sweep.setup import Setup
     from traces.errors import InputError
-    from traces.location import name_of
 
     protocol = Protocol(by, warmup, after, window, pairs, seed)
-    path = trace or str(demo_trace())
-    setup = Setup(
-        trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True, seed=seed
-    )
+    setup = options.setup_of(requests, trace=trace, untimed=True, seed=seed)
     loaded = setup.load()
     grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_size))
     if len(grid.sizes) > 1:
         raise InputError(f"--cache-size {cache_size}: one size at a time")
     planned = plan(loaded.whole, protocol)
-    folder = out or Path("results") / name_of(path) / "adaptation"
+    folder = output.folder(setup.trace, "/adaptation")
     writable(folder, NAMES)
     for warning in report.warnings(loaded, grid):
         console.warn(warning)
     total = to_play(grid, planned)
-    if not quiet:
-        shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
-        console.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to play")
-    with report.progress(total, quiet) as advance:
-        found = measure(loaded, grid, planned, workers or os.cpu_count() or 1, advance)
+    shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
+    output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to play")
+    with report.progress(total, output.quiet) as advance:
+        found = measure(loaded, grid, planned, options.processes(workers), advance)
     if not found.complete:
         kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.measured else "nothing to keep"
         console.fail("moe-sim", f"interrupted with {len(found.measured)} shifts measured: {kept}", 130)
     files = save(found, loaded, folder)
-    if as_json:
-        summaries = [asdict(one) for one in found.summaries()]
-        paper = {"models": MODELS, "requests_needed_min_mean_max": PAPER}
-        typer.echo(json.dumps({"summaries": summaries, "shifts": found.rows(loaded), "paper": paper}, indent=1))
-    elif not quiet:
-        console.out.print(_table(found))
-        for line in _notes(found):
-            console.out.print(line, markup=False, soft_wrap=True)
-        written = f"wrote {', '.join(file.name for file in files)} to {folder}"
-        console.out.print(written, markup=False, soft_wrap=True)
+    paper = {"models": MODELS, "requests_needed_min_mean_max": PAPER}
+    output.show(
+        lambda: {
+            "summaries": [asdict(one) for one in found.summaries()],
+            "shifts": found.rows(loaded),
+            "paper": paper,
+        },
+        lambda: (_table(found), *_notes(found), written(files, folder)),
+    )
 
 
 def _table(found: "Adaptation") -> "Table":
     """A row per kind and policy."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    headings = ("", "policy", "shifts", "requests needed", "at once", "first request", "settled")
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True)
+    shown = table("", "policy", "shifts", "requests needed", "at once", "first request", "settled", left=2)
     summaries = found.summaries()
     for one, following in zip(summaries, [*summaries[1:], None], strict=True):
         rates = (one.hit_rate_first, one.undisturbed_first), (one.hit_rate_settled, one.undisturbed_settled)
-        shown = [f"{rate:.1%} ({100 * (rate - undisturbed):+.1f})" for rate, undisturbed in rates]
+        cells = [f"{rate:.1%} ({100 * (rate - undisturbed):+.1f})" for rate, undisturbed in rates]
         last = following is None or following.kind != one.kind
-        cells = (one.kind, one.policy, f"{one.shifts}", _needed(one), f"{one.needed_none:.0%}", *shown)
-        table.add_row(*cells, end_section=last)
-    return table
+        figures = (f"{one.shifts}", _needed(one), f"{one.needed_none:.0%}", *cells)
+        shown.add_row(one.kind, one.policy, *figures, end_section=last)
+    return shown
 
 
 def _needed(one: "Summary") -> str:

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traces import console, demo_trace
+from sim.commands import options
+from sim.commands.printed import table, written
+from traces import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -16,24 +17,16 @@ if TYPE_CHECKING:
     from sim.analysis.misses import Analysis
     from sim.results.compare import Difference, Played
 
-SCOPE_HELP = "What shares the slots: global, layer or layer:profile=TRACE; of policies without an @ of their own."
 
-
+@options.expanded
 def analyze(
-    trace: Annotated[str | None, typer.Argument(help="Folder or URL of a trace; the shipped one if left out.")] = None,
-    policies: Annotated[str, typer.Option(help="Whose misses to split.")] = "lru,lfu,eamc",
-    scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
-    cache_sizes: Annotated[
-        str, typer.Option("--cache-sizes", "--cache-size", help="Shares (25%), experts (64) or bytes (8GiB).")
-    ] = "10%,25%,50%",
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for tables and plot; else results/NAME/analysis.")] = None,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Play a prefill token by token.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as tables.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    trace: options.Trace = None,
+    policies: options.Policies = options.POLICIES,
+    scope: options.Scope = None,
+    cache_sizes: options.CacheSizes = options.CACHE_SIZES,
+    *,
+    requests: options.RequestOptions,
+    output: options.ResultOptions,
 ) -> None:
     """Say whether it is the policy or the working set: misses by cause, untimed, and LRU and Belady at all sizes.
 
@@ -47,32 +40,25 @@ def analyze(
     from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
-    from sim.sweep.setup import Setup
-    from traces.location import name_of
 
-    path = trace or str(demo_trace())
-    setup = Setup(trace=path, model_profile=model_profile, requests=requests, as_decode=as_decode, untimed=True)
+    setup = options.setup_of(requests, trace=trace, untimed=True)
     loaded = setup.load()
     grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_sizes))
-    folder = out or Path("results") / name_of(path) / "analysis"
+    folder = output.folder(setup.trace, "/analysis")
     writable(folder, ["misses.parquet"])
-    with report.progress(to_play(grid) * len(loaded.trace.requests), quiet) as advance:
+    with report.progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
         found = analyse(loaded, grid, advance)
     files = save(found, loaded, folder)
-    if as_json:
-        answer = {
-            "answer": sentence(found.splits),
+    answer = sentence(found.splits)
+    output.show(
+        lambda: {
+            "answer": answer,
             "misses": [split.row() for split in found.splits],
             "reuse": found.distances(),
             "locality": [asdict(metrics) for metrics in found.locality],
-        }
-        typer.echo(json.dumps(answer, indent=1))
-    elif not quiet:
-        console.out.print(sentence(found.splits), markup=False, soft_wrap=True)
-        for table in (_misses(found), _reuse(found), _locality(found)):
-            console.out.print(table)
-        written = f"wrote {', '.join(file.name for file in files)} to {folder}"
-        console.out.print(written, markup=False, soft_wrap=True)
+        },
+        lambda: (answer, _misses(found), _reuse(found), _locality(found), written(files, folder)),
+    )
 
 
 def compare(
@@ -102,7 +88,7 @@ def compare(
     for one, other, all_ in found:
         size = f"{one.cache_experts} slots: " if several and one.cache_experts == other.cache_experts else ""
         for difference in all_:
-            console.out.print(f"{size}{difference.sentence()}", markup=False, soft_wrap=True)
+            console.say(f"{size}{difference.sentence()}")
 
 
 def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "list[tuple[Played, Played]]":
@@ -138,48 +124,37 @@ def _cell(one: "Played") -> dict[str, object]:
     return {"folder": str(one.folder), "policy": one.policy, "cache_experts": one.cache_experts}
 
 
-def _table(*headings: str) -> "Table":
-    """Plain; the first column to the left, the others to the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
 def _misses(found: "Analysis") -> "Table":
     """A row per size and policy: how its misses split."""
-    table = _table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own")
+    shown = table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own", gap=1)
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
         parts = (split.compulsory, split.capacity, split.policy_misses)
         shares = [f"{part / max(split.misses, 1):.1%}" for part in parts]
         size = f"{split.cache_experts} ({100 * split.cache_fraction:.3g}%)"
         last = following is None or following.cache_experts != split.cache_experts
         hit_rate = f"{1 - split.misses / max(split.lookups, 1):.1%}"
-        table.add_row(size, split.policy, hit_rate, f"{split.misses:,}", *shares, end_section=last)
-    return table
+        shown.add_row(size, split.policy, hit_rate, f"{split.misses:,}", *shares, end_section=last)
+    return shown
 
 
 def _reuse(found: "Analysis") -> "Table":
     """A row per power of two that counts: how far the uses of an expert are from the one before."""
-    table = _table("used again after", "in accesses", "in tokens")
+    shown = table("used again after", "in accesses", "in tokens", gap=1)
     rows = found.distances()
     sums = [max(1, sum(row[name] for row in rows)) for name in ("by_accesses", "by_tokens")]
     for row in rows:
         shares = [row[name] / whole for name, whole in zip(("by_accesses", "by_tokens"), sums, strict=True)]
         if max(shares) >= 0.001:
             bounds = f"{row['at_least']}" + (f" to {row['at_most']}" if row["at_most"] > row["at_least"] else "")
-            table.add_row(bounds, *[f"{share:.1%}" for share in shares])
-    return table
+            shown.add_row(bounds, *[f"{share:.1%}" for share in shares])
+    return shown
 
 
 def _locality(found: "Analysis") -> "Table":
     """A row per segment length: SRP and SCH."""
-    table = _table("segment", "SRP", "experts needed", "SCH, 1x active", "SCH, 2x active")
+    shown = table("segment", "SRP", "experts needed", "SCH, 1x active", "SCH, 2x active", gap=1)
     for metrics in found.locality:
         srp = "-" if metrics.srp is None else f"{metrics.srp:.1%}"
         ratio = "-" if metrics.size_ratio is None else f"{metrics.size_ratio:.2f}x"
-        table.add_row(f"{metrics.segment} tokens", srp, ratio, f"{metrics.sch:.1%}", f"{metrics.sch2:.1%}")
-    return table
+        shown.add_row(f"{metrics.segment} tokens", srp, ratio, f"{metrics.sch:.1%}", f"{metrics.sch2:.1%}")
+    return shown

@@ -37,8 +37,8 @@ def build(
     with replacing(out) as part, part.open("wb") as file:
         saved.write(file)
     held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))
-    console.out.print(f"learned {len(source.requests)} requests of {source.name}: {held}", markup=False, soft_wrap=True)
-    console.out.print(f"wrote {out}", markup=False, soft_wrap=True)
+    console.say(f"learned {len(source.requests)} requests of {source.name}: {held}")
+    console.say(f"wrote {out}")
 
 
 @eamc.command()
@@ -77,7 +77,7 @@ def show(
         lines.append(f"{name}: {len(part.eams)} of {saved.options.capacity} EAMs{waiting}{similar}")
     lines.append(f"memory in the running policy: {show_bytes(memory)} ({memory:,} bytes)")
     for line in lines:
-        console.out.print(line, markup=False, soft_wrap=True)
+        console.say(line)
 
 
 def _named(saved: "SavedEamc") -> "list[tuple[str, Part]]":

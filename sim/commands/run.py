@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.commands import cell_flags
+from sim.commands import options
+from sim.commands.printed import cell_title
 from sim.timeline.window import REQUESTS, TOKENS
-from traces import console
 from traces.errors import InputError
 from traces.steps import PREFILL
 
@@ -25,31 +25,21 @@ if TYPE_CHECKING:
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
 
 
+@options.expanded
 def run(
-    trace: cell_flags.Trace = None,
-    policy: cell_flags.Policy = None,
-    cache_size: cell_flags.CacheSize = None,
-    hardware: cell_flags.Hardware = None,
-    model_profile: cell_flags.ModelProfile = None,
-    requests: cell_flags.Requests = None,
-    warmup_requests: cell_flags.WarmupRequests = 0,
-    as_decode: cell_flags.AsDecode = False,
-    cold: cell_flags.Cold = False,
-    chunk_bytes: cell_flags.ChunkBytes = None,
-    predictor_us: cell_flags.PredictorUs = None,
-    engine: Annotated[
-        str, typer.Option(help="auto, simpy, or compiled, which is the same, faster, for built-in policies.")
-    ] = "auto",
+    cell: options.CellOptions,
+    timed: options.SimulatedOptions,
+    *,
+    engine: options.Engine = None,
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
     ] = None,
-    tokens: Annotated[str | None, typer.Option(TOKENS, help="FROM:TO, decode steps that the timeline shows.")] = None,
+    tokens: Annotated[str | None, typer.Option(TOKENS, help="Decode steps that the timeline shows, FROM:TO.")] = None,
     window_requests: Annotated[
-        str | None, typer.Option(REQUESTS, help="FROM:TO, requests that it shows instead.")
+        str | None, typer.Option(REQUESTS, help="Requests that the timeline shows instead, FROM:TO.")
     ] = None,
-    no_slots: Annotated[bool, typer.Option("--no-slots", help="Leave the tracks of the slots out of it.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the row as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    no_slots: options.NoSlots = False,
+    output: options.OutputOptions,
 ) -> None:
     """Play one policy at one cache size, and say where the time went; with --timeline, moment by moment.
 
@@ -61,10 +51,7 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    from policies.core.spec import parse
     from sim.engines import compiling
-    from sim.sweep import report
-    from sim.sweep.grid import Grid
     from sim.sweep.setup import Requests
     from sim.timeline import window as timeline_window
 
@@ -73,45 +60,20 @@ def run(
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     if timeline and engine == "compiled":
         raise InputError("--timeline is played on the SimPy engine, with the same result: leave --engine compiled out")
-    setup = cell_flags.setup_of(
-        trace,
-        hardware,
-        chunk_bytes,
-        model_profile=model_profile,
-        requests=requests,
-        warmup_requests=warmup_requests,
-        as_decode=as_decode,
-        cold=cold,
-        predictor_us=predictor_us,
-        engine=engine,
-    )
-    loaded, spec = setup.load(), parse(policy or cell_flags.POLICY)
-    slots = loaded.slots(cache_size or cell_flags.CACHE_SIZE)
-    loaded.require(spec, slots)
+    setup = options.setup_of(cell, timed, engine=engine)
+    loaded = setup.load()
+    spec, slots = cell.chosen(loaded)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
-    if not quiet:
-        defaults = {
-            f"the shipped trace {setup.trace}": not trace,
-            f"policy {cell_flags.POLICY}": not policy,
-            f"cache size {cell_flags.CACHE_SIZE}": not cache_size,
-            f"hardware {cell_flags.HARDWARE}": not hardware,
-        }
-        if taken := [text for text, left_out in defaults.items() if left_out]:
-            console.note(f"taking {', '.join(taken)}")
-    for warning in report.warnings(loaded, Grid((spec,), {cache_size or cell_flags.CACHE_SIZE: slots})):
-        console.warn(warning)
+    cell.announce(loaded, spec, slots, output)
     if timeline:
         window = window or timeline_window.unasked(Requests(loaded.trace))
-        row = _shown(loaded, spec, slots, timeline, window, not no_slots, quiet)
+        row = _shown(loaded, spec, slots, timeline, window, not no_slots, output)
     else:
-        row = _played(loaded, spec, slots, quiet)
-    if as_json:
-        typer.echo(json.dumps(row, indent=1))
-    elif not quiet:
-        console.out.print(_title(row, loaded), markup=False, soft_wrap=True)
-        console.out.print(_block(row), markup=False, soft_wrap=True)
-    compiling.finish(quiet)
+        row = _played(loaded, spec, slots, output.quiet)
+    machine = loaded.hardware.title if loaded.hardware else None
+    output.show(lambda: row, lambda: (cell_title(row, machine), _block(row)))
+    compiling.finish(output.quiet)
 
 
 def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
@@ -131,7 +93,13 @@ def _cell(loaded: "Loaded", policy: "PolicySpec", slots: int, advance: "Advance"
 
 
 def _shown(
-    loaded: "Loaded", policy: "PolicySpec", slots: int, path: Path, window: "Window", slot_tracks: bool, quiet: bool
+    loaded: "Loaded",
+    policy: "PolicySpec",
+    slots: int,
+    path: Path,
+    window: "Window",
+    slot_tracks: bool,
+    output: options.OutputOptions,
 ) -> "Row":
     """The same, and the timeline at `path`."""
     from sim.quantities import show_bytes
@@ -147,17 +115,16 @@ def _shown(
         def play(ended: "Ended") -> None:
             simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
 
-        with report.progress(len(loaded.trace.requests), quiet) as advance:
+        with report.progress(len(loaded.trace.requests), output.quiet) as advance:
             row |= _row(loaded, policy, slots, play, advance)
-    if not quiet:
-        if not window.stops:
-            console.note(
-                f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
-                f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
-            )
-        elif row["requests"] + loaded.setup.warmup_requests < len(loaded.trace.requests):
-            console.note("played up to the end of the request in which the window ends; the figures are of that")
-        console.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
+    if not window.stops:
+        output.note(
+            f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
+            f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
+        )
+    elif row["requests"] + loaded.setup.warmup_requests < len(loaded.trace.requests):
+        output.note("played up to the end of the request in which the window ends; the figures are of that")
+    output.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
     return row
 
 
@@ -181,13 +148,6 @@ def _row(
     figures = [ttft.mean(), *np.percentile(ttft, [50, 95, 99]), ttft.max()] if len(ttft) else [None] * 5
     named = {f"ttft_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}
     return {**summary.row(), **named}
-
-
-def _title(row: "Row", loaded: "Loaded") -> str:
-    machine = f" on {loaded.hardware.title}" if loaded.hardware else ""
-    played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
-    share = f"{100 * row['cache_fraction']:.3g}%"
-    return f"{row['model']}{machine}: {row['policy']}, {row['cache_experts']} slots ({share} of the experts); {played}"
 
 
 def _block(row: "Row") -> str:

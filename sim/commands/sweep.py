@@ -1,79 +1,58 @@
 """The command `moe-sim sweep`: from flags and a TOML file to results on disk, a table and a winner."""
 
 import itertools
-import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands.analysis import SCOPE_HELP
+from sim.commands import options
+from sim.commands.resuming import keeping, refuse_others, require_resume
 from traces import console, demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
     from sim.sweep.config import Config
     from sim.sweep.grid import Outcome, Table
     from sim.sweep.setup import Loaded
     from sim.sweep.store import Store
     from sim.sweep.workers import Workers
 
-POLICIES = "lru,lfu,eamc"
-CACHE_SIZES = "10%,25%,50%"
-HARDWARE = "a5000"
-ENGINE_HELP = "Of timed runs: auto, simpy, or compiled, which is the same, faster, for built-in policies."
-
 MANY = 10_000
 """Cells that are asked about before they are played."""
 
 
+@options.expanded
 def sweep(
     traces: Annotated[
-        list[str] | None, typer.Argument(help="Folders or URLs of traces; the shipped one if left out.")
+        list[str] | None, typer.Argument(help="Folders or URLs of traces. Default: the shipped trace.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file that says what to play (keys: sim/README.md); flags override it.")
+        Path | None, typer.Option(help="TOML file with the sweep (keys: sim/README.md); options override it.")
     ] = None,
-    policies: Annotated[
-        str | None,
-        typer.Option(help=f"Names or FILE.py:CLASS; lru+eamc pairs retention and prefetch; else {POLICIES}."),
-    ] = None,
-    scope: Annotated[str | None, typer.Option(help=SCOPE_HELP)] = None,
-    evict: Annotated[str | None, typer.Option(help="Retention policies, each with every --prefetch.")] = None,
+    policies: options.SomePolicies = None,
+    scope: options.Scope = None,
+    evict: Annotated[str | None, typer.Option(help="Eviction policies, each with every --prefetch.")] = None,
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
-    cache_sizes: Annotated[
-        str | None, typer.Option(help=f"Shares (25%), experts (64) or bytes (8GiB); else {CACHE_SIZES}.")
+    cache_sizes: options.SomeCacheSizes = None,
+    hardware: Annotated[
+        str | None, typer.Option(help=f"Hardware profiles or TOML files. Default: {options.HARDWARE}.")
     ] = None,
-    hardware: Annotated[str | None, typer.Option(help=f"Profiles or TOML files; else {HARDWARE}.")] = None,
-    seeds: Annotated[str | None, typer.Option(help="Whole numbers: policies that draw play once with each.")] = None,
-    model_profile: Annotated[
-        str | None, typer.Option(help="A profile or TOML file; else by the trace's model.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on: play no cell again that --out holds.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells that --out holds.")] = False,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    warmup_requests: Annotated[int | None, typer.Option(help="The first N are played, but not counted.")] = None,
-    as_decode: Annotated[bool | None, typer.Option("--as-decode", help="Play a prefill token by token.")] = None,
-    cold: Annotated[bool | None, typer.Option("--cold", help="Empty the cache between requests.")] = None,
-    untimed: Annotated[bool | None, typer.Option("--untimed", help="Count hits and misses exactly; no times.")] = None,
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="A prefetch may be interrupted after each (4MiB); else never.")
-    ] = None,
-    predictor_us: Annotated[
-        float | None, typer.Option(help="Of every policy's own work, an event; else of each as measured (make bench).")
-    ] = None,
-    engine: Annotated[str | None, typer.Option(help=ENGINE_HELP)] = None,
-    workers: Annotated[int | None, typer.Option(help="Cells at a time; else one for each core.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Seeds: policies that draw are run once with each.")] = None,
+    *,
+    timed: options.SimulatedOptions,
+    untimed: options.Untimed = False,
+    engine: options.Engine = None,
+    workers: options.Workers = None,
     scheduler: Annotated[
-        str | None, typer.Option(help="Play on a Dask cluster (tcp://HOST:8786) instead of here.")
+        str | None, typer.Option(help="Dask cluster that runs the cells (tcp://HOST:8786). Default: none.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help=f"Play more than {MANY:,} cells unasked.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON, not as a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help=f"Run more than {MANY:,} cells unasked.")] = False,
+    output: options.ResumableOptions,
 ) -> None:
     """Play traces through caches of several sizes under several policies, and name the best.
 
@@ -90,67 +69,58 @@ def sweep(
     from policies.core.grammar import split_list
     from sim.sweep.config import read
     from sim.sweep.store import only_one
+    from sim.sweep.workers import Cluster, Local
     from traces.location import name_of
 
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers {workers}: at least one process has to work")
-    given = {
-        "traces": tuple(traces) if traces else None,
-        "policies": _names(policies, evict, prefetch),
-        "cache_sizes": None if cache_sizes is None else split_list(cache_sizes),
-        "hardware": None if hardware is None else split_list(hardware),
-        "seeds": None if seeds is None else tuple(map(_seed, split_list(seeds))),
-        "scope": scope,
-        "model_profile": model_profile,
-        "requests": requests,
-        "warmup_requests": warmup_requests,
-        "as_decode": as_decode,
-        "cold": cold,
-        "untimed": untimed,
-        "chunk_bytes": chunk_bytes,
-        "predictor_us": predictor_us,
-        "engine": engine,
-    }
-    asked = {**(read(config) if config else {}), **{name: value for name, value in given.items() if value is not None}}
-    made, taken = _with_defaults(asked)
+    processes = options.processes(workers)
+    given = options.typed(
+        timed,
+        traces=tuple(traces) if traces else None,
+        policies=_names(policies, evict, prefetch),
+        cache_sizes=None if cache_sizes is None else split_list(cache_sizes),
+        hardware=None if hardware is None else split_list(hardware),
+        seeds=None if seeds is None else tuple(map(_seed, split_list(seeds))),
+        scope=scope,
+        untimed=untimed,
+        engine=engine,
+    )
+    asked = {**(read(config) if config else {}), **given}
+    made, defaults = _with_defaults(asked)
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
-    folder = out or _free(Path("results"), name, resume or overwrite, quiet)
+    folder = output.out or _free(Path("results"), name, output)
     tables = _tables(made, folder)
-    if not quiet:
-        _say_what_was_taken(taken, tables)
-    players = _workers(workers, scheduler)
+    output.note(*options.taken(defaults), *_surprises(tables))
+    players = Cluster(scheduler) if scheduler else Local(processes)
     with only_one(folder):
-        store = _open(tables, folder, resume, overwrite)
-        _run(made, tables, store, players, as_json, quiet)
+        store = _open(tables, folder, output)
+        _run(made, tables, store, players, output)
 
 
-def _free(parent: Path, name: str, taken: bool, quiet: bool) -> Path:
-    """The folder of that name or, unless it may be `taken`, the first one behind it without a sweep."""
+def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
+    """The folder of that name or, unless it is to be resumed or dropped, the first one behind it without a sweep."""
     from sim.sweep.store import held
 
+    taken = output.resume or output.overwrite
     names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     folder = next(parent / each for each in names if taken or not held(parent / each))
-    if folder.name != name and not quiet:
-        console.note(
-            f"{parent / name} holds a sweep, this one goes to {folder} (--resume, --overwrite or --out choose)"
-        )
+    if folder.name != name:
+        output.note(f"{parent / name} holds a sweep, this one goes to {folder} (--resume, --overwrite or --out choose)")
     return folder
 
 
-def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, list[str]]":
-    """The sweep, and which defaults it takes."""
+def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, dict[str, bool]]":
+    """Return the sweep, and which defaults it takes."""
     from policies.core.grammar import split_list
     from sim.sweep.config import Config
 
-    defaults: dict[str, tuple[Any, str]] = {
-        "traces": ((str(demo_trace()),), f"the shipped trace {demo_trace()}"),
-        "policies": (split_list(POLICIES), f"policies {POLICIES}"),
-        "cache_sizes": (split_list(CACHE_SIZES), f"cache sizes {CACHE_SIZES}"),
-        "hardware": ((HARDWARE,), "" if asked.get("untimed") else f"hardware {HARDWARE}"),
-    }
-    taken = [text for name, (_, text) in defaults.items() if text and name not in asked]
-    return Config(**{**{name: value for name, (value, _) in defaults.items()}, **asked}), taken
+    shipped = str(demo_trace())
+    lists = {"policies": options.POLICIES, "cache_sizes": options.CACHE_SIZES, "hardware": options.HARDWARE}
+    made = Config(**{"traces": (shipped,), **{name: split_list(text) for name, text in lists.items()}, **asked})
+    taken = {f"the shipped trace {shipped}": "traces" not in asked}
+    taken |= {f"{name.replace('_', ' ')} {text}": name not in asked for name, text in lists.items()}
+    taken[f"hardware {options.HARDWARE}"] &= not made.untimed
+    return made, taken
 
 
 def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tuple[str, ...] | None:
@@ -209,52 +179,37 @@ def _folders(loaded: "Sequence[Loaded]") -> list[str]:
     return names
 
 
-def _say_what_was_taken(taken: list[str], tables: "list[Table]") -> None:
+def _surprises(tables: "list[Table]") -> Iterator[str]:
+    """Yield what the sizes of experts come from, and which policies do less than their names say."""
     from sim.quantities import show_bytes
 
-    if taken:
-        console.note(f"taking {', '.join(taken)}")
     for loaded in {table.loaded.setup.trace: table.loaded for table in tables}.values():
         if loaded.profile and not loaded.profile.hub_ids and not loaded.setup.model_profile:
-            console.note(f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace")
+            yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
         if recorded and counted and recorded != counted:
             sizes = f"{show_bytes(recorded)} where the trace was made, {show_bytes(counted)} in its model profile"
-            console.note(f"an expert has {sizes}, which counts")
+            yield f"an expert has {sizes}, which counts"
     fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetches]
     if fetching and not tables[0].loaded.hardware:
-        console.note(f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts")
+        yield f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts"
 
 
-def _open(tables: "list[Table]", folder: Path, resume: bool, overwrite: bool) -> "Store":
+def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":
     """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
     from sim.sweep.store import Store, drop
 
-    if overwrite and not resume:
+    if output.overwrite and not output.resume:
         drop(folder)
     found = Store(folder)
-    if len(found) and not resume:
-        raise InputError(
-            f"{folder} holds {len(found)} finished cells: go on with --resume, drop them with --overwrite, "
-            "or name another folder with --out"
-        )
+    require_resume(len(found), folder, output.resume)
     wanted = {key for table in tables for key in table.tasks()}
-    if others := [key for key in found if key not in wanted]:
-        raise InputError(
-            f"{folder} holds {len(others)} cells that this sweep does not have (other options, files or code): "
-            "drop all with --overwrite, or name another folder with --out"
-        )
+    refuse_others(sum(key not in wanted for key in found), folder, "sweep")
     return found
 
 
-def _workers(workers: int | None, scheduler: str | None) -> "Workers":
-    from sim.sweep.workers import Cluster, Local
-
-    return Cluster(scheduler) if scheduler else Local(workers or os.cpu_count() or 1)
-
-
 def _run(
-    config: "Config", tables: "list[Table]", store: "Store", workers: "Workers", as_json: bool, quiet: bool
+    config: "Config", tables: "list[Table]", store: "Store", workers: "Workers", output: options.OutputOptions
 ) -> None:
     """Sweep, write, report."""
     from sim.engines import compiling
@@ -268,42 +223,31 @@ def _run(
     folder = store.folder
     config.resolved().write(folder / NAME)
     tasks = missing(tables, store)
-    if len(store) and not quiet:
-        console.note(f"{len(store)} cells of before in {folder}: {len(tasks)} are left to play")
+    if len(store):
+        output.note(f"{len(store)} cells of before in {folder}: {len(tasks)} are left to play")
     if isinstance(workers, Local):
-        compiling.start_if_needed((task.compiled for task in tasks.values()), quiet)
-    try:
-        with report.progress(sum(task.requests for task in tasks.values()), quiet) as advance:
-            sweep(tables, store, workers, advance)
-    except KeyboardInterrupt:
-        console.fail("moe-sim", f"interrupted{_kept(store)}", 130)
-    except InputError as error:
-        raise InputError(f"{error}{_kept(store)}") from error
+        compiling.start_if_needed((task.compiled for task in tasks.values()), output.quiet)
+    due = sum(task.requests for task in tasks.values())
+    with keeping("moe-sim", store, folder), report.progress(due, output.quiet) as advance:
+        sweep(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
     files = save(outcomes, store, folder)
-    if as_json:
-        typer.echo(json.dumps([row for found in outcomes for row in found.rows], indent=1))
-    elif not quiet:
-        _print(outcomes)
-        names = [str(file.relative_to(folder)) for file in files] if len(tables) == 1 else [files[0].name]
-        folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
-        written = f"wrote {', '.join([*names, NAME, *folders])} to {folder}"
-        console.out.print(written, markup=False, soft_wrap=True)
-    compiling.finish(quiet)
+    names = [str(file.relative_to(folder)) for file in files] if len(tables) == 1 else [files[0].name]
+    folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
+    output.show(
+        lambda: [row for found in outcomes for row in found.rows],
+        lambda: (*_shown(outcomes), f"wrote {', '.join([*names, NAME, *folders])} to {folder}"),
+    )
+    compiling.finish(output.quiet)
 
 
-def _kept(store: "Store") -> str:
-    return f" ({len(store)} finished cells are kept in {store.folder}: go on with --resume)" if len(store) else ""
-
-
-def _print(outcomes: "Sequence[Outcome]") -> None:
+def _shown(outcomes: "Sequence[Outcome]") -> "Iterator[str | RichTable]":
     from sim.results import diagnosis
     from sim.sweep import report
 
     for found in outcomes:
-        console.out.print(report.title(found), markup=False, soft_wrap=True)
-        console.out.print(report.table(found))
+        yield report.title(found)
+        yield report.table(found)
         loaded = found.table.loaded
-        for line in diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts):
-            console.out.print(line, markup=False, soft_wrap=True)
-        console.out.print()
+        yield from diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts)
+        yield ""

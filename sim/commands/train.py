@@ -7,6 +7,7 @@ import numpy as np
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from sim.commands.options import Quiet
 from traces import console
 from traces.errors import InputError
 
@@ -20,7 +21,7 @@ def train_stride(
     held_out: Annotated[float, typer.Option(help="Share of the requests, the last ones, to test on.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the order of tokens.")] = 0,
     as_decode: Annotated[bool, typer.Option("--as-decode", help="Learn from prompts as if decoded.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train a predictor of coming layers' experts on the decoded tokens of a trace.
 
@@ -55,10 +56,8 @@ def train_stride(
         return
     unseen = Tokens.of(known.select(np.arange(len(known.requests) - tested, len(known.requests))))
     if len(unseen):
-        console.out.print(
+        console.say(
             f"of the choices of the last {tested} requests, {recall(predictor, unseen):.1%} are among the "
             f"{known.top_k} likeliest; the token before had {recall_of_previous(unseen):.1%}",
-            markup=False,
-            soft_wrap=True,
         )
-    console.out.print(f"wrote {out}: --policies lru+stride:model={out}", markup=False, soft_wrap=True)
+    console.say(f"wrote {out}: --policies lru+stride:model={out}")

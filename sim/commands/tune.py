@@ -1,15 +1,12 @@
 """The command `moe-sim tune`: which options of a policy serve a trace best, and their worth on other requests."""
 
-import json
-import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from sim.commands import cell_flags
-from sim.commands.sensitivity import METRICS, milliseconds, say_what_was_taken
+from sim.commands import options
+from sim.commands.printed import METRICS, milliseconds, table
 from traces import console
 from traces.errors import InputError
 
@@ -25,110 +22,77 @@ LEADERS = 5
 """Policies that the table shows beside the one as typed."""
 
 
+@options.expanded
 def tune(
-    trace: cell_flags.Trace = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(help=f"A name or FILE.py:CLASS; stated options stay; else {cell_flags.POLICY}."),
-    ] = None,
+    cell: options.CellOptions,
+    timed: options.TimedOptions,
+    *,
     search: Annotated[
         str | None,
-        typer.Option(help="capacity=10..1000:matches=1..5:cosine=flat|rows; else what the policy declares."),
+        typer.Option(help="Space, as in capacity=10..1000:cosine=flat|rows. Default: what the policy declares."),
     ] = None,
     trials: Annotated[int, typer.Option(min=1, help="Sets of options to try.")] = 50,
-    seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
-    cache_size: cell_flags.CacheSize = None,
-    hardware: cell_flags.Hardware = None,
-    model_profile: cell_flags.ModelProfile = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results; else results/NAME/tune.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the search that --out holds.")] = False,
-    requests: Annotated[int | None, typer.Option(help="Only the first N requests, halved.")] = None,
-    as_decode: cell_flags.AsDecode = False,
-    cold: cell_flags.Cold = False,
-    untimed: Annotated[bool, typer.Option("--untimed", help="Search for the fewest misses, exact; no times.")] = False,
-    chunk_bytes: cell_flags.ChunkBytes = None,
-    predictor_us: cell_flags.PredictorUs = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Trials at a time, drawn together; else one for each core.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as a table.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    untimed: options.Untimed = False,
+    predictor_us: options.PredictorUs = None,
+    workers: options.Workers = None,
+    resume: options.Resume = False,
+    output: options.ResultOptions,
 ) -> None:
     """Search a policy's options on the first half of the requests, and say what they gain on the other half.
 
-    Writes trials.parquet (a row per trial) and best.toml, which moe-sim sweep --config plays. The same --seed and
-    --workers give the same search; trials are kept in trials.log as they end, and --resume goes on from there.
+    Options that --policy states stay as they are. Writes trials.parquet (a row per trial) and best.toml, which moe-sim
+    sweep --config plays. The same --seed and --workers give the same search; trials are kept in trials.log as they end,
+    and --resume goes on from there.
 
     [b]moe-sim tune my-trace --policy eamc --search 'capacity=10..1000:matches=1..5:cosine=flat|rows'[/b]
 
     [b]moe-sim tune my-trace --policy lru+markov --cache-size 10% --trials 100[/b]
     """
     from policies.core.policy import Shape
-    from policies.core.spec import parse
     from sim.engines import compiling
     from sim.results.metrics import writable
     from sim.sweep import report
-    from sim.sweep.grid import Grid
     from sim.tuning.journal import Journal
     from sim.tuning.search_space import space_of
     from sim.tuning.tune import BEST, TRIALS, Halves, Search, save
     from sim.tuning.tune import tune as run
-    from traces.location import name_of
 
-    setup = cell_flags.setup_of(
-        trace,
-        hardware,
-        chunk_bytes,
-        model_profile=model_profile,
-        requests=requests,
-        as_decode=as_decode,
-        cold=cold,
-        untimed=untimed,
-        predictor_us=predictor_us,
-    )
-    folder = out or Path("results") / name_of(setup.trace) / "tune"
+    setup = options.setup_of(cell, timed, untimed=untimed, predictor_us=predictor_us)
+    folder = output.folder(setup.trace, "/tune")
     journal = Journal(folder)
-    spec, size = parse(policy or cell_flags.POLICY), cache_size or cell_flags.CACHE_SIZE
     halves = Halves.of(setup)
     loaded = halves.first
-    slots = loaded.slots(size)
-    loaded.require(spec, slots)
+    spec, slots = cell.chosen(loaded)
     space = space_of(spec, Shape(loaded.trace.layers, loaded.trace.num_experts), search)
-    asked = Search(halves, spec, slots, space, trials, seed, workers or journal.workers or os.cpu_count() or 1)
+    asked = Search(
+        halves, spec, slots, space, trials, seed, options.processes(journal.workers if workers is None else workers)
+    )
     _refuse_another(journal, asked, resume)
     writable(folder, [TRIALS, BEST])
-    if not quiet:
-        say_what_was_taken(trace, policy, cache_size, "none" if untimed else hardware)
-        console.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
-        if journal.trials:
-            console.note(f"{len(journal.trials)} trials of before in {journal.path}")
-    for warning in report.warnings(loaded, Grid((spec,), {size: slots})):
-        console.warn(warning)
-    if untimed and spec.prefetches and not quiet:
-        console.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
-    compiling.start_if_needed([loaded.compiled(spec)], quiet)
+    cell.announce(loaded, spec, slots, output)
+    output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
+    if journal.trials:
+        output.note(f"{len(journal.trials)} trials of before in {journal.path}")
+    if untimed and spec.prefetches:
+        output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
+    compiling.start_if_needed([loaded.compiled(spec)], output.quiet)
     try:
-        with report.progress(asked.requests(len(journal.trials)), quiet) as advance:
+        with report.progress(asked.requests(len(journal.trials)), output.quiet) as advance:
             found = run(asked, journal, advance)
     except KeyboardInterrupt:
         ended = f"{len(journal.trials)} trials in {journal.path}"
         console.fail("moe-sim", f"interrupted with {ended}: go on with --resume", 130)
     save(found, asked, folder)
-    _config(setup, found.best.policy, size).write(folder / BEST)
+    _config(setup, found.best.policy, cell.size).write(folder / BEST)
     if found.overfit:
         console.warn(
             "on the second half the best is no better than the policy as typed: it fits the first half, not the task; "
             "give it more requests or a smaller --search"
         )
-    if as_json:
-        typer.echo(json.dumps(_as_json(found), indent=1))
-    elif not quiet:
-        console.out.print(_title(asked, found), markup=False, soft_wrap=True)
-        console.out.print(_table(found))
-        for line in _notes(found):
-            console.out.print(line, markup=False, soft_wrap=True)
-        console.out.print(f"wrote {TRIALS}, {BEST} to {folder}", markup=False, soft_wrap=True)
-    compiling.finish(quiet)
+    wrote = f"wrote {TRIALS}, {BEST} to {folder}"
+    output.show(lambda: _as_json(found), lambda: (_title(asked, found), _table(found), *_notes(found), wrote))
+    compiling.finish(output.quiet)
 
 
 def _refuse_another(journal: "Journal", search: "Search", resume: bool) -> None:
@@ -148,19 +112,8 @@ def _config(setup: "Setup", policy: str, size: str) -> "Config":
     """A sweep of the same requests."""
     from sim.sweep.config import Config
 
-    return Config(
-        traces=(setup.trace,),
-        policies=(policy,),
-        cache_sizes=(size,),
-        hardware=(setup.hardware,),
-        model_profile=setup.model_profile,
-        requests=setup.requests,
-        as_decode=setup.as_decode,
-        cold=setup.cold,
-        untimed=setup.untimed,
-        chunk_bytes=setup.chunk_bytes,
-        predictor_us=setup.predictor_us,
-    ).resolved()
+    shared = {name: value for name, value in asdict(setup).items() if name not in ("trace", "hardware", "seed")}
+    return Config((setup.trace,), (policy,), (size,), (setup.hardware,), **shared).resolved()
 
 
 def _title(search: "Search", found: "Found") -> str:
@@ -176,16 +129,11 @@ def _title(search: "Search", found: "Found") -> str:
 
 def _table(found: "Found") -> "Table":
     """The policy as typed, and the best on the first half; of these the first alone was played on the second."""
-    from rich import box
-    from rich.table import Column, Table
-
     from policies.core.grammar import value_text
 
     metric = METRICS[found.metric]
-    table = Table(Column("options", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for half in ("first", "second"):
-        table.add_column(f"{metric}, {half} half", justify="right", no_wrap=True)
-    table.add_row(
+    shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
+    shown.add_row(
         f"{found.typed.policy} as typed", _figure(found.typed.first, found), _figure(found.typed.second, found)
     )
     for trial in found.leaders(LEADERS):
@@ -193,8 +141,8 @@ def _table(found: "Found") -> "Table":
         best = trial.policy == found.best.policy
         second = _figure(found.best.second, found, found.typed.second) if best else ""
         options = " ".join(f"{name}={value_text(value)}" for name, value in trial.options.items())
-        table.add_row(options, first, second, style="bold green" if best else None)
-    return table
+        shown.add_row(options, first, second, style="bold green" if best else None)
+    return shown
 
 
 def _figure(value: float | None, found: "Found", typed: float | None = None) -> str:

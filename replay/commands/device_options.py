@@ -1,0 +1,39 @@
+"""Declare the options that `moe-replay run` and `moe-replay compare` share: the requests, and the device."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+
+Dense = Annotated[str, typer.Option(help="Dense part of the model: real, or none (experts only).")]
+
+
+@dataclass(frozen=True)
+class ReplayOptions(options.TimedOptions):
+    """Which requests are run, and how."""
+
+    requests: Annotated[
+        int | None, typer.Option(help="Run the first N requests only. Default: those of about 1,000 steps.")
+    ] = None
+    warmup_requests: options.WarmupRequests = None
+    seed: Annotated[int | None, typer.Option(help="Seed of the weights. Default: 0.")] = None
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How a device runs them: fields of Choice."""
+
+    device: Annotated[str, typer.Option(help="auto (cuda, or cpu without it), virtual, cpu or cuda.")] = "auto"
+    host_dedup: Annotated[
+        int | None, typer.Option(help="Share N host buffers between all experts. Default: one buffer per expert.")
+    ] = None
+    pin: Annotated[str, typer.Option(help="Pinned memory: require, or best-effort (slower copies if refused).")] = (
+        "require"
+    )
+    dense: Dense = "real"
+    weights: Annotated[
+        Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of its shapes.")
+    ] = None

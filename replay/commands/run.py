@@ -1,0 +1,217 @@
+"""The command `moe-replay run`: play one cell on a device, in closed loop, and set it beside what is predicted."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from replay.commands.device_options import DeviceOptions, ReplayOptions
+from sim.commands import options
+from sim.commands.printed import written
+from traces import console
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from replay.run import Choice, Outcome
+    from sim.loop.log import StepRow
+    from sim.sweep.setup import Setup
+
+
+@dataclass(frozen=True)
+class CellOptions(options.CellOptions):
+    """The cell; `run` takes its trace as an option, as a group takes no argument."""
+
+    trace: Annotated[str | None, typer.Option(help="Folder or URL of a trace. Default: the shipped trace.")] = None
+
+
+@options.expanded
+def run(
+    cell: CellOptions,
+    played: ReplayOptions,
+    on: DeviceOptions,
+    *,
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="Results of moe-sim sweep: replay the winner, as it was swept.")
+    ] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare slots with the host at each use (slow).")] = False,
+    timeline: Annotated[
+        Path | None, typer.Option(help="File for a timeline, measured and predicted (.json, .json.gz).")
+    ] = None,
+    no_slots: options.NoSlots = False,
+    nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and layers for NVIDIA's profilers.")] = False,
+    min_gbps: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
+    output: options.ResumableOptions,
+) -> None:
+    """Play a trace through a policy on a device, in closed loop.
+
+    Writes results.parquet (the columns of a sweep, then the device's), requests.parquet and per_token.csv.
+    The last line sets predicted beside measured. A timeline opens at https://ui.perfetto.dev; of a run of more than
+    2,000 steps it shows the first 100 tokens.
+
+    [b]moe-replay --policy eamc --cache-size 25%[/b]
+
+    [b]moe-replay --from results/demo --device cpu[/b]
+    """
+    from replay import report
+
+    if min_gbps is not None and not 0 < min_gbps < math.inf:
+        raise InputError(f"--min-gbps {min_gbps}: must be above 0 and finite")
+    request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
+    choice = _choose(request, on, verify=verify, nvtx=nvtx)
+    output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice))
+    folder = output.folder(choice.loaded.setup.trace, "-replay")
+    if output.resume and output.overwrite:
+        raise InputError("--resume keeps what was measured and --overwrite drops it: leave one out")
+    cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
+    if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
+        raise InputError(
+            f"{folder} holds steps of a run that was cut off: go on with --resume, drop them with --overwrite, or name "
+            "another folder with --out"
+        )
+    if output.resume and (timeline or choice.device == "virtual"):
+        why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
+        raise InputError(f"--resume: {why}: leave it out")
+    outcome = _replay(choice, folder, timeline, not no_slots, output)
+    output.show(lambda: report.as_json(outcome), lambda: _shown(outcome, folder))
+    reached = outcome.row["copy_gb_per_s"]
+    if min_gbps is not None and reached is not None and reached < min_gbps:
+        console.fail(
+            "moe-replay", f"the link reached {reached:.4g} GB/s while busy, less than --min-gbps {min_gbps:g}", 1
+        )
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be replayed, as far as options say, and what was taken where they do not."""
+
+    setup: "Setup"
+    policy: str
+    cache_size: str
+    cache_experts: int | None = None  # what the size came to in the sweep; None: typed
+    whole: bool = True  # play all that the setup names, however long
+    notes: Sequence[str] = ()
+
+
+def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
+    setup = options.setup_of(cell, played)
+    policy = cell.policy or options.POLICY
+    return Request(setup, policy, cell.size, whole=played.requests is not None, notes=cell.taken(setup))
+
+
+def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request:
+    """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
+    from sim.sweep import winner
+
+    swept, winners = winner.read(folder)
+    setup = replace(swept, untimed=False, **options.setup_fields(cell, played))
+    if cell.policy and cell.cache_size:
+        return Request(setup, cell.policy, cell.cache_size)
+    sizes = {one.cache_size: one for one in winners}
+    if not sizes:
+        raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
+    size = cell.cache_size or (options.CACHE_SIZE if options.CACHE_SIZE in sizes else next(iter(sizes)))
+    if size not in sizes:
+        raise InputError(f"the sweep in {folder} did not try a cache of {size}; it tried {', '.join(sizes)}")
+    best = sizes[size]
+    note = f"taking {best.policy}, the winner of {folder} at {size}"
+    if len(sizes) > 1:
+        note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
+    return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
+
+
+def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
+    """Read everything; InputError for whatever cannot be used."""
+    from policies.core.spec import parse
+    from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
+
+    policy = parse(request.policy)
+    chosen = choose_device(on.device)
+    loaded = request.setup.load()
+    slots = loaded.slots(request.cache_size)
+    loaded.require(policy, slots)
+    if request.cache_experts not in (None, slots):
+        raise InputError(
+            f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {slots} with "
+            "this trace: it is of another model"
+        )
+    if not request.whole and chosen != "virtual":
+        loaded = first_steps(loaded, DEFAULT_STEPS)
+    return Choice(loaded, policy, slots, **{**vars(on), "device": chosen}, **others)
+
+
+def _scope(request: Request, choice: "Choice", asked: str) -> str:
+    """Which device, and how much of the trace."""
+    device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
+    played, setup = choice.loaded.trace, choice.loaded.setup
+    if setup.requests == request.setup.requests:
+        return f"{device}, {len(played.requests)} requests"
+    return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
+
+
+def _unpriced(choice: "Choice") -> list[str]:
+    """A policy of the user's own, whose work nobody has measured."""
+    if choice.loaded.predictor_us(choice.policy) is not None:
+        return []
+    machine = choice.loaded.setup.hardware
+    return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
+
+
+def _replay(
+    choice: "Choice", folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
+) -> "Outcome":
+    """Run, write, report; a folder in which nothing was written does not stay."""
+    from replay import report
+    from replay.run import replay
+    from sim.results.metrics import writable
+    from sim.sweep.setup import Requests
+    from sim.timeline.file import writing
+
+    requests, key, is_new = Requests(choice.loaded.trace), choice.key, not folder.exists()
+    steps = sum(len(request.tokens) for request in requests)
+    writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
+    done = report.done_before(folder, key, requests) if output.resume else []
+    if len(done) == steps:
+        if (folder / report.RESULTS_FILE).exists():
+            raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+        last = done[-1].shares[0].request  # cut off behind its last step: the last request is played again
+        done = [row for row in done if row.shares[0].request != last]
+    played = len(done)
+    if done:
+        output.note(f"going on behind {played} of {steps} steps")
+    try:
+        with report.step_writer(folder, key, done) as write, report.progress(steps, output.quiet, played) as advance:
+
+            def on_step(row: "StepRow") -> None:
+                nonlocal played
+                write(row)
+                played += 1
+                advance()
+
+            with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
+                outcome = replay(choice, on_step, shown, slots, done)
+    except KeyboardInterrupt:
+        goes_on = ", and --resume goes on behind the last whole request" if choice.device != "virtual" else ""
+        kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""
+        console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
+    finally:
+        if is_new and not played:
+            with suppress(OSError):
+                folder.rmdir()
+    report.save(outcome, folder)
+    return outcome
+
+
+def _shown(outcome: "Outcome", folder: Path) -> "Iterator[str | Table]":
+    from replay import report
+
+    yield report.title(outcome)
+    yield report.table(outcome)
+    yield from report.notes(outcome)
+    yield written((report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS), folder)
+    yield report.last_line(outcome)

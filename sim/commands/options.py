@@ -1,0 +1,239 @@
+"""Declare each option that several commands of moe-sim and moe-replay have once: its type, help text and default.
+
+A command takes options in groups, which are dataclasses; `expanded` shows their fields to typer as the command's own.
+"""
+
+import inspect
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from traces import console, demo_trace
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from policies.core.spec import PolicySpec
+    from sim.sweep.setup import Loaded, Setup
+
+POLICY = "eamc-blend"
+CACHE_SIZE = "25%"
+HARDWARE = "a5000"
+POLICIES = "lru,lfu,eamc"
+COMPARED_POLICIES = "lru,eamc,eamc-blend"
+CACHE_SIZES = "10%,25%,50%"
+
+_POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
+_CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64) or bytes (8GiB)."
+
+Trace = Annotated[str | None, typer.Argument(help="Folder or URL of a trace. Default: the shipped trace.")]
+Policies = Annotated[str, typer.Option(help=f"Policies, {_POLICY_HELP}")]
+SomePolicies = Annotated[str | None, typer.Option(help=f"Policies, {_POLICY_HELP} Default: {POLICIES}.")]
+Scope = Annotated[
+    str | None,
+    typer.Option(help="What shares the slots, for policies without @: global, layer or layer:profile=TRACE."),
+]
+CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_CACHE_SIZES_HELP)]
+SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
+WarmupRequests = Annotated[int | None, typer.Option(help="Run the first N requests without counting them. Default: 0.")]
+Untimed = Annotated[bool, typer.Option("--untimed", help="Count hits and misses exactly, without times.")]
+PredictorUs = Annotated[
+    float | None, typer.Option(help="Policy overhead per event, in microseconds. Default: as measured (make bench).")
+]
+Engine = Annotated[
+    str | None,
+    typer.Option(
+        help="Engine of timed runs: auto, simpy, or compiled (same results, faster, built-in policies). Default: auto."
+    ),
+]
+Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
+NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Which requests are run, and with which model's sizes."""
+
+    model_profile: Annotated[
+        str | None, typer.Option(help="Model profile or TOML file. Default: by the trace's model.")
+    ] = None
+    requests: Annotated[int | None, typer.Option(help="Run the first N requests only. Default: all.")] = None
+    as_decode: Annotated[bool, typer.Option("--as-decode", help="Run a prefill token by token.")] = False
+
+
+@dataclass(frozen=True)
+class TimedOptions(RequestOptions):
+    """How they are run."""
+
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False
+    chunk_bytes: Annotated[
+        str | None, typer.Option(help="Size after which a prefetch may be interrupted (4MiB). Default: never.")
+    ] = None
+
+
+@dataclass(frozen=True)
+class SimulatedOptions(TimedOptions):
+    """How they are simulated."""
+
+    warmup_requests: WarmupRequests = None
+    predictor_us: PredictorUs = None
+
+
+@dataclass(frozen=True)
+class CellOptions:
+    """One policy at one cache size over one trace on one machine."""
+
+    trace: Trace = None
+    policy: Annotated[str | None, typer.Option(help=f"Policy, {_POLICY_HELP} Default: {POLICY}.")] = None
+    cache_size: Annotated[
+        str | None,
+        typer.Option(help=f"Cache size: a share (25%), experts (64) or bytes (8GiB). Default: {CACHE_SIZE}."),
+    ] = None
+    hardware: Annotated[str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {HARDWARE}.")] = None
+
+    @property
+    def size(self) -> str:
+        """Return the cache size, typed or not."""
+        return self.cache_size or CACHE_SIZE
+
+    def chosen(self, loaded: "Loaded") -> "tuple[PolicySpec, int]":
+        """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
+        from policies.core.spec import parse
+
+        policy, slots = parse(self.policy or POLICY), loaded.slots(self.size)
+        loaded.require(policy, slots)
+        return policy, slots
+
+    def announce(self, loaded: "Loaded", policy: "PolicySpec", slots: int, output: "OutputOptions") -> None:
+        """Print which defaults were taken, and the warnings about the cell."""
+        from sim.sweep import report
+        from sim.sweep.grid import Grid
+
+        output.note(*self.taken(loaded.setup))
+        for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
+            console.warn(warning)
+
+    def taken(self, setup: "Setup") -> list[str]:
+        """Return the note on the defaults that were taken, if any was."""
+        return taken(
+            {
+                f"the shipped trace {setup.trace}": not self.trace,
+                f"policy {POLICY}": not self.policy,
+                f"cache size {CACHE_SIZE}": not self.cache_size,
+                f"hardware {setup.hardware}": not self.hardware and not setup.untimed,
+            }
+        )
+
+
+@dataclass(frozen=True)
+class OutputOptions:
+    """What is printed."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False
+    quiet: Quiet = False
+
+    def note(self, *texts: str) -> None:
+        """Print lines on standard error, unless quiet."""
+        for text in () if self.quiet else texts:
+            console.note(text)
+
+    def show(self, value: Callable[[], object], parts: "Callable[[], Iterable[str | Table]]") -> None:
+        """Print the value as JSON or, unless quiet, the parts for people."""
+        if self.as_json:
+            typer.echo(json.dumps(value(), indent=1))
+        elif not self.quiet:
+            for part in parts():
+                console.say(part)
+
+
+@dataclass(frozen=True)
+class ResultOptions(OutputOptions):
+    """What is printed, and where the results go."""
+
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the results. Default: one in results/, named by the trace.")
+    ] = None
+
+    def folder(self, trace: str, suffix: str) -> Path:
+        """Return the folder for the results."""
+        from traces.location import name_of
+
+        return self.out or Path("results") / f"{name_of(trace)}{suffix}"
+
+
+@dataclass(frozen=True)
+class ResumableOptions(ResultOptions):
+    """The same of a run that may be resumed."""
+
+    resume: Resume = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds.")] = False
+
+
+def taken(defaults: Mapping[str, bool]) -> list[str]:
+    """Return the note on those defaults that were taken, if any was."""
+    texts = [text for text, is_taken in defaults.items() if is_taken]
+    return [f"taking {', '.join(texts)}"] if texts else []
+
+
+def typed(*groups: object, **others: Any) -> dict[str, Any]:
+    """Return the options that were typed, of these groups and others, as Setup and Config take them."""
+    from sim.quantities import parse_bytes
+
+    values = {name: value for group in groups for name, value in vars(group).items()} | others
+    given = {name: value for name, value in values.items() if value is not None and value is not False}
+    if "chunk_bytes" in given:
+        given["chunk_bytes"] = parse_bytes(given["chunk_bytes"], "--chunk-bytes")
+    return given
+
+
+def setup_fields(*groups: object, **others: Any) -> dict[str, Any]:
+    """Return those of them that are fields of Setup."""
+    from sim.sweep.setup import Setup
+
+    names = {field.name for field in fields(Setup)}
+    return {name: value for name, value in typed(*groups, **others).items() if name in names}
+
+
+def setup_of(*groups: object, **others: Any) -> "Setup":
+    """Return the setup that these options ask for. Raise InputError."""
+    from sim.sweep.setup import Setup
+
+    return Setup(**{"trace": str(demo_trace()), "hardware": HARDWARE, **setup_fields(*groups, **others)})
+
+
+def processes(workers: int | None) -> int:
+    """Return the number of processes. Raise InputError for none."""
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers {workers}: at least one process has to work")
+    return workers or os.cpu_count() or 1
+
+
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return the command with the fields of its option groups as parameters, for typer to read."""
+    groups: dict[str, type] = {}
+    parameters: dict[str, inspect.Parameter] = {}
+    for name, own in inspect.signature(command).parameters.items():
+        if is_dataclass(own.annotation) and isinstance(own.annotation, type):
+            groups[name] = own.annotation
+            parameters.update(inspect.signature(own.annotation).parameters)
+        else:
+            parameters[name] = own
+
+    def called(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
+    only_by_name = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in parameters.values()]
+    called.__dict__["__signature__"] = inspect.Signature(only_by_name)
+    return called

@@ -1,0 +1,44 @@
+"""What several commands print alike: a cell's title, a table's columns, figures, and which files were written."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sim.results.metrics import Row
+
+METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "misses"}
+"""Columns of results by which cells are judged, as tables head them."""
+
+
+def cell_title(row: "Row", machine: str | None) -> str:
+    """Return what was run on what."""
+    where = f" on {machine}" if machine else ""
+    played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
+    share = f"{100 * row['cache_fraction']:.3g}%"
+    return f"{row['model']}{where}: {row['policy']}, {row['cache_experts']} slots ({share} of the experts); {played}"
+
+
+def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "Table":
+    """Return a plain table; its first columns are flush left (and fold), the others flush right."""
+    from rich import box
+    from rich.table import Table
+
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0))
+    for i, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
+    if fold:
+        shown.columns[0].no_wrap, shown.columns[0].overflow, shown.columns[0].min_width = False, "fold", 10
+    return shown
+
+
+def milliseconds(value: float) -> str:
+    """Return it with two decimals, three below 10."""
+    return f"{value:,.{2 if value >= 10 else 3}f}"
+
+
+def written(files: Iterable[Path | str], folder: Path) -> str:
+    """Return the line that names the files written to the folder."""
+    return f"wrote {', '.join(Path(file).name for file in files)} to {folder}"
