@@ -66,7 +66,7 @@ def tune(
     from policies.core.policy import Shape
     from policies.core.spec import parse
     from sim.engines import compiling
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep import report
     from sim.sweep.grid import Grid
     from sim.tuning.journal import Journal

@@ -20,7 +20,8 @@ from policies.core.grammar import alternatives, count_alternatives
 from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
 from sim.quantities import parse_bytes
-from sim.results.metrics import commit, replacing
+from sim.results.files import replacing
+from sim.results.provenance import commit
 from sim.sweep.setup import Setup
 from traces.errors import InputError, unknown
 from traces.location import absolute

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from sim.results.metrics import Row, replacing, tables_below
+from sim.results.files import replacing
+from sim.results.metrics import Row, tables_below
 from sim.sweep.setup import Setup
 from traces.errors import InputError
 from traces.location import absolute

@@ -19,7 +19,8 @@ import numpy as np
 import pyarrow as pa
 
 from policies.core.spec import PolicySpec, parse
-from sim.results.metrics import SHARE, TEXT, Row, write_table
+from sim.results.files import write_table
+from sim.results.metrics import SHARE, TEXT, Row
 from sim.sweep import winner
 from sim.sweep.grid import key, play_cell
 from sim.sweep.setup import Loaded, Setup

@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from sim.loop.log import RequestLog, RunLog
-from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
+from sim.results.files import replacing, writable, write_rows
+from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
