@@ -1,0 +1,1 @@
+"""Past activation matrices: the method of MoE-Infinity (`eamc`), its collection, and expert maps."""

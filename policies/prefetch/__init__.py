@@ -1,0 +1,1 @@
+"""What to fetch early: one file for each prefetcher."""

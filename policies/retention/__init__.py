@@ -1,0 +1,1 @@
+"""What to keep: one file for each eviction policy."""

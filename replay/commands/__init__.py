@@ -1,0 +1,1 @@
+"""The commands of `moe-replay` beside the replay itself."""

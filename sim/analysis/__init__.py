@@ -1,0 +1,1 @@
+"""Why a result is as it is: misses by cause, curves, locality, adaptation, sensitivity."""

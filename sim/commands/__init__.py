@@ -1,0 +1,1 @@
+"""The commands of `moe-sim`, one file each."""

@@ -1,0 +1,1 @@
+"""Who plays a run: SimPy, its compiled twin, the untimed counter, and the choice between them."""

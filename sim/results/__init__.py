@@ -1,0 +1,1 @@
+"""What results are: their columns, comparisons, diagnoses and plots."""

@@ -1,0 +1,1 @@
+"""Many runs: setup, grid, workers, what is finished on disk, and the winner."""

@@ -1,0 +1,1 @@
+"""The search of a policy's options."""
