@@ -9,7 +9,6 @@ values that were played, the point itself standing in for one that could not be.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
@@ -21,10 +20,10 @@ from policies.core.spec import Option, Policy, PolicySpec, parse
 from sim.profiles.model_profile import ModelProfile
 from sim.results import files, plot
 from sim.results.metrics import RESULTS, SHARE, TEXT, Row
-from sim.sweep.grid import play_cell
+from sim.sweep.grid import rows
 from sim.sweep.setup import Loaded
 from sim.sweep.winner import metric
-from sim.sweep.workers import Advance, Local, Task
+from sim.sweep.workers import Advance, Local
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -226,17 +225,11 @@ def sensitivity(
     point: Point, variants: Sequence[Variant], workers: int = 1, advance: Advance | None = None
 ) -> Sensitivity:
     """Play the point and the variants of its plan; `advance` is told of requests played."""
-    points = [point, *(variant.point for variant in variants)]
-    tasks = [
-        Task(each.loaded, play_cell, (each.policy, each.slots), each.loaded.compiled(each.policy)) for each in points
-    ]
-    playing = Local(workers).results(tasks, advance or (lambda played: None))
-    with closing(playing):
-        played = {place: row for place, (row, _) in playing}
-    here, rows = played[0], [played[place] for place in range(1, len(points))]
+    cells = [(each.loaded, each.policy, each.slots) for each in (point, *(variant.point for variant in variants))]
+    here, *moves = rows(cells, Local(workers), advance or (lambda played: None))
     judged_by = metric([here])
     moved: dict[str, dict[bool, tuple[float, float]]] = {}
-    for variant, row in zip(variants, rows, strict=True):
+    for variant, row in zip(variants, moves, strict=True):
         higher = variant.value > variant.parameter.value(point)
         moved.setdefault(variant.parameter.name, {})[higher] = variant.value, row[judged_by]
     known = {variant.parameter.name: variant.parameter for variant in variants}
@@ -245,7 +238,7 @@ def sensitivity(
         for name, parameter in known.items()
     ]
     effects.sort(key=lambda effect: -effect.largest)
-    return Sensitivity(judged_by, here, effects, list(zip(variants, rows, strict=True)))
+    return Sensitivity(judged_by, here, effects, list(zip(variants, moves, strict=True)))
 
 
 def figure(found: Sensitivity) -> "Figure":

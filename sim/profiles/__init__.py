@@ -41,6 +41,11 @@ def find(kind: str, what: str, text: str) -> Path:
     raise unknown(f"{what} profile", text, names(kind))
 
 
+def absolute(kind: str, text: str) -> str:
+    """The path of a profile in a file, from the root; the name of a shipped one as it is."""
+    return text if text in names(kind) else str(Path(text).expanduser().resolve())
+
+
 def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:
     """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem; the rest as `make`."""
     try:

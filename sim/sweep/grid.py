@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import marshal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -90,10 +90,7 @@ class Table:
 
     def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
         """By the key of the cell, in the order of the rows, the bound's last."""
-        return {
-            key(self.loaded, *cell): Task(self.loaded, play_cell, cell, self.loaded.compiled(cell[0]))
-            for cell in self.grid.cells()
-        }
+        return {key(self.loaded, *cell): task(self.loaded, *cell) for cell in self.grid.cells()}
 
 
 @dataclass(frozen=True)
@@ -196,6 +193,18 @@ def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -
             raise told from error
         raise
     return summary.row(), summary.requests()
+
+
+def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
+    """One cell, for workers to play."""
+    return Task(loaded, play_cell, (policy, slots), loaded.compiled(policy))
+
+
+def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:
+    """Play cells for their rows alone, which come in the order of the cells."""
+    with closing(workers.results([task(*cell) for cell in cells], advance)) as playing:
+        found = {place: row for place, (row, _) in playing}
+    return [found[place] for place in sorted(found)]
 
 
 def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
