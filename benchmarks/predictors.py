@@ -29,7 +29,7 @@ from policies.core.spec import parse
 from policies.eamc.build import build
 from policies.prefetch.stride_training import Tokens, Training, train
 from sim.profiles.policy_overhead import MEASURED, TABLE
-from sim.results.metrics import commit
+from sim.results.provenance import commit
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 from traces.trace import Trace

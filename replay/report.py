@@ -15,7 +15,8 @@ from rich.table import Table
 from replay.run import Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
-from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row, replacing, write_rows, write_table
+from sim.results.files import replacing, write_rows, write_table
+from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row
 from traces import console
 from traces.errors import InputError
 from traces.steps import RequestSteps

@@ -128,7 +128,7 @@ def conformance(
     import sys
 
     from sim.engines.cases import run_file
-    from sim.results.metrics import replacing
+    from sim.results.files import replacing
 
     if out is None:
         run_file(cases, sys.stdout, engine or "auto")

@@ -26,7 +26,8 @@ from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
-from sim.results.metrics import Row, commit
+from sim.results.metrics import Row
+from sim.results.provenance import commit
 from sim.sweep.setup import Loaded, Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic

@@ -48,7 +48,7 @@ def calibrate(
     from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
     from replay.run import choose_device
-    from sim.results.metrics import replacing
+    from sim.results.files import replacing
 
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")

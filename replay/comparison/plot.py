@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from sim.results.metrics import Row, replacing
+from sim.results.files import replacing
+from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces.steps import DECODE
 

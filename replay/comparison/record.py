@@ -15,7 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim.results.metrics import Row, commit, replacing, sources
+from sim.results.files import replacing
+from sim.results.metrics import Row
+from sim.results.provenance import commit, sources
 from traces.errors import InputError
 
 TOP = (
@@ -112,7 +114,7 @@ def key_of(**decides: Any) -> str:
 
 @cache
 def _code() -> str:
-    """`sim.results.metrics.sources`, and this package."""
+    """`sim.results.provenance.sources`, and this package."""
     digest = hashlib.sha256(sources().encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(f"{file.name}\0".encode() + file.read_bytes())

@@ -17,7 +17,8 @@ from replay.comparison.record import Record, key_of
 from replay.run import Choice
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
-from sim.results.metrics import Row, replacing
+from sim.results.files import replacing
+from sim.results.metrics import Row
 from sim.sweep.grid import Grid, key
 from traces.errors import InputError
 

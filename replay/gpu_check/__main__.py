@@ -15,7 +15,7 @@ from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
 from replay.model.network import dtype_of
 from sim.profiles import model_profile
-from sim.results.metrics import writable
+from sim.results.files import writable
 from traces import console
 from traces.errors import InputError
 

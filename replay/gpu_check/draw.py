@@ -12,7 +12,8 @@ import typer
 
 from replay.comparison.record import ERROR
 from replay.gpu_check.bounds import CLOSED_LOOP
-from sim.results.metrics import Row, replacing
+from sim.results.files import replacing
+from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces import console
 from traces.errors import InputError

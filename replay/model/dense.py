@@ -1,7 +1,7 @@
 """All that a model multiplies beside routed experts: norms, attention, shared experts, router, layers without experts.
 
 Layers are pre-norm transformer layers, cut where the experts are: what lies between two routers is one stretch, as
-in `sim.profiles.timing.Roofline`. Keys and values are cached, a row a token. A step that is as long as its context is a
+in `sim.profiles.roofline`. Keys and values are cached, a row a token. A step that is as long as its context is a
 prefill: causal attention among its own tokens. Any other attends to the whole context in the cache, of which its own
 tokens are the last rows (tokens of one chunk see each other, which costs a little more than a causal mask).
 

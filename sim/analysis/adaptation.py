@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -24,12 +24,17 @@ from numpy.typing import NDArray
 
 from policies.core.spec import PolicySpec
 from sim.loop.log import RunLog
-from sim.results.metrics import COUNT, SHARE, TEXT, Row, commit, replacing, writable, write_rows
+from sim.results import files, plot
+from sim.results.metrics import COUNT, SHARE, TEXT, Row
+from sim.results.provenance import commit
 from sim.sweep.grid import Grid
 from sim.sweep.setup import Loaded
 from sim.sweep.workers import Advance, Local, Task
 from traces.errors import InputError, unknown
 from traces.trace import Trace, concatenate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Float = NDArray[np.float64]
 
@@ -223,6 +228,15 @@ class Measured:
         """The most requests that can be told."""
         return len(self.hit_rates) - self.window
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Of the first request and, as a mean, of the last window, by their columns in `SHIFTS`."""
+        return {
+            f"{name}_{when}": float(rates[part].mean())
+            for when, part in (("first", slice(1)), ("settled", slice(-self.window, None)))
+            for name, rates in (("hit_rate", self.hit_rates), ("undisturbed", self.undisturbed))
+        }
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -290,10 +304,7 @@ class Adaptation:
             **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
             "requests_needed": one.needed,
             "requests_needed_above": one.last if one.needed is None else None,
-            "hit_rate_first": float(one.hit_rates[0]),
-            "undisturbed_first": float(one.undisturbed[0]),
-            "hit_rate_settled": float(one.hit_rates[-one.window :].mean()),
-            "undisturbed_settled": float(one.undisturbed[-one.window :].mean()),
+            **one.rates,
             "requests": ids.iloc[self.plan.after(shift)].tolist(),
             "hit_rates": one.hit_rates.tolist(),
             "undisturbed_hit_rates": one.undisturbed.tolist(),
@@ -306,10 +317,6 @@ def summary(measured: Sequence[Measured]) -> Summary:
     one = measured[0]
     known = [each.needed for each in measured if each.needed is not None]
     censored = len(measured) - len(known)
-    first, settled = (
-        [np.mean([getattr(each, rates)[part].mean() for each in measured]) for rates in ("hit_rates", "undisturbed")]
-        for part in (slice(1), slice(-one.window, None))
-    )
     return Summary(
         kind=one.shift.kind,
         policy=one.policy,
@@ -320,10 +327,7 @@ def summary(measured: Sequence[Measured]) -> Summary:
         needed_mean=(sum(known) + censored * (one.last + 1)) / len(measured),
         needed_max=None if censored else max(known),
         needed_none=known.count(0) / len(measured),
-        hit_rate_first=float(first[0]),
-        undisturbed_first=float(first[1]),
-        hit_rate_settled=float(settled[0]),
-        undisturbed_settled=float(settled[1]),
+        **{name: float(np.mean([each.rates[name] for each in measured])) for name in one.rates},
     )
 
 
@@ -377,18 +381,42 @@ def hit_rates(
     return np.array(rates[len(before) :])
 
 
+def figure(found: Adaptation, loaded: Loaded) -> "Figure":
+    """Mean paired difference in hit rate against requests since the shift: a panel per kind, a line per policy.
+
+    Thin: of single requests; thick: of windows, which is what is judged, each drawn where it begins.
+    """
+    from matplotlib.figure import Figure
+
+    protocol = found.plan.protocol
+    drawing = Figure(figsize=(3 + 4 * len(found.kinds), 4.2), layout="constrained")
+    panels = drawing.subplots(1, len(found.kinds), sharey=True, squeeze=False)[0]
+    for axes, kind in zip(panels, found.kinds, strict=True):
+        for i, policy in enumerate(found.policies):
+            if measured := found.of(kind, policy):
+                colour, points = plot.look(i)["color"], 100 * np.mean([one.differences for one in measured], axis=0)
+                axes.plot(points, color=colour, linewidth=0.7, alpha=0.4)
+                axes.plot(windows(points, protocol.window), color=colour, linewidth=1.8, label=policy)
+        axes.axhline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
+        axes.axhline(-100 * TOLERANCE, color=plot.BOUND_COLOUR, linestyle=":", linewidth=1)
+        plot.frame(axes, f"{kind}: {len(found.of(kind, found.policies[0]))} shifts", "requests since the shift")
+        axes.set_xlim(0, protocol.after - 1)
+    panels[0].set_ylabel("hit rate less the undisturbed one (points)")
+    share = 100 * found.slots / loaded.all_experts
+    drawing.suptitle(
+        f"{loaded.trace.meta.model}, untimed, {loaded.trace.name} by {protocol.by}, cache {share:.3g}%", fontsize=9
+    )
+    drawing.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False, fontsize=8)
+    return drawing
+
+
 def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the table and the plot, each whole or not at all; the files.
 
     Of an interrupted call only the table is kept, in a folder `interrupted` of its own.
     """
-    from sim.analysis.plot_adaptation import figure
-
-    folder = folder if found.complete else folder / "interrupted"
-    files = [folder / name for name in NAMES[: None if found.complete else 1]]
-    writable(folder, [file.name for file in files])
-    write_rows(found.rows(loaded), SHIFTS, files[0])
-    for plot in files[1:]:
-        with replacing(plot) as part:
-            figure(found, loaded).savefig(part, format="png", dpi=150)
-    return files
+    table, picture = NAMES
+    tables = {table: (found.rows(loaded), SHIFTS)}
+    if not found.complete:
+        return files.save(folder / "interrupted", tables, {})
+    return files.save(folder, tables, {picture: figure(found, loaded)})

@@ -7,16 +7,25 @@ defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from policies.core.spec import PolicySpec
 from sim.analysis.curves import Accesses, Int, Reuse, belady_misses, lru_misses, reuse
 from sim.analysis.locality import Locality, locality
 from sim.loop.log import RunLog
-from sim.results.metrics import COUNT, SHARE, TEXT, Row, replacing, writable, write_rows
+from sim.results import files, plot
+from sim.results.metrics import COUNT, SHARE, TEXT, Row
 from sim.sweep.grid import Grid
 from sim.sweep.setup import Loaded, Requests
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CURVED = ("lru", "belady")
+"""Policies known at all sizes."""
 
 SPLITS = pa.schema(
     [
@@ -64,11 +73,14 @@ class Split:
         """All of them."""
         return self.compulsory + self.capacity + self.policy_misses
 
+    @property
+    def hit_rate(self) -> float | None:
+        """None where nothing is looked up."""
+        return 1 - self.misses / self.lookups if self.lookups else None
+
     def row(self) -> Row:
         """As a row of `SPLITS`."""
-        hit_rate = 1 - self.misses / self.lookups if self.lookups else None
-        row = {**asdict(self), "misses": self.misses, "hit_rate": hit_rate}
-        return {name: row[name] for name in SPLITS.names}
+        return {name: getattr(self, name) for name in SPLITS.names}
 
 
 @dataclass(frozen=True)
@@ -157,7 +169,7 @@ def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = 
 
 def to_play(grid: Grid) -> int:
     """Cells that no curve gives."""
-    return len(grid.sizes) * sum(policy.text not in ("lru", "belady") for policy in grid.policies)
+    return len(grid.sizes) * sum(policy.text not in CURVED for policy in grid.policies)
 
 
 def sentence(splits: Sequence[Split]) -> str:
@@ -183,19 +195,31 @@ def _verdict(split: Split) -> str:
     return f"it is neither: {first:.0%} of {name}'s misses are first uses"
 
 
+def figure(found: Analysis, loaded: Loaded) -> "Figure":
+    """Hit rate against cache size: LRU and Belady as curves, and a point for each other policy and size played."""
+    total, lookups = len(found.lru) - 1, max(found.lookups, 1)
+    title = f"{loaded.trace.meta.model}, untimed, {loaded.trace.name}, {len(loaded.trace.requests)} requests"
+    with plot.against_size("hit rate", title) as (drawing, axes):
+        sizes = 100 * np.arange(total + 1) / total
+        axes.plot(sizes, 1 - found.lru / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru")
+        axes.plot(sizes, 1 - found.belady / lookups, **plot.BOUND)
+        others = dict.fromkeys(split.policy for split in found.splits if split.policy not in CURVED)
+        for i, policy in enumerate(others, start=1):
+            points = [split for split in found.splits if split.policy == policy]
+            shares, rates = [100 * one.cache_fraction for one in points], [1 - one.misses / lookups for one in points]
+            axes.plot(shares, rates, **plot.look(i), linestyle="", label=policy)
+        if loaded.trace.phases != "prefill":
+            axes.axvline(100 * found.demand / total, **plot.DEMAND)
+        axes.set(xlim=(0, 100), ylim=(0, 1))
+    return drawing
+
+
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the tables and the plot of the curves into `folder`; the files. InputError where that is impossible."""
-    from sim.analysis.plot_curves import figure
-
     tables = {
         "misses.parquet": ([split.row() for split in found.splits], SPLITS),
         "curves.parquet": (found.curves(), CURVES),
         "reuse.parquet": (found.distances(), REUSE),
         "locality.parquet": ([asdict(metrics) for metrics in found.locality], LOCALITY),
     }
-    writable(folder, [*tables, "curves.png"])
-    for name, (rows, schema) in tables.items():
-        write_rows(rows, schema, folder / name)
-    with replacing(folder / "curves.png") as part:
-        figure(found, loaded).savefig(part, format="png", dpi=150)
-    return [folder / name for name in (*tables, "curves.png")]
+    return files.save(folder, tables, {"curves.png": figure(found, loaded)})

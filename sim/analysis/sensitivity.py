@@ -9,24 +9,31 @@ values that were played, the point itself standing in for one that could not be.
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
 from policies.core.spec import Option, Policy, PolicySpec, parse
-from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
-from sim.results.metrics import RESULTS, SHARE, TEXT, Row, replacing, writable, write_rows
-from sim.sweep.grid import play_cell
+from sim.results import files, plot
+from sim.results.metrics import RESULTS, SHARE, TEXT, Row
+from sim.sweep.grid import rows
 from sim.sweep.setup import Loaded
 from sim.sweep.winner import metric
-from sim.sweep.workers import Advance, Local, Task
+from sim.sweep.workers import Advance, Local
 from traces.errors import InputError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 NAMES = ("sensitivity.parquet", "sensitivity.png")
+"""The files that `save` writes."""
+
+DRAWN_AT_MOST = 20
+"""Parameters in the plot: those below are too small to be seen."""
 
 ROWS = pa.schema(
     [
@@ -168,14 +175,14 @@ MACHINE = {
 
 def parameters(point: Point) -> list[Parameter]:
     """All that a cell has."""
-    found = [_of_machine(field, *told) for field, told in MACHINE.items()]
+    found = [_field(*told, f"loaded.hardware.{field}") for field, told in MACHINE.items()]
     found += [
         Parameter("cache size", "slots", lambda at: at.slots, _with_slots, whole=True),
         Parameter("expert size", "MB", lambda at: at.profile.expert_bytes / 1e6, _with_expert_size),
         Parameter("predictor", "us", lambda at: at.predictor_us, _with_predictor),
     ]
     if point.loaded.setup.chunk_bytes:
-        found.append(Parameter("chunk", "B", lambda at: at.loaded.setup.chunk_bytes or 0, _with_chunk, whole=True))
+        found.append(_field("chunk", "B", "loaded.setup.chunk_bytes", whole=True))
     return found + [_of_policy(option) for option in point.policy.declared() if option.numeric]
 
 
@@ -187,8 +194,7 @@ def point_of(loaded: Loaded, policy: Policy, slots: int) -> Point:
     point = Point(loaded, parse(policy), slots)
     point.check()
     fixed = _with_predictor(point, point.predictor_us)
-    assert loaded.hardware
-    return replace(fixed, loaded=replace(fixed.loaded, hardware=replace(loaded.hardware, measured=())))
+    return cast(Point, _with(fixed, "loaded.hardware.measured", ()))
 
 
 def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
@@ -219,17 +225,11 @@ def sensitivity(
     point: Point, variants: Sequence[Variant], workers: int = 1, advance: Advance | None = None
 ) -> Sensitivity:
     """Play the point and the variants of its plan; `advance` is told of requests played."""
-    points = [point, *(variant.point for variant in variants)]
-    tasks = [
-        Task(each.loaded, play_cell, (each.policy, each.slots), each.loaded.compiled(each.policy)) for each in points
-    ]
-    playing = Local(workers).results(tasks, advance or (lambda played: None))
-    with closing(playing):
-        played = {place: row for place, (row, _) in playing}
-    here, rows = played[0], [played[place] for place in range(1, len(points))]
+    cells = [(each.loaded, each.policy, each.slots) for each in (point, *(variant.point for variant in variants))]
+    here, *moves = rows(cells, Local(workers), advance or (lambda played: None))
     judged_by = metric([here])
     moved: dict[str, dict[bool, tuple[float, float]]] = {}
-    for variant, row in zip(variants, rows, strict=True):
+    for variant, row in zip(variants, moves, strict=True):
         higher = variant.value > variant.parameter.value(point)
         moved.setdefault(variant.parameter.name, {})[higher] = variant.value, row[judged_by]
     known = {variant.parameter.name: variant.parameter for variant in variants}
@@ -238,31 +238,44 @@ def sensitivity(
         for name, parameter in known.items()
     ]
     effects.sort(key=lambda effect: -effect.largest)
-    return Sensitivity(judged_by, here, effects, list(zip(variants, rows, strict=True)))
+    return Sensitivity(judged_by, here, effects, list(zip(variants, moves, strict=True)))
+
+
+def figure(found: Sensitivity) -> "Figure":
+    """A tornado: the change of the metric, in %, for each parameter that has an effect, the largest on top."""
+    from matplotlib.figure import Figure
+
+    shown, row = found.felt[:DRAWN_AT_MOST], found.row
+    drawing = Figure(figsize=(7, 1.6 + 0.34 * max(len(shown), 2)), layout="constrained")
+    axes = drawing.add_subplot()
+    for side, label, colour in ((0, "lower", plot.COLOURS[1]), (1, "higher", plot.COLOURS[0])):
+        changes = [100 * (effect.changes[side] or 0.0) for effect in shown]
+        axes.barh(range(len(shown)), changes, height=0.62, color=colour, alpha=0.85, label=f"parameter {label}")
+    axes.axvline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
+    axes.set_yticks(range(len(shown)), [effect.parameter.name for effect in shown])
+    axes.invert_yaxis()
+    title = (
+        f"{row['model']} on {row['hardware']}, {row['trace']}, {row['policy']} at {100 * row['cache_fraction']:.3g}%"
+    )
+    plot.frame(axes, title, f"change of {plot.DRAWN[found.metric][1].removesuffix(' (ms)')} (%)", grid="x")
+    axes.set_axisbelow(True)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    drawing.legend(loc="outside lower right", ncols=2, frameon=False, fontsize=8)
+    return drawing
 
 
 def save(found: Sensitivity, folder: Path) -> list[Path]:
     """Write the table and the plot, each whole or not at all; the files."""
-    from sim.analysis.plot_sensitivity import figure
-
-    files = [folder / name for name in NAMES]
-    writable(folder, NAMES)
-    write_rows(found.rows(), ROWS, files[0])
-    with replacing(files[1]) as part:
-        figure(found).savefig(part, format="png", dpi=150)
-    return files
+    table, picture = NAMES
+    return files.save(folder, {table: (found.rows(), ROWS)}, {picture: figure(found)})
 
 
-def _of_machine(field: str, name: str, unit: str) -> Parameter:
-    def value(point: Point) -> float:
-        return float(getattr(point.loaded.hardware, field))
-
-    def at(point: Point, other: float) -> Point:
-        assert point.loaded.hardware
-        machine: Hardware = replace(point.loaded.hardware, **cast(Any, {field: other}))
-        return _on(point, replace(point.loaded, hardware=machine))
-
-    return Parameter(name, unit, value, at)
+def _field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:
+    """What stands in a field of a point, of its setup or of a profile."""
+    return Parameter(
+        name, unit, attrgetter(path), lambda at, other: _with(at, path, int(other) if whole else other), whole
+    )
 
 
 def _of_policy(option: Option) -> Parameter:
@@ -275,6 +288,12 @@ def _of_policy(option: Option) -> Parameter:
     return Parameter(option.name, "", value, at, whole=isinstance(option.value, int))
 
 
+def _with(part: Any, path: str, value: object) -> Any:
+    """The same with another value in a field, named by the fields that lead to it: `loaded.setup.chunk_bytes`."""
+    name, _, rest = path.partition(".")
+    return replace(part, **{name: _with(getattr(part, name), rest, value) if rest else value})
+
+
 def _with_slots(point: Point, slots: float) -> Point:
     """At least 1, at most all."""
     return replace(point, slots=min(max(1, int(slots)), point.loaded.all_experts))
@@ -282,16 +301,8 @@ def _with_slots(point: Point, slots: float) -> Point:
 
 def _with_expert_size(point: Point, megabytes: float) -> Point:
     size = megabytes * 1e6 / point.profile.expert_parameters
-    return _on(point, replace(point.loaded, profile=replace(point.profile, expert_bytes_per_parameter=size)))
+    return cast(Point, _with(point, "loaded.profile.expert_bytes_per_parameter", size))
 
 
 def _with_predictor(point: Point, us: float) -> Point:
-    return _on(point, replace(point.loaded, setup=replace(point.loaded.setup, predictor_us=us)))
-
-
-def _with_chunk(point: Point, size: float) -> Point:
-    return _on(point, replace(point.loaded, setup=replace(point.loaded.setup, chunk_bytes=int(size))))
-
-
-def _on(point: Point, loaded: Loaded) -> Point:
-    return replace(point, loaded=loaded)
+    return cast(Point, _with(point, "loaded.setup.predictor_us", us))

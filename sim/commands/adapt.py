@@ -58,7 +58,7 @@ def adapt(
     from policies.core.grammar import split_list
     from sim.analysis.adaptation import NAMES, Protocol, plan, save, to_play
     from sim.analysis.adaptation import adapt as measure
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of

@@ -36,7 +36,7 @@ def analyze(
     """
     from policies.core.grammar import split_list
     from sim.analysis.misses import analyse, save, sentence, to_play
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of

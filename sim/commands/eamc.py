@@ -28,7 +28,7 @@ def build(
     [b]moe-sim sweep other-trace --policies lru,eamc:capacity=300:collection=eamc.npz[/b]
     """
     from policies.eamc import build
-    from sim.results.metrics import replacing
+    from sim.results.files import replacing
     from traces.trace import Trace
 
     typed = policy if capacity is None else f"{policy}:capacity={capacity}"

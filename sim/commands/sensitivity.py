@@ -36,7 +36,7 @@ def sensitivity(
     from sim.analysis.sensitivity import NAMES, plan, point_of, save
     from sim.analysis.sensitivity import sensitivity as measure
     from sim.engines import compiling
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep import report
 
     share = _share(step)

@@ -33,7 +33,7 @@ def train_stride(
     [b]moe-sim sweep other-trace --policies lru+stride:model=stride.npz[/b]
     """
     from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
-    from sim.results.metrics import replacing
+    from sim.results.files import replacing
     from traces.trace import Trace
 
     training = Training(stride, back, epochs, seed)

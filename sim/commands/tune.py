@@ -51,7 +51,7 @@ def tune(
     """
     from policies.core.policy import Shape
     from sim.engines import compiling
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep import report
     from sim.tuning.journal import Journal
     from sim.tuning.search_space import space_of

@@ -6,9 +6,9 @@ Every key carries its unit in its name; an unknown, missing or impossible one is
 import dataclasses
 import math
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from traces.errors import InputError, unknown
 
@@ -20,12 +20,8 @@ MOST = 10**15
 MAY_BE_ZERO = {"zero": True}
 """Field metadata: 0 is possible here. All other numbers are above 0."""
 
-Reader = Callable[[object, str], Any]
-
-
-def table(read: Reader) -> dict[str, Reader]:
-    """Field metadata: a table, or a list of them, that `read` makes of the file's, told where it stands there."""
-    return {"table": read}
+Reader = Callable[[str, Any], Any]
+"""What makes the value of a field: of its key, and of what the file holds for it."""
 
 
 def names(kind: str) -> list[str]:
@@ -45,31 +41,44 @@ def find(kind: str, what: str, text: str) -> Path:
     raise unknown(f"{what} profile", text, names(kind))
 
 
-def read(cls: type[T], path: Path) -> T:
-    """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem."""
+def absolute(kind: str, text: str) -> str:
+    """The path of a profile in a file, from the root; the name of a shipped one as it is."""
+    return text if text in names(kind) else str(Path(text).expanduser().resolve())
+
+
+def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:
+    """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem; the rest as `make`."""
     try:
         with path.open("rb") as file:
             held = tomllib.load(file)
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as TOML: {error}") from error
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.name != "name"}  # type: ignore[arg-type]
+    try:
+        return make(cls, held, readers or {}, name=path.stem)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def make(cls: type[T], held: Mapping[str, Any], readers: Mapping[Any, Reader], **given: Any) -> T:
+    """An instance of the dataclass `cls` from a table of a file; `readers` are by the types of fields.
+
+    Fields that are `given` must not stand in the file. InputError, naming the key, for what cannot be.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.name not in given}  # type: ignore[arg-type]
+    types = get_type_hints(cls)
     for key in held:
         if key not in fields:
-            raise InputError(f"{path}: {unknown('key', key, fields)}")
-    types = get_type_hints(cls)
-    values: dict[str, Any] = {}
+            raise unknown("key", key, fields)
     for key, field in fields.items():
-        if key in held and "table" in field.metadata:
-            values[key] = field.metadata["table"](held[key], f"{path}: {key}")
-        elif key in held:
-            values[key] = _checked(held[key], types[key], bool(field.metadata.get("zero")), f"{path}: {key}")
+        if key in held:
+            kind, value = types[key], held[key]
+            given[key] = readers[kind](key, value) if kind in readers else _checked(key, value, kind, **field.metadata)
         elif field.default is field.default_factory is dataclasses.MISSING:
-            raise InputError(f"{path}: the key {key!r} is missing")
-    made: T = cast(Any, cls)(name=path.stem, **values)
-    return made
+            raise InputError(f"the key {key!r} is missing")
+    return cls(**given)
 
 
-def _checked(value: object, kind: Any, zero: bool, where: str) -> object:
+def _checked(key: str, value: object, kind: Any, zero: bool = False) -> object:
     """`value` as `kind` (str, int, float or a tuple of str), or InputError."""
     if kind is str and isinstance(value, str) and value:
         return value
@@ -78,10 +87,10 @@ def _checked(value: object, kind: Any, zero: bool, where: str) -> object:
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) > MOST or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             least = "at least" if zero else "above"
-            raise InputError(f"{where} = {value}: must be {least} 0 and finite, at most {MOST:.0e}")
+            raise InputError(f"{key} = {value}: must be {least} 0 and finite, at most {MOST:.0e}")
         if kind is float:
             return float(value)
         if isinstance(value, int):
             return value
     expected = {str: "a text", int: "a whole number", float: "a number"}.get(kind, "a list of texts")
-    raise InputError(f"{where} = {value!r}: must be {expected}")
+    raise InputError(f"{key} = {value!r}: must be {expected}")

@@ -18,11 +18,11 @@ from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
 
 
-def _facts(value: object, where: str) -> dict[str, Any]:
+def _facts(key: str, value: object) -> dict[str, Any]:
     """Anything, as a table."""
     if isinstance(value, dict):
         return value
-    raise InputError(f"{where}: must be a table, headed [calibration]")
+    raise InputError(f"{key}: must be a table, headed [calibration]")
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Hardware:
     host_memory_bandwidth_gb_per_s: float
     disk_bandwidth_gb_per_s: float
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
-    calibration: Mapping[str, Any] = field(default_factory=dict, hash=False, metadata=profiles.table(_facts))
-    measured: tuple[MeasuredModel, ...] = field(default=(), hash=False, metadata=profiles.table(measured.read))
+    calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
         """What was measured with that model here, if it was, with experts of that size."""
@@ -60,7 +60,7 @@ SLOWEST_LINK = 0.001
 def hardware(text: str) -> Hardware:
     """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
     path = profiles.find("hardware", "hardware", text)
-    machine = profiles.read(Hardware, path)
+    machine = profiles.read(Hardware, path, {Mapping[str, Any]: _facts, tuple[MeasuredModel, ...]: measured.read})
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
     if machine.link_bandwidth_gb_per_s < SLOWEST_LINK:

@@ -8,17 +8,15 @@ it is what was measured. Everything is rounded up to whole ns.
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import Any
 
 from sim import profiles
-from traces.errors import InputError, unknown
-
-if TYPE_CHECKING:
-    from sim.profiles.timing import Link
+from sim.profiles.timing import Link
+from traces.errors import InputError
 
 Curve = tuple[tuple[int, int], ...]
 """(tokens, ns) or (context, ns), the first ascending."""
@@ -66,10 +64,8 @@ class MeasuredModel:
         """Its durations under a policy whose own work takes so long an event."""
         return MeasuredTiming(self, predictor_ns)
 
-    def link(self, chunk_bytes: int | None = None) -> "Link":
+    def link(self, chunk_bytes: int | None = None) -> Link:
         """The link as it carries this model's experts: exact at a whole one."""
-        from sim.profiles.timing import Link  # which knows hardware, and so this module
-
         moving_ns = self.transfer_ns - self.latency_ns
         return Link(self.latency_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
 
@@ -152,53 +148,16 @@ def _check_rows(key: str, rows: Sequence[Sequence[int]]) -> None:
             raise InputError(f"{key}: row {list(row)} must lie above {list(before)}: rows ascend, none twice")
 
 
-# From a profile
-
-
-def read(value: object, where: str) -> tuple[MeasuredModel, ...]:
-    """The tables `[[measured]]` of a profile as they stand in the file; InputError, beginning with `where`."""
-    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise InputError(f"{where}: must be a list of tables, each headed [[measured]]")
-    found: dict[tuple[str, int], MeasuredModel] = {}
-    for place, table in enumerate(value, 1):
-        here = f"{where} {place}"
-        try:
-            model = _model(table)
-        except InputError as error:
-            raise InputError(f"{here}: {error}") from None
-        if (model.model, model.expert_bytes) in found:
-            raise InputError(f"{here}: {model.model} with experts of {model.expert_bytes} bytes stands there twice")
-        found[model.model, model.expert_bytes] = model
-    return tuple(found.values())
-
-
-def _model(table: dict[str, object]) -> MeasuredModel:
-    types, optional = get_type_hints(MeasuredModel), {"predictor_us"}
-    for key in table:
-        if key not in types:
-            raise unknown("key", key, types)
-    for each in fields(MeasuredModel):
-        if each.name not in table and each.name not in optional:
-            raise InputError(f"the key {each.name!r} is missing")
-    return MeasuredModel(**{key: _READERS[types[key]](key, value) for key, value in table.items()})
-
-
-def _text(key: str, value: object) -> str:
-    if isinstance(value, str) and value:
-        return value
-    raise InputError(f"{key} = {value!r}: must be a text")
-
-
 def _whole(key: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= profiles.MOST:
         return value
     raise InputError(f"{key} = {value!r}: must be a whole number, at most {profiles.MOST:.0e}")
 
 
-def _rows(key: str, value: object, width: int) -> tuple[tuple[int, ...], ...]:
+def _rows(key: str, value: object, columns: str) -> tuple[tuple[int, ...], ...]:
+    width = len(columns.split(", "))
     if isinstance(value, list) and all(isinstance(row, list) and len(row) == width for row in value):
         return tuple(tuple(_whole(f"{key}: {row}", number) for number in row) for row in value)
-    columns = "[tokens, ns]" if width == 2 else "[tokens, context, ns]"
     raise InputError(f"{key}: must be a list of rows {columns}")
 
 
@@ -210,10 +169,26 @@ def _costs(key: str, value: object) -> dict[str, float]:
     raise InputError(f"{key}: must be a table of microseconds by policy")
 
 
-_READERS: dict[Any, Any] = {
-    str: _text,
+_READERS: dict[Any, profiles.Reader] = {
     int: _whole,
-    Curve: lambda key, value: _rows(key, value, 2),
-    Surface: lambda key, value: _rows(key, value, 3),
+    Curve: partial(_rows, columns="[tokens, ns]"),
+    Surface: partial(_rows, columns="[tokens, context, ns]"),
     Mapping[str, float]: _costs,
 }
+
+
+def read(key: str, value: object) -> tuple[MeasuredModel, ...]:
+    """The tables `[[measured]]` of a profile as they stand in the file; InputError, beginning with the key."""
+    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
+        raise InputError(f"{key}: must be a list of tables, each headed [[measured]]")
+    found: dict[tuple[str, int], MeasuredModel] = {}
+    for place, table in enumerate(value, 1):
+        try:
+            model = profiles.make(MeasuredModel, table, _READERS)
+        except InputError as error:
+            raise InputError(f"{key} {place}: {error}") from None
+        if found.setdefault((model.model, model.expert_bytes), model) is not model:
+            raise InputError(
+                f"{key} {place}: {model.model} with experts of {model.expert_bytes} bytes stands there twice"
+            )
+    return tuple(found.values())

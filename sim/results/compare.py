@@ -105,16 +105,12 @@ def read(folder: Path) -> list[Played]:
     cells, requests = tables
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
+    said = ("policy", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
     return [
         Played(
             folder=folder,
-            policy=str(row["policy"]),
-            cache_experts=int(row["cache_experts"]),
-            all_experts=int(row["all_experts"]),
+            **{name: row[name] for name in said},
             expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
-            trace=str(row["trace"]),
-            phase=str(row["phase"]),
-            warmup_requests=int(row["warmup_requests"]),
             timed=row["hardware"] is not None,
             requests=by_cell[row["policy"], row["cache_experts"]].reset_index(drop=True),
         )

@@ -6,25 +6,18 @@ linearly between the two nearest ranks (NumPy's default). Overlap takes the stal
 a prefetch as exposed transfer time. Tokens per second: all tokens counted over the time of their steps.
 """
 
-import hashlib
 import json
 import math
-import subprocess
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from sim.loop.log import STALLS, Int, RunLog
-from traces.errors import InputError
+from sim.results.provenance import commit
 from traces.steps import DECODE, PREFILL
 
 Row = dict[str, Any]
@@ -98,7 +91,7 @@ _COUNTED = (
 
 @dataclass(frozen=True)
 class Cell:
-    """What was run, in the words of its row."""
+    """What was run: columns of its row, by their names there."""
 
     policy: str  # as typed
     options: dict[str, Any]  # resolved, whole
@@ -160,11 +153,8 @@ class Summary:
         fetched = sums["prefetch_transfers"]
         transfers = (sums["demand_transfers"], fetched, sums["prefetch_wasted"])
         row: Row = {
+            **vars(cell),
             **_identity(cell),
-            "phase": cell.phase,
-            "model": cell.model,
-            "hardware": cell.hardware,
-            "all_experts": cell.all_experts,
             "requests": int(np.count_nonzero(self._steps)),
             **{name: sums[name] for name in ("tokens", "hits", "late", "misses")},
             "lookups": lookups,
@@ -174,13 +164,7 @@ class Summary:
                 for kind, n in zip(("demand", "prefetch", "wasted"), transfers, strict=True)
             },
             "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
-            "prefetch_coverage": None,
-            "oracle": cell.oracle,
-            "cold": cell.cold,
-            "warmup_requests": cell.warmup_requests,
-            "predictor_us": cell.predictor_us,
             "expert_bytes": size or None,
-            "seed": cell.seed,
             "commit": commit(),
         }
         if cell.hardware is not None:
@@ -274,76 +258,9 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-@cache
-def commit() -> str:
-    """The commit of this project's checkout (`-dirty` if files differ), else the installed version."""
-    root = Path(__file__).resolve().parents[2]
-    if (root / ".git").exists():
-        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-        try:
-            return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-        except (OSError, subprocess.CalledProcessError):
-            pass
-    return version("moe-expert-cache")
-
-
-@cache
-def sources() -> str:
-    """Digest of this project's code that a result depends on, edited or committed."""
-    root = Path(__file__).resolve().parents[2]
-    digest = hashlib.sha256()
-    for file in sorted(path for package in ("traces", "policies", "sim") for path in (root / package).rglob("*.py")):
-        digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def writable(folder: Path, names: Iterable[str] = (RESULTS_FILE, REQUESTS_FILE)) -> None:
-    """Make `folder` and see that files of these names can be written there; InputError if not."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {folder}: {error.strerror or error}") from error
-    for name in names:
-        if (folder / name).is_dir():
-            raise InputError(f"cannot write {folder / name}: a folder of that name is in the way")
-        with replacing(folder / name, keep=False) as file:
-            file.touch()
-
-
 def tables_below(folder: Path) -> str:
     """What to say of a folder that holds no table itself: which folders in it do."""
     below = sorted(str(file.parent) for file in folder.glob(f"*/{REQUESTS_FILE}"))
     if below:
         return f"it holds several sweeps: name one of {', '.join(below)}"
     return "name a folder that moe-sim sweep has written"
-
-
-@contextmanager
-def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
-    """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
-
-    InputError where the disk is full, or the folder cannot be written to.
-    """
-    if not path.name:
-        raise InputError("a file to write needs a name")
-    part = path.with_name(f".{path.name}.part")
-    try:
-        yield part
-        if keep:
-            part.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def write_rows(rows: Sequence[Row], schema: pa.Schema, path: Path) -> None:
-    """Rows as a Parquet file of `schema`, whole or not at all."""
-    write_table(pa.Table.from_pylist(list(rows), schema=schema), path)
-
-
-def write_table(table: pa.Table, path: Path) -> None:
-    """A table as a Parquet file, whole or not at all."""
-    with replacing(path) as file:
-        pq.write_table(table, file)

@@ -1,18 +1,23 @@
 """The pictures of a sweep: hit rate and latency against cache size, with Belady as the bound."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from policies.core.grammar import pieces
-from sim.results.metrics import Row, replacing
+from sim.results.files import save
+from sim.results.metrics import Row
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 BOUND_COLOUR = "#777777"
+BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (bound)"}
+DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "one token's experts"}
 
 DRAWN = {
     "hit_rate": ("hit_rate.png", "hit rate"),
@@ -27,41 +32,53 @@ def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iter
 
     `bound`: Belady's rows; `demand`: one token's experts as a share of all, below which recency is of no use.
     """
-    files = []
-    for column in columns:
-        if column in DRAWN:
-            files.append(folder / DRAWN[column][0])
-            with replacing(files[-1]) as part:
-                figure(rows, bound, demand, column).savefig(part, format="png", dpi=150)
-    return files
+    drawn = {DRAWN[column][0]: figure(rows, bound, demand, column) for column in columns if column in DRAWN}
+    return save(folder, {}, drawn)
 
 
 def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str) -> "Figure":
     """One column of the results against cache size."""
+    first = rows[0]
+    machine = f" on {first['hardware']}" if first["hardware"] else ""
+    title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"
+    with against_size(DRAWN[column][1], title) as (drawing, axes):
+        policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != "belady"))
+        for i, policy in enumerate(policies):
+            points = _points([row for row in rows if row["policy"] == policy], column)
+            axes.plot(*points, **look(i), label=wrapped(policy), linewidth=1.6)
+        if bound:
+            axes.plot(*_points(bound, column), **BOUND, marker=".")
+        if any(row["phase"] != "prefill" for row in rows):
+            axes.axvline(100 * demand, **DEMAND)
+        axes.set_xlim(left=0)
+        axes.set_ylim(0, 1 if column == "hit_rate" else None)
+    return drawing
+
+
+@contextmanager
+def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
+    """A figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(7, 4.2), layout="constrained")
     axes = drawing.add_subplot()
-    policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != "belady"))
-    for i, policy in enumerate(policies):
-        points = _points([row for row in rows if row["policy"] == policy], column)
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
-        axes.plot(*points, color=colour, marker=marker, label=wrapped(policy), linewidth=1.6, markersize=5)
-    if bound:
-        axes.plot(*_points(bound, column), "--.", color=BOUND_COLOUR, linewidth=1.3, label="belady (bound)")
-    if any(row["phase"] != "prefill" for row in rows):
-        axes.axvline(100 * demand, color=BOUND_COLOUR, linestyle=":", linewidth=1, label="one token's experts")
-    axes.set_xlabel("cache size (% of all experts)")
-    axes.set_ylabel(DRAWN[column][1])
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 1 if column == "hit_rate" else None)
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    first = rows[0]
-    machine = f" on {first['hardware']}" if first["hardware"] else ""
-    axes.set_title(f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests", fontsize=9)
+    frame(axes, title, "cache size (% of all experts)")
+    axes.set_ylabel(ylabel)
+    yield drawing, axes
     drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
-    return drawing
+
+
+def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both") -> None:
+    """Title and grid, no lines above and to the right."""
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(xlabel)
+    axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def look(i: int) -> dict[str, Any]:
+    """Colour and marker of the policy with this number."""
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
 
 
 def wrapped(policy: str, width: int = 28) -> str:

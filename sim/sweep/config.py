@@ -12,7 +12,8 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli_w
 
@@ -20,7 +21,8 @@ from policies.core.grammar import alternatives, count_alternatives
 from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
 from sim.quantities import parse_bytes
-from sim.results.metrics import commit, replacing
+from sim.results.files import replacing
+from sim.results.provenance import commit
 from sim.sweep.setup import Setup
 from traces.errors import InputError, unknown
 from traces.location import absolute
@@ -73,28 +75,20 @@ class Config:
     def setups(self) -> Iterator[Setup]:
         """One for each trace and machine."""
         chunk = self.chunk_bytes
+        own = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(Setup) if hasattr(self, field.name)
+        }
+        own["chunk_bytes"] = parse_bytes(chunk, "--chunk-bytes") if isinstance(chunk, str) else chunk
         for trace, machine in itertools.product(dict.fromkeys(self.traces), self.machines):
-            yield Setup(
-                trace=trace,
-                hardware=machine,
-                model_profile=self.model_profile,
-                requests=self.requests,
-                warmup_requests=self.warmup_requests,
-                as_decode=self.as_decode,
-                cold=self.cold,
-                untimed=self.untimed,
-                chunk_bytes=parse_bytes(chunk, "--chunk-bytes") if isinstance(chunk, str) else chunk,
-                predictor_us=self.predictor_us,
-                engine=self.engine,
-            )
+            yield Setup(**{**own, "trace": trace, "hardware": machine})
 
     def resolved(self) -> "Config":
         """The same with paths that hold wherever one stands."""
         return dataclasses.replace(
             self,
             traces=tuple(map(absolute, self.traces)),
-            hardware=tuple(_absolute("hardware", machine) for machine in self.machines),
-            model_profile=None if self.model_profile is None else _absolute("models", self.model_profile),
+            hardware=tuple(profiles.absolute("hardware", machine) for machine in self.machines),
+            model_profile=None if self.model_profile is None else profiles.absolute("models", self.model_profile),
         )
 
     def write(self, path: Path) -> None:
@@ -133,19 +127,18 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is no TOML: {error}") from error
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(Config)}
+    kinds = get_type_hints(Config)
     for key, value in values.items():
         if key not in kinds:
             raise unknown(f"key of {path}", key, kinds)
-        listed = kinds[key].startswith("tuple")
+        listed = get_origin(kinds[key]) is tuple
         if listed != isinstance(value, list):
             raise InputError(f"{path}: {key} is {value!r}; {'a list' if listed else 'one value'} is needed")
-        wanted = [name for name in ("str", "int", "float", "bool") if name in kinds[key]]
+        kind = get_args(kinds[key])[0] if listed else kinds[key]
         for each in value if listed else [value]:
-            if not any(_is(each, name) for name in wanted):
-                raise InputError(
-                    f"{path}: {key} cannot be {each!r}: {' or '.join(_KINDS[name] for name in wanted)} is needed"
-                )
+            if not fits(each, kind):
+                wanted = " or ".join(text for one, text in _KINDS.items() if one in (kind, *get_args(kind)))
+                raise InputError(f"{path}: {key} cannot be {each!r}: {wanted} is needed")
     return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
@@ -159,14 +152,12 @@ _EXAMPLES = {
 """What a sweep needs at least one of: its flag, and how to write it."""
 
 
-_KINDS = {"str": "text in quotes", "int": "a whole number", "float": "a number", "bool": "true or false"}
+_KINDS = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
 
 
-def _is(value: object, name: str) -> bool:
-    kinds: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-    return isinstance(value, kinds[name]) and (isinstance(value, bool) == (name == "bool"))
-
-
-def _absolute(kind: str, text: str) -> str:
-    """The path of a profile in a file, from the root; the name of a shipped one as it is."""
-    return text if text in profiles.names(kind) else str(Path(text).expanduser().resolve())
+def fits(value: object, kind: Any) -> bool:
+    """Whether a value of a TOML file is of a field's type: whole numbers are decimals too, true and false none."""
+    if isinstance(kind, UnionType):
+        return any(fits(value, one) for one in get_args(kind))
+    allowed = (int, float) if kind is float else get_origin(kind) or kind
+    return isinstance(value, allowed) and (isinstance(value, bool) == (kind is bool))

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import marshal
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +25,9 @@ from policies.core import user_file
 from policies.core.grammar import file_and_class
 from policies.core.spec import Part, Policy, PolicySpec, parse
 from sim.loop.log import RunLog
-from sim.results import metrics, plot
+from sim.results import files, metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.results.provenance import sources
 from sim.sweep import winner
 from sim.sweep.setup import Loaded
 from sim.sweep.store import Store
@@ -89,10 +90,7 @@ class Table:
 
     def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
         """By the key of the cell, in the order of the rows, the bound's last."""
-        return {
-            key(self.loaded, *cell): Task(self.loaded, play_cell, cell, self.loaded.compiled(cell[0]))
-            for cell in self.grid.cells()
-        }
+        return {key(self.loaded, *cell): task(self.loaded, *cell) for cell in self.grid.cells()}
 
 
 @dataclass(frozen=True)
@@ -159,19 +157,19 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
 
     Tables of several traces or machines have a folder each, and `folder` a table of all rows.
     """
-    files = [file for found in outcomes for file in _save(found, store)]
+    written = [file for found in outcomes for file in _save(found, store)]
     if len(outcomes) > 1:
-        files = [folder / RESULTS_FILE]
-        metrics.write_rows([row for found in outcomes for row in found.rows], RESULTS, files[0])
+        written = [folder / RESULTS_FILE]
+        files.write_rows([row for found in outcomes for row in found.rows], RESULTS, written[0])
     store.clear()
-    return files
+    return written
 
 
 def _save(found: Outcome, store: Store) -> list[Path]:
     folder, loaded, grid = found.table.folder, found.table.loaded, found.table.grid
-    metrics.writable(folder)
+    files.writable(folder, (RESULTS_FILE, REQUESTS_FILE))
     tables = [folder / RESULTS_FILE, folder / REQUESTS_FILE]
-    metrics.write_rows(found.rows, RESULTS, tables[0])
+    files.write_rows(found.rows, RESULTS, tables[0])
     store.write_requests([key(loaded, *cell) for cell in grid.asked()], tables[1])
     winner.write(folder / winner.NAME, loaded.setup, found.judged_by, found.winners)
     demand = loaded.token_experts / loaded.all_experts
@@ -197,6 +195,18 @@ def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -
     return summary.row(), summary.requests()
 
 
+def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
+    """One cell, for workers to play."""
+    return Task(loaded, play_cell, (policy, slots), loaded.compiled(policy))
+
+
+def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:
+    """Play cells for their rows alone, which come in the order of the cells."""
+    with closing(workers.results([task(*cell) for cell in cells], advance)) as playing:
+        found = {place: row for place, (row, _) in playing}
+    return [found[place] for place in sorted(found)]
+
+
 def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
     """Sixteen hexadecimal digits of all that a cell's rows depend on."""
     setup = dataclasses.asdict(loaded.setup)
@@ -212,7 +222,7 @@ def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
         "files": [_sources(half) for half in (policy.evict, policy.prefetch)]
         + [_digest(text) for text in _texts(resolved)],
         "slots": slots,
-        "code": metrics.sources(),
+        "code": sources(),
     }
     return hashlib.sha256(json.dumps(depends, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

@@ -19,7 +19,8 @@ from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
-from sim.profiles.timing import Link, Roofline, Timing, experts_per_layer, host_link
+from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import parse_cache_size
 from sim.results.metrics import Cell
 from traces.errors import InputError

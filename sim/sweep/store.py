@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from filelock import FileLock, Timeout
 
-from sim.results import metrics
-from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, replacing, write_rows, write_table
+from sim.results.files import replacing, writable, write_rows, write_table
+from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from traces.errors import InputError
 
 NAME = "cells"
@@ -127,7 +127,7 @@ def _ended(folder: Path) -> list[Path]:
 @contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """Make `folder`, and let nobody else sweep into it meanwhile. InputError where that cannot be."""
-    metrics.writable(folder)
+    writable(folder, (RESULTS_FILE, REQUESTS_FILE))
     lock_file = folder / LOCK
     lock = FileLock(lock_file, timeout=0)
     try:

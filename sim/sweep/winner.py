@@ -5,15 +5,18 @@ is timed); of equal ones the first typed. Oracles are drawn, never chosen.
 """
 
 import dataclasses
-import json
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
-from sim.results.metrics import Row, replacing, tables_below
+import tomli_w
+
+from sim import profiles
+from sim.results.files import replacing
+from sim.results.metrics import Row, tables_below
+from sim.sweep.config import fits
 from sim.sweep.setup import Setup
 from traces.errors import InputError
 from traces.location import absolute
@@ -65,24 +68,24 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
 
 def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -> None:
     """Write winner.toml, whole or not at all."""
-    asked = {**dataclasses.asdict(setup), "trace": absolute(setup.trace)}
-    if Path(setup.hardware).is_file():
-        asked["hardware"] = str(Path(setup.hardware).resolve())
-    if setup.model_profile and Path(setup.model_profile).is_file():
-        asked["model_profile"] = str(Path(setup.model_profile).resolve())
-    lines = [
-        "# Written by moe-sim sweep: per cache size the causal policy with the least",
-        f"# {judged_by}, and what was predicted of it. moe-replay --from FOLDER replays it.",
-        f"judged_by = {_toml(judged_by)}",
-        "\n[setup]",
-        *_pairs(asked),
-    ]
-    for winner in winners:
-        own = dataclasses.asdict(winner)
-        predicted = own.pop("predicted")
-        lines += ["\n[[winner]]", *_pairs(own), "\n[winner.predicted]", *_pairs(predicted)]
+    asked = {
+        **dataclasses.asdict(setup),
+        "trace": absolute(setup.trace),
+        "hardware": profiles.absolute("hardware", setup.hardware),
+        "model_profile": setup.model_profile and profiles.absolute("models", setup.model_profile),
+    }
+    held: dict[str, Any] = {
+        "judged_by": judged_by,
+        "setup": {name: value for name, value in asked.items() if value is not None},
+    }
+    if found := [dataclasses.asdict(winner) for winner in winners]:
+        held["winner"] = found
+    text = (
+        "# Written by moe-sim sweep: per cache size the causal policy with the least\n"
+        f"# {judged_by}, and what was predicted of it. moe-replay --from FOLDER replays it.\n"
+    )
     with replacing(path) as file:
-        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        file.write_text(text + tomli_w.dumps(held), encoding="utf-8")
 
 
 def read(folder: Path) -> tuple[Setup, list[Winner]]:
@@ -102,18 +105,6 @@ def _checked(cls: Callable[..., T], values: dict[str, Any]) -> T:
     """An instance of a dataclass; TypeError for a value of another type than its field's."""
     hints = get_type_hints(cls)
     for key, value in values.items():
-        choices = get_args(hints[key]) if isinstance(hints[key], UnionType) else (hints[key],)
-        allowed = tuple(get_origin(choice) or choice for choice in choices)
-        allowed += (int,) if float in allowed else ()
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        if not fits(value, hints[key]):
             raise TypeError(f"{key} cannot be {value!r}")
     return cls(**values)
-
-
-def _pairs(table: dict[str, Any]) -> list[str]:
-    return [f"{key} = {_toml(value)}" for key, value in table.items() if value is not None]
-
-
-def _toml(value: object) -> str:
-    """Texts, whole and other numbers, true and false are written as in JSON."""
-    return json.dumps(value, ensure_ascii=False)

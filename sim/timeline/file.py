@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from sim.results.metrics import replacing
+from sim.results.files import replacing
 from traces.errors import InputError
 
 Args = Mapping[str, object]

@@ -10,7 +10,6 @@ what to expect, that on the first half is not.
 """
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,12 @@ import numpy as np
 import pyarrow as pa
 
 from policies.core.spec import PolicySpec, parse
-from sim.results.metrics import SHARE, TEXT, Row, write_table
+from sim.results.files import write_table
+from sim.results.metrics import SHARE, TEXT
 from sim.sweep import winner
-from sim.sweep.grid import key, play_cell
+from sim.sweep.grid import key, rows
 from sim.sweep.setup import Loaded, Setup
-from sim.sweep.workers import Advance, Local, Task
+from sim.sweep.workers import Advance, Local
 from sim.tuning.journal import WORKERS, Journal, optuna
 from sim.tuning.search_space import Space
 from traces.errors import InputError
@@ -148,8 +148,8 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Found:
     """
     journal.begin(search.searched())
     halves, workers = search.halves, Local(search.workers)
-    as_typed = [(half, search.policy) for half in (halves.first, halves.second)]
-    first, second = _rows(workers, as_typed, search.slots, advance)
+    as_typed = [(half, search.policy, search.slots) for half in (halves.first, halves.second)]
+    first, second = rows(as_typed, workers, advance)
     metric = winner.metric([first, second])
     trials = [_trial(search.space, trial) for trial in _search(search, journal, metric, workers, advance)]
     ranked = _ranked(trials)
@@ -158,7 +158,7 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Found:
     typed = best = Judged(search.policy.text, first[metric], second[metric])
     value, leader = ranked[0]
     if value < typed.first:
-        (row,) = _rows(workers, [(halves.second, search.policy.with_options(leader.options))], search.slots, advance)
+        (row,) = rows([(halves.second, search.policy.with_options(leader.options), search.slots)], workers, advance)
         best = Judged(leader.policy, value, row[metric])
     return Found(metric, trials, typed, best)
 
@@ -194,8 +194,8 @@ def _search(search: Search, journal: Journal, metric: str, workers: Local, advan
         asked = [study.ask(distributions) for _ in range(min(search.workers, wanted - begun))]
         tried = [_tried(search, trial.params) for trial in asked]
         fresh = {policy.text: policy for policy in tried if isinstance(policy, PolicySpec) and policy.text not in known}
-        rows = _rows(workers, [(first, policy) for policy in fresh.values()], search.slots, advance)
-        known |= {text: row[metric] for text, row in zip(fresh, rows, strict=True)}
+        played = rows([(first, policy, search.slots) for policy in fresh.values()], workers, advance)
+        known |= {text: row[metric] for text, row in zip(fresh, played, strict=True)}
         advance((len(asked) - len(fresh)) * len(first.trace.requests))
         for trial, policy in zip(asked, tried, strict=True):
             text, refusal = ("", policy) if isinstance(policy, str) else (policy.text, "")
@@ -218,14 +218,6 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
     except InputError as error:
         return str(error)
     return policy
-
-
-def _rows(workers: Local, cells: Sequence[tuple[Loaded, PolicySpec]], slots: int, advance: Advance) -> list[Row]:
-    """Of cells, in their order."""
-    tasks = [Task(loaded, play_cell, (policy, slots), loaded.compiled(policy)) for loaded, policy in cells]
-    with closing(workers.results(tasks, advance)) as playing:
-        rows = {place: row for place, (row, _) in playing}
-    return [rows[place] for place in range(len(cells))]
 
 
 def _seed(seed: int, begun: int) -> int:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from policies.core.spec import parse
-from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, save, sentence, to_play
+from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
 from sim.cli import app
 from sim.sweep.grid import Grid
 from sim.sweep.setup import Setup
@@ -122,8 +122,6 @@ def test_tables_and_plot_are_written(loaded, tmp_path):
 
 
 def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loaded):
-    from sim.analysis.plot_curves import figure
-
     found = analyse(loaded, GRID)
     lines = {line.get_label(): line for line in figure(found, loaded).axes[0].lines}
     assert list(lines) == ["lru", "belady (bound)", "lfu", "lru+popular", "one token's experts"]

@@ -48,7 +48,7 @@ eamc = 12.5
 
 
 def model_of(**changes):
-    (found,) = measured.read(tomllib.loads(DEMO)["measured"], "here")
+    (found,) = measured.read("here", tomllib.loads(DEMO)["measured"])
     return replace(found, **changes)
 
 

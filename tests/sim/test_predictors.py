@@ -14,7 +14,7 @@ from policies.core.presets import PRESETS
 from policies.core.spec import parse
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
-from sim.profiles.timing import Roofline
+from sim.profiles.roofline import Roofline
 from sim.sweep.grid import Grid, played
 from sim.sweep.setup import Setup
 from tests.support.command import moe_sim

@@ -5,7 +5,8 @@ import pandas as pd
 import pytest
 
 from sim.loop.log import RequestLog, RunLog
-from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, replacing, summarise, writable, write_rows
+from sim.results.files import replacing, writable, write_rows
+from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
@@ -167,6 +168,6 @@ def test_a_file_that_is_not_finished_leaves_nothing_behind(tmp_path):
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot write to"):
-        writable(tmp_path / "file" / "below")
-    writable(tmp_path / "new" / "folder")
+        writable(tmp_path / "file" / "below", ["table"])
+    writable(tmp_path / "new" / "folder", ["table"])
     assert list((tmp_path / "new" / "folder").iterdir()) == []

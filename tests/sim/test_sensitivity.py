@@ -16,7 +16,7 @@ from sim.analysis.sensitivity import MACHINE, ROWS, plan, point_of, save, sensit
 from sim.cli import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.timing import Roofline, host_link
+from sim.profiles.roofline import Roofline, host_link
 from sim.sweep.setup import Setup
 from tests.support.tiny import SIZES
 from traces.errors import InputError

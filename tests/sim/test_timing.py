@@ -7,7 +7,8 @@ import pytest
 from sim import profiles
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
-from sim.profiles.timing import FixedTiming, Link, Roofline, Timing, host_link
+from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.timing import FixedTiming, Link, Timing
 
 A5000 = hardware("a5000")
 BARE = replace(A5000, launch_us=0.0, framework_us_per_layer=0.0)

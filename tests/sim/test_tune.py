@@ -198,15 +198,13 @@ def test_a_search_that_goes_on_anywhere_has_the_same_end(home, tmp_path, cut):
 
 
 def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
-    from sim.tuning import tune as module
-
     played = []
 
     def counted(loaded, policy, slots, advance):
         played.append((loaded.setup, policy.text))
         return play_cell(loaded, policy, slots, advance)
 
-    monkeypatch.setattr(module, "play_cell", counted)
+    monkeypatch.setattr("sim.sweep.grid.play_cell", counted)
     found = found_by(search_of(home, "eamc", "cosine=flat|rows", 12, workers=3), tmp_path / "a")
     assert len(played) == len(set(played)) <= 5
     assert {trial.policy for trial in found.trials} == {"eamc:cosine=flat", "eamc:cosine=rows"}

@@ -1,0 +1,120 @@
+"""Durations computed from a machine's rates and a model's shape: a roofline, and the host link.
+
+Rules 11 and 12 of docs/contract.md. A machine on which the model was measured goes by `sim.profiles.measured` instead.
+"""
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.timing import Link
+
+ATTENTION_KERNELS = 8  # norm, projections, rotation, cache, attention, output, residual and norm
+DENSE_KERNELS = 3  # two matmuls and an activation: of a layer without experts, or of shared experts
+ROUTER_KERNELS = 2  # matmul, top-k
+EXPERT_KERNELS = 3  # two matmuls and an activation
+COMBINE_KERNELS = 1
+HEAD_KERNELS = 3  # norm, vocabulary matmul, sampling
+
+LINK_STEPS = 10**6
+"""Of a GB/s: a bandwidth is rounded to the nearest whole fraction with at most so many parts, to stay exact."""
+
+
+def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None = None) -> Link:
+    """The profile's link as whole numbers, carrying experts of `model`."""
+    per_byte = 1 / Fraction(hardware.link_bandwidth_gb_per_s).limit_denominator(LINK_STEPS)
+    return Link(
+        latency_ns=math.ceil(hardware.link_latency_us * 1_000),
+        ns_per_byte_num=per_byte.numerator,
+        ns_per_byte_den=per_byte.denominator,
+        expert_bytes=model.expert_bytes,
+        chunk_bytes=chunk_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Layers' dense parts in a row."""
+
+    layers: int  # each with its attention
+    parameters: int  # of all of them, read once and multiplied with every token
+    kernels: int
+
+
+class Roofline:
+    """Durations from profiles: the slower of reading and multiplying, then what each launch and layer costs.
+
+    Layers without experts belong to the MoE layer after them, the last ones to the head; of a step's tokens
+    only the last reaches the vocabulary. An encoder takes time only in a prefill: a step
+    that is as long as its context.
+    """
+
+    def __init__(self, hardware: Hardware, model: ModelProfile, predictor_ns: int = 0):
+        self.hardware, self.model = hardware, model
+        self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
+        self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
+        self._trailing = self._plain(model.trailing_dense_layers)
+
+    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+        """Attention over `context`, shared experts and router, and the layers without experts before them."""
+        if layer < self.model.encoder_moe_layers and context > tokens:
+            return 0
+        window = self.model.sliding_window if layer % 2 == 0 else 0
+        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, window))
+
+    def expert_ns(self, tokens: int) -> int:
+        """The expert's weights are read once, from GPU memory."""
+        flop = 2 * self.model.expert_parameters * tokens
+        return math.ceil(self._slower(self.model.expert_bytes, flop) + self._launched(EXPERT_KERNELS))
+
+    def combine_ns(self, tokens: int) -> int:
+        """Read k rows a token, write one."""
+        row = self.model.hidden_size * self.model.dense_bytes_per_parameter
+        moved = tokens * (self.model.top_k + 1) * row
+        return math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))
+
+    def head_ns(self, tokens: int) -> int:
+        """Trailing layers (their context taken as the step's tokens), then the vocabulary for one token."""
+        weights = self.model.vocabulary * self.model.hidden_size
+        vocabulary = self._slower(weights * self.model.dense_bytes_per_parameter, 2 * weights)
+        trailing = self._stretch_ns(self._trailing, tokens, tokens, window=0)
+        return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS))
+
+    def _before_router(self, layer: int) -> _Stretch:
+        """What the compute stream does from one MoE layer's combine to the next one's router."""
+        model = self.model
+        leading = 0 if layer else model.leading_dense_layers
+        plain = self._plain(leading + model.dense_layers_before_each)
+        own = model.attention_parameters + model.moe_layer_parameters
+        shared_kernels = DENSE_KERNELS if model.shared_intermediate_size else 0
+        kernels = ATTENTION_KERNELS + ROUTER_KERNELS + shared_kernels
+        decoder = 0 < model.encoder_moe_layers <= layer
+        crossing = model.attention_parameters * (plain.layers + 1) if decoder else 0
+        return _Stretch(plain.layers + 1, plain.parameters + own + crossing, plain.kernels + kernels)
+
+    def _plain(self, layers: int) -> _Stretch:
+        """Layers without experts."""
+        each = self.model.attention_parameters + self.model.dense_layer_parameters
+        return _Stretch(layers, layers * each, layers * (ATTENTION_KERNELS + DENSE_KERNELS))
+
+    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, window: int) -> float:
+        """Weights and KV cache are read once; a token attends to at most `window` tokens before it."""
+        model = self.model
+        seen = min(context, window or context)
+        attended = min(context - (tokens - 1) / 2, window or context)  # by the mean token of the step
+        read = stretch.parameters * model.dense_bytes_per_parameter + stretch.layers * model.kv_bytes * seen
+        pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
+        flop = 2 * stretch.parameters * tokens + stretch.layers * pair * tokens * attended
+        framework = stretch.layers * self.hardware.framework_us_per_layer * 1_000
+        return self._slower(read, flop) + self._launched(stretch.kernels) + framework
+
+    def _slower(self, read_bytes: float, flop: float) -> float:
+        """The longer of reading and multiplying, in ns: GB/s are bytes a ns, TFLOP/s are 1,000 FLOP a ns."""
+        reading = read_bytes / self.hardware.memory_bandwidth_gb_per_s
+        return max(reading, flop / (self.hardware.compute_tflop_per_s * 1_000))
+
+    def _launched(self, kernels: int) -> float:
+        """Launch overhead, in ns."""
+        return kernels * self.hardware.launch_us * 1_000
