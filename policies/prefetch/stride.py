@@ -21,7 +21,7 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher
 from traces.errors import InputError
@@ -76,16 +76,11 @@ class Predictor:
 
 
 @dataclass(frozen=True)
-class StrideOptions(Limits):
+class StrideOptions(Limits, policy="stride"):
     """model: a file of `moe-sim train-stride`; n: experts proposed for each layer."""
 
     model: str = ""
-    n: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 0:
-            raise InputError(f"stride needs n >= 0, not {self.n}")
+    n: int = bounded(6, least=0)
 
 
 class Foresight(NamedTuple):
@@ -93,7 +88,7 @@ class Foresight(NamedTuple):
 
     weights: Single  # [L, back + 1, E, E]
     bias: Single  # [L, E]
-    stride: Int  # [1]
+    stride: int
     latest: Int  # [seats, L, E] ids within the layer that the latest decoded token chose
     sizes: Int  # [seats, L] how many of them
     likely: Int  # [seats, L, n] ids, the likeliest first
@@ -116,7 +111,7 @@ def begin(shape: Shape, options: StrideOptions) -> Foresight:
     return Foresight(
         weights=np.ascontiguousarray(model.weights),
         bias=np.ascontiguousarray(model.bias),
-        stride=np.array([model.stride]),
+        stride=model.stride,
         latest=np.empty((seats, L, E), np.int64),
         sizes=np.zeros((seats, L), np.int64),
         likely=np.empty((seats, L, n), np.int64),
@@ -148,7 +143,7 @@ def propose(known: Foresight, event: Event, ids: Int, priorities: Float) -> int:
     """Predict the layer `stride` ahead; fill ids and priorities with the latest predictions up to there; how many."""
     if event.phase != DECODE or known.likely.shape[2] == 0:
         return 0
-    stride, L = known.stride[0], known.sizes.shape[1]
+    stride, L = known.stride, known.sizes.shape[1]
     for seat in event.seats:
         _predict(known, seat, event.layer, (event.layer + stride) % L)
     n = 0
