@@ -209,13 +209,8 @@ def _propose_layer(
     square = float(maps.squares[layer, entry]) * float(maps.own_numbers[seat, SQUARE])
     cosine = maps.dots[seat, entry] / np.sqrt(square)
     shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
-    total = 0
-    for e in range(E):
-        total += maps.stored[i * E + e, entry]
-    if total == 0:
-        return n
-    for e in range(E):
-        shares[e] = maps.stored[i * E + e, entry] / total
+    shares[:] = 0.0
+    _add_shares(maps.stored[i * E : (i + 1) * E], entry, E, 1, shares)
     mass = 0.0
     for place in range(best(shares, i * E, 0.0, order, ranked)):
         if place >= least and mass >= 1.0 - cosine:

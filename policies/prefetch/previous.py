@@ -38,9 +38,13 @@ class Latest(NamedTuple):
 
 def begin(shape: Shape, options: PreviousOptions) -> Latest:
     """Return the state of a run."""
-    depth = min(options.depth or shape.layers, shape.layers - 1)
-    chosen = np.empty((shape.seats, shape.layers, shape.experts), np.int64)
-    return Latest(chosen, np.zeros((shape.seats, shape.layers), np.int64), depth)
+    return no_choices(shape, min(options.depth or shape.layers, shape.layers - 1))
+
+
+def no_choices(shape: Shape, depth: int) -> Latest:
+    """Return the state before any token."""
+    sizes = np.zeros((shape.seats, shape.layers), np.int64)
+    return Latest(np.empty((*sizes.shape, shape.experts), np.int64), sizes, depth)
 
 
 def begin_request(latest: Latest, seat: int) -> None:
