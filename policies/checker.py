@@ -24,13 +24,14 @@ from typing import Any
 import numpy as np
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Event, Float, Int, ScorePolicy, Shape
+from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
-from policies.core.runner import PolicyRunner
+from policies.core.runner import PolicyRunner, proposal_fault
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
-from traces.steps import DECODE, Lookahead, RequestSteps
+from traces.steps import Lookahead
+from traces.synthetic import synthetic
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
 """Methods of a retention policy that a `ScorePolicy` inherits and the compiled machine does not call."""
@@ -148,7 +149,8 @@ class Drive:
         self._observe(event)
         proposal = self._runner.propose(event)
         if proposal is not None:
-            self._check_proposal(*proposal)
+            if fault := proposal_fault(proposal, self._script.shape.total):
+                raise RuleError(f"it proposes {fault[0]}", fault[1])
             self.log.append(("propose", proposal[0].tolist(), proposal[1].tolist()))
             machine.propose(*proposal)
         idle = turns.randrange(4)
@@ -187,22 +189,6 @@ class Drive:
             raise RuleError("it writes into the third row of `keep`, which is the machine's: scores are the first two")
         if not np.isfinite(keeper.keep[:2]).all():
             raise RuleError("its keep scores are not all finite")
-
-    def _check_proposal(self, ids: Int, priorities: Float) -> None:
-        if not isinstance(ids, np.ndarray) or not isinstance(priorities, np.ndarray):
-            raise RuleError("it proposes something else than two arrays")
-        if ids.dtype != np.int64 or priorities.dtype != np.float64:
-            raise RuleError(
-                "it proposes other than int64 ids and float64 priorities", f": {ids.dtype}, {priorities.dtype}"
-            )
-        if ids.ndim != 1 or ids.shape != priorities.shape:
-            raise RuleError("it proposes ids and priorities of different shapes", f": {ids.shape}, {priorities.shape}")
-        if np.any((ids < 0) | (ids >= self._script.shape.total)):
-            raise RuleError("it proposes ids that no expert has", f": {ids.min()} to {ids.max()}")
-        if len(np.unique(ids)) < len(ids):
-            raise RuleError("it proposes an expert twice")
-        if not np.isfinite(priorities).all():
-            raise RuleError("its priorities are not all finite")
 
 
 def _told(act: Callable[[], Any]) -> Any:
@@ -276,18 +262,8 @@ _CHECKS = (_hears_what_it_overrides, _determinism, _causality)
 
 def _us_per_event(spec: PolicySpec, seed: int) -> float:
     """Mean microseconds in `observe` and `propose`, on decoded tokens of a model of 26 x 64 experts, top-6."""
-    rng = np.random.default_rng(seed)
-    L, E, k, tokens = 26, 64, 6, 40
-    chosen = np.sort(np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k], axis=-1)
-    request = RequestSteps(
-        request=0,
-        phase=np.full(tokens, DECODE, np.uint8),
-        tokens=np.ones(tokens, np.int64),
-        context=np.arange(1, tokens + 1),
-        offsets=np.arange(0, tokens * L * k + 1, k),
-        experts=(chosen + np.arange(L)[:, None] * E).ravel(),
-        counts=np.ones(tokens * L * k, np.int64),
-    )
+    L, E, tokens = 26, 64, 40
+    request = synthetic(1, tokens, L, E, top_k=6, seed=seed).steps(0)
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
     runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up

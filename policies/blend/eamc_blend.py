@@ -27,10 +27,9 @@ import numpy as np
 from policies.blend import evidence
 from policies.blend.evidence import AHEAD, KINDS, SETTINGS, Evidence, learn, learn_ahead, weigh, weigh_ahead
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Requests, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
 from policies.core.ranking import add
 from policies.core.registry import prefetcher, retention
-from traces.errors import InputError
 from traces.steps import DECODE
 
 WEIGHTS = (0.251, -0.178, 0.409, 0.555, -0.201)
@@ -43,36 +42,24 @@ of an expert drawn evenly."""
 PARAMETERS = np.array(SETTINGS + WEIGHTS + AHEAD_WEIGHTS)
 KEEP, FETCH = len(SETTINGS), len(SETTINGS) + len(WEIGHTS)  # where the weights begin
 
-MOST_DISTANCE = 100
-
 SET_ASIDE = 1e9
 """What the keep scores of a layer lose that decode does not run."""
 
 
 @dataclass(frozen=True)
-class BlendOptions:
+class BlendOptions(Options, policy="eamc-blend"):
     """distance: what one pass of distance to the next possible use is worth, in logarithms of passes.
 
     wrong: what a wrong guess of the prefetch costs, in transfers; inf: nothing is fetched early.
     """
 
-    distance: float = 0.3
-    wrong: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.distance <= MOST_DISTANCE and self.wrong >= 0):
-            raise InputError(
-                f"eamc-blend needs a distance of 0 to {MOST_DISTANCE} and a wrong of at least 0, "
-                f"not {self.distance} and {self.wrong}"
-            )
+    distance: float = bounded(0.3, least=0, most=100)
+    wrong: float = bounded(1.0, least=0)
 
 
 UNTOLD_WINDOW = 0.5
 """Experts the link carries while a layer computes, where no engine has told."""
 
-
-DISTANCE, LEAST = range(2)
-"""Places in `Blend.settings`; LEAST: the log odds of use from which an expert is fetched."""
 
 PER_ACCESS, TOP_K, STEPS, DECODES, LAYER, NUMBERS = range(6)
 """Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
@@ -91,11 +78,12 @@ class Blend(NamedTuple):
     parameters: Float
     keep: Float  # [>= 1, L*E]
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
-    settings: Float  # [2]
     numbers: Int  # [NUMBERS]
     layers: Int  # [2, L]
     steps: Int  # [seats] each request's step that runs
     ahead: Float  # [E] evidence on the next layer
+    distance: float  # the option
+    least: float  # the log odds of use from which an expert is fetched
 
 
 def begin(shape: Shape, options: BlendOptions) -> Blend:
@@ -107,11 +95,12 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
         parameters=PARAMETERS,
         keep=np.zeros((3, shape.total)),
         gate=np.zeros((shape.layers, shape.experts + 2)),
-        settings=np.array([options.distance, 0.0], np.float64),
         numbers=numbers,
         layers=np.zeros((2, shape.layers), np.int64),
         steps=np.full(shape.seats, NONE),
         ahead=np.empty(shape.experts),
+        distance=float(options.distance),
+        least=0.0,
     )
 
 
@@ -124,7 +113,7 @@ def begin_request(own: Blend, seat: int) -> None:
 @compiled
 def possible(own: Blend, layer: int, ahead: int) -> float:
     """What the distance to `layer`, `ahead` steps from this one, costs; the present counts from the run's start."""
-    cost: float = own.settings[DISTANCE] * (own.numbers[STEPS] + ahead + layer / own.known.after.shape[1])
+    cost: float = own.distance * (own.numbers[STEPS] + ahead + layer / own.known.after.shape[1])
     return cost
 
 
@@ -237,7 +226,7 @@ def _foretell(
             odds += p[FETCH + kind] * known.rows[kind, expert]
         if gate[layer + 1, e] > 0.0:
             odds = max(odds, picked_odds)
-        if odds >= own.settings[LEAST]:
+        if odds >= own.least:
             n = add(ids, priorities, first, n, expert, worth - np.log(1.0 + np.exp(-odds)))
     return n
 
@@ -275,4 +264,5 @@ class BlendPrefetcher(Prefetcher):
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            self.state.settings[LEAST] = np.log(self._wrong) - np.log(experts_per_layer)
+            least = np.log(self._wrong) - np.log(experts_per_layer)
+        self.state = self.state._replace(least=float(least))

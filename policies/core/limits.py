@@ -19,28 +19,19 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from policies.core.compiled import allocating, compiled
-from policies.core.policy import Float, Int, Shape
+from policies.core.policy import Float, Int, Options, Shape, bounded
 from policies.core.residency_compiled import READY
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class Limits:
+class Limits(Options):
     """depth: layers ahead (0: all); threshold: the least priority worth a transfer; budget: share of the window."""
 
     keeps_to_depth: ClassVar[bool] = False  # True: the prefetcher itself looks no further ahead
 
-    depth: int = 0
-    threshold: float = -math.inf
-    budget: float = math.inf
-
-    def __post_init__(self) -> None:
-        if self.depth < 0:
-            raise InputError(f"depth={self.depth}: a prefetcher looks at least 1 layer ahead, 0 is without limit")
-        if math.isnan(self.threshold):
-            raise InputError("threshold=nan: a prefetcher needs a number, the least priority worth a transfer")
-        if not self.budget >= 0:
-            raise InputError(f"budget={self.budget}: a prefetcher needs a share of the overlap window, 0 or more")
+    depth: int = bounded(0, least=0)
+    threshold: float = bounded(-math.inf, least=-math.inf)
+    budget: float = bounded(math.inf, least=0)
 
 
 class Bounds(NamedTuple):

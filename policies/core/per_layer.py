@@ -5,7 +5,25 @@ experts, so that what it takes for the size of the cache is its partition's. A s
 scores are kept for all experts, and the least of a layer is found as well as the least of all.
 """
 
-from policies.core.policy import Event, Int, Requests, RetentionPolicy
+from collections.abc import Callable
+from typing import Any
+
+from policies.core.policy import Event, Int, RetentionPolicy
+
+
+def _of_all(method: str) -> Callable[..., None]:
+    def tell(self: "PerLayer", *told: Any) -> None:
+        for keeper in self._of:
+            getattr(keeper, method)(*told)
+
+    return tell
+
+
+def _of_one(method: str) -> Callable[..., None]:
+    def tell(self: "PerLayer", expert: int, *told: int) -> None:
+        getattr(self._of[expert // self.shape.experts], method)(expert, *told)
+
+    return tell
 
 
 class PerLayer(RetentionPolicy):
@@ -18,36 +36,12 @@ class PerLayer(RetentionPolicy):
         self.name = keeper.name  # type: ignore[misc]  # it passes for the policy whose instances it holds
         self.observes = keeper.observes
 
-    def foresee(self, requests: Requests, per_access: bool) -> None:
-        """The routing of all layers: the numbers of events are the run's."""
-        for keeper in self._of:
-            keeper.foresee(requests, per_access)
-
-    def begin_request(self, request: int, seat: int) -> None:
-        """For every layer."""
-        for keeper in self._of:
-            keeper.begin_request(request, seat)
+    foresee, begin_request, end_request = _of_all("foresee"), _of_all("begin_request"), _of_all("end_request")
+    on_hit, on_insert, on_evict = _of_one("on_hit"), _of_one("on_insert"), _of_one("on_evict")
 
     def observe(self, event: Event) -> None:
         """For the event's layer."""
         self._of[event.layer].observe(event)
-
-    def end_request(self, seat: int) -> None:
-        """For every layer."""
-        for keeper in self._of:
-            keeper.end_request(seat)
-
-    def on_hit(self, expert: int, serial: int) -> None:
-        """For the expert's layer."""
-        self._of[expert // self.shape.experts].on_hit(expert, serial)
-
-    def on_insert(self, expert: int, serial: int, start: int) -> None:
-        """For the expert's layer."""
-        self._of[expert // self.shape.experts].on_insert(expert, serial, start)
-
-    def on_evict(self, expert: int) -> None:
-        """For the expert's layer."""
-        self._of[expert // self.shape.experts].on_evict(expert)
 
     def victim(self, evictable: Int) -> int:
         """Of the offered experts' layer, which is one and the same."""

@@ -13,13 +13,15 @@ recency, what has been learned, and keep scores, of which an expert has one howe
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
+from operator import ge, gt, le, lt
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.compiled import from_python
+from traces.errors import InputError
 from traces.steps import RequestSteps
 
 Int = NDArray[np.int64]
@@ -79,9 +81,32 @@ class Event(NamedTuple):
             yield seat, step, self.own_experts[own], self.own_counts[own]
 
 
+_BOUNDS = {"least": ("of at least", ge), "above": ("above", gt), "most": ("at most", le), "below": ("below", lt)}
+
+
+def bounded(default: Any, **bounds: float) -> Any:
+    """Return the field of an option with bounds: `least` and `most` are allowed values, `above` and `below` are not."""
+    return field(default=default, metadata=bounds)
+
+
 @dataclass(frozen=True)
 class Options:
-    """Options of a policy that has none; one that has some declares a frozen dataclass of its own."""
+    """Options of a policy that has none; one that has some declares a frozen dataclass of its own.
+
+    If that derives from this one, it may state bounds (`bounded`) and the policy that has them, for errors to name.
+    """
+
+    policy: ClassVar[str] = "a prefetcher"
+
+    def __init_subclass__(cls, policy: str = "") -> None:
+        cls.policy = policy or cls.policy
+
+    def __post_init__(self) -> None:
+        for option in (option for cls in type(self).__mro__ if is_dataclass(cls) for option in fields(cls)):
+            value, bounds = getattr(self, option.name), option.metadata
+            if not all(_BOUNDS[kind][1](value, bound) for kind, bound in bounds.items()):
+                range_ = " and ".join(f"{_BOUNDS[kind][0]} {bound:,}" for kind, bound in bounds.items())
+                raise InputError(f"{self.policy} needs {option.name} {range_}, not {value}")
 
 
 class Kernel(NamedTuple):
@@ -92,7 +117,7 @@ class Kernel(NamedTuple):
     """
 
     start: Callable[[Shape, Any], Any]  # the state when a run begins
-    observe: Callable[..., None] | None = None  # (state, event); of a retention policy (state, keep, event)
+    observe: Callable[..., Any] | None = None  # (state, event); of a retention policy (state, keep, event)
     propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
     begin_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
     end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
@@ -110,7 +135,7 @@ class Listener:
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
     kernel: ClassVar[Kernel | None] = None
     state: Any
-    _observe: Callable[..., None] | None = None
+    _observe: Callable[..., Any] | None = None
     _propose: Callable[..., int] | None = None
 
     def __init_subclass__(cls, **arguments: Any) -> None:

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
@@ -55,20 +55,19 @@ P = TypeVar("P", bound=type[Prefetcher])
 def retention(name: str, oracle: bool = False) -> Callable[[R], R]:
     """Register a retention policy under `name`; `oracle` marks one that sees the future."""
 
-    def register(cls: R) -> R:
-        cls.name, cls.oracle = name, oracle
-        _retention[name] = cls
-        return cls
-
-    return register
+    return _register(_retention, name, oracle)
 
 
 def prefetcher(name: str, oracle: bool = False) -> Callable[[P], P]:
     """Register a prefetcher under `name`; `oracle` marks one that sees the future."""
 
-    def register(cls: P) -> P:
+    return _register(_prefetch, name, oracle)
+
+
+def _register(table: dict[str, Any], name: str, oracle: bool) -> Callable[[Any], Any]:
+    def register(cls: Any) -> Any:
         cls.name, cls.oracle = name, oracle
-        _prefetch[name] = cls
+        table[name] = cls
         return cls
 
     return register

@@ -13,7 +13,8 @@ One transfer is on the link at a time, and on a device another behind the last b
 the calls of an engine and when it makes them. Evicting moves no bytes (rule 7). An event larger than the cache needs
 no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
-A score policy is served wholly by the compiled core; any other names its victims in Python, at the same moments.
+A score policy is served wholly by the compiled core. For any other the core stops where it needs a victim, the policy
+names one in Python, and the core goes on.
 
 The slots may be divided into partitions, one for each layer (`policies.core.scope`). Then "a slot" in rule 5 is one of
 the expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any
@@ -22,7 +23,7 @@ case. With one partition that is the best queued prefetch or none, as the rule s
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from policies.core.compiled import entry_point
 from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
+from policies.core.scores import NAMES_VICTIMS
 
 
 class Residency(Protocol):
@@ -153,23 +155,22 @@ class PolicyResidency:
         self.slots = sum(partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
-        self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else 0
+        self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else NAMES_VICTIMS
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
         self.arrived: Callable[[], bool] = partial(entry_point(core.arrived, m), m)
         self._look_up = partial(entry_point(core.route, m, keep, rule, m[0], 0, 0), m, keep, rule)
-        rest = m, keep, rule, one_scale
+        rest = m, keep, rule, one_scale and scored
         self.slot: Callable[[int], int] = memoryview(m[core.SLOT]).__getitem__
         self.land: Callable[[], None] = partial(core.land, m)
-        self.next_transfer: Callable[[], tuple[int, int, bool]] = (
-            partial(entry_point(core.next_transfer, *rest), *rest) if scored else self._next_in_python
-        )
-        self.interrupt: Callable[[], tuple[int, int]] = (
-            partial(core.interrupt, m, keep, rule) if scored else self._interrupt_in_python
-        )
+        self.next_transfer: Callable[[], tuple[int, int, bool]]
+        self.next_transfer = partial(entry_point(core.next_transfer, *rest), *rest)
+        self.interrupt: Callable[[], tuple[int, int]] = partial(core.interrupt, m, keep, rule)
         self._on_hit = None if scored else policy.on_hit
+        if not scored:
+            self.next_transfer, self.interrupt = self._asking(self.next_transfer), self._asking(self.interrupt)
 
     @property
     def compiled(self) -> Compiled:
@@ -240,104 +241,55 @@ class PolicyResidency:
         demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
         return demands, int((self.states == core.QUEUED).sum()), int(under_way.sum())
 
-    # The same transitions for a policy that names its victims in Python
-
-    def _next_in_python(self) -> tuple[int, int, bool]:
+    def _asking(self, turn: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a turn of the link whose victim the policy names; the policy hears what starts."""
         one = self.m[core.ONE]
-        if one[core.NEXT_DEMAND] < one[core.LAST_DEMAND]:
-            started = self._start_demand()
-            if started[0] >= 0 or one[core.PAUSED] == NO_EXPERT:
-                return *started, False
-        if one[core.PAUSED] != NO_EXPERT:
-            return int(core.resume(self.m)), NO_EXPERT, True
-        one[core.ATTEMPT] += 1
-        answer = NO_EXPERT
-        while (expert := int(core.best_queued(self.m, self.keep))) != NO_EXPERT:
-            answer, victim = self._start(expert, may_break_protection=False)
-            if answer != BLOCKED:
-                return answer, victim, True
-            self.m[core.SHUT, self.m[core.PARTITION, expert]] = one[core.ATTEMPT]
-        return answer, NO_EXPERT, True
 
-    def _interrupt_in_python(self) -> tuple[int, int]:
-        one = self.m[core.ONE]
-        running = int(one[core.ACTIVE])
-        if self.awaited(running) or one[core.NEXT_DEMAND] == one[core.LAST_DEMAND]:
-            return NO_EXPERT, NO_EXPERT
-        started = self._start_demand()
-        if started[0] >= 0:
-            one[core.PAUSED] = running
-        return started
+        def asking() -> Any:
+            starts = one[core.STARTS]
+            found = turn()
+            if found[0] == core.ASK:
+                victim = self._victim(found[1])
+                self.keep[0, victim] = core.NAMED
+                found = turn()
+                self.keep[0, victim] = 0
+            if one[core.STARTS] > starts:
+                self.policy.on_insert(found[0], self.serial, int(one[core.STARTS]))
+            return found
 
-    def _start_demand(self) -> tuple[int, int]:
-        expert = int(self.m[core.DEMANDS, self.m[core.ONE, core.NEXT_DEMAND]])
-        return self._start(expert, may_break_protection=True)
+        return asking
 
-    def _start(self, expert: int, may_break_protection: bool) -> tuple[int, int]:
-        victim, partition = NO_EXPERT, int(self.m[core.PARTITION, expert])
-        if self.m[core.FREE, partition] == 0:
-            offered = core.evictable(self.m, partition, False)
-            if len(offered) == 0 and may_break_protection:
-                offered = core.evictable(self.m, partition, True)
-            if len(offered) == 0:
-                return BLOCKED, NO_EXPERT
-            victim = self.policy.victim(offered)
-            if victim not in offered:
-                raise ValueError(f"policy {self.policy.name!r} named victim {victim}, which was not offered")
-            self.policy.on_evict(victim)
-        core.start(self.m, self.keep, self.rule, expert, victim)
-        self.policy.on_insert(expert, self.serial, int(self.m[core.ONE, core.STARTS]))
-        return expert, victim
+    def _victim(self, expert: int) -> int:
+        """Return the victim that the policy names for the transfer of `expert`."""
+        partition = self.m[core.PARTITION, expert]
+        offered = core.evictable(self.m, partition, False)
+        if len(offered) == 0:
+            offered = core.evictable(self.m, partition, True)
+        victim = self.policy.victim(offered)
+        if victim not in offered:
+            raise ValueError(f"policy {self.policy.name!r} named victim {victim}, which was not offered")
+        self.policy.on_evict(victim)
+        return victim
 
 
 class ObservedResidency:
     """The same residency; an observer hears of every call."""
 
     def __init__(self, residency: Residency, observer: ResidencyObserver) -> None:
-        self._residency, self._observer = residency, observer
-        self.slot, self.awaited = residency.slot, residency.awaited
+        def told(call: Callable[..., Any], hear: Callable[[Any, Any], None]) -> Callable[..., Any]:
+            def observed(*given: Any) -> Any:
+                answer = call(*given)
+                hear(given, answer)
+                return answer
+
+            return observed
+
+        self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
         self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
-
-    @property
-    def slots(self) -> int:
-        """Slots in use."""
-        return self._residency.slots
-
-    def route(self, experts: Int) -> tuple[list[int], int]:
-        """Rules 1 and 2."""
-        hits, queued = self._residency.route(experts)
-        self._observer.routed(experts, hits)
-        return hits, queued
-
-    def propose(self, experts: Int, priorities: Float) -> None:
-        """Rule 4."""
-        self._residency.propose(experts, priorities)
-        self._observer.proposed(experts, priorities)
-
-    def next_transfer(self) -> tuple[int, int, bool]:
-        """Rule 5."""
-        found = self._residency.next_transfer()
-        self._observer.turned_to(*found)
-        return found
-
-    def interrupt(self) -> tuple[int, int]:
-        """Rule 5 at a chunk boundary."""
-        found = self._residency.interrupt()
-        self._observer.interrupted(*found)
-        return found
-
-    def land(self) -> None:
-        """The rest of a transfer is sent."""
-        self._residency.land()
-        self._observer.landed()
-
-    def arrived(self) -> bool:
-        """A transfer has ended."""
-        awaited = self._residency.arrived()
-        self._observer.arrived()
-        return awaited
-
-    def end_request(self, cold: bool) -> None:
-        """Rule 10."""
-        self._residency.end_request(cold)
-        self._observer.request_ended(cold)
+        self.route = told(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
+        self.propose = told(residency.propose, lambda given, _: observer.proposed(*given))
+        self.next_transfer = told(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))
+        self.interrupt = told(residency.interrupt, lambda _, answer: observer.interrupted(*answer))
+        self.land = told(residency.land, lambda *_: observer.landed())
+        self.arrived = told(residency.arrived, lambda *_: observer.arrived())
+        self.end_request = told(residency.end_request, lambda given, _: observer.request_ended(*given))

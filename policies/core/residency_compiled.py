@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.core.compiled import allocating, compiled
 from policies.core.policy import Float, Int
-from policies.core.scores import on_evict, on_insert, on_lookup
+from policies.core.scores import NAMES_VICTIMS, on_evict, on_insert, on_lookup
 
 # Rows of m. By expert:
 STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, BEFORE, AFTER = range(8)
@@ -42,6 +42,8 @@ PRIORITY = 2  # row of `keep`
 
 NO_EXPERT = -1
 BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
+ASK = -3  # in place of an expert, which stands in the victim's place: the policy has to name a victim for it first
+NAMED = -1  # the score of the victim that such a policy has named, for the next call; all others are 0
 
 
 def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
@@ -291,7 +293,7 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
 
 @compiled
 def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
-    """Start the first queued demand: (expert, victim), or (BLOCKED, NO_EXPERT), or (NO_EXPERT, NO_EXPERT)."""
+    """Start the first queued demand: (expert, victim), (ASK, expert), or BLOCKED or NO_EXPERT."""
     one = m[ONE]
     if one[NEXT_DEMAND] == one[LAST_DEMAND]:
         return NO_EXPERT, NO_EXPERT
@@ -303,6 +305,8 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
             victim = least(m, keep, partition, True)
         if victim == NO_EXPERT:
             return BLOCKED, NO_EXPERT
+        if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
+            return ASK, expert
     start(m, keep, rule, expert, victim)
     return expert, victim
 
@@ -327,6 +331,8 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
                 m[SHUT, partition] = m[ONE, ATTEMPT]
                 answer = BLOCKED
                 continue
+            if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
+                return ASK, expert
         start(m, keep, rule, expert, victim)
         return expert, victim
 
@@ -347,7 +353,7 @@ def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int,
     In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is to be had.
     """
     expert, victim = start_demand(m, keep, rule)
-    if expert >= 0:
+    if expert >= 0 or expert == ASK:
         return expert, victim, False
     if m[ONE, PAUSED] != NO_EXPERT:
         return resume(m), NO_EXPERT, True

@@ -12,6 +12,22 @@ from policies.core.spec import PolicySpec
 from traces.errors import InputError
 
 
+def proposal_fault(proposal: object, total: int) -> tuple[str, str] | None:
+    """Return what is not as rule 4 asks, and details; None for a proposal that compiled code can take as it is."""
+    arrays = proposal if isinstance(proposal, tuple) else ()
+    types = [str(getattr(array, "dtype", "no array")) for array in arrays]
+    if types != ["int64", "float64"]:
+        return "something else than int64 ids and float64 priorities", f": {', '.join(types)}"
+    ids, priorities = arrays
+    if ids.ndim != 1 or ids.shape != priorities.shape:
+        return "ids and priorities of different shapes", f": {ids.shape}, {priorities.shape}"
+    if np.any((ids < 0) | (ids >= total)):
+        return "ids that no expert has", f": {ids.min()} to {ids.max()}"
+    if len(np.unique(ids)) < len(ids):
+        return "an expert twice", ""
+    return None if np.isfinite(priorities).all() else ("priorities that are not all finite", "")
+
+
 class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
@@ -69,23 +85,9 @@ class PolicyRunner:
         if not self.prefetcher.proposes:
             return None
         proposal = self.prefetcher.propose(event)
-        if self.checks:
-            self._check(proposal)
+        if self.checks and (fault := proposal_fault(proposal, self.shape.total)):
+            raise InputError(f"prefetcher {type(self.prefetcher).__name__} proposes {''.join(fault)}")
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
-
-    def _check(self, proposal: object) -> None:
-        """Compiled code takes a proposal as it is: InputError for one of a user's that is not what rule 4 asks for."""
-        name = type(self.prefetcher).__name__
-        arrays = proposal if isinstance(proposal, tuple) else ()
-        if [getattr(array, "dtype", None) for array in arrays] != [np.int64, np.float64]:
-            raise InputError(f"prefetcher {name} proposes something else than int64 ids and float64 priorities")
-        experts, priorities = arrays
-        if experts.ndim != 1 or experts.shape != priorities.shape:
-            raise InputError(f"prefetcher {name} proposes {experts.shape} experts with {priorities.shape} priorities")
-        if len(experts) and not (experts.min() >= 0 and experts.max() < self.shape.total):
-            raise InputError(f"prefetcher {name} proposes an id that is not of 0 to {self.shape.total - 1}")
-        if len(np.unique(experts)) < len(experts) or not np.isfinite(priorities).all():
-            raise InputError(f"prefetcher {name} proposes an expert twice, or a priority that is not finite")
 
     def end_request(self, seat: int = 0) -> None:
         """The last step of the request in `seat` has ended."""

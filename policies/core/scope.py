@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from policies.core.compiled import allocating
 from policies.core.policy import NO_INTS, Int, Options, Shape
+from policies.core.stack_distances import lru_misses
 from traces.errors import InputError
 from traces.steps import PREFILL, RequestSteps
 from traces.trace import Trace
@@ -112,46 +112,25 @@ def optimal(misses: Int, slots: int) -> tuple[int, ...]:
 
 
 def lru_curves(accesses: Int, shape: Shape) -> Int:
-    """Misses of each layer by its slots under LRU: int64[L, E + 1], no slots first. accesses: [N] ids.
-
-    LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger 1970): an access hits from the size on that is its
-    expert's place among the layer's experts by recency, so one pass gives all sizes.
-    """
-    places = _places(accesses, shape.layers, shape.experts)
-    curves: Int = places.sum(axis=1, keepdims=True) - np.cumsum(places[:, :-1], axis=1)
-    return curves
+    """Misses of each layer by its slots under LRU: int64[L, E + 1], no slots first. accesses: [N] ids."""
+    layers, experts = np.divmod(accesses.astype(np.int32), shape.experts)
+    return np.stack([lru_misses(experts[layers == layer], shape.experts) for layer in range(shape.layers)])
 
 
-@allocating
-def _places(accesses: Int, L: int, E: int) -> Int:
-    """int64[L, E + 2]: accesses by the place, from 1, that their expert had in its layer; first uses come last."""
-    recent = np.empty((L, E), np.int64)  # the layer's experts, the last used first
-    known = np.zeros(L, np.int64)
-    places = np.zeros((L, E + 2), np.int64)
-    for expert in accesses:
-        layer = expert // E
-        place = 0
-        while place < known[layer] and recent[layer, place] != expert:
-            place += 1
-        if place == known[layer]:
-            known[layer] += 1
-            places[layer, E + 1] += 1
-        else:
-            places[layer, place + 1] += 1
-        for i in range(place, 0, -1):
-            recent[layer, i] = recent[layer, i - 1]
-        recent[layer, 0] = expert
-    return places
-
-
-def _curves_of(profile: str, shape: Shape) -> Int:
-    """The miss curves of a trace's decoded tokens, of its prefills if it has none. InputError for another model's."""
+def read_profile(profile: str, shape: Shape) -> Trace:
+    """Return the trace of a profile. Raise InputError for another model's."""
     trace = Trace.read(profile)
     if (trace.layers, trace.num_experts) != (shape.layers, shape.experts):
         raise InputError(
             f"the profile {profile} is of {trace.layers} layers of {trace.num_experts} experts, "
             f"not {shape.layers} of {shape.experts}"
         )
+    return trace
+
+
+def _curves_of(profile: str, shape: Shape) -> Int:
+    """Return the miss curves of a trace's decoded tokens, of its prefills if it has none."""
+    trace = read_profile(profile, shape)
     if trace.aggregate is not None:
         raise InputError(f"the profile {profile} holds EAMs only, no sequences in which LRU could miss")
     experts = [_latest_phase(trace.steps(i), shape.layers) for i in range(len(trace.requests))]

@@ -119,13 +119,9 @@ class PolicySpec:
 
     @classmethod
     def _canonical(cls, evict: Part, prefetch: Part, scope: Part) -> "PolicySpec":
-        pair = registry.is_pair(evict.name)
-        if pair and _alike(evict, prefetch):
-            halves = [evict]
-        else:
-            halves = [evict] if prefetch == NO_PREFETCH and not pair else [evict, prefetch]
-        typed = Expression(tuple(half.term for half in halves), None if scope == GLOBAL else scope.term)
-        return cls(evict, prefetch, scope, typed)
+        one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
+        halves = (evict.term,) if one else (evict.term, prefetch.term)
+        return cls(evict, prefetch, scope, Expression(halves, None if scope == GLOBAL else scope.term))
 
     @property
     def text(self) -> str:

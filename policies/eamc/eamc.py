@@ -44,7 +44,7 @@ def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
 
     Without a match all ratios are 0 and there are no candidates.
     """
-    ratios, ids, starts, threshold = says.ratios, says.ids, says.starts, says.settings[THRESHOLD]
+    ratios, ids, starts, threshold = says.ratios, says.ids, says.starts, says.threshold
     starts[:] = 0
     ratios[:] = 0.0
     found = False
@@ -71,34 +71,6 @@ def predict(bucket: Bucket, says: "Prediction", event: Event) -> None:
         starts[row + 1] = n
 
 
-@compiled
-def propose(ratios: Float, ids: Int, starts: Int, layer: int, until: int, eps: float, priorities: Float) -> None:
-    """Fill the priorities of the candidates in the layers after `layer` and before `until`, in their places."""
-    L = len(starts) - 1
-    for row in range(layer + 1, until):
-        nearness = 1.0 - (row - layer) / L
-        for i in range(starts[row], starts[row + 1]):
-            priorities[i] = (ratios[ids[i]] + eps) * nearness
-
-
-@compiled
-def weigh(ratios: Float, eps: float, decay: Float, keep: Float) -> None:
-    """keep [L*E] = (ratio + eps) * decay of the expert's layer [L]."""
-    L = len(decay)
-    E = len(ratios) // L
-    for row in range(L):
-        for expert in range(row * E, (row + 1) * E):
-            keep[expert] = (ratios[expert] + eps) * decay[row]
-
-
-SHOWN, SHOWN_SEAT, SPLIT, DEPTH, BY_RATIO, FOLLOWS_LAYER, SPARES_CANDIDATES, NUMBERS = range(8)
-"""Places in `Prediction.numbers`: the phase and the seat whose match the ratios are of; flag: whether the phases have a
-collection each; layers ahead that are prefetched; flags of retention: scores are ratios, their decay follows the layer,
-candidates are spared."""
-
-THRESHOLD, EPS = range(2)
-"""Places in `Prediction.settings`."""
-
 NONE = -1  # in place of a step, a phase or a seat
 
 
@@ -109,9 +81,15 @@ class Prediction(NamedTuple):
     ids: Int  # [L*E] candidates, ids[starts[l]:starts[l + 1]] those of layer l, ascending
     starts: Int  # [L+1]
     decay: Float  # [L, L] of the keep score, by current layer and by layer of the expert
-    settings: Float  # [2]
-    numbers: Int  # [NUMBERS]
+    shown: Int  # [2] the phase and the seat whose match the ratios are of
     steps: Int  # [seats] each request's step that runs
+    threshold: float
+    eps: float
+    split: bool  # the phases have a collection each
+    depth: int  # layers ahead that are prefetched
+    by_ratio: bool  # keep scores are ratios
+    follows_layer: bool  # their decay depends on the current layer
+    spares_candidates: bool  # keep scores are 1 for candidates, 0 for all others
 
 
 class Matched(NamedTuple):
@@ -123,72 +101,55 @@ class Matched(NamedTuple):
 
 
 @compiled
-def match(bucket: Bucket, says: Prediction, meets: int, event: Event) -> bool:
-    """Match anew in the bucket of phase `meets` (0 if they are not split); whether the ratios have changed."""
-    numbers, changed = says.numbers, False
+def observe(known: Matched, event: Event) -> bool:
+    """Match anew in the bucket of the event's phase; whether the ratios have changed."""
+    says, changed = known.says, False
+    meets = event.phase if says.split else 0
+    bucket = known.decode if meets else known.prefill
     for r in range(len(event.seats)):
         begins = says.steps[event.seats[r]] != event.steps[r]
         says.steps[event.seats[r]] = event.steps[r]
         changed |= matching.observe(bucket, begins, event, r)
-    shown = event.seats[0] if len(event.seats) == 1 else NONE
-    if not changed and numbers[SHOWN] == meets and shown != NONE and numbers[SHOWN_SEAT] == shown:
+    seat = event.seats[0] if len(event.seats) == 1 else NONE
+    if not changed and seat != NONE and says.shown[0] == meets and says.shown[1] == seat:
         return False
-    numbers[SHOWN], numbers[SHOWN_SEAT] = meets, shown
+    says.shown[0], says.shown[1] = meets, seat
     predict(bucket, says, event)
     return True
 
 
 @compiled
-def match_phase(known: Matched, event: Event) -> bool:
-    """`match` in the bucket of the event's phase."""
-    meets = event.phase if known.says.numbers[SPLIT] else 0
-    bucket = known.decode if meets else known.prefill
-    return match(bucket, known.says, meets, event)
-
-
-@compiled
-def observe(known: Matched, event: Event) -> None:
-    """Match anew."""
-    match_phase(known, event)
-
-
-@compiled
 def observe_and_score(known: Matched, keep: Float, event: Event) -> None:
     """Match anew, and write the keep scores that this changes."""
-    score(known.says, keep, match_phase(known, event), event.layer)
-
-
-@compiled
-def candidates(says: Prediction, layer: int) -> tuple[int, int, int]:
-    """Where in `ids` the candidates begin and end that an event of `layer` proposes; the first layer too far ahead."""
-    L = len(says.starts) - 1
-    until = min(layer + 1 + says.numbers[DEPTH], L)
-    return says.starts[layer + 1], says.starts[until], until
+    score(known.says, keep, observe(known, event), event.layer)
 
 
 @compiled
 def score(says: Prediction, keep: Float, changed: bool, layer: int) -> None:
     """After `observe`: write the keep scores that an event of `layer` changes; visits count where lookups do."""
-    numbers = says.numbers
-    if numbers[BY_RATIO]:
-        if changed or numbers[FOLLOWS_LAYER]:
-            weigh(says.ratios, says.settings[EPS], says.decay[layer], keep[0])
-    elif numbers[SPARES_CANDIDATES]:
-        begin, end, _ = candidates(says, layer)
+    L = len(says.decay)
+    E = len(says.ratios) // L
+    if says.by_ratio and (changed or says.follows_layer):
+        for row in range(L):
+            for expert in range(row * E, (row + 1) * E):
+                keep[0, expert] = (says.ratios[expert] + says.eps) * says.decay[layer, row]
+    elif says.spares_candidates:
         keep[0, :] = 0.0
-        for i in range(begin, end):
+        for i in range(says.starts[layer + 1], says.starts[min(layer + 1 + says.depth, L)]):
             keep[0, says.ids[i]] = 1.0
 
 
 @compiled
 def fetch(known: Matched, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the candidates of the layers ahead; how many."""
-    says, layer = known.says, event.layer
-    begin, end, until = candidates(says, layer)
-    propose(says.ratios, says.ids, says.starts, layer, until, says.settings[EPS], priorities)
-    for i in range(begin, end):
-        ids[i - begin], priorities[i - begin] = says.ids[i], priorities[i]
-    return end - begin
+    says, layer, n = known.says, event.layer, 0
+    L = len(says.decay)
+    for row in range(layer + 1, min(layer + 1 + says.depth, L)):
+        nearness = 1.0 - (row - layer) / L
+        for i in range(says.starts[row], says.starts[row + 1]):
+            ids[n], priorities[n] = says.ids[i], (says.ratios[says.ids[i]] + says.eps) * nearness
+            n += 1
+    return n
 
 
 def begin(shape: Shape, options: EamcOptions) -> Matched:
@@ -211,17 +172,17 @@ class Predictor:
             ids=np.empty(shape.total, np.int64),
             starts=np.zeros(shape.layers + 1, np.int64),
             decay=_decay(options.decay, shape.layers),
-            settings=np.array([options.threshold, options.eps], np.float64),
-            numbers=np.zeros(NUMBERS, np.int64),
+            shown=np.full(2, NONE),
             steps=np.full(shape.seats, NONE),
+            threshold=float(options.threshold),
+            eps=float(options.eps),
+            split=options.split,
+            depth=options.depth or shape.layers,
+            by_ratio=options.keep == "ratio",
+            follows_layer=options.decay == "next",
+            spares_candidates=options.keep == "most-visited",
         )
         self.matched = Matched(self.collections[0].bucket, self.collections[-1].bucket, self.says)
-        numbers = self.says.numbers
-        numbers[SHOWN] = numbers[SHOWN_SEAT] = NONE
-        numbers[SPLIT] = options.split
-        numbers[DEPTH] = options.depth or shape.layers
-        numbers[BY_RATIO], numbers[FOLLOWS_LAYER] = options.keep == "ratio", options.decay == "next"
-        numbers[SPARES_CANDIDATES] = options.keep == "most-visited"
         if options.collection:
             self._start_from(SavedEamc.read(options.collection))
 
@@ -233,7 +194,7 @@ class Predictor:
         """The request in `seat` has ended: its rEAMs join the collections."""
         for collection in self.collections:
             collection.learn(seat)
-        self.says.steps[seat] = self.says.numbers[SHOWN] = NONE
+        self.says.steps[seat] = self.says.shown[0] = NONE
 
     @property
     def memory_bytes(self) -> int:

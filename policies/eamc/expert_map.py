@@ -25,28 +25,21 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher, retention
-from traces.errors import InputError
 
 NO_MATCH, SEVERAL = -1, -2
-MOST_MAPS = 100_000
 
 
 @dataclass(frozen=True)
-class ExpertMapOptions(Limits):
+class ExpertMapOptions(Limits, policy="expert-map"):
     """capacity: maps kept; depth: the paper's prefetch distance."""
 
     keeps_to_depth = True
 
     depth: int = 3
-    capacity: int = 1000
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.capacity <= MOST_MAPS:
-            raise InputError(f"expert-map needs a capacity of 1 to {MOST_MAPS:,} maps, not {self.capacity}")
+    capacity: int = bounded(1000, least=1, most=100_000)
 
 
 SIZE, LEARNED, SHOWN_MATCH, SHOWN_LEARNED, DEPTH, NUMBERS = range(6)
@@ -216,13 +209,8 @@ def _propose_layer(
     square = float(maps.squares[layer, entry]) * float(maps.own_numbers[seat, SQUARE])
     cosine = maps.dots[seat, entry] / np.sqrt(square)
     shares, ranked, order = maps.layer[0], maps.layer[1], maps.order
-    total = 0
-    for e in range(E):
-        total += maps.stored[i * E + e, entry]
-    if total == 0:
-        return n
-    for e in range(E):
-        shares[e] = maps.stored[i * E + e, entry] / total
+    shares[:] = 0.0
+    _add_shares(maps.stored[i * E : (i + 1) * E], entry, E, 1, shares)
     mass = 0.0
     for place in range(best(shares, i * E, 0.0, order, ranked)):
         if place >= least and mass >= 1.0 - cosine:

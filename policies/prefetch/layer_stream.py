@@ -8,8 +8,6 @@ lower id; nothing is proposed at the last layer, since a token's layers are stre
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
@@ -26,23 +24,24 @@ class AllOptions(Limits):
 
 
 class Reach(NamedTuple):
-    """How much is proposed: numbers of the model and the option."""
+    """How much is proposed."""
 
-    numbers: Int  # [3] layers ahead, layers, experts of a layer
+    depth: int  # layers ahead
+    layers: int
+    experts: int  # of a layer
 
 
 def begin(shape: Shape, options: AllOptions) -> Reach:
     """Return the state of a run."""
-    return Reach(np.array([options.depth or shape.layers, shape.layers, shape.experts]))
+    return Reach(options.depth or shape.layers, shape.layers, shape.experts)
 
 
 @compiled
 def propose(reach: Reach, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the next layers, as far as there are any; how many experts."""
-    depth, L, E = reach.numbers[0], reach.numbers[1], reach.numbers[2]
     n = 0
-    for ahead in range(event.layer + 1, min(event.layer + 1 + depth, L)):
-        for expert in range(ahead * E, (ahead + 1) * E):
+    for ahead in range(event.layer + 1, min(event.layer + 1 + reach.depth, reach.layers)):
+        for expert in range(ahead * reach.experts, (ahead + 1) * reach.experts):
             ids[n], priorities[n] = expert, event.layer - ahead
             n += 1
     return n

@@ -14,24 +14,18 @@ from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, bounded
 from policies.core.ranking import best
 from policies.core.registry import prefetcher
-from traces.errors import InputError
 
 Counts = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class MarkovOptions(Limits):
+class MarkovOptions(Limits, policy="markov"):
     """n: experts proposed for the next layer. A threshold is a share, 0 to 1."""
 
-    n: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 0:
-            raise InputError(f"markov needs n >= 0, not {self.n}")
+    n: int = bounded(4, least=0)
 
 
 class Chain(NamedTuple):
@@ -41,7 +35,7 @@ class Chain(NamedTuple):
     times: Counts  # [L*E]
     before: Int  # [seats, E + 1] by request, what the layer below chose in this step; last, how many
     scores: Float  # [E] of the next layer
-    most: Int  # [1] experts proposed
+    most: int  # experts proposed
 
 
 def begin(shape: Shape, options: MarkovOptions) -> Chain:
@@ -52,7 +46,7 @@ def begin(shape: Shape, options: MarkovOptions) -> Chain:
         times=np.zeros(shape.total, np.int32),
         before=np.zeros((shape.seats, E + 1), np.int64),
         scores=np.empty(E),
-        most=np.array([min(options.n, E)]),
+        most=min(options.n, E),
     )
 
 
@@ -76,7 +70,7 @@ def observe(chain: Chain, event: Event) -> None:
 @compiled
 def propose(chain: Chain, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the best of the next layer; how many."""
-    most, E = chain.most[0], len(chain.scores)
+    most, E = chain.most, len(chain.scores)
     if event.layer == len(chain.times) // E - 1 or most == 0:
         return 0
     _score(chain.followed, chain.times, event.experts, chain.scores)

@@ -15,22 +15,16 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Requests, Shape
+from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Prefetcher, Requests, Shape, bounded
 from policies.core.registry import prefetcher
-from traces.errors import InputError
 from traces.steps import RequestSteps
 
 
 @dataclass(frozen=True)
-class OracleOptions(Limits):
+class OracleOptions(Limits, policy="oracle"):
     """horizon: events ahead that are known."""
 
-    horizon: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.horizon < 1:
-            raise InputError(f"oracle needs a horizon of at least 1 event, not {self.horizon}")
+    horizon: int = bounded(1, least=1)
 
 
 class Horizon(NamedTuple):
@@ -41,15 +35,17 @@ class Horizon(NamedTuple):
     starts: Int  # [seats, 2] where each begins in both
     ends: Int  # [seats] events of each
     stamps: Int  # [L*E] number of the proposal that named each last
-    numbers: Int  # [3] the horizon; layers; proposals so far
+    proposals: Int  # [1] how many so far
+    horizon: int
+    layers: int
 
 
 def begin(shape: Shape, options: Limits) -> Horizon:
     """Return the state of a run."""
     horizon = options.horizon if isinstance(options, OracleOptions) else 1
     starts, ends = np.zeros((shape.seats, 2), np.int64), np.zeros(shape.seats, np.int64)
-    numbers = np.array([horizon, shape.layers, 0])
-    return Horizon(NO_INTS, NO_INTS, starts, ends, np.zeros(shape.total, np.int64), numbers)
+    stamps, proposals = np.zeros(shape.total, np.int64), np.zeros(1, np.int64)
+    return Horizon(NO_INTS, NO_INTS, starts, ends, stamps, proposals, horizon, shape.layers)
 
 
 @compiled
@@ -57,13 +53,13 @@ def _next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Floa
     """Add what the requests choose `distance` events after this one, each expert once in a proposal; how many then."""
     for r in range(len(event.seats)):
         seat = event.seats[r]
-        ahead = event.steps[r] * seen.numbers[1] + event.layer + distance
+        ahead = event.steps[r] * seen.layers + event.layer + distance
         if ahead < seen.ends[seat]:
             offsets, experts = seen.offsets[seen.starts[seat, 0] :], seen.experts[seen.starts[seat, 1] :]
             for i in range(offsets[ahead], offsets[ahead + 1]):
                 expert = experts[i]
-                if seen.stamps[expert] != seen.numbers[2]:
-                    seen.stamps[expert] = seen.numbers[2]
+                if seen.stamps[expert] != seen.proposals[0]:
+                    seen.stamps[expert] = seen.proposals[0]
                     ids[n], priorities[n] = expert, priority
                     n += 1
     return n
@@ -72,11 +68,11 @@ def _next(seen: Horizon, event: Event, distance: int, ids: Int, priorities: Floa
 @compiled
 def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the distinct experts of the events within the horizon; how many."""
-    seen.numbers[2] += 1
+    seen.proposals[0] += 1
     n, farthest = 0, 0
     for r in range(len(event.seats)):
-        left = seen.ends[event.seats[r]] - event.steps[r] * seen.numbers[1] - event.layer - 1
-        farthest = max(farthest, min(left, seen.numbers[0]))
+        left = seen.ends[event.seats[r]] - event.steps[r] * seen.layers - event.layer - 1
+        farthest = max(farthest, min(left, seen.horizon))
     for distance in range(1, farthest + 1):
         n = _next(seen, event, distance, ids, priorities, n, -distance)
         if n == len(seen.stamps):
@@ -87,8 +83,8 @@ def propose(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
 @compiled
 def propose_layer(seen: Horizon, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with all experts of the next layer, at one priority; how many."""
-    seen.numbers[2] += 1
-    return _next(seen, event, 1, ids, priorities, 0, 1.0) if event.layer < seen.numbers[1] - 1 else 0
+    seen.proposals[0] += 1
+    return _next(seen, event, 1, ids, priorities, 0, 1.0) if event.layer < seen.layers - 1 else 0
 
 
 class Foreseeing(Prefetcher):

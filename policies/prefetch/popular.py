@@ -11,34 +11,28 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, bounded
 from policies.core.ranking import best
 from policies.core.registry import prefetcher
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class PopularOptions(Limits):
+class PopularOptions(Limits, policy="popular"):
     """n: experts proposed for the next layer."""
 
-    n: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 0:
-            raise InputError(f"popular needs n >= 0, not {self.n}")
+    n: int = bounded(4, least=0)
 
 
 class Popularity(NamedTuple):
     """What is known of the run."""
 
     events: Int  # [L, E] that used each expert
-    most: Int  # [1] experts proposed
+    most: int  # experts proposed
 
 
 def begin(shape: Shape, options: PopularOptions) -> Popularity:
     """Return the state of a run."""
-    return Popularity(np.zeros((shape.layers, shape.experts), np.int64), np.array([min(options.n, shape.experts)]))
+    return Popularity(np.zeros((shape.layers, shape.experts), np.int64), min(options.n, shape.experts))
 
 
 @compiled
@@ -53,7 +47,7 @@ def observe(known: Popularity, event: Event) -> None:
 def propose(known: Popularity, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the most used of the next layer; how many."""
     L, E = known.events.shape
-    most, ahead = known.most[0], event.layer + 1
+    most, ahead = known.most, event.layer + 1
     if ahead == L or most == 0:
         return 0
     return best(known.events[ahead], ahead * E, 0.0, ids[:most], priorities[:most])

@@ -33,14 +33,18 @@ class Latest(NamedTuple):
 
     chosen: Int  # [seats, L, E] ids
     sizes: Int  # [seats, L] how many of them
-    depth: Int  # [1] layers ahead that are proposed
+    depth: int  # layers ahead that are proposed
 
 
 def begin(shape: Shape, options: PreviousOptions) -> Latest:
     """Return the state of a run."""
-    depth = min(options.depth or shape.layers, shape.layers - 1)
-    chosen = np.empty((shape.seats, shape.layers, shape.experts), np.int64)
-    return Latest(chosen, np.zeros((shape.seats, shape.layers), np.int64), np.array([depth]))
+    return no_choices(shape, min(options.depth or shape.layers, shape.layers - 1))
+
+
+def no_choices(shape: Shape, depth: int) -> Latest:
+    """Return the state before any token."""
+    sizes = np.zeros((shape.seats, shape.layers), np.int64)
+    return Latest(np.empty((*sizes.shape, shape.experts), np.int64), sizes, depth)
 
 
 def begin_request(latest: Latest, seat: int) -> None:
@@ -63,7 +67,7 @@ def observe(latest: Latest, event: Event) -> None:
 def propose(latest: Latest, event: Event, ids: Int, priorities: Float) -> int:
     """Fill ids and priorities with the latest experts of the next layers around the cycle; how many."""
     n = 0
-    for distance in range(1, latest.depth[0] + 1):
+    for distance in range(1, latest.depth + 1):
         ahead, first = (event.layer + distance) % latest.sizes.shape[1], n
         for seat in event.seats:
             for i in range(latest.sizes[seat, ahead]):

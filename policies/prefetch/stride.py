@@ -21,9 +21,12 @@ import numpy as np
 
 from policies.core.compiled import compiled
 from policies.core.limits import Limits
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single
+from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape, Single, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher
+from policies.prefetch import previous
+from policies.prefetch.previous import Latest, no_choices
+from policies.prefetch.previous import observe as remember
 from traces.errors import InputError
 from traces.steps import DECODE
 
@@ -76,16 +79,11 @@ class Predictor:
 
 
 @dataclass(frozen=True)
-class StrideOptions(Limits):
+class StrideOptions(Limits, policy="stride"):
     """model: a file of `moe-sim train-stride`; n: experts proposed for each layer."""
 
     model: str = ""
-    n: int = 6
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n < 0:
-            raise InputError(f"stride needs n >= 0, not {self.n}")
+    n: int = bounded(6, least=0)
 
 
 class Foresight(NamedTuple):
@@ -93,9 +91,7 @@ class Foresight(NamedTuple):
 
     weights: Single  # [L, back + 1, E, E]
     bias: Single  # [L, E]
-    stride: Int  # [1]
-    latest: Int  # [seats, L, E] ids within the layer that the latest decoded token chose
-    sizes: Int  # [seats, L] how many of them
+    latest: Latest  # its `depth` is the stride
     likely: Int  # [seats, L, n] ids, the likeliest first
     probable: Float  # [seats, L, n] their probabilities
     predicted: Int  # [seats, L] how many of them
@@ -116,9 +112,7 @@ def begin(shape: Shape, options: StrideOptions) -> Foresight:
     return Foresight(
         weights=np.ascontiguousarray(model.weights),
         bias=np.ascontiguousarray(model.bias),
-        stride=np.array([model.stride]),
-        latest=np.empty((seats, L, E), np.int64),
-        sizes=np.zeros((seats, L), np.int64),
+        latest=no_choices(shape, model.stride),
         likely=np.empty((seats, L, n), np.int64),
         probable=np.empty((seats, L, n)),
         predicted=np.zeros((seats, L), np.int64),
@@ -128,19 +122,14 @@ def begin(shape: Shape, options: StrideOptions) -> Foresight:
 
 def begin_request(known: Foresight, seat: int) -> None:
     """No token has been decoded."""
-    known.sizes[seat] = 0
+    previous.begin_request(known.latest, seat)
     known.predicted[seat] = 0
 
 
 @compiled
 def observe(known: Foresight, event: Event) -> None:
     """Remember what each decoded token chose."""
-    if event.phase == DECODE:
-        for r in range(len(event.seats)):
-            seat, first, last = event.seats[r], event.offsets[r], event.offsets[r + 1]
-            known.sizes[seat, event.layer] = last - first
-            for i in range(first, last):
-                known.latest[seat, event.layer, i - first] = event.own_experts[i] - event.layer * len(known.scores)
+    remember(known.latest, event)
 
 
 @compiled
@@ -148,7 +137,7 @@ def propose(known: Foresight, event: Event, ids: Int, priorities: Float) -> int:
     """Predict the layer `stride` ahead; fill ids and priorities with the latest predictions up to there; how many."""
     if event.phase != DECODE or known.likely.shape[2] == 0:
         return 0
-    stride, L = known.stride[0], known.sizes.shape[1]
+    stride, L = known.latest.depth, known.predicted.shape[1]
     for seat in event.seats:
         _predict(known, seat, event.layer, (event.layer + stride) % L)
     n = 0
@@ -163,7 +152,8 @@ def propose(known: Foresight, event: Event, ids: Int, priorities: Float) -> int:
 @compiled
 def _predict(known: Foresight, seat: int, layer: int, target: int) -> None:
     """Predict layer `target` for the request in `seat`, after the event of `layer`."""
-    _score(known.weights, known.bias, layer, target, known.latest[seat], known.sizes[seat], known.scores)
+    chosen, sizes = known.latest.chosen[seat], known.latest.sizes[seat]
+    _score(known.weights, known.bias, layer, target, chosen, sizes, known.scores)
     likely, probable = known.likely[seat, target], known.probable[seat, target]
     found = best(known.scores, target * len(known.scores), -np.inf, likely, probable)
     for i in range(found):
@@ -172,7 +162,7 @@ def _predict(known: Foresight, seat: int, layer: int, target: int) -> None:
 
 
 @compiled
-def _score(weights: Single, bias: Single, layer: int, target: int, latest: Int, sizes: Int, scores: Single) -> None:
+def _score(weights: Single, bias: Single, layer: int, target: int, chosen: Int, sizes: Int, scores: Single) -> None:
     """scores[e]: log-odds that the coming event of layer `target` chooses e, after the event of `layer`."""
     for e in range(len(scores)):
         scores[e] = bias[target, e]
@@ -180,7 +170,7 @@ def _score(weights: Single, bias: Single, layer: int, target: int, latest: Int, 
     for j in range(back + 1):
         source = target if j == back else (layer - j) % len(sizes)
         for i in range(sizes[source]):
-            row = weights[target, j, latest[source, i]]
+            row = weights[target, j, chosen[source, i] - source * len(scores)]
             for e in range(len(scores)):
                 scores[e] += row[e]
 

@@ -148,26 +148,30 @@ def probabilities(predictor: Predictor, tokens: Tokens, layer: int, some: Int) -
 
 
 def recall(predictor: Predictor, tokens: Tokens) -> float:
-    """The share of the tokens' choices that are among the k likeliest of their layer."""
+    """Return the share of the tokens' choices that are among the k likeliest of their layer."""
     k = tokens.chosen.shape[1]
-    found = made = 0.0
-    for layer in range(tokens.layers):
-        for first in range(0, len(tokens), BATCH):
-            some = np.arange(first, min(first + BATCH, len(tokens)))
-            y, p = tokens.choices(some, layer), probabilities(predictor, tokens, layer, some)
-            likeliest = np.argpartition(-p, k - 1, axis=1)[:, :k]
-            found += float(np.take_along_axis(y, likeliest, axis=1).sum())
-            made += float(y.sum())
-    return found / made if made else 0.0
+
+    def likeliest(layer: int, some: Int) -> Single:
+        p = probabilities(predictor, tokens, layer, some)
+        hot = np.zeros_like(p)
+        np.put_along_axis(hot, np.argpartition(-p, k - 1, axis=1)[:, :k], 1, axis=1)
+        return hot
+
+    return _recall(tokens, likeliest)
 
 
 def recall_of_previous(tokens: Tokens) -> float:
-    """The same of the token before, which is what a predictor has to better."""
+    """Return the same of the token before, which is what a predictor has to better."""
+    return _recall(tokens, lambda layer, some: tokens.inputs(some, layer, tokens.layers, 1)[:, : tokens.experts])
+
+
+def _recall(tokens: Tokens, guess: Callable[[int, Int], Single]) -> float:
+    """Return the share of all choices that `guess`, 1 or 0 by (layer, tokens), has."""
     found = made = 0.0
     for layer in range(tokens.layers):
         for first in range(0, len(tokens), BATCH):
             some = np.arange(first, min(first + BATCH, len(tokens)))
             y = tokens.choices(some, layer)
-            found += float((y * tokens.inputs(some, layer, tokens.layers, 1)[:, : tokens.experts]).sum())
+            found += float((y * guess(layer, some)).sum())
             made += float(y.sum())
     return found / made if made else 0.0

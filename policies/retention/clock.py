@@ -7,20 +7,15 @@ each lookup that finds it gives one, up to 2**bits - 1. No ties. An expert that 
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from policies.core.policy import Int, RetentionPolicy, Shape
+from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class ClockOptions:
+class ClockOptions(Options, policy="clock"):
     """bits: of the counter that each expert has."""
 
-    bits: int = 1
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.bits <= 8:
-            raise InputError(f"clock needs 1 to 8 bits, not {self.bits}")
+    bits: int = bounded(1, least=1, most=8)
 
 
 @retention("clock")

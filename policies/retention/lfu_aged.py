@@ -10,20 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.core import scores
-from policies.core.policy import ScorePolicy, Shape
+from policies.core.policy import Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class AgedOptions:
+class AgedOptions(Options, policy="lfu-aged"):
     """half_life: events between two halvings of all counts."""
 
-    half_life: int = 1024
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.half_life < 2**53:
-            raise InputError(f"lfu-aged needs a half_life of at least 1 event, not {self.half_life}")
+    half_life: int = bounded(1024, least=1, below=2**53)
 
 
 @retention("lfu-aged")

@@ -11,22 +11,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from policies.core import scores
-from policies.core.policy import ScorePolicy, Shape
+from policies.core.policy import Options, ScorePolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 NEVER = -1e300  # the logarithm of nothing, but finite
 
 
 @dataclass(frozen=True)
-class LRFUOptions:
+class LRFUOptions(Options, policy="lrfu"):
     """decay: the paper's lambda; a lookup is worth half after 1 / decay events."""
 
-    decay: float = 1 / 1024
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.decay <= 1:
-            raise InputError(f"lrfu needs a decay of 0 to 1 per event, not {self.decay}")
+    decay: float = bounded(1 / 1024, least=0, most=1)
 
 
 @retention("lrfu")

@@ -38,17 +38,19 @@ class MultiCriteriaOptions:
 class Uses(NamedTuple):
     """Of the running requests, and what each criterion weighs."""
 
-    weights: Float  # [3] of recency, frequency, distance
     last: Int  # [seats, L*E] step of the latest use, from 1; 0: none
     used: Int  # [seats, L*E] steps that used it
-    layers: Int  # [1]
+    layers: int
+    recency: float
+    frequency: float
+    distance: float
 
 
 def begin(shape: Shape, options: MultiCriteriaOptions) -> Uses:
     """Return the state of a run."""
-    weights = np.array([options.recency, options.frequency, options.distance], np.float64)
-    of_all = shape.seats, shape.total
-    return Uses(weights, np.zeros(of_all, np.int64), np.zeros(of_all, np.int64), np.array([shape.layers]))
+    last, used = np.zeros((2, shape.seats, shape.total), np.int64)
+    weights = float(options.recency), float(options.frequency), float(options.distance)
+    return Uses(last, used, shape.layers, *weights)
 
 
 def begin_request(uses: Uses, seat: int) -> None:
@@ -60,9 +62,8 @@ def begin_request(uses: Uses, seat: int) -> None:
 @compiled
 def observe(uses: Uses, keep: Float, event: Event) -> None:
     """Count the event, and score all experts; what several requests use counts for the one that uses it most."""
-    L, total = uses.layers[0], uses.last.shape[1]
-    E = total // L
-    recency, frequency, distance = uses.weights[0], uses.weights[1], uses.weights[2]
+    L = uses.layers
+    E = uses.last.shape[1] // L
     for r in range(len(event.seats)):
         step, last, used = event.steps[r] + 1, uses.last[event.seats[r]], uses.used[event.seats[r]]
         for i in range(event.offsets[r], event.offsets[r + 1]):
@@ -71,9 +72,9 @@ def observe(uses: Uses, keep: Float, event: Event) -> None:
                 last[expert] = step
                 used[expert] += 1
         for i in range(L):
-            near = distance * (1.0 - ((i - event.layer - 1) % L) / L)
+            near = uses.distance * (1.0 - ((i - event.layer - 1) % L) / L)
             for expert in range(i * E, (i + 1) * E):
-                value = (recency * last[expert] + frequency * used[expert]) / step + near
+                value = (uses.recency * last[expert] + uses.frequency * used[expert]) / step + near
                 keep[0, expert] = max(keep[0, expert], value) if r else value
 
 

@@ -6,20 +6,15 @@ The draws depend on `seed` and on nothing else, so the same run twice is the sam
 from dataclasses import dataclass
 from random import Random
 
-from policies.core.policy import Int, RetentionPolicy, Shape
+from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class RandomOptions:
+class RandomOptions(Options, policy="random"):
     """seed: of the draws."""
 
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise InputError(f"random needs a seed of at least 0, not {self.seed}")
+    seed: int = bounded(0, least=0)
 
 
 @retention("random")

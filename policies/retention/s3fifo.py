@@ -12,27 +12,19 @@ expert also if it has but one, where libCacheSim, below 20 slots, caches nothing
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from policies.core.policy import Int, RetentionPolicy, Shape
+from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
 from policies.core.registry import retention
-from traces.errors import InputError
 
 MOST_LOOKUPS = 3
 
 
 @dataclass(frozen=True)
-class S3FIFOOptions:
+class S3FIFOOptions(Options, policy="s3fifo"):
     """small, ghost: length of the queues, of the slots; threshold: lookups that lead from small to main."""
 
-    small: float = 0.1
-    ghost: float = 0.9
-    threshold: int = 2
-
-    def __post_init__(self) -> None:
-        if not (0 < self.small < 1 and 0 <= self.ghost <= 100 and self.threshold >= 1):
-            raise InputError(
-                "s3fifo needs small above 0 and below 1, ghost of 0 to 100 and threshold of at least 1, "
-                f"not {self.small}, {self.ghost} and {self.threshold}"
-            )
+    small: float = bounded(0.1, above=0, below=1)
+    ghost: float = bounded(0.9, least=0, most=100)
+    threshold: int = bounded(2, least=1)
 
 
 @retention("s3fifo")

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from policies.core.policy import ScorePolicy, Shape
 from policies.core.registry import retention
+from policies.core.scope import read_profile
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,6 @@ class Static(ScorePolicy):
         super().__init__(shape, options)
         if not options.profile:
             raise InputError("static needs a trace to take popularity from, as in static:profile=traces/recorded/NAME")
-        trace = Trace.read(options.profile)
-        if (trace.layers, trace.num_experts) != (shape.layers, shape.experts):
-            raise InputError(
-                f"the profile {options.profile} is of {trace.layers} layers of {trace.num_experts} experts, "
-                f"not {shape.layers} of {shape.experts}"
-            )
+        trace = read_profile(options.profile, shape)
         eams = trace.eams(PREFILL) + trace.eams(DECODE)  # [R, L, E]
         self.keep[0] = eams.sum(axis=0).ravel()

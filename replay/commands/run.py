@@ -168,7 +168,7 @@ def _replay(
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
     from replay.run import replay
-    from sim.results.metrics import writable
+    from sim.results.files import writable
     from sim.sweep.setup import Requests
     from sim.timeline.file import writing
 

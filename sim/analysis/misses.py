@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from policies.core.policy import Int
 from policies.core.spec import PolicySpec
-from sim.analysis.curves import Accesses, Int, Reuse, belady_misses, lru_misses, reuse
+from policies.core.stack_distances import lru_misses
+from sim.analysis.curves import Accesses, Reuse, belady_misses, reuse
 from sim.analysis.locality import Locality, locality
 from sim.loop.log import RunLog
 from sim.results import files, plot

@@ -111,9 +111,9 @@ class Bad(RetentionPolicy):
 BAD_PREFETCHERS = {
     "it proposes ids that no expert has": "(np.array([self.shape.total]), np.ones(1))",
     "it proposes an expert twice": "(np.array([0, 0]), np.ones(2))",
-    "its priorities are not all finite": "(np.array([0]), np.array([np.nan]))",
+    "it proposes priorities that are not all finite": "(np.array([0]), np.array([np.nan]))",
     "different shapes: (1,), (2,)": "(np.array([0]), np.ones(2))",
-    "something else than two arrays": "([0], [1.0])",
+    "something else than int64 ids and float64 priorities: ": "([0], [1.0])",
     "int64 ids and float64 priorities: int64, int64": "(np.array([0]), np.array([1]))",
     "two runs over the same events": "(np.array([random.randrange(self.shape.total)]), np.ones(1))",
 }

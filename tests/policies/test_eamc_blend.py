@@ -316,5 +316,5 @@ def test_too_short_a_trace_cannot_be_fitted_on() -> None:
 
 @pytest.mark.parametrize("option", ["distance=-1", "wrong=-0.5", "wrong=nan", "distance=inf"])
 def test_options_out_of_range_are_refused(option: str) -> None:
-    with pytest.raises(InputError, match="a wrong of at least 0"):
+    with pytest.raises(InputError, match=f"needs {option.split('=')[0]} of at least 0"):
         parse(f"eamc-blend:{option}")

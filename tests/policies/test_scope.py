@@ -19,7 +19,7 @@ from policies.core.residency import PolicyResidency
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
 from policies.core.spec import parse
-from sim.analysis.curves import lru_misses
+from policies.core.stack_distances import lru_misses
 from sim.cli import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count

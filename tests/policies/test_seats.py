@@ -21,7 +21,7 @@ REQUESTS = [TRACE.steps(i) for i in range(LEARNED + 2)]
 OWN = {
     "previous": lambda state, seat: [chosen_so_far(state.chosen, state.sizes, seat)],
     "stride": lambda state, seat: [
-        chosen_so_far(state.latest, state.sizes, seat),
+        chosen_so_far(state.latest.chosen, state.latest.sizes, seat),
         chosen_so_far(state.likely, state.predicted, seat),
         chosen_so_far(state.probable, state.predicted, seat),
     ],

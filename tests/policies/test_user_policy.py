@@ -229,11 +229,11 @@ def test_a_path_of_another_system_and_values_with_colons_are_told_apart():
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ("np.array([-1]), np.ones(1)", "an id that is not of 0 to 47"),
-        ("np.array([48]), np.ones(1)", "an id that is not of 0 to 47"),
-        ("np.array([1, 2]), np.ones(1)", r"\(2,\) experts with \(1,\) priorities"),
+        ("np.array([-1]), np.ones(1)", "ids that no expert has: -1 to -1"),
+        ("np.array([48]), np.ones(1)", "ids that no expert has: 48 to 48"),
+        ("np.array([1, 2]), np.ones(1)", r"ids and priorities of different shapes: \(2,\), \(1,\)"),
         ("np.array([1, 1]), np.ones(2)", "an expert twice"),
-        ("np.array([1]), np.array([np.nan])", "an expert twice, or a priority that is not finite"),
+        ("np.array([1]), np.array([np.nan])", "priorities that are not all finite"),
         ("[1], [2.0]", "something else than int64 ids and float64 priorities"),
         ("np.array([1], np.int32), np.ones(1)", "something else than int64 ids and float64 priorities"),
         ("None", "something else than int64 ids and float64 priorities"),

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.core.spec import parse
-from sim.analysis.curves import Accesses, belady_misses, lru_misses, next_uses, reuse
+from policies.core.stack_distances import lru_misses
+from sim.analysis.curves import Accesses, belady_misses, next_uses, reuse
 from sim.engines.untimed import count
 from tests.support.strategies import traces
 from tests.support.untimed_oracle import EXPECTED, SHARED

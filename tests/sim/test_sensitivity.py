@@ -305,7 +305,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(command, home, tmp_path, a
 
 def test_an_option_that_a_half_does_not_have_is_no_option():
     assert [option.name for option in parse("lru").declared()] == []
-    with pytest.raises(InputError, match="needs a capacity"):
+    with pytest.raises(InputError, match="needs capacity of at least 1"):
         parse("eamc").with_options({"capacity": 0})
 
 

@@ -1,0 +1,86 @@
+"""Misses of LRU at every cache size, in one pass over the accesses.
+
+LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger 1970): the experts held by a smaller cache are held by a
+larger one too, so one list, of which a cache of s slots holds the first s, stands for all sizes, and an access hits
+from the size on that is its expert's place in the list.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.core.compiled import allocating
+from policies.core.policy import Int
+
+Ids = NDArray[np.int32]
+
+
+def lru_misses(experts: Ids, total: int) -> Int:
+    """Misses of LRU by number of slots: int64[total + 1], none first. experts: [N] ids below `total`.
+
+    The place of an expert is the number of distinct experts since its last use, itself included: of the marks
+    that stand at each expert's last use those not before its own. They are counted in a Fenwick tree over a
+    window of time of at least 2 * total accesses, which is closed up when full, so that an access costs
+    O(log total) and memory O(total), whatever N is.
+    """
+    return misses_by_slots(_lru_places(experts, total), len(experts))
+
+
+def misses_by_slots(places: Int, accesses: int) -> Int:
+    """Return the misses by number of slots. places: [total + 1] accesses by place of their expert; place 0: unused."""
+    misses: Int = accesses - np.cumsum(places)
+    return misses
+
+
+@allocating
+def _lru_places(experts: Ids, total: int) -> Int:
+    """The number of accesses by the place of their expert; first uses have none."""
+    window = 2
+    while window < 2 * total:
+        window *= 2
+    marks = np.zeros(window + 1, np.int32)  # Fenwick tree over the window: 1 at each expert's last use
+    owner = np.full(window + 1, -1, np.int32)  # the expert whose mark stands there
+    last = np.zeros(total, np.int32)  # where each expert's mark stands; 0: not used yet
+    places = np.zeros(total + 1, np.int64)
+    known = now = 0
+    for expert in experts:
+        if now == window:
+            now = _close_up(marks, owner, last)
+        now += 1
+        if last[expert]:
+            before = 0
+            at = last[expert]
+            owner[at] = -1
+            i = at
+            while i > 0:
+                before += marks[i]
+                i &= i - 1
+            places[known - before + 1] += 1
+            i = at
+            while i <= window:
+                marks[i] -= 1
+                i += i & -i
+        else:
+            known += 1
+        last[expert] = now
+        owner[now] = expert
+        i = now
+        while i <= window:
+            marks[i] += 1
+            i += i & -i
+    return places
+
+
+@allocating
+def _close_up(marks: Ids, owner: Ids, last: Ids) -> int:
+    """Move the marks to the start of the window, in their order; how many there are."""
+    held = 0
+    for at in range(1, len(owner)):
+        expert = owner[at]
+        if expert >= 0:
+            held += 1
+            owner[at] = -1
+            owner[held] = expert
+            last[expert] = held
+    for i in range(1, len(marks)):
+        marks[i] = min(i, held) - min(i & (i - 1), held)
+    return held
