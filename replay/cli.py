@@ -97,7 +97,7 @@ def run(
     ] = None,
     no_slots: Annotated[bool, typer.Option("--no-slots", help="A timeline without a track for each slot.")] = False,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and layers for NVIDIA's profilers.")] = False,
-    min_gbps: Annotated[
+    min_gb_per_s: Annotated[
         float | None, typer.Option(help="Fail where the link, while busy, reached less (GB/s).")
     ] = None,
     resume: Annotated[
@@ -119,8 +119,8 @@ def run(
     """
     from sim.quantities import parse_bytes
 
-    if min_gbps is not None and not 0 < min_gbps < math.inf:
-        raise InputError(f"--min-gbps {min_gbps}: must be above 0 and finite")
+    if min_gb_per_s is not None and not 0 < min_gb_per_s < math.inf:
+        raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
     asked = {
         "trace": trace,
         "hardware": hardware,
@@ -154,9 +154,11 @@ def run(
         why = "a timeline needs the whole run" if timeline else "a run on a logical clock takes seconds"
         raise InputError(f"--resume: {why}: leave it out")
     reached = _replay(choice, folder, timeline, not no_slots, as_json, quiet, resume).row["copy_gb_per_s"]
-    if min_gbps is not None and reached is not None and reached < min_gbps:
+    if min_gb_per_s is not None and reached is not None and reached < min_gb_per_s:
         console.fail(
-            "moe-replay", f"the link reached {reached:.4g} GB/s while busy, less than --min-gbps {min_gbps:g}", 1
+            "moe-replay",
+            f"the link reached {reached:.4g} GB/s while busy, less than --min-gb-per-s {min_gb_per_s:g}",
+            1,
         )
 
 

@@ -233,24 +233,24 @@ def _tell(record: "Record", finished: "list[Row]", failed: "list[Row]") -> None:
     console.out.print(f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}", markup=False)
     if finished:
         for mode in dict.fromkeys(cell["mode"] for cell in finished):
-            console.out.print(table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gbps"]))
+            console.out.print(table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"]))
     for cell in failed:
         console.out.print(f"failed: {named(cell)}: {cell[ERROR]}", soft_wrap=True, markup=False)
     for ranking in facts.get("rankings") or []:
         console.out.print(ranking_line(ranking), soft_wrap=True, markup=False)
 
 
-def table(cells: "list[Row]", ceiling_gbps: float | None) -> Table:
+def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> Table:
     """A line for each cell of one mode; errors are predicted / measured - 1."""
     shown = Table(title=cells[0]["mode"], title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     shown.add_column("policy", overflow="fold", min_width=10)
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
-    headings += ["of the\nlink"] if ceiling_gbps else []
+    headings += ["of the\nlink"] if ceiling_gb_per_s else []
     for heading in headings:
         shown.add_column(heading, justify="right", no_wrap=True)
     for cell in cells:
-        off, rate = cell["errors"], cell["measured"]["copy_gbps"]
-        of_ceiling = (f"{rate / ceiling_gbps:.0%}" if rate else "-",) if ceiling_gbps else ()
+        off, rate = cell["errors"], cell["measured"]["copy_gb_per_s"]
+        of_ceiling = (f"{rate / ceiling_gb_per_s:.0%}" if rate else "-",) if ceiling_gb_per_s else ()
         noise = "" if cell["noise"] is None else f"\n({cell['noise']:.1%} apart)"
         shown.add_row(
             cell["policy"],
