@@ -59,7 +59,7 @@ def at_quarter(cell: Row) -> bool:
 
 
 def _is_closed_loop_at_quarter(cell: Row) -> bool:
-    return at_quarter(cell) and bool(cell["mode"] == CLOSED_LOOP)
+    return bool(cell["mode"] == CLOSED_LOOP) and at_quarter(cell)  # others may have no cache
 
 
 def _size(error: float | None) -> float | None:
