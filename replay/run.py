@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from policies.core.policy import Int
 from policies.core.spec import PolicySpec
 from replay.devices.pinning import REQUIRE
 from replay.devices.pinning import check as check_pin
+from replay.model import DENSE
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from replay.devices.stage import Needs
 
 DEVICES = ("auto", "virtual", "cpu", "cuda")
-DENSE = ("real", "none")
-"""Whether a model's dense part is computed beside its experts."""
 
 DEFAULT_STEPS = 1_000
 """Where nobody says how many requests, a real device plays the first ones that hold so many steps."""
@@ -236,20 +236,21 @@ def replay(
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
             run = choice.on(*measured)
         if choice.nvtx:
-            from replay.devices.nvtx import MarkedDevice
+            from replay.devices.nvtx import marked
 
-            device = MarkedDevice(device)
+            device = marked(device)
         observer = _observer(choice, run, timeline, slots) if timeline else None
         driver = _driver(run, device, done, observer)
         log = driver.run(on_step or (lambda row: None), done)
         if observer:
             observer.close()
     row, by_request = summarise(log, cell, loaded.trace.requests)
-    row |= {"device": choice.device, **facts, **moved(log, run, measured[1] if measured else None)}
-    counted = log.request >= cell.warmup_requests
-    alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
-    row["host_ms"] = int(alone_ns[counted].sum()) / 1e6
-    if choice.device != "virtual":
+    link = run.gpu.link
+    row |= {"device": choice.device, **facts, "chunk_bytes": link.chunk_bytes or link.expert_bytes}
+    row["copy_gb_per_s"] = copy_gb_per_s(log, run)
+    row["host_ms"] = host_ms(log, log.request >= cell.warmup_requests)
+    if measured:
+        row["copy_gb_per_s_alone"] = link.expert_bytes / max(1, link.used_ns(link.expert_bytes))
         row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
@@ -295,17 +296,17 @@ def _show_prediction(choice: Choice, run: Run, timeline: Timeline, slots: bool) 
     simulated.play(run, lambda log: None, timeline, names, window, slots)
 
 
-def moved(log: RunLog, run: Run, alone: Link | None) -> ResultRow:
-    """Rates of the link: over the time in which it was busy, and of one expert while nothing else ran."""
+def copy_gb_per_s(log: RunLog, run: Run) -> float | None:
+    """Return the link's rate over the time in which it was busy."""
     busy_ns = int(log.link_busy_ns.sum())
     transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
-    return {
-        "chunk_bytes": run.gpu.link.chunk_bytes or run.gpu.link.expert_bytes,
-        "copy_gb_per_s": transfers * run.gpu.link.expert_bytes / busy_ns if busy_ns else None,
-        "copy_gb_per_s_alone": run.gpu.link.expert_bytes / max(1, alone.used_ns(run.gpu.link.expert_bytes))
-        if alone
-        else None,
-    }
+    return transfers * run.gpu.link.expert_bytes / busy_ns if busy_ns else None
+
+
+def host_ms(log: RunLog, counted: NDArray[np.bool_]) -> float:
+    """Return the time of the counted steps in which nothing was submitted and nothing awaited."""
+    alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
+    return int(alone_ns[counted].sum()) / 1e6
 
 
 @contextmanager

@@ -4,18 +4,14 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
 
 from sim.engines.simpy_engine import SimpyDevice
-from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 
 DECISIONS_S = 1.0
 """Of playing on a logical clock: by then policies have learned and proposed, and all that they call is compiled."""
-FIRST_STEPS = 3
-"""Of a run on the device: by then kernels are loaded, and memory that is kept for them is taken."""
 
 
 @contextmanager
@@ -43,11 +39,3 @@ def decide(run: Run) -> None:
     residency = driver.session.residency
     residency.land()  # devices alone call these two; this residency is thrown away
     residency.interrupt()
-
-
-def begin(run: Run, device: Device) -> None:
-    """Play the run's first steps on the device. What it leaves in slots is of no consequence."""
-    driver = Driver(run, device)
-    for _ in islice(driver.steps(), FIRST_STEPS):
-        pass
-    driver.session.pump.cut()

@@ -5,12 +5,11 @@ each other says whether the machine is quiet enough to be described at all. A mo
 replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on routing made up.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
 from replay.calibration.rates import Rates, rates
+from replay.devices.gpu import Gpu
 from replay.model.network import dtype_of
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
 from replay.warmup import undisturbed
@@ -50,9 +50,6 @@ FREE_BYTES = 8 << 30
 
 ASSUMED = {"disk_bandwidth_gb_per_s": 6.5, "disk_latency_us": 100.0}
 """Of an NVMe disk on PCIe 4.0 x4: nothing here measures it."""
-
-if TYPE_CHECKING:
-    from replay.devices.gpu import Gpu
 
 Told = Callable[[str], None]
 
@@ -185,7 +182,7 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     for choice in chosen:
         for policy in policies:
             choice.loaded.require(policy, choice.slots)
-    found, gpu = Found(), _gpu(chosen[0].device)
+    found, gpu = Found(), Gpu() if chosen[0].device == "cuda" else None
 
     def machine() -> None:
         told(f"the machine, pass {len(found.rates) + 1} of {passes}")
@@ -199,14 +196,6 @@ def calibrate(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: 
     return found
 
 
-def _gpu(device: str) -> "Gpu | None":
-    if device == "cpu":
-        return None
-    from replay.devices.gpu import Cuda
-
-    return Cuda()
-
-
 def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: int) -> int:
     """How often `calibrate` tells what comes next."""
     return passes + len(chosen) * (1 + passes + len(policies))
@@ -216,9 +205,13 @@ def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes:
     """All passes over one model, one after another: opening a device anew takes longer than they do."""
     assert choice.loaded.profile
     told(f"{choice.loaded.profile.name}: memory")
-    with _opened(choice) as (device, facts):
-        found.facts = found.facts or facts
-        add_model(found, choice, device, policies, passes, told)
+    try:
+        with open_device(choice) as (device, facts), undisturbed(choice.run):
+            found.facts = found.facts or facts
+            add_model(found, choice, device, policies, passes, told)
+    finally:
+        if choice.device == "cuda":
+            torch.cuda.empty_cache()  # back to the driver, which the model that comes next asks
 
 
 def add_model(
@@ -239,17 +232,6 @@ def add_model(
     for policy in policies:
         told(f"{name}: {policy.text}")
         found.costs[name][policy.text] = policy_ns(run.under(policy), timing, link) / 1_000
-
-
-@contextmanager
-def _opened(choice: Choice) -> Iterator[tuple[Device, Row]]:
-    """As for a replay; a GPU's memory goes back to the driver, for the model that comes next asks it."""
-    try:
-        with open_device(choice) as opened, undisturbed(choice.run):
-            yield opened
-    finally:
-        if choice.device == "cuda":
-            torch.cuda.empty_cache()
 
 
 # The profile
@@ -279,7 +261,7 @@ def profile(found: Found) -> str:
         "framework_us_per_layer": "the host's turnaround, as measured with the models below",
         **dict.fromkeys(ASSUMED, "assumed, not measured: an NVMe disk on PCIe 4.0 x4"),
     }
-    tables = {"calibration": _told(found, each), "measured": [_table(model) for model in settled]}
+    tables = {"calibration": _told(found, each), "measured": [asdict(model) for model in settled]}
     head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
     return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)
 
@@ -303,7 +285,3 @@ def _told(found: Found, each: Mapping[str, Any]) -> dict[str, Any]:
             for name, passes in found.models.items()
         },
     }
-
-
-def _table(model: MeasuredModel) -> dict[str, Any]:
-    return {each.name: getattr(model, each.name) for each in fields(model)}

@@ -11,8 +11,8 @@ lie from their median, in the mean over all figures, is the noise.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from time import monotonic, perf_counter_ns
 
@@ -23,8 +23,8 @@ from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
-from sim.loop.driver import play
-from sim.loop.log import COLUMNS, StepRow
+from sim.loop.driver import Driver
+from sim.loop.log import COLUMNS
 from sim.loop.pump import Pump
 from sim.loop.run import Run
 from sim.loop.session import decider_of
@@ -72,6 +72,13 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
     decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
     late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
     first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, late])
+    together = min(top_k(run), places)
+
+    def experts(tokens: int, number: int) -> None:
+        """Launched at once, going round the slots."""
+        group = [(number * together + one) % places for one in range(together)]
+        device.experts([(place, place, tokens) for place in group])
+
     model = MeasuredModel(
         model=name,
         expert_bytes=run.gpu.link.expert_bytes,
@@ -81,9 +88,11 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
         launch_ns=0,
         first_dense=first_dense,
         dense=dense,
-        expert=_experts(meter, min(top_k(run), places), places, sizes),
-        combine=_by_tokens(meter, sizes, device.combine),  # behind the experts: it takes their sum away
-        head=_by_tokens(meter, sizes, device.head),
+        expert=_curve(meter, sizes, experts, together),
+        combine=_curve(
+            meter, sizes, lambda tokens, _: device.combine(tokens)
+        ),  # of the experts: it takes their sum away
+        head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
     )
     return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads))
 
@@ -138,33 +147,12 @@ def _behind(run: Run) -> int:
 # Each part alone
 
 
-def _by_tokens(meter: Meter, sizes: Sequence[int], work: Callable[[int], None]) -> Curve:
-    def submitting(tokens: int) -> Callable[[int], int]:
-        def submit(number: int) -> int:
-            work(tokens)
-            return 1
+def _curve(meter: Meter, sizes: Sequence[int], submit: Callable[[int, int], object], each: int = 1) -> Curve:
+    """One of `each` completions of `submit(tokens, number)`, by tokens.
 
-        return submit
-
-    return _curve(sizes, [meter.of(submitting(tokens), tokens) for tokens in sizes])
-
-
-def _experts(meter: Meter, together: int, places: int, sizes: Sequence[int]) -> Curve:
-    """One of `together` that are launched at once, going round the slots."""
-
-    def submitting(tokens: int) -> Callable[[int], int]:
-        def submit(number: int) -> int:
-            group = [(number * together + one) % places for one in range(together)]
-            meter.device.experts([(place, place, tokens) for place in group])
-            return together
-
-        return submit
-
-    return _curve(sizes, [meter.of(submitting(tokens), tokens) // together for tokens in sizes])
-
-
-def _curve(sizes: Sequence[int], took: list[int]) -> Curve:
-    """A single token stands for itself: a device may have other means for it."""
+    A single token stands for itself: a device may have other means for it.
+    """
+    took = [meter.of(partial(submit, tokens), tokens, each) // each for tokens in sizes]
     return tuple(zip(sizes, took[:1] + rising(took[1:]), strict=True))
 
 
@@ -178,25 +166,17 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
     def other(number: int) -> int:
         return 1 + number % (layers - 1) if layers > 1 else 0
 
-    def alone(point: tuple[int, int]) -> int:
-        def submit(number: int) -> int:
-            dense(other(number), *point)
-            return 1
+    def alone(point: tuple[int, int], number: int) -> None:
+        dense(other(number), *point)
 
-        return meter.of(submit, point[0], warm_up=layers)
-
-    def behind_the_first(point: tuple[int, int]) -> int:
-        def submit(number: int) -> int:
-            dense(0, *point)
-            dense(other(number), *point)
-            return 2
-
-        return meter.of(submit, point[0])
+    def behind_the_first(point: tuple[int, int], number: int) -> None:
+        dense(0, *point)
+        dense(other(number), *point)
 
     others, firsts = [], []
     for points in groups:
-        here = rising([alone(point) for point in points])
-        both = rising([behind_the_first(point) for point in points])
+        here = rising([meter.of(partial(alone, point), point[0], warm_up=layers) for point in points])
+        both = rising([meter.of(partial(behind_the_first, point), point[0], each=2) for point in points])
         others += [(*point, ns) for point, ns in zip(points, here, strict=True)]
         firsts += [(*point, max(0, two - ns)) for point, two, ns in zip(points, both, here, strict=True)]
     return tuple(sorted(firsts)), tuple(sorted(others))
@@ -287,10 +267,6 @@ class Clocked(SimpyDevice):
         return perf_counter_ns()
 
 
-class _Enough(Exception):  # noqa: N818  no error, the end
-    """The policy has been timed for long enough."""
-
-
 def policy_ns(run: Run, timing: Timing, link: Link) -> int:
     """What an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
@@ -301,14 +277,10 @@ def policy_ns(run: Run, timing: Timing, link: Link) -> int:
         return 0
     rows: list[tuple[int, int]] = []
     until = monotonic() + POLICY_S
-
-    def ended(row: StepRow) -> None:
+    for row in Driver(run, Clocked(timing, link)).steps():
         rows.append((row.numbers[PHASE], row.numbers[PREDICTOR_NS]))
         if monotonic() > until and len(rows) > 2 * FIRST_STEPS:
-            raise _Enough
-
-    with suppress(_Enough):
-        play(run, Clocked(timing, link), ended)
+            break
     steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
     took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]

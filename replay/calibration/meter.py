@@ -28,19 +28,19 @@ class Meter:
         self.spreads: list[float] = []
         self._submitting_ns = 0  # of the host, the latest series
 
-    def of(self, submit: Callable[[int], int], tokens: int, warm_up: int = 2) -> int:
+    def of(self, submit: Callable[[int], object], tokens: int, each: int = 1, warm_up: int = 2) -> int:
         """ns of one submission among others like it; those of longer steps with what the host takes, as in a run.
 
-        `submit` gets the number of the submission and tells how many completions it is going to have.
+        `submit` gets the number of the submission, which has `each` completions.
         """
-        self._series(submit, 0, warm_up, heads=0)
-        one_ns, host_ns = self._series(submit, warm_up, PROBE, heads=0) // PROBE, self._submitting_ns // PROBE
+        self._series(submit, 0, warm_up, each)
+        one_ns, host_ns = self._series(submit, warm_up, PROBE, each) // PROBE, self._submitting_ns // PROBE
         length, number = min(max(SERIES_NS // max(one_ns, 1), 1), LONGEST_SERIES), warm_up + PROBE
         heads = 1 + int(HEAD_START * length * host_ns / self._head_ns) if tokens == 1 and 2 * host_ns > one_ns else 0
         heads = heads if heads <= MOST_HEADS else 0  # what cannot be hidden is measured as it shows
         took: list[int] = []
         while len(took) < AT_LEAST or (len(took) < REPEATS and sum(took) * length < ENOUGH_NS):
-            took.append(self._series(submit, number, length, heads) // length)
+            took.append(self._series(submit, number, length, each, heads) // length)
             number += length
         return self.settled(took)
 
@@ -53,26 +53,22 @@ class Meter:
     @cached_property
     def _head_ns(self) -> int:
         """Of one head, about."""
+        self._series(lambda _: self.device.head(1), 0, 2)
+        return max(self._series(lambda _: self.device.head(1), 0, 4) // 4, 1)
 
-        def head(number: int) -> int:
-            self.device.head(1)
-            return 1
-
-        self._series(head, 0, 2, heads=0)
-        return max(self._series(head, 0, 4, heads=0) // 4, 1)
-
-    def _series(self, submit: Callable[[int], int], first: int, length: int, heads: int) -> int:
+    def _series(self, submit: Callable[[int], object], first: int, length: int, each: int = 1, heads: int = 0) -> int:
         """Submit heads, then the series, then wait: ns from the end of the heads to the end of the series."""
         device = self.device
         began = device.now()
         for _ in range(heads):
             device.head(1)
-        completions = sum([submit(number) for number in range(first, first + length)])
+        for number in range(first, first + length):
+            submit(number)
         self._submitting_ns = device.now() - began
         if heads:
             self._await(heads)
             began = device.now()
-        self._await(completions)
+        self._await(length * each)
         return device.now() - began
 
     def _await(self, completions: int) -> None:

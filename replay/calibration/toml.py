@@ -1,7 +1,7 @@
-"""TOML as this project writes it: values, lists of values, tables, lists of tables. `tomllib` reads back the same."""
+"""TOML as this project writes it: values, tables, and lists of tables under headings. `tomllib` reads back the same."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -10,23 +10,20 @@ def dumps(table: Mapping[str, Any], comments: Mapping[str, str] | None = None) -
 
     TypeError for what has no place in it, None among it.
     """
-    return "\n".join(_lines(table, "", comments or {})) + "\n"
-
-
-def _lines(table: Mapping[str, Any], path: str, comments: Mapping[str, str]) -> Iterator[str]:
-    """A table's own values first: what follows the head of another belongs to that."""
-    tables = {key: value for key, value in table.items() if isinstance(value, Mapping)}
-    lists = {key: value for key, value in table.items() if _holds_tables(value)}
+    values, headed = [], []
     for key, value in table.items():
-        if key not in tables and key not in lists:
-            yield f"{_key(key)} = {_value(value)}" + (f"  # {comments[key]}" if key in comments else "")
-    for key, inner in tables.items():
-        yield from ("", f"[{path}{_key(key)}]")
-        yield from _lines(inner, f"{path}{_key(key)}.", {})
-    for key, several in lists.items():
-        for inner in several:
-            yield from ("", f"[[{path}{_key(key)}]]")
-            yield from _lines(inner, f"{path}{_key(key)}.", {})
+        if isinstance(value, Mapping):
+            headed += ["", f"[{_key(key)}]", *_lines(value)]
+        elif _holds_tables(value):
+            headed += [line for inner in value for line in ("", f"[[{_key(key)}]]", *_lines(inner))]
+        else:
+            comment = f"  # {comments[key]}" if comments and key in comments else ""
+            values.append(f"{_key(key)} = {_value(value)}{comment}")
+    return "\n".join([*values, *headed]) + "\n"
+
+
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {_value(value)}" for key, value in table.items()]
 
 
 def _holds_tables(value: object) -> bool:
@@ -47,4 +44,6 @@ def _value(value: object) -> str:
         return repr(value)
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(_lines(value))}}}"
     raise TypeError(f"no value of TOML: {value!r}")

@@ -177,19 +177,19 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
     yield f"{facts['device']} ({machine}), predicted for {facts['hardware']['name']}"
     for mode in dict.fromkeys(cell["mode"] for cell in finished):
-        yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gbps"])
+        yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"])
     yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)
     yield from map(ranking_line, facts.get("rankings") or [])
 
 
-def table(cells: "list[Row]", ceiling_gbps: float | None) -> "Table":
+def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
     """A line for each cell of one mode; errors are predicted / measured - 1."""
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
-    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gbps else []), gap=1, fold=True)
+    shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
     shown.title, shown.title_justify = cells[0]["mode"], "left"
     for cell in cells:
-        off, rate = cell["errors"], cell["measured"]["copy_gbps"]
-        of_ceiling = (f"{rate / ceiling_gbps:.0%}" if rate else "-",) if ceiling_gbps else ()
+        off, rate = cell["errors"], cell["measured"]["copy_gb_per_s"]
+        of_ceiling = (f"{rate / ceiling_gb_per_s:.0%}" if rate else "-",) if ceiling_gb_per_s else ()
         noise = "" if cell["noise"] is None else f"\n({cell['noise']:.1%} apart)"
         shown.add_row(
             cell["policy"],

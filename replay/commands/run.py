@@ -45,7 +45,7 @@ def run(
     ] = None,
     no_slots: options.NoSlots = False,
     nvtx: Annotated[bool, typer.Option("--nvtx", help="Mark steps and layers for NVIDIA's profilers.")] = False,
-    min_gbps: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
+    min_gb_per_s: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
     output: options.ResumableOptions,
 ) -> None:
     """Play a trace through a policy on a device, in closed loop.
@@ -60,8 +60,8 @@ def run(
     """
     from replay import report
 
-    if min_gbps is not None and not 0 < min_gbps < math.inf:
-        raise InputError(f"--min-gbps {min_gbps}: must be above 0 and finite")
+    if min_gb_per_s is not None and not 0 < min_gb_per_s < math.inf:
+        raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
     request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
     choice = _choose(request, on, verify=verify, nvtx=nvtx)
     output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice))
@@ -80,9 +80,11 @@ def run(
     outcome = _replay(choice, folder, timeline, not no_slots, output)
     output.show(lambda: report.as_json(outcome), lambda: _shown(outcome, folder))
     reached = outcome.row["copy_gb_per_s"]
-    if min_gbps is not None and reached is not None and reached < min_gbps:
+    if min_gb_per_s is not None and reached is not None and reached < min_gb_per_s:
         console.fail(
-            "moe-replay", f"the link reached {reached:.4g} GB/s while busy, less than --min-gbps {min_gbps:g}", 1
+            "moe-replay",
+            f"the link reached {reached:.4g} GB/s while busy, less than --min-gb-per-s {min_gb_per_s:g}",
+            1,
         )
 
 

@@ -9,8 +9,8 @@ The machine is described once for all cells, by a calibrated profile or as measu
 afterwards: a prediction that needs its own cell's measurement is none.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from policies.core.policy import Int
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, LoopRecorder
-from replay.run import Choice, bookkeeping_us, moved
+from replay.run import Choice, bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -59,35 +59,55 @@ OnStep = Callable[[StepRow], None]
 
 @dataclass(frozen=True)
 class Played:
-    """One run: its log, and the experts that each request evicted, by the request's place in the trace."""
+    """One run: its log, its figures, and the experts that each request evicted, by the request's place in the trace."""
 
     log: RunLog
+    row: Row
     evictions: Mapping[int, Int]
-    host_us_per_layer: float | None = None
 
 
 @dataclass(frozen=True)
 class CellOutcome:
-    """One cell on both sides. Figures are those of `sim.results.metrics`, errors and divergence of `errors`."""
+    """One cell on both sides."""
 
     choice: Choice
-    mode: str
     measured: Played  # of several plays the one in the middle, by TPOT mean
     predicted: Played
-    measured_row: Row
-    predicted_row: Row
     predicted_without_host: Row | None  # None: the timing knows no host
-    errors: dict[str, float]
-    divergence: dict[str, float]
     noise: float | None  # (greatest - least) / mean TPOT mean of several plays; None of a single one
+
+    @property
+    def decoded(self) -> NDArray[np.bool_]:
+        """bool[S]: the decode steps that count."""
+        return decoded_steps(self.choice, self.measured.log)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Of the prediction, by `replay.comparison.errors`."""
+        decoded, row = self.decoded, self.measured.row
+        found = errors.time_errors(self.measured.log.step_ns[decoded], self.predicted.log.step_ns[decoded])
+        if row["ttft_mean_ms"] is not None:
+            found["ttft_mean"] = errors.relative(self.predicted.row["ttft_mean_ms"], row["ttft_mean_ms"])
+        if without := self.predicted_without_host:
+            found["measured_over_without_host"] = row["tpot_mean_ms"] / without["tpot_mean_ms"]
+        return found
+
+    @property
+    def divergence(self) -> dict[str, float]:
+        """How far both sides decided differently."""
+        sides, first = (self.measured, self.predicted), self.choice.loaded.setup.warmup_requests
+        evictions = [{request: of for request, of in side.evictions.items() if request >= first} for side in sides]
+        return {
+            "steps": errors.steps_differ(self.measured.log, self.predicted.log, self.decoded),
+            "evictions": errors.evictions_differ(*evictions),
+        }
 
     def figures(self) -> Row:
         """What `replay.comparison.record` keeps of the cell, beside what it is."""
-        decoded = self.measured.log.phase == DECODE
         return {
-            "tokens": int((decoded & counted_steps(self.choice, self.measured.log)).sum()),
-            "measured": self.measured_row,
-            "predicted": self.predicted_row,
+            "tokens": int(self.decoded.sum()),
+            "measured": self.measured.row,
+            "predicted": self.predicted.row,
             "predicted_without_host": self.predicted_without_host,
             "errors": self.errors,
             "divergence": self.divergence,
@@ -136,69 +156,41 @@ def play_cell(
     run = choice.on(timing, link)
     if mode == LOCKSTEP:
         recorder = LoopRecorder()
-        predicted = play_on(run, SimpyDevice(timing, link), observer=recorder)
+        predicted = play_on(choice, run, SimpyDevice(timing, link), observer=recorder)
         script = Lockstep(run, recorder.script)
     else:
-        predicted = _simulate(run)
-    decoded = counted_steps(choice, predicted.log) & (predicted.log.phase == DECODE)
+        predicted = _simulate(choice, run)
+    decoded = decoded_steps(choice, predicted.log)
     if not decoded.any():
         raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode plays prefills so")
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None):
-            return play_on(run, device, script, on_step)
+            return play_on(choice, run, device, script, on_step)
 
-    plays = [play_once() for _ in range(repeat)]
-    means = [float(played.log.step_ns[decoded].mean()) for played in plays]
-    measured = plays[sorted(range(repeat), key=means.__getitem__)[(repeat - 1) // 2]]
-    rows = (
-        figures_of(choice, measured, timing, link, on_stage=stage is not None),
-        figures_of(choice, predicted, timing, link),
-    )
-    without = _without_host(choice, timing, link, script)
+    def mean_ns(played: Played) -> float:
+        return float(played.log.step_ns[decoded].mean())
+
+    plays = sorted([play_once() for _ in range(repeat)], key=mean_ns)
+    means = [mean_ns(played) for played in plays]
     return CellOutcome(
         choice=choice,
-        mode=mode,
-        measured=measured,
+        measured=plays[(repeat - 1) // 2],
         predicted=predicted,
-        measured_row=rows[0],
-        predicted_row=rows[1],
-        predicted_without_host=without,
-        errors=_errors(measured, predicted, decoded, *rows, without),
-        divergence=_divergence(measured, predicted, decoded, _warmup(choice)),
-        noise=(max(means) - min(means)) / mean(means) if repeat > 1 and mean(means) else None,
+        predicted_without_host=_without_host(choice, timing, link, script),
+        noise=(means[-1] - means[0]) / mean(means) if repeat > 1 and mean(means) else None,
     )
-
-
-def _errors(
-    measured: Played, predicted: Played, decoded: NDArray[np.bool_], row: Row, foretold: Row, without: Row | None
-) -> dict[str, float]:
-    found = errors.time_errors(measured.log.step_ns[decoded], predicted.log.step_ns[decoded])
-    if row["ttft_mean_ms"] is not None:
-        found["ttft_mean"] = errors.relative(foretold["ttft_mean_ms"], row["ttft_mean_ms"])
-    if without:
-        found["measured_over_without_host"] = row["tpot_mean_ms"] / without["tpot_mean_ms"]
-    return found
-
-
-def _divergence(measured: Played, predicted: Played, decoded: NDArray[np.bool_], first: int) -> dict[str, float]:
-    """`first`: of the requests whose evictions count."""
-    counted = [
-        {request: of for request, of in run.evictions.items() if request >= first} for run in (measured, predicted)
-    ]
-    return {
-        "steps": errors.steps_differ(measured.log, predicted.log, decoded),
-        "evictions": errors.evictions_differ(*counted),
-    }
 
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
     """bool[S]: all but warm-up."""
-    return log.request >= _warmup(choice)
+    return log.request >= choice.loaded.setup.warmup_requests
 
 
-def _warmup(choice: Choice) -> int:
-    return choice.loaded.setup.warmup_requests
+def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
+    """bool[S]: of these, those that decode."""
+    decoded: NDArray[np.bool_] = counted_steps(choice, log) & (log.phase == DECODE)
+    return decoded
 
 
 class WithoutPolicy:
@@ -216,13 +208,14 @@ class WithoutPolicy:
 
 
 def play_on(
+    choice: Choice,
     run: Run,
     device: Device,
     decider: Decider | None = None,
     on_step: OnStep | None = None,
     observer: LoopObserver | None = None,
 ) -> Played:
-    """One run on a device; `decider` decides, if not the run's policy."""
+    """One run of the choice on a device; `decider` decides, if not the run's policy."""
     driver = Driver(run, device, decider, observer)
     evicted: dict[int, int] = {}  # up to the end of each request
 
@@ -232,14 +225,18 @@ def play_on(
             on_step(row)
 
     log = driver.run(ended)
+    row = _figures(choice, run, log)
+    if (host_us := bookkeeping_us(driver, log)) is not None:
+        row |= {"host_ms": host_ms(log, counted_steps(choice, log)), "host_us_per_layer": host_us}
     parts = np.split(log.evictions, list(evicted.values()))
-    return Played(log, dict(zip(evicted, parts, strict=False)), bookkeeping_us(driver, log))
+    return Played(log, row, dict(zip(evicted, parts, strict=False)))
 
 
-def _simulate(run: Run) -> Played:
+def _simulate(choice: Choice, run: Run) -> Played:
     parts: list[RunLog] = []
     engine.play(engine.AUTO, run, parts.append)
-    return Played(joined(parts), {int(part.request[0]): part.evictions for part in parts})
+    log = joined(parts)
+    return Played(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 
 
 def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | None) -> Row | None:
@@ -249,33 +246,21 @@ def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | 
         return None
     free = known.without_host()
     run = choice.on(free, link)
-    played = play_on(run, SimpyDevice(free, link), script) if script else _simulate(run)
-    row = figures_of(choice, played, free, link)
-    return {name: row[name] for name in WITHOUT_HOST}
+    played = play_on(choice, run, SimpyDevice(free, link), script) if script else _simulate(choice, run)
+    return {name: played.row[name] for name in WITHOUT_HOST}
 
 
-@contextmanager
-def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> Iterator[Device]:
-    if stage is None:
-        yield SimpyDevice(timing, link)
-        return
-    with stage.device(choice.slots, choice.contexts, choice.verify) as device:
-        yield device
+def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> AbstractContextManager[Device]:
+    if stage:
+        return stage.device(choice.slots, choice.contexts, choice.verify)
+    return nullcontext(SimpyDevice(timing, link))
 
 
-def figures_of(choice: Choice, played: Played, timing: Timing, link: Link, on_stage: bool = False) -> Row:
-    """Figures of a run: of one on a stage, the host's too."""
-    log = played.log
+def _figures(choice: Choice, run: Run, log: RunLog) -> Row:
     loaded = choice.loaded
-    cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=timing.predictor_ns / 1_000)
+    cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=run.timing.predictor_ns / 1_000)
     summary = summarise(log, cell, loaded.trace.requests)[0]
-    row: Row = {name: summary[name] for name in FIGURES}
-    row["copy_gbps"] = moved(log, choice.run, link)["copy_gb_per_s"]
-    if on_stage:
-        alone_ns = log.step_ns - log.stall_ns.sum(axis=1) - log.compute_busy_ns
-        row["host_ms"] = int(alone_ns[counted_steps(choice, log)].sum()) / 1e6
-        row["host_us_per_layer"] = played.host_us_per_layer
-    return row
+    return {name: summary[name] for name in FIGURES} | {"copy_gb_per_s": copy_gb_per_s(log, run)}
 
 
 # Of several cells

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import Float, Int
@@ -50,10 +51,7 @@ def token_mape(measured: Int, predicted: Int) -> float:
 
 def ranks(values: Sequence[float]) -> Float:
     """Of each value, from 1 for the least; equal ones share the mean of theirs. float64[n]."""
-    _, place, times = np.unique(np.asarray(values, np.float64), return_inverse=True, return_counts=True)
-    last: Float = np.cumsum(times).astype(np.float64)
-    shared: Float = (last - (times - 1) / 2)[place]
-    return shared
+    return np.asarray(pd.Series(values, dtype=float).rank(), np.float64)
 
 
 def spearman(measured: Sequence[float], predicted: Sequence[float]) -> float | None:

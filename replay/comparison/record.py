@@ -22,7 +22,7 @@ from traces.errors import InputError
 
 TOP = (
     *("gpu", "driver", "torch", "commit", "date", "device", "machine"),
-    *("copy_gbps", "ceiling_gbps", "hardware"),
+    *("copy_gb_per_s", "ceiling_gb_per_s", "hardware"),
 )
 """Keys that stand before the cells; others may follow these. `machine`: what the device is, a GPU or not."""
 

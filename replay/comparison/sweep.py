@@ -5,8 +5,8 @@ is left to play. The ceiling of the link is a large copy by plain calls in the s
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from replay.comparison.record import Record, key_of
 from replay.run import Choice
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
-from sim.results.files import replacing
+from sim.results.files import replacing, writable
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, key
 from traces.errors import InputError
@@ -74,10 +74,10 @@ class Comparison:
                 tokens = tokens_file(choice, mode, key)
                 write_tokens(outcome, self.folder / tokens)
                 record.put(key, {**head, "per_token": tokens, **outcome.figures()})
-                record.tell(copy_gbps=copy_gbps(record), rankings=rankings(list(record)))
+                record.tell(copy_gb_per_s=copy_gb_per_s(record), rankings=rankings(list(record)))
                 record.write()
-            if stage and (before := record.facts["ceiling_gbps"]):
-                record.tell(ceiling_gbps=max(before, ceiling_gbps(stage)))
+            if stage and (before := record.facts["ceiling_gb_per_s"]):
+                record.tell(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
                 record.write()
 
     def _key(self, choice: Choice, mode: str) -> str:
@@ -89,15 +89,12 @@ class Comparison:
             repeat=self.repeat,
         )
 
-    @contextmanager
-    def _stage(self) -> "Iterator[Stage | None]":
+    def _stage(self) -> "AbstractContextManager[Stage | None]":
         if self.choice.device == "virtual":
-            yield None
-            return
+            return nullcontext()
         from replay.devices.stage import open_stage
 
-        with open_stage(self.choice.needs) as stage:
-            yield stage
+        return open_stage(self.choice.needs)
 
     def _facts(self, stage: "Stage | None", machine: "Machine") -> Row:
         """Of the top of the record."""
@@ -110,7 +107,7 @@ class Comparison:
             "torch": here.get("torch"),
             "device": self.choice.device,
             "host_pinned": here.get("host_pinned"),
-            "ceiling_gbps": ceiling_gbps(stage) if stage else None,
+            "ceiling_gb_per_s": ceiling_gb_per_s(stage) if stage else None,
             "hardware": machine.facts,
         }
 
@@ -182,15 +179,12 @@ def tokens_file(choice: Choice, mode: str, key: str) -> str:
 
 def write_tokens(outcome: CellOutcome, path: Path) -> None:
     """A line for each step played, whole or not at all."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write to {path.parent}: {error.strerror or error}") from error
+    writable(path.parent, ())
     with replacing(path) as part:
         outcome.per_token().to_csv(part, index=False)
 
 
-def copy_gbps(record: Record) -> float | None:
+def copy_gb_per_s(record: Record) -> float | None:
     """Bytes over the time in which the link was busy, of all cells that were played through the pump."""
     moved = [cell["measured"] for cell in record if cell["mode"] in MODES and "measured" in cell]
     busy_ms = sum(figures["link_busy_ms"] for figures in moved)
@@ -198,7 +192,7 @@ def copy_gbps(record: Record) -> float | None:
     return moved_bytes / busy_ms / 1e6 if busy_ms else None
 
 
-def ceiling_gbps(stage: "Stage") -> float | None:
+def ceiling_gb_per_s(stage: "Stage") -> float | None:
     """GB/s of large copies from the stage's host memory, one behind another, by plain calls; None where none fits."""
     import torch
 
@@ -206,13 +200,10 @@ def ceiling_gbps(stage: "Stage") -> float | None:
 
     slab = stage.store.memory.slabs[0]
     size = min(len(slab), CEILING_BYTES)
-    if stage.gpu is None:
-        target = torch.empty(size, dtype=torch.uint8)
-        source = torch.from_numpy(slab[:size])
-        return size / seconds(lambda _: target.copy_(source)) / 1e9
-    if stage.gpu.free_bytes() < 2 * size:
-        return None
-    device, wait = stage.gpu.device, stage.gpu.synchronize
-    on_gpu = torch.empty(size, dtype=torch.uint8, device=device)
-    pinned = torch.from_numpy(slab[:size])
-    return size / seconds(lambda _: on_gpu.copy_(pinned, non_blocking=True), wait) / 1e9
+    device, wait = torch.device("cpu"), lambda: None
+    if stage.gpu:
+        if stage.gpu.free_bytes() < 2 * size:
+            return None
+        device, wait = stage.gpu.device, stage.gpu.synchronize
+    source, target = torch.from_numpy(slab[:size]), torch.empty(size, dtype=torch.uint8, device=device)
+    return size / seconds(lambda _: target.copy_(source, non_blocking=True), wait) / 1e9

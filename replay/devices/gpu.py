@@ -5,7 +5,6 @@ later and in any order which events allow, and can count what was asked.
 """
 
 import gc
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -18,95 +17,25 @@ Task = Callable[[], object]
 
 
 class Event(Protocol):
-    """A mark in a stream."""
+    """A mark in a stream, ended as long as it was not recorded."""
 
     def query(self) -> bool:
         """Whether all work before its latest record has ended."""
         ...
 
 
-class Stream(Protocol):
-    """Work in the order of submission."""
+class Stream:
+    """Work in the order of submission; without `back_to` it is torch's current stream, so that computing switches none.
 
-    def run(self, task: Task) -> None:
-        """Submit what `task` launches."""
-        ...
-
-    def record(self, event: Any) -> None:
-        """Mark this place."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """What is submitted from now on begins after the event's latest record."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until all has ended."""
-        ...
-
-
-class Gpu(ABC):
-    """One GPU as the device sees it."""
-
-    device: torch.device
-    name: str
-    is_stuck: bool = False
-    """Something never ended: nothing may wait for this GPU any more, nor take back memory that it may still read."""
-
-    @abstractmethod
-    def compute_stream(self) -> Stream:
-        """The one on which everything is computed; tasks on other streams only copy."""
-
-    @abstractmethod
-    def copy_stream(self) -> Stream:
-        """The one beside it, on which experts are copied."""
-
-    @abstractmethod
-    def event(self) -> Event:
-        """A new one, ended as long as it was not recorded."""
-
-    @abstractmethod
-    def capture(self, tasks: list[Task]) -> list[Task]:
-        """Each as one launch: run twice to warm up, then captured as a CUDA graph."""
-
-    @abstractmethod
-    def register(self, memory: NDArray[Any]) -> int:
-        """Pin host memory where it is; 0, or the driver's error."""
-
-    @abstractmethod
-    def unregister(self, memory: NDArray[Any]) -> None:
-        """Give it back."""
-
-    @abstractmethod
-    def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Registered host memory as a tensor of this GPU, whose kernels then read it over the link."""
-
-    @abstractmethod
-    def free_bytes(self) -> int:
-        """Of its memory, what may still be taken."""
-
-    @abstractmethod
-    def total_bytes(self) -> int:
-        """Of its memory."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give memory that nothing holds any more back to the driver."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block the host until all streams have ended."""
-
-
-class CudaStream:
-    """A stream of torch; without `back_to` it is the current one, for good, so that computing switches nothing."""
+    Tests put another in its place.
+    """
 
     def __init__(self, stream: torch.cuda.Stream, back_to: torch.cuda.Stream | None = None) -> None:
         self._stream = stream
         self._back_to = back_to
 
     def run(self, task: Task) -> None:
-        """Launch."""
+        """Submit what `task` launches."""
         if self._back_to is None:
             task()
             return
@@ -116,21 +45,24 @@ class CudaStream:
         finally:
             torch.cuda.set_stream(self._back_to)
 
-    def record(self, event: torch.cuda.Event) -> None:
-        """Mark."""
+    def record(self, event: Any) -> None:
+        """Mark this place."""
         event.record(self._stream)
 
-    def wait(self, event: torch.cuda.Event) -> None:
-        """Wait on the device."""
+    def wait(self, event: Any) -> None:
+        """What is submitted from now on begins, on the device, after the event's latest record."""
         self._stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Block."""
+        """Block the host until all has ended."""
         self._stream.synchronize()
 
 
-class Cuda(Gpu):
-    """The current GPU of torch."""
+class Gpu:
+    """The current GPU of torch, as the device sees it. Tests put another in its place."""
+
+    is_stuck: bool = False
+    """Something never ended: nothing may wait for this GPU any more, nor take back memory that it may still read."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -139,23 +71,24 @@ class Cuda(Gpu):
         self._compute, self._copy, self._side = (_new_stream() for _ in range(3))
 
     def compute_stream(self) -> Stream:
-        """Made torch's current stream."""
+        """The one on which everything is computed, made torch's current one; tasks on other streams only copy."""
         torch.cuda.set_stream(self._compute)
-        return CudaStream(self._compute)
+        return Stream(self._compute)
 
     def copy_stream(self) -> Stream:
-        """Beside the current one, to which it goes back after each task."""
-        return CudaStream(self._copy, back_to=self._compute)
+        """The one beside the current one, to which it goes back after each task: experts are copied on it."""
+        return Stream(self._copy, back_to=self._compute)
 
     def event(self) -> Event:
-        """Without timing."""
+        """A new one, without timing."""
         made: Callable[[], torch.cuda.Event] = torch.cuda.Event
         return made()
 
     def capture(self, tasks: list[Task]) -> list[Task]:
-        """On a side stream; all graphs of a call share their temporary memory, since one runs at a time.
+        """Each as one launch: run twice to warm up, then captured as a CUDA graph, on a side stream.
 
-        Graphs that nobody holds any more go first: with one go the workspaces of the stream on which it was captured.
+        All graphs of a call share their temporary memory, since one runs at a time. Graphs that nobody holds any more
+        go first: with one go the workspaces of the stream on which it was captured.
         """
         gc.collect()
         memory = torch.cuda.graph_pool_handle()
@@ -181,32 +114,35 @@ class Cuda(Gpu):
         return replays
 
     def register(self, memory: NDArray[Any]) -> int:
-        """cudaHostRegister: at its true size, unlike torch's pinned allocator."""
+        """Pin host memory where it is, at its true size, unlike torch's pinned allocator; 0, or the driver's error."""
         return int(_runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
 
     def unregister(self, memory: NDArray[Any]) -> None:
-        """cudaHostUnregister."""
+        """Give it back."""
         _runtime().cudaHostUnregister(memory.ctypes.data)
 
     def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
-        """Unified addressing: registered memory has the same address on both sides."""
+        """Registered host memory as a tensor of this GPU, whose kernels then read it over the link.
+
+        Unified addressing: it has the same address on both sides.
+        """
         return torch.as_tensor(_OnDevice(memory), device=self.device)
 
     def free_bytes(self) -> int:
-        """As the driver says, and what torch holds unused."""
+        """Of its memory, what may still be taken: what the driver says, and what torch holds unused."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + unused
 
     def total_bytes(self) -> int:
-        """As the driver says."""
+        """Of its memory, as the driver says."""
         return int(torch.cuda.mem_get_info()[1])
 
     def release(self) -> None:
-        """Out of torch's cache."""
+        """Give memory that nothing holds any more back to the driver."""
         torch.cuda.empty_cache()
 
     def synchronize(self) -> None:
-        """The whole GPU."""
+        """Block the host until all streams have ended."""
         torch.cuda.synchronize(self.device)
 
 

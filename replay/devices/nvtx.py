@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -13,25 +14,22 @@ Push = Callable[[str], object]
 Pop = Callable[[], object]
 
 
-class MarkedDevice(Device):
-    """The same device. A layer's range is open from its dense part to the next one's, a step's to the head's end."""
+def marked(device: Device, push: Push = torch.cuda.nvtx.range_push, pop: Pop = torch.cuda.nvtx.range_pop) -> Device:
+    """Return the same device, which opens and closes ranges by `push` and `pop`."""
+    return cast(Device, _Marked(device, push, pop))
 
-    def __init__(self, device: Device, push: Push = torch.cuda.nvtx.range_push, pop: Pop = torch.cuda.nvtx.range_pop):
+
+class _Marked:
+    """A layer's range is open from its dense part to the next one's, a step's to the head's end."""
+
+    def __init__(self, device: Device, push: Push, pop: Pop) -> None:
         self._device = device
         self._push, self._pop = push, pop
         self._open = 0
         self._step = 0
-        self.tail_bytes = device.tail_bytes
-        self.predictor_takes_time = device.predictor_takes_time
 
-    @property
-    def inside_ns(self) -> int:  # type: ignore[override]  # the other device's
-        """Of the device."""
-        return self._device.inside_ns
-
-    def now(self) -> int:
-        """The device's clock."""
-        return self._device.now()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)  # all that opens and closes nothing
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """A range around the submission."""
@@ -48,19 +46,11 @@ class MarkedDevice(Device):
         self._begin(f"layer {layer}")
         self._device.dense(layer, tokens, context)
 
-    def predict(self) -> bool:
-        """As the device does."""
-        return self._device.predict()
-
     def experts(self, works: Sequence[Work]) -> None:
         """A range around the submission."""
         self._push(f"experts {' '.join(str(expert) for expert, _, _ in works)}")
         self._device.experts(works)
         self._pop()
-
-    def combine(self, tokens: int) -> None:
-        """Within the layer."""
-        self._device.combine(tokens)
 
     def head(self, tokens: int) -> None:
         """The last layer ends."""
@@ -77,14 +67,6 @@ class MarkedDevice(Device):
         """The same, if something has ended by now."""
         completion = self._device.poll()
         return completion and self._ended(completion)
-
-    def discard_copies(self) -> None:
-        """As the device does."""
-        self._device.discard_copies()
-
-    def close(self) -> None:
-        """As the device does."""
-        self._device.close()
 
     def _ended(self, completion: Completion) -> Completion:
         if completion.kind is Kind.HEAD:

@@ -9,25 +9,23 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from replay.devices.cpu import CpuDevice
+from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import facts
+from replay.devices.gpu import Gpu
+from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
 from replay.model.network import Network, dtype_of
+from replay.model.weights import Checkpoint
 from sim.loop.device import Device
 from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from replay.devices.cuda import CudaDevice
-    from replay.devices.gpu import Gpu
-    from replay.devices.launches import Launches
-    from replay.model.weights import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -58,26 +56,23 @@ class Stage:
     store: HostStore
     network: Network
     is_pinned: bool
-    gpu: "Gpu | None" = None
-    launches: "Launches | None" = None
+    gpu: Gpu | None = None
+    launches: Launches | None = None
 
     @property
     def facts(self) -> Row:
         """Columns of a replay's row that the stage decides."""
-        known = facts(self.gpu, self.store)
-        loaded = self.network.loaded_share if self.needs.weights else None
-        fallbacks = "; ".join(self.launches.fallbacks) or None if self.launches else None
         return {
-            **known,
-            "fallbacks": fallbacks,
+            **facts(self.gpu, self.store),
+            "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
             "host_pinned": self.is_pinned,
             "dense": self.needs.dense,
-            "dense_loaded": loaded,
+            "dense_loaded": self.network.loaded_share if self.needs.weights else None,
         }
 
     @contextmanager
     def device(
-        self, slots: int, contexts: Iterable[int], verify: bool = False, path: "type[CudaDevice] | None" = None
+        self, slots: int, contexts: Iterable[int], verify: bool = False, path: type[CudaDevice] = CudaDevice
     ) -> Iterator[Device]:
         """One with so many slots, ready to decode at these contexts; closed afterwards, whatever happens.
 
@@ -88,12 +83,18 @@ class Stage:
         needed = f"{slots} slots beside the dense weights"
         try:
             self._require_gpu_memory(gpu_bytes, needed)
-            device = self._made(slots, verify, path)
+            if self.gpu and self.launches:
+                device: Device = path(self.store, self.network, slots, self.gpu, self.launches, verify)
+            else:
+                device = CpuDevice(self.store, self.network, slots, verify)
             try:
                 device.prepare(contexts)
                 yield device
                 if not self.network.finite():
-                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {self._why}")
+                    why = "try another --seed"
+                    if folder := self.needs.weights:
+                        why = f"the checkpoint in {folder} does not fit, or is damaged"
+                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {why}")
             finally:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
@@ -101,21 +102,6 @@ class Stage:
         except torch.AcceleratorError as error:
             told = str(error).splitlines()[0]
             raise InputError(f"the GPU reports an error, and the run cannot go on: {told}") from error
-
-    @property
-    def _why(self) -> str:
-        if self.needs.weights:
-            return f"the checkpoint in {self.needs.weights} does not fit, or is damaged"
-        return "try another --seed"
-
-    def _made(self, slots: int, verify: bool, path: "type[CudaDevice] | None") -> Device:
-        if self.gpu and self.launches:
-            from replay.devices.cuda import CudaDevice
-
-            return (path or CudaDevice)(self.store, self.network, slots, self.gpu, self.launches, verify)
-        from replay.devices.cpu import CpuDevice
-
-        return CpuDevice(self.store, self.network, slots, verify)
 
     def _require_gpu_memory(self, needed_bytes: float, what: str) -> None:
         if self.gpu is None:
@@ -125,7 +111,7 @@ class Stage:
 
 
 @contextmanager
-def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: "Gpu | None" = None) -> Iterator[Stage]:
+def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: Gpu | None = None) -> Iterator[Stage]:
     """Take memory, pin it, fill it, make the network.
 
     memory: one that exists, registered where `gpu` is given with it, for models that come one after another; the store
@@ -133,11 +119,9 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: "Gpu | None"
     """
     profile = needs.profile
     dtype_of(profile.expert_bytes_per_parameter, "an expert's")
-    checkpoint = _checkpoint(needs)
+    checkpoint = Checkpoint(needs.weights, profile) if needs.weights else None
     if needs.device == "cuda" and gpu is None:
-        from replay.devices.gpu import Cuda
-
-        gpu = Cuda()
+        gpu = Gpu()
     if memory:
         store = HostStore(memory, needs.experts, profile.expert_bytes)
     else:
@@ -154,25 +138,9 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: "Gpu | None"
     try:
         with torch.inference_mode(), pin as is_pinned:
             network = Network(profile, device, *sizes, needs.seed, needs.dense, checkpoint)
-            yield Stage(needs, store, network, is_pinned, gpu, _launches(gpu, network))
+            yield Stage(needs, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None)
     except (torch.OutOfMemoryError, MemoryError):
         raise _out_of_memory("the dense weights and the KV cache", _network_bytes(needs), advice=FEWER) from None
-
-
-def _launches(gpu: "Gpu | None", network: Network) -> "Launches | None":
-    if gpu is None:
-        return None
-    from replay.devices.launches import Launches
-
-    return Launches(gpu, network)
-
-
-def _checkpoint(needs: Needs) -> "Checkpoint | None":
-    if needs.weights is None:
-        return None
-    from replay.model.weights import Checkpoint
-
-    return Checkpoint(needs.weights, needs.profile)
 
 
 def _require_host_memory(needs: Needs) -> None:

@@ -11,7 +11,6 @@ every result states.
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +42,13 @@ class HostMemory:
         self.nbytes = sum(sizes)
         self._fill(stride, seed)
 
+    def cut(self, stride: int) -> list[Bytes]:
+        """Every buffer of `stride` bytes, none across two slabs."""
+        return [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab) - stride + 1, stride)]
+
     def _fill(self, stride: int, seed: int) -> None:
         """Normal numbers of a size that keeps activations finite, in windows that differ by buffer."""
-        places = [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab), stride)]
+        places = self.cut(stride)
         numbers = np.random.default_rng(seed).standard_normal((stride + len(places) * STAMP_BYTES) // 2 + 1, np.float32)
         sequence = torch.from_numpy(numbers * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
 
@@ -63,14 +66,16 @@ class HostStore:
         self.memory = memory
         self.expert_bytes = expert_bytes
         self.stride = stride_of(expert_bytes)
-        self._ends = list(accumulate(len(slab) // self.stride for slab in memory.slabs))
-        self.distinct = min(total, self._ends[-1]) if distinct is None else distinct
-        if not 1 <= self.distinct <= self._ends[-1]:
+        buffers = memory.cut(self.stride)
+        self.distinct = min(total, len(buffers)) if distinct is None else distinct
+        if not 1 <= self.distinct <= len(buffers):
             raise InputError(
                 f"a host memory of {show_bytes(memory.nbytes)} does not hold {max(1, self.distinct)} experts of "
                 f"{show_bytes(expert_bytes)}"
             )
-        self._buffers = [self.padded(place)[:expert_bytes] for place in range(self.distinct)]
+        self.padded = buffers[: self.distinct]
+        """Each buffer with what lies between it and the next one: uint8[stride]."""
+        self._buffers = [buffer[:expert_bytes] for buffer in self.padded]
 
     @classmethod
     def of(cls, total: int, expert_bytes: int, seed: int, distinct: int | None = None) -> "HostStore":
@@ -84,11 +89,6 @@ class HostStore:
         """The buffer that serves `expert`: uint8[expert_bytes]."""
         return self._buffers[expert % self.distinct]
 
-    def padded(self, place: int) -> Bytes:
-        """A buffer with what lies between it and the next one: uint8[stride]."""
-        slab, start = self._where(place)
-        return slab[start : start + self.stride]
-
     @property
     def nbytes(self) -> int:
         """Of all buffers."""
@@ -97,11 +97,6 @@ class HostStore:
     def holds(self, expert: int, content: Bytes) -> bool:
         """Whether `content` is `expert`, to the byte."""
         return np.array_equal(self[expert], content)
-
-    def _where(self, place: int) -> tuple[Bytes, int]:
-        """The slab, and the first byte in it."""
-        slab = int(np.searchsorted(self._ends, place, side="right"))
-        return self.memory.slabs[slab], (place - (self._ends[slab - 1] if slab else 0)) * self.stride
 
 
 def stride_of(expert_bytes: int) -> int:

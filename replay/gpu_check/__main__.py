@@ -42,7 +42,7 @@ def check(
 
     Exits with 1 where a bound does not hold or a cell could not be played.
     """
-    from replay.devices.gpu import Cuda
+    from replay.devices.gpu import Gpu
 
     if traces and not traces.is_dir():
         raise InputError(f"no folder of traces at {traces}")
@@ -55,7 +55,7 @@ def check(
         dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
     if not torch.cuda.is_available():
         raise InputError("make gpu-check needs a GPU, and torch finds none; the CPU is compared by moe-replay compare")
-    gpu, began = Cuda(), time.monotonic()
+    gpu, began = Gpu(), time.monotonic()
     slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
     path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
     writable(path.parent, (path.name,))

@@ -29,43 +29,38 @@ class Decoded:
     weight_bytes: int
 
 
-def _olmoe(profile: ModelProfile) -> dict[str, Any]:
-    return {"num_experts": profile.experts, "intermediate_size": profile.expert_intermediate_size}
-
-
-def _qwen3(profile: ModelProfile) -> dict[str, Any]:
-    return {
-        "num_experts": profile.experts,
-        "moe_intermediate_size": profile.expert_intermediate_size,
-        "head_dim": profile.head_size,
-    }
-
-
-def _mixtral(profile: ModelProfile) -> dict[str, Any]:
-    return {"num_local_experts": profile.experts, "intermediate_size": profile.expert_intermediate_size}
-
-
-def _deepseek(profile: ModelProfile) -> dict[str, Any]:
-    shared = profile.shared_intermediate_size // profile.expert_intermediate_size
-    return {
-        "n_routed_experts": profile.experts,
-        "n_shared_experts": shared,
-        "moe_intermediate_size": profile.expert_intermediate_size,
-        "intermediate_size": profile.dense_intermediate_size,
-        "first_k_dense_replace": profile.leading_dense_layers,
-        "kv_lora_rank": profile.kv_latent_size,
-        "q_lora_rank": None,
-        "qk_nope_head_dim": profile.head_size,
-        "qk_rope_head_dim": profile.rope_head_size,
-        "v_head_dim": profile.head_size,
-    }
-
-
 FAMILIES: dict[str, tuple[str, Callable[[ModelProfile], dict[str, Any]]]] = {
-    "olmoe-1b-7b": ("olmoe", _olmoe),
-    "qwen3-30b-a3b": ("qwen3_moe", _qwen3),
-    "mixtral-8x7b": ("mixtral", _mixtral),
-    "deepseek-v2-lite": ("deepseek_v2", _deepseek),
+    "olmoe-1b-7b": (
+        "olmoe",
+        lambda of: {"num_experts": of.experts, "intermediate_size": of.expert_intermediate_size},
+    ),
+    "qwen3-30b-a3b": (
+        "qwen3_moe",
+        lambda of: {
+            "num_experts": of.experts,
+            "moe_intermediate_size": of.expert_intermediate_size,
+            "head_dim": of.head_size,
+        },
+    ),
+    "mixtral-8x7b": (
+        "mixtral",
+        lambda of: {"num_local_experts": of.experts, "intermediate_size": of.expert_intermediate_size},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        lambda of: {
+            "n_routed_experts": of.experts,
+            "n_shared_experts": of.shared_intermediate_size // of.expert_intermediate_size,
+            "moe_intermediate_size": of.expert_intermediate_size,
+            "intermediate_size": of.dense_intermediate_size,
+            "first_k_dense_replace": of.leading_dense_layers,
+            "kv_lora_rank": of.kv_latent_size,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": of.head_size,
+            "qk_rope_head_dim": of.rope_head_size,
+            "v_head_dim": of.head_size,
+        },
+    ),
 }
 """Model profile -> transformers' model type, and what its config names differently from others'."""
 

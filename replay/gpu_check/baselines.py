@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from policies.core.policy import Event, Float, Int, Shape
-from policies.core.residency import NO_EXPERT, Residency
+from policies.core.policy import Float, Int, Shape
+from policies.core.residency import NO_EXPERT
 from replay.comparison.cell import OnStep, Played, play_on
+from replay.comparison.lockstep import FixedOrder
 from replay.devices.cuda import CudaDevice
 from replay.devices.stage import Stage
 from replay.run import Choice
@@ -29,31 +30,6 @@ from sim.loop.device import Device, Work
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
 SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
 BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SWAP)
-
-
-class FixedOrder:
-    """Who decides where the order of transfers follows from the trace alone (`sim.loop.session.Decider`)."""
-
-    silent = True
-
-    def __init__(self, residency: Residency) -> None:
-        self._residency = residency
-
-    def residency(self, slots: int) -> Residency:
-        """Return the one that was given."""
-        return self._residency
-
-    def begin_request(self, ordinal: int, seat: int = 0) -> None:
-        """Ignored."""
-
-    def observe(self, event: Event) -> None:
-        """Ignored."""
-
-    def propose(self, event: Event) -> None:
-        """Propose nothing."""
-
-    def end_request(self, seat: int = 0) -> None:
-        """Ignored."""
 
 
 class QueueResidency:
@@ -222,7 +198,7 @@ class ZeroCopy(CudaDevice):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._mapped = [self.gpu.mapped(self.store.padded(place)) for place in range(self.store.distinct)]
+        self._mapped = [self.gpu.mapped(buffer) for buffer in self.store.padded]
         self._weights = [self._network.weights(buffer) for buffer in self._mapped]
 
     def _grouped(self, works: list[Work]) -> list[list[Work]]:
@@ -243,22 +219,21 @@ def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | Non
     InputError where the GPU's memory does not hold what it needs.
     """
     run, shape = choice.run, choice.run.shape
-    residency: QueueResidency | None = None
-    slots = choice.slots
-    if name == RESIDENT:
-        slots = stage.needs.experts
-        residency = Resident(shape, slots)
-    elif name == ON_DEMAND:
-        slots, residency = shape.experts, OnDemand(shape)
-    elif name == LAYER_STREAM:
-        slots, residency = 2 * shape.experts, LayerStream(shape)
-    elif name == ZERO_COPY:
-        slots, residency = 1, Resident(shape, stage.store.distinct)
-    decider = FixedOrder(residency) if residency else None
-    with stage.device(slots, choice.contexts, choice.verify, DATA_PATHS.get(name)) as device, undisturbed(run):
+    schedules: dict[str, tuple[int, QueueResidency]] = {
+        RESIDENT: (shape.total, Resident(shape, shape.total)),
+        ON_DEMAND: (shape.experts, OnDemand(shape)),
+        LAYER_STREAM: (2 * shape.experts, LayerStream(shape)),
+        ZERO_COPY: (1, Resident(shape, stage.store.distinct)),
+    }
+    slots, decider = choice.slots, None
+    if name in schedules:
+        slots, residency = schedules[name]
+        decider = FixedOrder(residency)
+    path = DATA_PATHS.get(name, CudaDevice)
+    with stage.device(slots, choice.contexts, choice.verify, path) as device, undisturbed(run):
         if name == RESIDENT:
             fill(device, slots, run.gpu.link.expert_bytes)
-        return play_on(run.with_slots(slots), device, decider, on_step)
+        return play_on(choice, run.with_slots(slots), device, decider, on_step)
 
 
 def fill(device: Device, slots: int, expert_bytes: int) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from replay.comparison.cell import CLOSED_LOOP
 from replay.comparison.record import ERROR
 from sim.results.metrics import Row
 
@@ -13,7 +14,6 @@ HOST_US = 30.0
 """Bookkeeping of a layer, calls of the device apart."""
 MEAN, P99, P99_TOKENS, MAPE = 0.03, 0.08, 500, 0.10
 
-CLOSED_LOOP = "closed-loop"
 QUARTER = 0.25
 OF = ("model", "policy", "mode", "cache_fraction", "tokens")
 
@@ -30,18 +30,16 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
     for kernel in facts.get("kernels") or ():
         judge("kernels against float64, relative error", kernel, kernel["relative_error"], kernel["tolerance"])
     for transfer in facts.get("transfers") or ():
-        if transfer["expert_bytes"] >= COPY_LEAST_BYTES and facts.get("ceiling_gbps"):
-            share = transfer["gbps"] / facts["ceiling_gbps"]
+        if transfer["expert_bytes"] >= COPY_LEAST_BYTES and facts.get("ceiling_gb_per_s"):
+            share = transfer["gb_per_s"] / facts["ceiling_gb_per_s"]
             judge("experts one behind another, bandwidth of a large copy's", transfer, share, COPY_SHARE, least=True)
     for cell in cells:
         if ERROR in cell or "predicted" not in cell:
             continue
         errors, measured = cell["errors"], cell["measured"]
-        quarter = abs(cell["cache_fraction"] - QUARTER) < 0.01
-        if quarter and cell["mode"] == CLOSED_LOOP and cell["model"] in OVER_WITHOUT_HOST:
-            over = errors.get("measured_over_without_host")
-            if over is not None:
-                judge("step over the simulated without host", cell, over, OVER_WITHOUT_HOST[cell["model"]])
+        over, bound = errors.get("measured_over_without_host"), OVER_WITHOUT_HOST.get(cell["model"])
+        if _is_closed_loop_at_quarter(cell) and bound is not None and over is not None:
+            judge("step over the simulated without host", cell, over, bound)
         if cell["mode"] == CLOSED_LOOP:
             judge("host bookkeeping a layer, us", cell, measured["host_us_per_layer"], HOST_US)
         judge("TPOT mean, error", cell, _size(errors["tpot_mean"]), MEAN)
@@ -53,6 +51,15 @@ def verdict(facts: Row, cells: Sequence[Row]) -> list[Row]:
             right = ranking["pairs_as_measured"] / differ
             judge("pairs of policies ranked as measured", ranking, right, 1.0, least=True)
     return rows
+
+
+def at_quarter(cell: Row) -> bool:
+    """Whether the cache holds a quarter of the experts."""
+    return bool(abs(cell["cache_fraction"] - QUARTER) < 0.01)
+
+
+def _is_closed_loop_at_quarter(cell: Row) -> bool:
+    return bool(cell["mode"] == CLOSED_LOOP) and at_quarter(cell)  # others may have no cache
 
 
 def _size(error: float | None) -> float | None:
@@ -68,7 +75,7 @@ def ratios(cells: Sequence[Row]) -> list[Row]:
     """
     found = [cell for cell in cells if ERROR not in cell and "measured" in cell]
     others = [cell for cell in found if "predicted" not in cell]
-    ours = [cell for cell in found if cell["mode"] == CLOSED_LOOP and abs(cell["cache_fraction"] - QUARTER) < 0.01]
+    ours = [cell for cell in found if _is_closed_loop_at_quarter(cell)]
     return [
         {
             "model": own["model"],
@@ -86,11 +93,8 @@ def ratios(cells: Sequence[Row]) -> list[Row]:
 
 def unjudged(cells: Sequence[Row], wanted: Sequence[tuple[str, str]]) -> list[str]:
     """Of the (model, policy) that were to be played at a quarter of the experts, those that were not."""
-    played = {
-        (cell["model"], cell["policy"])
-        for cell in cells
-        if cell.get("predicted") and cell["mode"] == CLOSED_LOOP and abs(cell["cache_fraction"] - QUARTER) < 0.01
-    }
+    found = [cell for cell in cells if cell.get("predicted") and _is_closed_loop_at_quarter(cell)]
+    played = {(cell["model"], cell["policy"]) for cell in found}
     return [f"{model}: {policy} at 25%" for model, policy in wanted if (model, policy) not in played]
 
 

@@ -9,13 +9,13 @@ The file is written anew after each cell. What would not end in time is left out
 """
 
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
 from threading import Thread
 
 import torch
@@ -25,9 +25,9 @@ from policies.core.spec import parse
 from replay.calibration import calibrate
 from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
-from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, figures_of, play_cell, rankings
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, rankings
 from replay.comparison.record import Record, key_of
-from replay.comparison.sweep import ceiling_gbps, copy_gbps, head_of
+from replay.comparison.sweep import ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import driver
 from replay.devices.gpu import Gpu
@@ -35,16 +35,7 @@ from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.stage import Stage, open_stage
 from replay.devices.store import RESERVE_BYTES, HostMemory, available_memory_bytes
 from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload
-from replay.gpu_check.baselines import (
-    LAYER_STREAM,
-    LRU_SWAP,
-    ON_DEMAND,
-    RESIDENT,
-    SCHEDULES,
-    SYNC_PER_COPY,
-    ZERO_COPY,
-    play_baseline,
-)
+from replay.gpu_check.baselines import LAYER_STREAM, LRU_SWAP, SCHEDULES, SYNC_PER_COPY, play_baseline
 from replay.gpu_check.bounds import ratios, verdict
 from replay.gpu_check.routing import content_of, load
 from replay.gpu_check.verify import verify
@@ -52,8 +43,7 @@ from replay.run import Choice, first_tokens
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
 from sim.loop.run import gpu_run
-from sim.profiles import model_profile
-from sim.profiles.hardware_profile import hardware
+from sim.profiles import measured, model_profile
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
@@ -91,7 +81,7 @@ BUFFER_BYTES = 1 << 20
 """The host memory is filled in windows of this size."""
 
 BASELINES = (
-    *((name, "lru") for name in (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)),
+    *((name, "lru") for name in SCHEDULES),
     *((SYNC_PER_COPY, policy) for policy in POLICIES),
     (LRU_SWAP, "lru"),
 )
@@ -247,6 +237,14 @@ class Check:
             if self.gpu.is_stuck or isinstance(error.__cause__ or error, torch.AcceleratorError):
                 raise GpuLostError(" ".join(told.split())) from error
 
+    def _play(
+        self, what: str, seconds: float, key: str, head: Row, play: Callable[[], Row], with_peers: bool = False
+    ) -> None:
+        """Play and record a cell, unless it is finished or would not end in time."""
+        if key not in self.record and self._affords(what, seconds, with_peers):
+            with self._recorded(key, head):
+                self.record.put(key, head | play())
+
     # One model
 
     def _model(self, name: str, memory: HostMemory) -> None:
@@ -261,7 +259,7 @@ class Check:
             with open_stage(choice.needs, memory, self.gpu) as stage:
                 if not self.found.facts:
                     self.found.facts = stage.facts
-                    self.record.tell(ceiling_gbps=ceiling_gbps(stage))
+                    self.record.tell(ceiling_gb_per_s=ceiling_gb_per_s(stage))
                 choice = self._calibrated(choice, stage)
                 for cell, mode, tokens in _cells(name, choice):
                     self._cell(cell, mode, tokens, stage)
@@ -295,9 +293,9 @@ class Check:
             policies = [parse(policy) for policy in POLICIES]
             calibrate.add_model(self.found, choice, device, policies, PASSES, self.told)
         model = self.found.settled(profile.name)
-        gbps = model.expert_bytes / model.transfer_ns
+        gb_per_s = model.expert_bytes / model.transfer_ns
         self.record.facts["transfers"].append(
-            {"model": profile.name, "expert_bytes": model.expert_bytes, "gbps": gbps}  # one behind another
+            {"model": profile.name, "expert_bytes": model.expert_bytes, "gb_per_s": gb_per_s}  # one behind another
         )
 
     def _cell(self, choice: Choice, mode: str, tokens: int, stage: Stage) -> None:
@@ -307,15 +305,16 @@ class Check:
         names = ("model", "trace", "policy", "mode", "cache_experts", "requests")
         key = key_of(**{name: head[name] for name in names}, tokens=tokens, content=content_of(choice.loaded))
         moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
-        if key in self.record or not self._affords(what, _seconds(choice, moved)):
-            return
-        with self._recorded(key, head):
+
+        def play() -> Row:
             timing, link = choice.loaded.timing(choice.policy), choice.loaded.link
             outcome = play_cell(choice, mode, timing, link, stage, self._in_time)
             log = outcome.measured.log
             first_ms = log.step_ns[log.phase == DECODE][:BASELINE_TOKENS].mean() / 1e6
-            self.record.put(key, {**head, **outcome.figures(), "tpot_first_ms": float(first_ms)})
-            self.record.tell(copy_gbps=copy_gbps(self.record))
+            return {**outcome.figures(), "tpot_first_ms": float(first_ms)}
+
+        self._play(what, _seconds(choice, moved), key, head, play)
+        self.record.tell(copy_gb_per_s=copy_gb_per_s(self.record))
 
     # What others do
 
@@ -328,14 +327,12 @@ class Check:
             head = head_of(one, name, stage) | ({"policy": None} if name in SCHEDULES else {})
             what = f"{head['model']}: {name}" + (f" under {policy}" if head["policy"] else "")
             key = key_of(**{name: head[name] for name in ("model", "trace")}, mode=name, policy=policy, content=content)
-            if key in self.record or not self._affords(what, _seconds(one, layer if name == LAYER_STREAM else 1.5)):
-                continue
-            with self._recorded(key, head):
+
+            def play(one: Choice = one, name: str = name) -> Row:
                 played = play_baseline(one, name, stage, self._in_time)
-                timing, link = one.loaded.timing(one.policy), one.loaded.link
-                tokens = int((played.log.phase == DECODE).sum())
-                measured = figures_of(one, played, timing, link, on_stage=True)
-                self.record.put(key, {**head, "tokens": tokens, "measured": measured})
+                return {"tokens": int((played.log.phase == DECODE).sum()), "measured": played.row}
+
+            self._play(what, _seconds(one, layer if name == LAYER_STREAM else 1.5), key, head, play)
 
     def _peers(self) -> list[str]:
         """Models that are still to be decoded by accelerate."""
@@ -346,28 +343,24 @@ class Check:
         profile, key = model_profile.model(name), key_of(model=name, mode=PEER)
         needed = profile.experts * profile.moe_layers * profile.expert_bytes + profile.dense_bytes
         what, free = f"{name}: accelerate's offload", available_memory_bytes()
-        if not self._affords(what, (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S, with_peers=True):
-            return
         if free is not None and needed > free - RESERVE_BYTES:
             self.left_out.append(f"{what}: {show_bytes(needed)} of host memory are not free")
             return
-        head: Row = {"model": name, "mode": PEER, "policy": None}
-        with self._recorded(key, head):
+
+        def play() -> Row:
             peer = accelerate_offload(profile, self.gpu.device, PEER_TOKENS)
-            measured: Row = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
-            self.record.put(key, {**head, "version": peer.version, "tokens": len(peer.tpot_ms), "measured": measured})
+            figures = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
+            return {"version": peer.version, "tokens": len(peer.tpot_ms), "measured": figures}
+
+        seconds = (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S
+        self._play(what, seconds, key, {"model": name, "mode": PEER, "policy": None}, play, with_peers=True)
         self.gpu.release()
 
 
 def calibrated_before(record: Record) -> Sequence[MeasuredModel]:
     """Models that a check which goes on has calibrated: its profile is never edited."""
     text = record.facts.get("hardware")
-    if not (len(record) and text):
-        return ()
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "calibrated.toml"
-        path.write_text(text, encoding="utf-8")
-        return hardware(str(path)).measured
+    return measured.read(tomllib.loads(text)["measured"], f"{record.path}: measured") if len(record) and text else ()
 
 
 def _cells(name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:

@@ -5,13 +5,15 @@ To be run where matplotlib is, on the file that came back. Prints tables in Mark
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from replay.comparison.cell import CLOSED_LOOP
 from replay.comparison.record import ERROR
-from replay.gpu_check.bounds import CLOSED_LOOP
+from replay.gpu_check.bounds import at_quarter
 from sim.results.files import replacing
 from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-QUARTER = 0.25
 SIZE_INCHES = (10.0, 4.4)
 
 
@@ -52,7 +53,7 @@ def tables(found: Row) -> Iterator[str]:
     yield ""
     yield "| model | policy | mode | tokens | TPOT measured (ms) | predicted (ms) | error | p99 error | per token |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for cell in _quarter(predicted(found)):
+    for cell in filter(at_quarter, predicted(found)):
         errors = cell["errors"]
         shares = " | ".join(f"{errors[name]:+.1%}" for name in ("tpot_mean", "tpot_p99", "token_mape"))
         times = " | ".join(f"{cell[side]['tpot_mean_ms']:.2f}" for side in ("measured", "predicted"))
@@ -72,18 +73,14 @@ def figure(found: Row) -> "Figure":
     drawing = Figure(figsize=SIZE_INCHES, layout="constrained")
     left, right = drawing.subplots(1, 2, width_ratios=(1, 1.5))
     _scatter(left, predicted(found))
-    _bars(right, [*_quarter(predicted(found)), *others(found)])
+    _bars(right, [*filter(at_quarter, predicted(found)), *others(found)])
     drawing.suptitle(f"{found['gpu']}, torch {found['torch']}, {str(found['date'])[:10]}", fontsize=10)
     return drawing
 
 
-def _quarter(cells: Sequence[Row]) -> list[Row]:
-    return [cell for cell in cells if abs(cell["cache_fraction"] - QUARTER) < 0.01]
-
-
 def _scatter(axes: "Axes", cells: Sequence[Row]) -> None:
     models = list(dict.fromkeys(cell["model"] for cell in cells))
-    for model, colour in zip(models, _cycle(len(models)), strict=True):
+    for model, colour in zip(models, cycle(COLOURS), strict=False):
         of = [cell for cell in cells if cell["model"] == model]
         measured, expected = ([cell[side]["tpot_mean_ms"] for cell in of] for side in ("measured", "predicted"))
         axes.plot(measured, expected, "o", color=colour, markersize=4, label=model)
@@ -106,10 +103,6 @@ def _bars(axes: "Axes", cells: Sequence[Row]) -> None:
 def _name(cell: Row) -> str:
     mode = "" if cell["mode"] == CLOSED_LOOP else f" {cell['mode']}"
     return f"{cell['model']}{mode}{' ' + cell['policy'] if cell.get('policy') else ''}"
-
-
-def _cycle(count: int) -> list[Any]:
-    return [COLOURS[number % len(COLOURS)] for number in range(count)]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -8,14 +8,13 @@ router's own choice is computed and not used, and experts count with equal weigh
 import torch
 from torch.nn import functional
 
+from replay.model import DENSE
 from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
 from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError, unknown
 
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
-
-DENSE = ("real", "none")
 
 
 class Network:

@@ -6,10 +6,11 @@ import torch
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from replay.comparison.lockstep import FixedOrder
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostStore
-from replay.gpu_check.baselines import FixedOrder, LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
+from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut, SyncPerCopy, ZeroCopy, fill
 from replay.model.network import Network
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play

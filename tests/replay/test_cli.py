@@ -299,10 +299,12 @@ def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: P
 
 def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp_path: Path) -> None:
     asked = ("--policy", "lru", "--device", "virtual", "--requests", "1", "--out", "here", "-q")
-    assert command(*asked, "--min-gbps", "1")[0] == 0
-    status, _, err = command(*asked, "--min-gbps", "1000")
+    assert command(*asked, "--min-gb-per-s", "1")[0] == 0
+    status, _, err = command(*asked, "--min-gb-per-s", "1000")
     assert status == 1
-    assert re.fullmatch(r"moe-replay: error: the link reached [\d.]+ GB/s while busy, less than --min-gbps 1000\n", err)
+    assert re.fullmatch(
+        r"moe-replay: error: the link reached [\d.]+ GB/s while busy, less than --min-gb-per-s 1000\n", err
+    )
     assert (tmp_path / "here" / "results.parquet").exists()
 
 
@@ -373,8 +375,8 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
         (("--weights", "nowhere"), "--weights: a logical clock"),
         (("--verify",), "--verify: a logical clock"),
         (("--dense", "none"), "--dense none: a logical clock"),
-        (("--min-gbps", "nan"), "--min-gbps nan: must be above 0"),
-        (("--min-gbps", "-1"), "must be above 0"),
+        (("--min-gb-per-s", "nan"), "--min-gb-per-s nan: must be above 0"),
+        (("--min-gb-per-s", "-1"), "must be above 0"),
         (("--nvtx",), "--nvtx marks what a GPU is given"),
         (("--resume",), "a run on a logical clock takes seconds: leave it out"),
     ],

@@ -73,7 +73,7 @@ def test_on_the_virtual_device_nothing_differs(policy: str, mode: str, chunk_byt
     assert set(found.errors.values()) == {0.0}
     assert found.divergence == {"steps": 0.0, "evictions": 0.0}
     assert found.noise == 0
-    assert found.measured_row == found.predicted_row
+    assert found.measured.row == found.predicted.row
     assert sum(map(len, found.measured.evictions.values())) == len(found.measured.log.evictions) > 0
     if mode == CLOSED_LOOP:
         simulated = engine.simulate(engine.AUTO, choice.loaded.run(choice.policy, choice.slots))
@@ -84,7 +84,7 @@ def test_lockstep_charges_neither_side_for_the_policys_own_work() -> None:
     choice = chosen("eamc")
     timing, link = machine(choice)
     assert timing.predictor_ns > 0
-    rows = {mode: play_cell(choice, mode, timing, link).predicted_row for mode in MODES}
+    rows = {mode: play_cell(choice, mode, timing, link).predicted.row for mode in MODES}
     assert rows[CLOSED_LOOP]["stall_predictor_ms"] > 0 == rows[LOCKSTEP]["stall_predictor_ms"]
     free = WithoutPolicy(timing)
     assert free.predictor_ns == 0
@@ -153,16 +153,16 @@ def test_without_the_host_a_prediction_is_shorter_by_its_turnaround_where_nothin
     choice = dataclasses.replace(base, loaded=measured_machine(base.loaded, turnaround_ns=30_000))
     found = play_cell(choice, mode, *machine(choice))
     assert found.predicted_without_host
-    saved = found.predicted_row["tpot_p50_ms"] - found.predicted_without_host["tpot_p50_ms"]
+    saved = found.predicted.row["tpot_p50_ms"] - found.predicted_without_host["tpot_p50_ms"]
     assert saved == pytest.approx(30_000e-6 * choice.loaded.trace.layers)
-    ratio = found.measured_row["tpot_mean_ms"] / found.predicted_without_host["tpot_mean_ms"]
+    ratio = found.measured.row["tpot_mean_ms"] / found.predicted_without_host["tpot_mean_ms"]
     assert ratio > 1
     assert found.errors["measured_over_without_host"] == pytest.approx(ratio)
     free = dataclasses.replace(base, loaded=measured_machine(base.loaded, turnaround_ns=0))
     without = play_cell(free, mode, *machine(free))
     alone = without.predicted_without_host
     assert alone
-    assert alone == {name: without.predicted_row[name] for name in alone}
+    assert alone == {name: without.predicted.row[name] for name in alone}
 
 
 def test_warm_up_counts_in_no_figure() -> None:
@@ -172,7 +172,7 @@ def test_warm_up_counts_in_no_figure() -> None:
     assert counted.sum() < len(counted)
     decoded = counted & (found.measured.log.phase == 1)
     assert found.figures()["tokens"] == decoded.sum()
-    assert found.measured_row["tpot_mean_ms"] == found.measured.log.step_ns[decoded].mean() / 1e6
+    assert found.measured.row["tpot_mean_ms"] == found.measured.log.step_ns[decoded].mean() / 1e6
     assert found.per_token()["counted"].tolist() == counted.tolist()
 
 
@@ -254,7 +254,7 @@ def test_on_the_cpu_both_modes_have_the_simulators_structure(command, tmp_path: 
     found = read(tmp_path / "here")
     assert found["machine"]
     assert found["torch"]
-    assert found["ceiling_gbps"] > 0 < found["copy_gbps"]
+    assert found["ceiling_gb_per_s"] > 0 < found["copy_gb_per_s"]
     assert found["hardware"]["name"] == "this machine as measured"
     cells = {(one["policy"], one["mode"]): one for one in found["cells"]}
     assert len(cells) == 6

@@ -12,7 +12,7 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
-from replay.devices.gpu import Cuda, Gpu
+from replay.devices.gpu import Gpu
 from replay.devices.launches import Launches
 from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
 from replay.devices.stage import Needs, open_stage
@@ -54,7 +54,7 @@ def gpu(request: pytest.FixtureRequest) -> Gpu:
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")
-        return Cuda()
+        return Gpu()
     return FakeGpu(request.param)
 
 
@@ -209,7 +209,7 @@ def test_copies_never_go_to_the_stream_that_computes_although_torch_deals_stream
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    gpu = Cuda()
+    gpu = Gpu()
     for _ in range(40):
         compute, copies = gpu.compute_stream(), gpu.copy_stream()
         for stream in (compute, copies, compute):

@@ -72,7 +72,7 @@ def whole(tmp_path_factory):
 def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
     found, _ = check(tmp_path)
     assert [cell for cell in found["cells"] if ERROR in cell] == []
-    for key in ("gpu", "driver", "torch", "commit", "date", "copy_gbps", "ceiling_gbps"):
+    for key in ("gpu", "driver", "torch", "commit", "date", "copy_gb_per_s", "ceiling_gb_per_s"):
         assert key in found
     cells = found["cells"]
     assert all(cell["measured"]["tpot_mean_ms"] > 0 for cell in cells)
@@ -236,7 +236,7 @@ def cell(**other):
     ],
 )
 def test_each_bound_is_broken_by_its_own_figure_alone(change, broken):
-    rows = bounds.verdict({"ceiling_gbps": 55.0}, [cell(**change)])
+    rows = bounds.verdict({"ceiling_gb_per_s": 55.0}, [cell(**change)])
     found = [row["what"] for row in rows if not row["holds"]]
     assert len(found) == len(broken)
     assert all(what.startswith(start) for what, start in zip(found, broken, strict=True))
@@ -245,9 +245,10 @@ def test_each_bound_is_broken_by_its_own_figure_alone(change, broken):
 
 def test_bandwidth_is_judged_of_experts_of_eight_megabytes_and_more():
     transfers = [
-        {"model": "a", "expert_bytes": size, "gbps": gbps} for size, gbps in ((8e6, 53.0), (9e6, 54.0), (1e6, 1))
+        {"model": "a", "expert_bytes": size, "gb_per_s": gb_per_s}
+        for size, gb_per_s in ((8e6, 53.0), (9e6, 54.0), (1e6, 1))
     ]
-    rows = bounds.verdict({"ceiling_gbps": 55.0, "transfers": transfers}, [])
+    rows = bounds.verdict({"ceiling_gb_per_s": 55.0, "transfers": transfers}, [])
     assert [row["holds"] for row in rows] == [False, True]
 
 

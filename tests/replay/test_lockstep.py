@@ -14,7 +14,7 @@ from policies.core.policy import Shape
 from policies.core.residency import Residency
 from policies.core.script import Act, Decision, Script
 from policies.core.spec import PolicySpec, parse
-from replay.comparison.lockstep import Lockstep, LoopRecorder, script_of
+from replay.comparison.lockstep import Lockstep, LoopRecorder
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
 from sim.loop.log import RunLog
@@ -27,6 +27,13 @@ from tests.support.replay_runs import draw
 from traces.synthetic import synthetic
 
 SEEDS = 300
+
+
+def script_of(run: Run) -> tuple[Script, RunLog]:
+    """What the simulated run decides, and its log."""
+    recorder = LoopRecorder()
+    log = play(run, SimpyDevice(run.timing, run.gpu.link), observer=recorder)
+    return recorder.script, log
 
 
 def executed(plan: Run, script: Script, seed: int) -> tuple[LoopRecorder, RunLog, Watch]:

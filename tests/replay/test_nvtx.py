@@ -4,7 +4,7 @@ import numpy as np
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.devices.nvtx import MarkedDevice
+from replay.devices.nvtx import marked
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
 from sim.profiles.timing import FixedTiming, Link
@@ -27,7 +27,7 @@ def test_steps_hold_layers_hold_submissions_and_all_are_closed() -> None:
         opened.append(name.split()[0])
         seen.append(tuple(opened))
 
-    log, plain = play(plan, MarkedDevice(device(), push, opened.pop)), play(plan, device())
+    log, plain = play(plan, marked(device(), push, opened.pop)), play(plan, device())
     assert opened == []
     np.testing.assert_array_equal(log.step_ns, plain.step_ns)
     steps = len(log.step_ns)

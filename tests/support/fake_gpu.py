@@ -28,7 +28,7 @@ class FakeEvent:
         return self.mark[0]
 
 
-class FakeStream:
+class FakeStream(Stream):
     def __init__(self, gpu: "FakeGpu") -> None:
         self._gpu = gpu
         self.runs = 0
