@@ -7,7 +7,7 @@ order of rule 15: link, then compute, then routers. Every decision is the loop's
 
 from collections import deque
 from collections.abc import Generator, Sequence
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import simpy
@@ -93,9 +93,10 @@ class SimpyDevice(Device):
         self._arriving = NO_EXPERT  # whose piece is on the link
         self._arrival: simpy.Event | None = None  # the end of that piece
         self._expert_job = cache(lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens), COMPUTE))
-        self._copied = cache(partial(Completion, Kind.COPY))
+        self._piece_job = cache(
+            lambda expert, first, last: (Completion(Kind.COPY, expert), link.used_ns(last) - link.used_ns(first), LINK)
+        )
         self._combine_ns, self._head_ns = lru_cache(timing.combine_ns), lru_cache(timing.head_ns)
-        self._piece_ns = lru_cache(lambda first, last: link.used_ns(last) - link.used_ns(first))
         self.predictor_takes_time = timing.predictor_ns > 0
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
@@ -135,7 +136,7 @@ class SimpyDevice(Device):
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """Rule 12: a chunk takes the difference of what its transfer has used."""
-        self._copies.put((self._copied(expert), self._piece_ns(first, last), LINK))
+        self._copies.put(self._piece_job(expert, first, last))
 
     def discard_copies(self) -> None:
         """Takes no time (rule 10)."""

@@ -84,8 +84,10 @@ class Pump:
         self._owes_tail = False  # the piece submitted last was a body
         self._paused: Transfer | None = None
         self._active: Transfer | None = None
-        self._demands = 0  # queued, not started
-        self._proposed = False  # prefetches may be queued, or paused
+        self.demands = 0
+        """Demands that are queued and not started: the router sets it."""
+        self.proposed = False
+        """Whether prefetches may be queued, or paused: the prefetcher's answer sets it."""
         self.blocked = False
         """Whether something is queued that found no slot: it is tried again when an expert has been computed."""
         self.evictions: list[int] = []
@@ -99,26 +101,13 @@ class Pump:
         """Experts whose last piece is flying, in the order of their arrival."""
         return (transfer.expert for transfer, _, upto in self.in_flight if upto == self._expert_bytes)
 
-    def routed(self, demands: int) -> None:
-        """A router has queued so many demands."""
-        self._demands = demands
-
-    def proposed(self) -> None:
-        """Prefetches may be queued."""
-        self._proposed = True
-
-    @property
-    def asks(self) -> bool:
-        """Whether something may be queued, for which the residency has to be asked."""
-        return self._demands > 0 or self._proposed
-
     def act(self) -> list[int]:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer.
 
         Return the experts whose last piece has been submitted.
         """
         in_flight, landing = self.in_flight, []
-        while (not in_flight or self._has_room()) and (transfer := self._sending()) is not None:
+        while (not in_flight or (self._tail_bytes and self._has_room())) and (transfer := self._sending()) is not None:
             first = transfer.sent
             upto, self._owes_tail = self._piece_end(transfer)
             transfer.sent = upto
@@ -196,13 +185,13 @@ class Pump:
 
     def _next(self) -> Transfer | None:
         """Take the transfer that comes next, if there is one."""
-        if not (self._demands or self._proposed):
+        if not (self.demands or self.proposed):
             return None
         expert, victim, prefetch = self._residency.next_transfer()
         self.blocked = expert == BLOCKED
         if expert < 0:
             if not self.blocked:
-                self._demands, self._proposed = 0, False
+                self.demands, self.proposed = 0, False
             return None
         if self._paused and self._paused.expert == expert:
             self._active, self._paused = self._paused, None
@@ -212,6 +201,6 @@ class Pump:
     def _begin(self, expert: int, victim: int, prefetch: bool) -> Transfer:
         if victim >= 0:
             self.evictions.append(victim)
-        self._demands -= not prefetch
+        self.demands -= not prefetch
         self._active = Transfer(expert, self._residency.slot(expert), not prefetch)
         return self._active

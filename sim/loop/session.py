@@ -95,6 +95,7 @@ class Session:
         self.decider: Decider = decider or decider_of(run)
         residency = self.decider.residency(run.gpu.slots)
         self.residency: Residency = ObservedResidency(residency, observer) if observer else residency
+        self._silent, self._predicts = self.decider.silent, device.predictor_takes_time
         self._slot, self._computed = self.residency.slot, self.residency.computed  # bound once
         self._observer = observer
         if observer:
@@ -116,14 +117,14 @@ class Session:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
         chosen, tokens = step.chosen(layer)
         hits, demands = self.residency.route(chosen)
-        self._tokens = tokens
-        self.pump.routed(demands)
+        self._tokens, pump = tokens, self.pump
+        pump.demands = demands
         if self._observer:
             late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
             self._observer.event_routed(tokens.copy(), hits, late)
-        if not self.decider.silent:
+        if not self._silent:
             self._ask(step.event(layer))
-        elif self.device.predictor_takes_time:
+        elif self._predicts:
             self._send()
         if self.device.predict():
             self.submitting(PREDICTOR_ENDED)
@@ -134,9 +135,9 @@ class Session:
             self._turn(WAITING)
         if hits:
             self._compute(hits)
-        if tokens and self.pump.in_flight:
-            self._compute_landing(self.pump.landing())
-        if self.pump.asks:
+        if tokens and pump.in_flight:
+            self._compute_landing(pump.landing())
+        if pump.demands or pump.proposed:
             self._pump()
 
     def finish_event(self) -> None:
@@ -179,9 +180,9 @@ class Session:
             return
         if self._observer:
             self._observer.ended(completion)
-        computing = self._computing
+        computing, landing = self._computing, self._landing
         computing.popleft()
-        if not computing or computing[0] in self._landing:
+        if not computing or (landing and computing[0] in landing):
             self._turn(WAITING)
         elif self._doing == PREDICTING:
             self._turn(COMPUTING)
@@ -206,7 +207,7 @@ class Session:
         """Continue on another device, which gets the experts that hold a slot here."""
         while self.pump.on_link:
             self.handle(self.device.next_completion())
-        self.device = device
+        self.device, self._predicts = device, device.predictor_takes_time
         self.pump.move_to(device)
 
     def held(self) -> list[tuple[int, int]]:
@@ -234,7 +235,7 @@ class Session:
         """Rules 3 and 4. The policies' own time on the host counts as the predictor's."""
         self._turn(PREDICTING)
         self.decider.observe(event)
-        if self.device.predictor_takes_time:
+        if self._predicts:
             self._turn(WAITING)
             self._send()
             self._turn(PREDICTING)
@@ -244,7 +245,7 @@ class Session:
     def _proposal_arrives(self) -> None:
         assert self._proposal is not None
         self.residency.propose(*self._proposal)
-        self.pump.proposed()
+        self.pump.proposed = True
 
     # The two streams
 
