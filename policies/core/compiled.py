@@ -11,6 +11,9 @@ that nothing stale is ever played.
 
 Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
 Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
+
+Arrays are handed over by value, in seven words each. So the functions that choose among policies are `inlined`, and
+what they choose is `apart`: it gets its own family's state, and of that and the event only the words it reads.
 """
 
 import atexit
@@ -22,7 +25,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from numba import config, njit, typeof, types
-from numba.core.codegen import CPUCodeLibrary
+from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
 
@@ -79,12 +82,12 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    made: Any = njit(cache=True, nogil=True, **options)(function)
+    made: Any = njit(cache=True, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
     if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
         file._source_stamp = file._source_stamp, STAMP
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
-        made.get_call_template, made.get_overload = part.get_call_template, part.get_overload
+        made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]
 
 
@@ -100,6 +103,16 @@ def entry_point(function: Callable[..., R], *examples: Any) -> Callable[..., R]:
     made.compile(types_of)
     entry: Callable[..., R] = made.overloads[types_of].entry_point
     return entry
+
+
+def apart(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a compiled function a call of its own, never a piece of its callers, which so stay small.
+
+    Only the function that Python calls has it, so it is handed no more of its arguments than it reads.
+    """
+    if part := getattr(function, "part", None):  # none under NUMBA_DISABLE_JIT
+        part.apart = True
+    return function
 
 
 def from_python(function: Callable[P, R]) -> Callable[P, R]:
@@ -125,6 +138,8 @@ def from_python(function: Callable[P, R]) -> Callable[P, R]:
 class _Part(CPUDispatcher):
     """A function as compiled functions call it: a part of theirs, which Python cannot call."""
 
+    apart = False  # whether LLVM may not inline it
+
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """As numba's, but literal arguments are values like others: one version serves all."""
         return super().get_call_template([types.unliteral(each) for each in args], kws)
@@ -132,6 +147,8 @@ class _Part(CPUDispatcher):
     def add_overload(self, result: Any) -> None:
         """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
         key = object()
+        if self.apart:
+            result.library.get_function(result.fndesc.llvm_func_name).add_function_attribute("noinline")
         self.targetctx.insert_user_function(key, result.fndesc, [result.library])
         self.overloads[tuple(result.signature.args)] = result._replace(entry_point=key)
 
@@ -152,3 +169,23 @@ class _PartLibrary(CPUCodeLibrary):
         for library in dict.fromkeys(self._linking_libraries):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._finalized = True
+
+
+class _WholeCompiler(Compiler):
+    """Compiles what Python calls."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.state.library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
+        self.state.library.enable_object_caching()
+
+
+class _WholeLibrary(JITCodeLibrary):
+    """A function that Python calls, with its parts."""
+
+    def _optimize_final_module(self) -> None:
+        """As numba's; LLVM first learns that nothing else calls what is apart, and so leaves out unread arguments."""
+        for function in self._final_module.functions:
+            if not function.is_declaration and any(b"noinline" in each.split() for each in function.attributes):
+                function.linkage = "internal"
+        super()._optimize_final_module()

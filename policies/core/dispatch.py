@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from policies.core.compiled import compiled
+from policies.core.compiled import apart, inlined
 from policies.core.policy import Kernel, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import NoPrefetch, built_in
 
@@ -42,13 +42,13 @@ def _made(name: str, parameters: str, returns: str = "") -> Any:
     for cls, kernel in KERNELS.items():
         number, function = NUMBERS[cls], getattr(kernel, name)
         if function is not None:
-            space[f"{name}_{number}"] = function
+            space[f"{name}_{number}"] = apart(function)
             given = parameters if issubclass(cls, RetentionPolicy) else parameters.removeprefix("keep, ")
             call = f"{returns}{name}_{number}(states.{FAMILIES[kernel.start]}, {given})"
             lines += [f"    {'if' if len(lines) == 2 else 'elif'} number == {number}:", f"        {call}"]
     lines.append("    return n" if returns else "    return")
     exec(compile("\n".join(lines), __file__, "exec"), space)
-    return compiled(space[name])
+    return inlined(space[name])
 
 
 observe: Callable[..., None] = _made("observe", "keep, event")

@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.core import dispatch, limits
 from policies.core import residency_compiled as core
-from policies.core.compiled import compiled, inlined
+from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import NONE, PolicyStates
 from policies.core.events import Routing, event_at, routing_of
 from policies.core.limits import Bounds, limiter
@@ -239,6 +239,7 @@ def busy_until_now(n: Int) -> int:
     return busy
 
 
+@apart
 @compiled
 def decide(run: Machine, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
     """Rules 3 and 4: the policies hear of the event, and propose; how many experts."""
