@@ -1,7 +1,7 @@
 """What the replay's host loop costs a layer, beside what policies cost: `python -m benchmarks host`.
 
 The driver plays synthetic decode of DeepSeek-V2-Lite's shape on a logical clock, which answers at once: what is left is
-bookkeeping (residency machine, pump, accounting), the policy's own work, and the little that the clock does. The ratio
+bookkeeping (residency, pump, accounting), the policy's own work, and the little that the clock does. The ratio
 is to the compiled engine, which does the same in one loop. On a GPU, `host_us_per_layer` says it of a real run.
 """
 

@@ -4,7 +4,7 @@
     print(check("my_file.py:MyPolicy"))        # or: python -m policies.checker my_file.py:MyPolicy
 
 A prefetcher is checked beside what it is paired with: `check("lru+my_file.py:MyPrefetch")`. The kit drives the
-residency machine with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
+residency with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
 before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
@@ -34,7 +34,7 @@ from traces.steps import Lookahead
 from traces.synthetic import synthetic
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
-"""Methods of a retention policy that a `ScorePolicy` inherits and the compiled machine does not call."""
+"""Methods of a retention policy that a `ScorePolicy` inherits and the compiled residency does not call."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Drive:
         self._script = script
         self._turns = random.Random(script.seed)
         self._active = NO_EXPERT
-        self._runner, self._machine = _told(lambda: self._begin(spec))
+        self._runner, self._residency = _told(lambda: self._begin(spec))
         _told(self._play)
 
     def _begin(self, spec: PolicySpec) -> tuple[PolicyRunner, Any]:
@@ -113,7 +113,7 @@ class Drive:
         return runner, runner.residency(max(self._script.slots, partitions))
 
     def _play(self) -> None:
-        script, runner, machine = self._script, self._runner, self._machine
+        script, runner, residency = self._script, self._runner, self._residency
         L, played = script.shape.layers, 0
         for ordinal, request in enumerate(self._requests):
             events = RequestEvents(request, L, played, script.untimed)
@@ -131,20 +131,20 @@ class Drive:
             cold = script.cold and ordinal < len(self._requests) - 1
             if cold:
                 self._active = NO_EXPERT
-            machine.end_request(cold)
+            residency.end_request(cold)
 
     def _access(self, event: Event) -> None:
         """The untimed mode: an access is an event of its own, loaded and released at once."""
-        hit, _ = self._machine.route(event.experts)
+        hit, _ = self._residency.route(event.experts)
         self._observe(event)
         if not hit:
-            self._note(*self._machine.next_transfer())
-            self._machine.arrived()
-        self._machine.computed(int(event.experts[0]))
+            self._note(*self._residency.next_transfer())
+            self._residency.arrived()
+        self._residency.computed(int(event.experts[0]))
 
     def _event(self, event: Event) -> None:
-        machine, turns = self._machine, self._turns
-        ready, _ = machine.route(event.experts)
+        residency, turns = self._residency, self._turns
+        ready, _ = residency.route(event.experts)
         waiting = set(event.experts.tolist()) - set(ready)
         self._observe(event)
         proposal = self._runner.propose(event)
@@ -152,18 +152,18 @@ class Drive:
             if fault := proposal_fault(proposal, self._script.shape.total):
                 raise RuleError(f"it proposes {fault[0]}", fault[1])
             self.log.append(("propose", proposal[0].tolist(), proposal[1].tolist()))
-            machine.propose(*proposal)
+            residency.propose(*proposal)
         idle = turns.randrange(4)
         while ready or waiting or idle:
             if self._active == NO_EXPERT:
-                self._note(*machine.next_transfer())
+                self._note(*residency.next_transfer())
             if ready and (self._active == NO_EXPERT or turns.random() < 0.5):
-                machine.computed(ready.pop(0))
-            elif self._active != NO_EXPERT and machine.is_prefetch(self._active) and turns.random() < 0.3:
-                self._note(*machine.interrupt())
+                residency.computed(ready.pop(0))
+            elif self._active != NO_EXPERT and residency.is_prefetch(self._active) and turns.random() < 0.3:
+                self._note(*residency.interrupt())
             elif self._active != NO_EXPERT:
                 arrived, self._active = self._active, NO_EXPERT
-                if machine.arrived():
+                if residency.arrived():
                     waiting.remove(arrived)
                     ready.append(arrived)
             if not ready and not waiting:
@@ -176,17 +176,19 @@ class Drive:
 
     def _observe(self, event: Event) -> None:
         """Rule 3, and a look at the scores."""
-        queued, heard = self._machine.keep[PRIORITY].copy(), copy.deepcopy(event)
+        queued, heard = self._residency.keep[PRIORITY].copy(), copy.deepcopy(event)
         self._runner.observe(event)
         if not all(np.array_equal(*both) for both in zip(heard[3:], event[3:], strict=True)):
             raise RuleError("it writes into the arrays of an event, which its other half reads too")
         keeper = self._runner.retention
         if not isinstance(keeper, ScorePolicy):
             return
-        if keeper.keep is not self._machine.keep:
-            raise RuleError("it replaces its array `keep`: the machine holds the first one, so write into it")
+        if keeper.keep is not self._residency.keep:
+            raise RuleError("it replaces its array `keep`: the residency holds the first one, so write into it")
         if not np.array_equal(keeper.keep[PRIORITY], queued):
-            raise RuleError("it writes into the third row of `keep`, which is the machine's: scores are the first two")
+            raise RuleError(
+                "it writes into the third row of `keep`, which is the residency's: scores are the first two"
+            )
         if not np.isfinite(keeper.keep[:2]).all():
             raise RuleError("its keep scores are not all finite")
 

@@ -196,11 +196,11 @@ class ScorePolicy(RetentionPolicy):
     """A retention policy as keep scores: the least (primary, secondary, id) among the evictable goes.
 
     keep: float64[3, L*E]: primary and secondary score of every expert, resident or not (the third row is the
-    residency machine's: priorities of queued prefetches). `rule` names the compiled bookkeeping of
+    residency's: priorities of queued prefetches). `rule` names the compiled bookkeeping of
     `policies.core.scores` that keeps the scores up to date; a policy without one writes them in `observe`. `listed`
     says
     that the rule alone writes scores, the second all equal, and that one that changes becomes the greatest of all: the
-    residency machine then keeps residents in a list. A class says so of itself; those that inherit from it do not.
+    residency then keeps residents in a list. A class says so of itself; those that inherit from it do not.
     """
 
     rule: ClassVar[int] = 0
@@ -216,7 +216,7 @@ class ScorePolicy(RetentionPolicy):
             self._observe(self.state, self.keep, event)
 
     def victim(self, evictable: Int) -> int:
-        """The definition; the residency machine does the same over its slots, compiled."""
+        """The definition; the residency does the same over its slots, compiled."""
         order = np.lexsort((evictable, self.keep[1, evictable], self.keep[0, evictable]))
         return int(evictable[order[0]])
 

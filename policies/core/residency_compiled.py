@@ -1,6 +1,6 @@
-"""The residency machine, compiled: states of experts, slots, pins, queues, victims. It owns rules 1, 2 and 4 to 10.
+"""Residency, compiled: states of experts, slots, pins, queues, victims. It owns rules 1, 2 and 4 to 10.
 
-All integers of the machine live in one array, so that a call from Python unboxes one array and costs well under a
+All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)
 are `keep`, float64[3 or more, L*E]. `policies/core/residency.py` gives these functions a class and tells the theory.
 
@@ -47,7 +47,7 @@ NAMED = -1  # the score of the victim that such a policy has named, for the next
 
 
 def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
-    """The machine of a model of `total` experts, everything absent.
+    """The residency of a model of `total` experts, everything absent.
 
     partitions: slots of each; the experts are divided among them evenly, in ascending ids.
     listed: the residents of each partition are kept in a list (see `first_listed`).

@@ -13,7 +13,7 @@ from policies.core.policy import Float
 NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
 NAMES_VICTIMS = 8  # there are no scores: the policy names its victims in Python
 
-OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency machine's
+OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency's
 
 
 @compiled

@@ -2,7 +2,7 @@
 
 The compute stream is straight-line code that moves the clock; `advance` lets the link do meanwhile, in the order of
 rule 15, what ends up to then: a transfer or a chunk before the end of a hit, either before the stream goes on. Every
-decision is the residency machine's (`policies.core.residency_compiled`) or a policy's (`policies.core.dispatch`);
+decision is the residency's (`policies.core.residency_compiled`) or a policy's (`policies.core.dispatch`);
 every rule about time has its
 twin in `sim.engines.simpy_engine` under the same name, where it is explained. One call plays a request; what policies
 do between requests (`begin_request`, learning in `end_request`) stays Python.
@@ -62,14 +62,14 @@ NEVER = np.iinfo(np.int64).max
 NOT_WAITING = -1
 
 # Columns of `rows`: totals of the run when a step ends
-CLOCK, STALL, COUNTERS, LINK_BUSY, COLUMNS = 0, 1, 6, 13, 14  # the stall by cause; the residency machine's counters
+CLOCK, STALL, COUNTERS, LINK_BUSY, COLUMNS = 0, 1, 6, 13, 14  # the stall by cause; the residency's counters
 N_COUNTERS = LINK_BUSY - COUNTERS
 
 MOST = 2**62  # ns, bytes: beyond lie overflows
 
 
-class Machine(NamedTuple):
-    """The machine and the arrays of one run."""
+class Streams(NamedTuple):
+    """The residency, the link and the compute stream of one run."""
 
     m: Int
     keep: Float
@@ -105,7 +105,7 @@ def used_ns(n: Int, sent: int) -> int:
 
 
 @inlined
-def act(run: Machine) -> None:
+def act(run: Streams) -> None:
     """Rule 5, if the link is free."""
     n = run.n
     if n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
@@ -113,15 +113,15 @@ def act(run: Machine) -> None:
 
 
 @compiled
-def take(run: Machine) -> None:
+def take(run: Streams) -> None:
     """The free link takes what comes next."""
     expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
     turn_to(run, expert, victim, prefetch)
 
 
 @compiled
-def turn_to(run: Machine, expert: int, victim: int, prefetch: bool) -> None:
-    """The machine has answered what comes next."""
+def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
+    """The residency has answered what comes next."""
     n = run.n
     if expert >= 0:
         start(run, expert, victim, prefetch)
@@ -135,7 +135,7 @@ def turn_to(run: Machine, expert: int, victim: int, prefetch: bool) -> None:
 
 
 @compiled
-def start(run: Machine, expert: int, victim: int, prefetch: bool) -> None:
+def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """A transfer starts, or a paused one goes on."""
     n = run.n
     if victim >= 0:
@@ -166,7 +166,7 @@ def send_chunk(n: Int) -> None:
 
 
 @compiled
-def account(run: Machine) -> None:
+def account(run: Streams) -> None:
     """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
     m, n, ends = run.m, run.n, run.ends
     now = n[NOW]
@@ -186,7 +186,7 @@ def account(run: Machine) -> None:
 
 
 @compiled
-def link_event(run: Machine) -> None:
+def link_event(run: Streams) -> None:
     """The chunk on the link has ended."""
     n = run.n
     n[NOW] = n[LINK_END]
@@ -210,7 +210,7 @@ def link_event(run: Machine) -> None:
 
 
 @compiled
-def hit_event(run: Machine) -> None:
+def hit_event(run: Streams) -> None:
     """The hit has ended that a stuck transfer waits for."""
     m, n = run.m, run.n
     n[NOW] = n[HIT_END]
@@ -221,7 +221,7 @@ def hit_event(run: Machine) -> None:
 
 
 @inlined
-def advance(run: Machine, until: int) -> None:
+def advance(run: Streams, until: int) -> None:
     """Let everything happen that ends up to `until`, which is the present then."""
     n = run.n
     while n[LINK_END] <= until or n[HIT_END] <= until:
@@ -241,7 +241,7 @@ def busy_until_now(n: Int) -> int:
 
 @apart
 @compiled
-def decide(run: Machine, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
+def decide(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
     """Rules 3 and 4: the policies hear of the event, and propose; how many experts."""
     event = event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL])
     if plan.keeps != NONE:
@@ -259,7 +259,7 @@ def decide(run: Machine, plan: Plan, states: PolicyStates, routing: Routing, ste
 
 @compiled
 def play_steps(
-    run: Machine,
+    run: Streams,
     plan: Plan,
     states: PolicyStates,
     routing: Routing,
@@ -371,7 +371,7 @@ class NotServedError(InputError):
 
 
 class Engine:
-    """One run: the machine, the policies' states, and the rows that requests leave behind."""
+    """One run: the residency, the policies' states, and the rows that requests leave behind."""
 
     def __init__(self, run: Run, runner: PolicyRunner) -> None:
         shape, timing, link = runner.shape, run.timing, run.gpu.link
@@ -385,7 +385,7 @@ class Engine:
         self.predictor_ns = timing.predictor_ns
         self.link = link
         self.whole_ns = link.used_ns(link.expert_bytes)
-        self.state = Machine(
+        self.state = Streams(
             m=self.residency.m,
             keep=self.residency.keep,
             rule=self.residency.rule,

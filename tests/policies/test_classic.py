@@ -183,7 +183,7 @@ BY_HAND: dict[str, Any] = {"clock": ClockByHand, "sieve": SieveByHand, "s3fifo":
 
 
 class Both:
-    """A policy and its reference over one cache, told the same things, as the residency machine tells them."""
+    """A policy and its reference over one cache, told the same things, as the residency tells them."""
 
     def __init__(self, name: str, slots: int) -> None:
         self.policy: RetentionPolicy = parse(name).build(Shape(1, TOTAL))[0]

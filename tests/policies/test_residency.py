@@ -1,4 +1,4 @@
-"""The residency machine driven alone, by a link and a compute stream that do as Hypothesis says."""
+"""The residency driven alone, by a link and a compute stream that do as Hypothesis says."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -54,7 +54,7 @@ def test_the_engine_equals_the_reference_on_cases_that_hypothesis_shrinks(data: 
 
 
 class LruInPython(RetentionPolicy):
-    """LRU without scores: the residency machine asks it for every victim in Python."""
+    """LRU without scores: the residency asks it for every victim in Python."""
 
     name = "lru"
     observes = False
