@@ -58,14 +58,14 @@ class PolicyRunner:
         self.silent = not self._observers and not self.prefetcher.proposes
         self.checks = not type(self.prefetcher).__module__.startswith("policies.")
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
+        self._states = np.zeros(shape.total, np.int64)
 
     def residency(self, slots: int) -> PolicyResidency:
         """Return the residency of a cache of `slots` experts under this retention, divided as its scope says."""
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         residency = PolicyResidency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
-        if self._limiter:
-            self._states = residency.states
+        self._states = residency.states
         return residency
 
     def begin_request(self, ordinal: int, seat: int = 0) -> None:

@@ -360,7 +360,7 @@ class Check:
 def calibrated_before(record: Record) -> Sequence[MeasuredModel]:
     """Models that a check which goes on has calibrated: its profile is never edited."""
     text = record.facts.get("hardware")
-    return measured.read(tomllib.loads(text)["measured"], f"{record.path}: measured") if len(record) and text else ()
+    return measured.read(f"{record.path}: measured", tomllib.loads(text)["measured"]) if len(record) and text else ()
 
 
 def _cells(name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:

@@ -15,8 +15,6 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-import tomli_w
-
 from policies.core.grammar import alternatives, count_alternatives
 from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
@@ -93,6 +91,8 @@ class Config:
 
     def write(self, path: Path) -> None:
         """As a file that `--config` takes, whole or not at all; what policies resolve to stands in comments."""
+        import tomli_w  # not at the top: a GPU machine, which writes none, may lack it
+
         values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
         text = [
             "# `moe-sim sweep --config THIS` plays the same again; paths of policies are as typed in",

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import tomli_w
-
 from sim import profiles
 from sim.results.files import replacing
 from sim.results.metrics import Row, tables_below
@@ -68,6 +66,8 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
 
 def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -> None:
     """Write winner.toml, whole or not at all."""
+    import tomli_w  # not at the top: a GPU machine, which writes none, may lack it
+
     asked = {
         **dataclasses.asdict(setup),
         "trace": absolute(setup.trace),

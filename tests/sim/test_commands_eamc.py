@@ -66,7 +66,7 @@ def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
     [
         (["build", "tiny", "--policy", "lru", "--out", "x.npz"], "lru learns no EAMs"),
         (["build", "tiny", "--policy", "eamk", "--out", "x.npz"], "did you mean eamc"),
-        (["build", "tiny", "--capacity", "0", "--out", "x.npz"], "capacity of 1 to"),
+        (["build", "tiny", "--capacity", "0", "--out", "x.npz"], "capacity of at least 1"),
         (["build", "nowhere", "--out", "x.npz"], "nowhere"),
         (["build", "tiny", "--out", "no/such/folder/x.npz"], "cannot write no/such/folder/x.npz"),
         (["show", "file"], "file holds no EAMC"),
