@@ -14,7 +14,8 @@ from types import ModuleType
 
 import numpy as np
 
-from sim.analysis.curves import Accesses, Ids, belady_misses, lru_misses
+from policies.core.stack_distances import Ids, lru_misses
+from sim.analysis.curves import Accesses, belady_misses
 from traces.synthetic import synthetic
 
 SHAPES = {"24 x 32, top-4": (24, 32, 4), "26 x 64, top-6": (26, 64, 6)}
