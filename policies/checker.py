@@ -30,8 +30,7 @@ from policies.core.runner import PolicyRunner, proposal_fault
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
 from traces.errors import InputError
-from traces.steps import Lookahead
-from traces.synthetic import synthetic
+from traces.steps import Lookahead, decode_steps
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
 """Methods of a retention policy that a `ScorePolicy` inherits and the compiled residency does not call."""
@@ -264,8 +263,10 @@ _CHECKS = (_hears_what_it_overrides, _determinism, _causality)
 
 def _us_per_event(spec: PolicySpec, seed: int) -> float:
     """Mean microseconds in `observe` and `propose`, on decoded tokens of a model of 26 x 64 experts, top-6."""
-    L, E, tokens = 26, 64, 40
-    request = synthetic(1, tokens, L, E, top_k=6, seed=seed).steps(0)
+    rng = np.random.default_rng(seed)
+    L, E, k, tokens = 26, 64, 6, 40
+    chosen = np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k]
+    request = decode_steps(0, chosen, E, sentinel=E, context=np.arange(1, tokens + 1))
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
     runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up
