@@ -57,7 +57,7 @@ def nothing_known(shape: Shape) -> Evidence:
 
 
 def begin_request(known: Evidence, seat: int) -> None:
-    """The request's own counts start anew."""
+    """Reset the request's own counts."""
     known.tokens[seat] = 0
     known.used[seat] = 0
 
