@@ -1,10 +1,10 @@
-"""How events are made: from the routing of one request that is played alone.
+"""How events are made: from the routing of one request that is played alone, or of several that share a step.
 
 An event gets copies of the routing, so that a policy that keeps it reaches nothing else. In the compiled engine, whose
 policies are all of this package, it gets slices.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +84,46 @@ class RequestEvents:
         experts, counts = request.experts[first:last].copy(), request.counts[first:last].copy()
         own = self._seats, self._steps, self._offsets[n], experts, counts
         return Event(self._before + number + 1, self._phases[step], layer, experts, counts, *own, *ahead)
+
+
+class Merged:
+    """The events of one step of several requests (rule 18): parts are (seat, step of the request, its events).
+
+    before: how many events the run had before this step.
+    """
+
+    def __init__(self, parts: Sequence[tuple[int, int, RequestEvents]], before: int) -> None:
+        self._parts = parts
+        self._before = before
+        self._seats = np.array([seat for seat, _, _ in parts])
+        self._steps = np.array([step for _, step, _ in parts])
+
+    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
+        """Return the experts that any request chose, int64[n] ascending, and the tokens of each."""
+        if len(self._parts) == 1:
+            _, step, events = self._parts[0]
+            return events.chosen(step, layer)
+        tokens: dict[int, int] = {}
+        for _, step, events in self._parts:
+            for expert, count in events.chosen(step, layer)[1].items():
+                tokens[expert] = tokens.get(expert, 0) + count
+        tokens = dict(sorted(tokens.items()))
+        return np.array(list(tokens), np.int64), tokens
+
+    def event(self, layer: int) -> Event:
+        """Return the same as policies hear it."""
+        own = [events.event(step, layer) for _, step, events in self._parts]
+        ids, counts = [each.experts for each in own], [each.counts for each in own]
+        offsets = np.cumsum([0, *map(len, ids)])
+        ahead = merged([each.ahead_experts for each in own], [each.ahead_counts for each in own])
+        together = *merged(ids, counts), self._seats, self._steps, offsets, np.concatenate(ids), np.concatenate(counts)
+        return Event(self._before + layer + 1, own[0].phase, layer, *together, *ahead)
+
+
+def merged(ids: Sequence[Int], counts: Sequence[Int]) -> tuple[Int, Int]:
+    """Return the distinct ids, ascending, and the sum of the counts of each."""
+    distinct, places = np.unique(np.concatenate(ids), return_inverse=True)
+    return distinct, np.bincount(places, np.concatenate(counts), len(distinct)).astype(np.int64)
 
 
 class Routing(NamedTuple):

@@ -1,10 +1,11 @@
 """The syntax of policies as text; what the names mean is known to `policies.core.spec` alone.
 
-    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]]   or   PRESET[:options][@SCOPE[:options]]
+    EVICT[:options][+PREFETCH[:options]][@SCOPE[:options]][/PLACEMENT[:options]]
+    PRESET[:options][@SCOPE[:options]][/PLACEMENT[:options]]
 
 Options are `name=value` between colons, and may list alternatives between bars: `n=1|2`. A class in a user's file is
-named `path/my_file.py:MyPolicy`. The first @ begins the scope and the first + before it divides the halves, so no path
-on the left of either has one. Commas divide lists.
+named `path/my_file.py:MyPolicy`. What follows the last / is a placement if it is the name of one. The first @ begins the
+scope and the first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
 """
 
 import itertools
@@ -43,15 +44,24 @@ class Expression:
 
     halves: tuple[Term, ...]  # one or two
     scope: Term | None = None  # None: it names none
+    placement: Term | None = None
 
     def __str__(self) -> str:
-        return "+".join(map(str, self.halves)) + (f"@{self.scope}" if self.scope else "")
+        scope = f"@{self.scope}" if self.scope else ""
+        return "+".join(map(str, self.halves)) + scope + (f"/{self.placement}" if self.placement else "")
 
 
-def read(text: str) -> Expression:
-    """Return the expression that `text` writes; any text is one."""
-    policy, at, scope = text.partition("@")
-    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None)
+def read(text: str, placements: Container[str] = ()) -> Expression:
+    """Return the expression that `text` writes; any text is one. placements: names of such."""
+    policy, placement = _split_placement(text, placements)
+    policy, at, scope = policy.partition("@")
+    return Expression(tuple(map(read_term, policy.split("+", 1))), read_scope(scope) if at else None, placement)
+
+
+def _split_placement(text: str, placements: Container[str]) -> tuple[str, Term | None]:
+    policy, slash, last = text.rpartition("/")
+    term = read_scope(last)
+    return (policy, term) if slash and term.name in placements else (text, None)
 
 
 def read_term(text: str) -> Term:

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
+from policies.core.placement import PLACEMENTS, Placement
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from policies.core.presets import PRESETS, Preset
 from policies.core.scope import SCOPES, Scope
@@ -128,6 +129,15 @@ def scope(name: str | type[Scope]) -> type[Scope]:
     if name not in SCOPES:
         raise InputError(f"{unknown('scope', name, SCOPES)} (what follows an @ is a scope: a path before it has no @)")
     return SCOPES[name]
+
+
+def placement(name: str | type[Placement]) -> type[Placement]:
+    """Return the placement of that name; a class stands for itself. Raise InputError."""
+    if isinstance(name, type):
+        return name
+    if name not in PLACEMENTS:
+        raise unknown("placement", name, PLACEMENTS)
+    return PLACEMENTS[name]
 
 
 def preset(name: str) -> Preset | None:

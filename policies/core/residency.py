@@ -29,6 +29,7 @@ import numpy as np
 
 from policies.core import residency_compiled as core
 from policies.core.compiled import entry_point
+from policies.core.host_memory import HostMemory
 from policies.core.policy import Float, Int, RetentionPolicy, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED as BLOCKED
 from policies.core.residency_compiled import NO_EXPERT as NO_EXPERT
@@ -65,6 +66,10 @@ class Residency(Protocol):
         """Return the demand that pauses a prefetch at its chunk boundary, and its victim; below 0: none (rule 5)."""
         ...
 
+    def victims(self) -> list[int]:
+        """Return who left for the transfer that has just begun, where experts differ in size (rule 19)."""
+        ...
+
     def land(self) -> None:
         """The rest of a transfer is sent and the link takes more behind it (devices with several copies in flight)."""
         ...
@@ -86,7 +91,7 @@ class Residency(Protocol):
         ...
 
     def awaited(self, expert: int) -> bool:
-        """Return whether the current event looked `expert` up and has not computed it yet."""
+        """Return whether the current event looked `expert` up and has not computed it on the GPU yet."""
         ...
 
     def resident(self) -> Int:
@@ -94,7 +99,7 @@ class Residency(Protocol):
         ...
 
     def counters(self) -> list[int]:
-        """Return hits, late, misses, demand and prefetch transfers, prefetches used and wasted, so far."""
+        """Return what was counted so far, by `sim.loop.log.COUNTERS`."""
         ...
 
 
@@ -140,23 +145,29 @@ class PolicyResidency:
 
     partitions: slots of each, in the order of the experts that share them: one for all layers or one for each.
     one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);
-    it has no meaning for a policy without scores.
+    it has no meaning for a policy without scores. sizes: bytes of each expert, int64[L*E], where they differ; then
+    `partitions` are bytes too (rule 19).
 
     The calls of the hot path are attributes, bound once.
     """
 
     def __init__(
-        self, shape: Shape, partitions: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
+        self,
+        shape: Shape,
+        partitions: Sequence[int],
+        policy: RetentionPolicy,
+        one_scale: bool = False,
+        sizes: Int | None = None,
     ) -> None:
         if len(partitions) not in (1, shape.layers) or min(partitions) < 1:
             raise ValueError(f"a cache needs at least one slot for all layers or for each, not {tuple(partitions)}")
         self.policy = policy
         self.one_scale = one_scale
-        self.slots = sum(partitions)
         scored = isinstance(policy, ScorePolicy)
         self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else NAMES_VICTIMS
-        self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False))
+        self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False), sizes)
+        self.slots = int(m[core.ONE, core.SLOTS])
         self._wanted, self._hits = memoryview(m[core.WANTED]), m[core.HITS]
         self._one = memoryview(m[core.ONE])
         self.propose: Callable[[Int, Float], None] = partial(core.propose, m, keep)
@@ -194,6 +205,33 @@ class PolicyResidency:
         """The compute of `expert` in its event has ended: unpin it (rule 2)."""
         self._wanted[expert] = 0
 
+    def victims(self) -> list[int]:
+        """Return who left for the transfer that has just begun: several where experts differ in size (rule 19)."""
+        left: list[int] = self.m[core.VICTIMS, : self._one[core.EVICTED]].tolist()
+        self._one[core.EVICTED] = 0
+        return left
+
+    def next_demand(self) -> int:
+        """Return the queued demand that the link takes first, or NO_EXPERT."""
+        return int(core.next_demand(self.m))
+
+    def misses(self, experts: Int) -> list[int]:
+        """Return which of an event's experts, ascending ids, a lookup would miss now."""
+        found: list[int] = experts[self.m[core.STATE, experts] < core.LOADING].tolist()
+        return found
+
+    def place_on_host(self, experts: Sequence[int]) -> None:
+        """Have misses of the next lookup computed on the host (rule 13)."""
+        self.m[core.WANTED, list(experts)] = core.ON_HOST
+
+    def on_host(self, expert: int) -> bool:
+        """Return whether the current event computes `expert` on the host and has not done so yet."""
+        return bool(self._wanted[expert] == core.ON_HOST)
+
+    def host_memory(self, room: int) -> HostMemory:
+        """Return a host memory of so much room below this one, over a disk (rule 17). Once, at the start."""
+        return HostMemory(self.m, self.keep, self.policy.shape.total, room)
+
     def end_request(self, cold: bool) -> None:
         """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
         core.clear_queue(self.m)
@@ -202,11 +240,11 @@ class PolicyResidency:
                 self.policy.on_evict(expert)
 
     def awaited(self, expert: int) -> bool:
-        """Return whether the current event looked `expert` up and has not computed it yet."""
-        return bool(self._wanted[expert])
+        """Return whether the current event looked `expert` up and has not computed it on the GPU yet."""
+        return bool(self._wanted[expert] == core.ON_GPU)
 
     def counters(self) -> list[int]:
-        """Return hits, late, misses, demand and prefetch transfers, prefetches used and wasted, so far."""
+        """Return what was counted so far, by `sim.loop.log.COUNTERS`."""
         counts: list[int] = self.m[core.ONE, core.COUNTERS].tolist()
         return counts
 
@@ -248,7 +286,7 @@ class PolicyResidency:
         def asking() -> Any:
             starts = one[core.STARTS]
             found = turn()
-            if found[0] == core.ASK:
+            while found[0] == core.ASK:
                 victim = self._victim(found[1])
                 self.keep[0, victim] = core.NAMED
                 found = turn()
@@ -286,6 +324,7 @@ class ObservedResidency:
 
         self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
         self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
+        self.victims = residency.victims
         self.route = told(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
         self.propose = told(residency.propose, lambda given, _: observer.proposed(*given))
         self.next_transfer = told(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))

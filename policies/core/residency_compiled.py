@@ -5,7 +5,8 @@ microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a que
 are `keep`, float64[3 or more, L*E]. `policies/core/residency.py` gives these functions a class and tells the theory.
 
 The slots are divided into partitions, contiguous ranges of them, each for a contiguous range of experts (one for all,
-or one for each layer): a free slot, and a victim, are of the expert's partition.
+or one for each layer): a free slot, and a victim, are of the expert's partition. Room is counted in slots, of which
+each expert takes one, or in bytes where experts differ in size (rule 19).
 """
 
 from collections.abc import Sequence
@@ -14,29 +15,37 @@ import numpy as np
 
 from policies.core.compiled import allocating, compiled
 from policies.core.policy import Float, Int
-from policies.core.scores import NAMES_VICTIMS, on_evict, on_insert, on_lookup
+from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
 # Rows of m. By expert:
-STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, BEFORE, AFTER = range(8)
-# by partition (its slots are FIRST to END - 1; SHUT: the attempt that found no slot in it);
-FIRST, END, FREE, SHUT = range(8, 12)
+STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
+# by partition (its slots are FIRST to END - 1; FREE: room that nobody holds);
+FIRST, END, FREE = range(11, 14)
+# by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
+SHUT = 14
 # by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, QUEUE, HITS, ONE = range(12, 17)
-ROWS = 17
+HELD, DEMANDS, QUEUE, HITS, VICTIMS, ONE = range(15, 21)
+ROWS = 21
 
-# States of an expert. WANTED marks one that the current event looked up and has not computed yet, so a pin is
-# READY and WANTED; UNUSED one that was prefetched and not looked up since; PROPOSED the last proposal that named it.
+# States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
+# says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
+# PROPOSED the last proposal that named it; BELOW one that the tier below can give.
 ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
+ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
 # (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
     range(12)
 )
+# (SIZED: whether a cache is given in bytes; EVICTED: how many victims of the latest transfer m[VICTIMS] then holds)
+SIZED, EVICTED = 12, 13
 # and the counters of the run:
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED = range(12, 19)
-COUNTERS = slice(N_HITS, N_WASTED + 1)
-WIDTH = 19  # columns that row ONE needs
+# (the last three in room: slots, or bytes where experts differ in size)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(14, 22)
+DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(22, 25)
+COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
+WIDTH = 25  # columns that row ONE needs
 
 PRIORITY = 2  # row of `keep`
 
@@ -46,34 +55,48 @@ ASK = -3  # in place of an expert, which stands in the victim's place: the polic
 NAMED = -1  # the score of the victim that such a policy has named, for the next call; all others are 0
 
 
-def new(total: int, partitions: Sequence[int], listed: bool) -> Int:
+def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None = None) -> Int:
     """The residency of a model of `total` experts, everything absent.
 
     partitions: slots of each; the experts are divided among them evenly, in ascending ids.
     listed: the residents of each partition are kept in a list (see `first_listed`).
+    sizes: bytes of every expert, [total]; `partitions` are bytes then too (rule 19), and slots mere places.
     """
-    slots, n = sum(partitions), len(partitions)
+    n = len(partitions)
+    of = np.arange(total) * n // total
+    room = np.array(partitions, np.int64)
+    places = room if sizes is None else np.array([_most(sizes[of == p], room[p]) for p in range(n)])
+    slots = int(places.sum())
     m = np.zeros((ROWS, max(total + n, slots, WIDTH)), np.int64)
     m[SLOT] = m[HELD] = NO_EXPERT
     m[BEFORE] = m[AFTER] = np.arange(m.shape[1])
     m[ONE, SLOTS], m[ONE, LISTS] = slots, total * listed
-    m[PARTITION, :total] = np.arange(total) * n // total
-    m[FREE, :n] = partitions
-    m[END, :n] = np.cumsum(partitions)
+    m[PARTITION, :total] = m[KIND, :total] = of
+    m[SIZE, :total], m[BELOW] = 1, 1
+    m[FREE, :n] = room
+    m[END, :n] = np.cumsum(places)
     m[FIRST, 1:n] = m[END, : n - 1]
     m[ONE, ACTIVE] = m[ONE, PAUSED] = m[ONE, LANDING] = NO_EXPERT
+    if sizes is not None:
+        m[ONE, SIZED], m[SIZE, :total] = 1, sizes
+        m[KIND, :total] = np.unique(np.stack([of, sizes]), axis=1, return_inverse=True)[1].reshape(-1)
     return m
+
+
+def _most(sizes: Int, room: int) -> int:
+    """How many of these experts fit at most."""
+    return int(np.searchsorted(np.cumsum(np.sort(sizes)), room, side="right"))
 
 
 @compiled
 def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
     """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
 
-    The hits stand in m[HITS] in ascending order.
+    The hits stand in m[HITS] in ascending order. Misses that are to be computed on the host are marked before (rule 13).
     """
     one = m[ONE]
     one[SERIAL] += 1
-    hits = misses = 0
+    hits = misses = on_host = 0
     for i in range(first, last):
         expert = experts[i]
         state = m[STATE, expert]
@@ -81,13 +104,17 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
             m[HITS, hits] = expert
             hits += 1
         elif state != LOADING:
+            if m[WANTED, expert] == ON_HOST:
+                on_host += 1
+                on_host_lookup(rule, keep, expert, one[SERIAL])
+                continue
             m[STATE, expert] = DEMANDED
             m[DEMANDS, misses] = expert
             misses += 1
         if m[UNUSED, expert]:
             m[UNUSED, expert] = 0
             one[N_USED] += 1
-        m[WANTED, expert] = 1
+        m[WANTED, expert] = ON_GPU
         score = keep[0, expert]
         on_lookup(rule, keep, expert, one[SERIAL])
         if one[LISTS] and state >= LOADING and keep[0, expert] != score:
@@ -95,8 +122,9 @@ def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -
             link(m, keep, expert)
     one[NEXT_DEMAND], one[LAST_DEMAND] = 0, misses
     one[N_HITS] += hits
-    one[N_LATE] += last - first - hits - misses
-    one[N_MISSES] += misses
+    one[N_LATE] += last - first - hits - misses - on_host
+    one[N_MISSES] += misses + on_host
+    one[N_ON_HOST] += on_host
     return hits
 
 
@@ -174,11 +202,11 @@ def propose(m: Int, keep: Float, experts: Int, priorities: Float) -> None:
 def best_queued(m: Int, keep: Float) -> int:
     """The queued prefetch that is next, by priority descending, then id ascending; NO_EXPERT without one.
 
-    Those of a partition that this attempt has found without a slot are passed over.
+    Passed over are those that the tier below cannot give, and the kinds that this attempt has found no slot for.
     A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
     """
     queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
-    partition, shut, attempt = m[PARTITION], m[SHUT], m[ONE, ATTEMPT]
+    kind, shut, attempt, below = m[KIND], m[SHUT], m[ONE, ATTEMPT], m[BELOW]
     best, n = NO_EXPERT, 0
     for i in range(m[ONE, QUEUE_LENGTH]):
         expert = queue[i]
@@ -187,10 +215,14 @@ def best_queued(m: Int, keep: Float) -> int:
         queue[n] = expert
         n += 1
         if (
-            best == NO_EXPERT
-            or priority[expert] > priority[best]
-            or (priority[expert] == priority[best] and expert < best)
-        ) and shut[partition[expert]] != attempt:
+            (
+                best == NO_EXPERT
+                or priority[expert] > priority[best]
+                or (priority[expert] == priority[best] and expert < best)
+            )
+            and shut[kind[expert]] != attempt
+            and below[expert]
+        ):
             best = expert
     m[ONE, QUEUE_LENGTH] = n
     return best
@@ -250,10 +282,54 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
 
 
 @compiled
-def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
-    """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot."""
+def evictable_size(m: Int, keep: Float, expert: int, demand: bool, one_scale: bool) -> int:
+    """Size of everything that may go for `expert`, in its partition."""
+    partition, total = m[PARTITION, expert], 0
+    for slot in range(m[FIRST, partition], m[END, partition]):
+        other = m[HELD, slot]
+        if other < 0 or m[STATE, other] != READY or m[WANTED, other]:
+            continue
+        if demand or (not protected(m, other) and not (one_scale and keep[0, other] >= keep[PRIORITY, expert])):
+            total += m[SIZE, other]
+    return total
+
+
+@compiled
+def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+    """Rules 5, 6 and 19: the victim that left last so that `expert` has a slot, or NO_EXPERT where there was one.
+
+    BLOCKED, and nobody left, where there is none to be had; ASK where the policy has to name the victim first. Where
+    sizes differ, m[VICTIMS] holds all that left.
+    """
     one, partition = m[ONE], m[PARTITION, expert]
-    if victim != NO_EXPERT:
+    victim, size, sized = NO_EXPERT, m[SIZE, expert], one[SIZED]
+    short = size - m[FREE, partition]
+    if sized and short > 0 and evictable_size(m, keep, expert, demand, one_scale) < short:
+        return BLOCKED
+    while m[FREE, partition] < size:
+        victim = least(m, keep, partition, False)
+        if demand and victim == NO_EXPERT:
+            victim = least(m, keep, partition, True)
+        if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= keep[PRIORITY, expert]):
+            return BLOCKED
+        if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
+            return ASK
+        if not sized:
+            return victim
+        m[VICTIMS, one[EVICTED]] = victim
+        one[EVICTED] += 1
+        leave(m, keep, rule, victim)
+    return victim
+
+
+@compiled
+def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
+    """Rule 5: the transfer of `expert` starts, into the slot of `victim` or, without one, the lowest free slot.
+
+    Where sizes differ the victims have left already, and a slot is any free place.
+    """
+    one, partition = m[ONE], m[PARTITION, expert]
+    if victim != NO_EXPERT and not one[SIZED]:
         slot = m[SLOT, victim]
         leave(m, keep, rule, victim)
     else:
@@ -263,13 +339,15 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     if m[STATE, expert] == DEMANDED:
         one[NEXT_DEMAND] += 1
         one[N_DEMAND] += 1
+        one[DEMAND_ROOM] += m[SIZE, expert]
     else:
         m[UNUSED, expert] = 1
         one[N_PREFETCH] += 1
+        one[PREFETCH_ROOM] += m[SIZE, expert]
     m[STATE, expert] = LOADING
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
-    m[FREE, partition] -= 1
+    m[FREE, partition] -= m[SIZE, expert]
     one[STARTS] += 1
     one[ACTIVE] = expert
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
@@ -281,32 +359,52 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
 def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     """`expert` leaves the cache and its slot is free."""
     m[ONE, N_WASTED] += m[UNUSED, expert]
+    m[ONE, WASTED_ROOM] += m[UNUSED, expert] * m[SIZE, expert]
     m[UNUSED, expert] = 0
     m[STATE, expert] = ABSENT
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
-    m[FREE, m[PARTITION, expert]] += 1
+    m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
     on_evict(rule, keep, expert)
     if m[ONE, LISTS]:
         unlink(m, expert)
 
 
 @compiled
+def next_demand(m: Int) -> int:
+    """The queued demand of the lowest id that the tier below can give (rule 17), or NO_EXPERT."""
+    for place in range(m[ONE, NEXT_DEMAND], m[ONE, LAST_DEMAND]):
+        expert: int = m[DEMANDS, place]
+        if m[BELOW, expert]:
+            return expert
+    return NO_EXPERT
+
+
+@compiled
+def put_first(m: Int, expert: int) -> None:
+    """Put a queued demand before the others, whose order stays."""
+    demands, first = m[DEMANDS], m[ONE, NEXT_DEMAND]
+    place = first
+    while demands[place] != expert:
+        place += 1
+    for other in range(place, first, -1):
+        demands[other] = demands[other - 1]
+    demands[first] = expert
+
+
+@compiled
 def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Start the first queued demand: (expert, victim), (ASK, expert), or BLOCKED or NO_EXPERT."""
-    one = m[ONE]
-    if one[NEXT_DEMAND] == one[LAST_DEMAND]:
+    expert = next_demand(m)
+    if expert == NO_EXPERT:
         return NO_EXPERT, NO_EXPERT
-    expert = m[DEMANDS, one[NEXT_DEMAND]]
-    partition, victim = m[PARTITION, expert], NO_EXPERT
-    if m[FREE, partition] == 0:
-        victim = least(m, keep, partition, False)
-        if victim == NO_EXPERT:
-            victim = least(m, keep, partition, True)
-        if victim == NO_EXPERT:
-            return BLOCKED, NO_EXPERT
-        if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
-            return ASK, expert
+    victim = make_room(m, keep, rule, expert, True, False)
+    if victim == BLOCKED:
+        return BLOCKED, NO_EXPERT
+    if victim == ASK:
+        return ASK, expert
+    if m[DEMANDS, m[ONE, NEXT_DEMAND]] != expert:
+        put_first(m, expert)
     start(m, keep, rule, expert, victim)
     return expert, victim
 
@@ -315,8 +413,8 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
 def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch that can have a slot: (expert, victim).
 
-    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one partition it is the
-    best queued or none: all would have the same slot, and on one scale none may evict more than the best.
+    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one kind of experts it is
+    the best queued or none: all would have the same slot, and on one scale none may evict more than the best.
     """
     m[ONE, ATTEMPT] += 1
     answer = NO_EXPERT
@@ -324,15 +422,13 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
         expert = best_queued(m, keep)
         if expert == NO_EXPERT:
             return answer, NO_EXPERT
-        partition, victim = m[PARTITION, expert], NO_EXPERT
-        if m[FREE, partition] == 0:
-            victim = least(m, keep, partition, False)
-            if victim == NO_EXPERT or (one_scale and keep[0, victim] >= keep[PRIORITY, expert]):
-                m[SHUT, partition] = m[ONE, ATTEMPT]
-                answer = BLOCKED
-                continue
-            if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
-                return ASK, expert
+        victim = make_room(m, keep, rule, expert, False, one_scale)
+        if victim == BLOCKED:
+            m[SHUT, m[KIND, expert]] = m[ONE, ATTEMPT]
+            answer = BLOCKED
+            continue
+        if victim == ASK:
+            return ASK, expert
         start(m, keep, rule, expert, victim)
         return expert, victim
 
@@ -377,7 +473,7 @@ def arrived(m: Int) -> bool:
     expert = m[ONE, which]
     m[ONE, which] = NO_EXPERT
     m[STATE, expert] = READY
-    awaited: bool = m[WANTED, expert] == 1
+    awaited: bool = m[WANTED, expert] == ON_GPU
     return awaited
 
 
@@ -396,7 +492,7 @@ def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     (expert, victim) of the demand; expert < 0 where the transfer goes on, as does one that is awaited.
     """
     running = m[ONE, ACTIVE]
-    if m[WANTED, running]:
+    if m[WANTED, running] == ON_GPU:
         return NO_EXPERT, NO_EXPERT
     expert, victim = start_demand(m, keep, rule)
     if expert >= 0:

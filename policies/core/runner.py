@@ -60,11 +60,14 @@ class PolicyRunner:
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
         self._states = np.zeros(shape.total, np.int64)
 
-    def residency(self, slots: int) -> PolicyResidency:
-        """Return the residency of a cache of `slots` experts under this retention, divided as its scope says."""
+    def residency(self, room: int, sizes: Int | None = None) -> PolicyResidency:
+        """Return the residency of a cache under this retention, divided as its scope says.
+
+        room: slots, or bytes where experts differ in size; sizes: bytes of each expert then, int64[L*E].
+        """
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
-        residency = PolicyResidency(self.shape, self._divide(self.shape, slots), self.retention, one_scale)
+        residency = PolicyResidency(self.shape, self._divide(self.shape, room), self.retention, one_scale, sizes)
         self._states = residency.states
         return residency
 

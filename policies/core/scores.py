@@ -41,6 +41,15 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
 
 
 @compiled
+def on_host_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
+    """The same of a miss that is computed on the host: what counts lookups while resident does not count it."""
+    if rule == LFU:
+        keep[1, expert] = serial
+    elif rule != VISITS:
+        on_lookup(rule, keep, expert, serial)
+
+
+@compiled
 def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> None:
     """The transfer of `expert` starts: the `start`-th of the run, after event `serial`."""
     if rule == LRU:

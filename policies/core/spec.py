@@ -1,4 +1,4 @@
-"""A policy, parsed once: what it keeps, what it fetches early, and what shares the cache's slots, with their options.
+"""A policy, parsed once: what it keeps, fetches early and computes where, and what shares the slots, with their options.
 
 `parse` takes text (`policies.core.grammar`), a class or a spec. `lru` is retention alone, `lru+eamc` a pair, `eamc` (a
 name that stands for both) the pair of its two halves; a preset (`policies.core.presets`) stands for all of it. A spec
@@ -13,12 +13,13 @@ from typing import Any
 from policies.core import registry, user_file
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
+from policies.core.placement import PLACEMENTS, Fetch, Placement
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.scope import Global, Scope
 from traces.errors import InputError, unknown
 
 HALVES = ("evict", "prefetch")
-PARTS = (*HALVES, "scope")
+PARTS = (*HALVES, "scope", "placement")
 
 SEED = "seed"
 """An option of that name is no quantity: no value is better than another."""
@@ -26,7 +27,7 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Part:
-    """A retention policy, a prefetcher or a scope: its class and its options.
+    """A retention policy, a prefetcher, a scope or a placement: its class and its options.
 
     name: as it is written: registered, `my_file.py:MyPolicy`, or the class's own. Another process imports the class
     anew; that of a user's file it loads by the name.
@@ -37,7 +38,7 @@ class Part:
     name: str = field(compare=False)
 
     @classmethod
-    def of(cls, policy: type[Listener | Scope], /, **options: Any) -> "Part":
+    def of(cls, policy: type[Listener | Scope | Placement], /, **options: Any) -> "Part":
         """Return a class with these options over its defaults. Raise InputError for an option that it has not."""
         return cls(policy, _options(policy, options.items()), policy.name)
 
@@ -74,7 +75,7 @@ class Part:
         return Part, (self.cls, self.options, self.name)
 
 
-Half = str | type[Listener | Scope] | Part
+Half = str | type[Listener | Scope | Placement] | Part
 
 
 @dataclass(frozen=True)
@@ -99,29 +100,36 @@ class Option:
 
 @dataclass(frozen=True)
 class PolicySpec:
-    """Retention, prefetcher and scope, with which options. Cheap to send about."""
+    """Retention, prefetcher, scope and placement, with which options. Cheap to send about."""
 
     evict: Part
     prefetch: Part
     scope: Part
+    placement: Part
     typed: Expression = field(compare=False)
     preset: str | None = field(default=None, compare=False)  # by whose name it was typed
 
     @classmethod
-    def of(cls, evict: Half, prefetch: Half = "none", scope: Half = "global") -> "PolicySpec":
+    def of(
+        cls, evict: Half, prefetch: Half = "none", scope: Half = "global", placement: Half = "fetch"
+    ) -> "PolicySpec":
         """Return the policy of these parts, each a name with options, a class, or a `Part`. Raise InputError.
 
         A name stands for one half here: `of("eamc")` fetches nothing early.
         """
         return cls._canonical(
-            _part(evict, registry.keeper), _part(prefetch, registry.fetcher), _part(scope, registry.scope)
+            _part(evict, registry.keeper),
+            _part(prefetch, registry.fetcher),
+            _part(scope, registry.scope),
+            _part(placement, registry.placement),
         )
 
     @classmethod
-    def _canonical(cls, evict: Part, prefetch: Part, scope: Part) -> "PolicySpec":
+    def _canonical(cls, evict: Part, prefetch: Part, scope: Part, placement: Part) -> "PolicySpec":
         one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
         halves = (evict.term,) if one else (evict.term, prefetch.term)
-        return cls(evict, prefetch, scope, Expression(halves, None if scope == GLOBAL else scope.term))
+        others = (None if part == default else part.term for part, default in ((scope, GLOBAL), (placement, FETCHED)))
+        return cls(evict, prefetch, scope, placement, Expression(halves, *others))
 
     @property
     def text(self) -> str:
@@ -130,7 +138,7 @@ class PolicySpec:
 
     def __str__(self) -> str:
         """Return the canonical text, which `parse` makes an equal policy of."""
-        return self._canonical(self.evict, self.prefetch, self.scope).text
+        return self._canonical(self.evict, self.prefetch, self.scope, self.placement).text
 
     @property
     def oracle(self) -> bool:
@@ -163,7 +171,7 @@ class PolicySpec:
         return next((half.values[SEED] for half in (self.evict, self.prefetch) if SEED in half.values), None)
 
     def resolved(self) -> dict[str, Any]:
-        """Return both halves and the scope with every option resolved, defaults included."""
+        """Return both halves, the scope and the placement with every option resolved, defaults included."""
         parts = ((name, getattr(self, name)) for name in PARTS)
         return {name: {"name": part.cls.name, **part.values} for name, part in parts}
 
@@ -176,7 +184,8 @@ class PolicySpec:
         stated = [{key for key, _ in half.options} for half in self.typed.halves]
         groups: list[tuple[tuple[str, ...], set[str]]]
         if self._as_one:
-            groups = [(("prefetch", "evict", "scope") if self.preset else ("prefetch", "evict"), set().union(*stated))]
+            own = ("prefetch", "evict", "scope", "placement") if self.preset else ("prefetch", "evict")
+            groups = [(own, set().union(*stated))]
             both: Set[str] = set()
         else:
             groups = [((half,), typed) for half, typed in zip(HALVES, stated, strict=True)]
@@ -215,7 +224,7 @@ class PolicySpec:
 
     def without_prefetch(self) -> "PolicySpec":
         """Return the same retention in the same scope with nothing fetched early: coverage is measured against it."""
-        return self._canonical(self.evict, NO_PREFETCH, self.scope)
+        return self._canonical(self.evict, NO_PREFETCH, self.scope, self.placement)
 
     def within(self, scope: str) -> "PolicySpec":
         """Return the same policy in `scope`, with options, unless it, or its preset, names one. Raise InputError."""
@@ -246,6 +255,7 @@ Policy = str | type[Listener] | Part | PolicySpec
 
 NO_PREFETCH = Part(registry.NoPrefetch, registry.NoPrefetch.Options(), registry.NoPrefetch.name)
 GLOBAL = Part(Global, Global.Options(), Global.name)
+FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 
 
 def parse(policy: Policy, **options: Any) -> PolicySpec:
@@ -266,22 +276,24 @@ def text_of(policy: Policy) -> str:
 
 
 def _read(text: str) -> PolicySpec:
-    typed = read(text)
+    typed = read(text, PLACEMENTS)
     kept, *fetched = typed.halves
     scope = _part(typed.scope, registry.scope) if typed.scope else None
+    placement = _part(typed.placement, registry.placement) if typed.placement else None
     if preset := registry.preset(kept.name):
         if fetched:
             raise InputError(
                 f"{kept.name} is a preset and stands for {preset.policy}: write that to change a half of it"
             )
         spec = _read(preset.policy)
-        named = Expression((Term(kept.name),), typed.scope)
-        spec = replace(spec, scope=scope or spec.scope, typed=named, preset=preset.name)
+        named = Expression((Term(kept.name),), typed.scope, typed.placement)
+        parts = {"scope": scope or spec.scope, "placement": placement or spec.placement}
+        spec = replace(spec, **parts, typed=named, preset=preset.name)
         return spec.with_options(dict(kept.options))
     evict = _part(kept, registry.keeper)
     if not fetched:
         fetched = [kept] if registry.is_pair(kept.name) else [NO_PREFETCH.term]
-    return PolicySpec(evict, _part(fetched[0], registry.fetcher), scope or GLOBAL, typed)
+    return PolicySpec(evict, _part(fetched[0], registry.fetcher), scope or GLOBAL, placement or FETCHED, typed)
 
 
 def _part(given: Any, find: Callable[[Any], Any]) -> Part:
@@ -304,7 +316,7 @@ def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
     return unknown(f"option of {policy}", key, known) if known else InputError(f"{policy} has no options")
 
 
-def _options(cls: type[Listener | Scope], given: Iterable[tuple[str, Any]] = ()) -> Any:
+def _options(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them what is `given`, values or their text. InputError."""
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
     values = defaults = {option.name: option.default for option in declared}

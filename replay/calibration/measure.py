@@ -240,7 +240,7 @@ def _transfer_ns(meter: Meter, size: int, places: int) -> int:
 
 def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:
     """Move so many through the pump; when each had arrived."""
-    pump = Pump(Endless(places, transfers), device, size, None)
+    pump = Pump(Endless(places, transfers), device, Link(0, 1, 1, size), places)
     pump.proposed = True
     ends: list[int] = []
     pump.act()

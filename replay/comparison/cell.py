@@ -202,6 +202,7 @@ class WithoutPolicy:
         self.timing = timing
         self.dense_ns, self.expert_ns = timing.dense_ns, timing.expert_ns
         self.combine_ns, self.head_ns = timing.combine_ns, timing.head_ns
+        self.host_ns, self.hop_ns = timing.host_ns, timing.hop_ns
 
 
 # Both sides

@@ -23,7 +23,7 @@ class FixedOrder(Decider):
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
 
-    def residency(self, slots: int) -> Residency:
+    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         """Return the one that was given."""
         return self._residency
 
@@ -50,10 +50,10 @@ class Lockstep(FixedOrder):
         self._run = run
         self._script = script
 
-    def residency(self, slots: int) -> Residency:
+    def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         """Return a residency that follows the script."""
         shape = self._run.shape
-        return ScriptedResidency(shape, self._run.gpu.policy.divide(shape, slots), self._script)
+        return ScriptedResidency(shape, self._run.policy.divide(shape, slots), self._script)
 
     def propose(self, event: Event) -> tuple[Int, Float] | None:
         """Propose nothing; but where the script's run heard proposals, their arrival is a moment."""

@@ -64,7 +64,7 @@ class CpuDevice(Device):
         self._link.submit(completion, lambda: np.copyto(target, source), landed)
 
     @timed
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """The real shapes."""
         self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens, context))
 
@@ -81,7 +81,7 @@ class CpuDevice(Device):
         self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens))
 
     @timed
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 

@@ -88,7 +88,7 @@ class CudaDevice(Device):
             self._landing[expert] = event
 
     @timed
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """The real shapes; its event is the causality gate."""
         one = tokens == 1
         self._compute.run(
@@ -114,7 +114,7 @@ class CudaDevice(Device):
         self._mark(self._compute, self._computes, Completion(Kind.COMBINE))
 
     @timed
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         """The vocabulary."""
         self._compute.run(self._launches.head if tokens == 1 else partial(self._network.head, tokens))
         self._mark(self._compute, self._computes, Completion(Kind.HEAD))

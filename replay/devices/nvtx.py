@@ -37,7 +37,7 @@ class _Marked:
         self._device.copy(expert, slot, first, last)
         self._pop()
 
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """The layer before ends; the first one begins a step."""
         if not self._open:
             self._begin(f"step {self._step}: {tokens} tokens, context {context}")
@@ -52,7 +52,7 @@ class _Marked:
         self._device.experts(works)
         self._pop()
 
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         """The last layer ends."""
         while self._open > 1:
             self._end()

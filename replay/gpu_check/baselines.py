@@ -26,6 +26,7 @@ from replay.devices.stage import Stage
 from replay.run import Choice
 from replay.warmup import undisturbed
 from sim.loop.device import Device, Work
+from sim.loop.log import COUNTERS
 
 RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY = "resident", "on-demand", "layer-stream", "zero-copy"
 SYNC_PER_COPY, LRU_SWAP = "sync-per-copy", "lru-swap"
@@ -45,7 +46,7 @@ class QueueResidency:
         self._queue: deque[int] = deque()
         self._flying: deque[int] = deque()
         self._wanted: set[int] = set()
-        self._counts = [0] * 7  # as every residency's; nothing counts as a prefetch
+        self._counts = [0] * len(COUNTERS)  # as every residency's; nothing counts as a prefetch
 
     def _assign(self, layer: int, event: list[int]) -> None:
         """Before the event's experts are looked up: slots, and what the link is to bring."""
@@ -84,7 +85,8 @@ class QueueResidency:
         if not self._queue:
             return NO_EXPERT, NO_EXPERT, False
         self._flying.append(self._queue.popleft())
-        self._counts[3] += 1
+        for counter in ("demand_transfers", "demand_room"):
+            self._counts[COUNTERS.index(counter)] += 1
         return self._flying[-1], NO_EXPERT, False
 
     def arrived(self) -> bool:
@@ -92,6 +94,10 @@ class QueueResidency:
         expert = self._flying.popleft()
         self._ready.add(expert)
         return expert in self._wanted
+
+    def victims(self) -> list[int]:
+        """Nobody: experts are of one size."""
+        return []
 
     def land(self) -> None:
         """Nothing to note."""

@@ -14,10 +14,10 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines.engine import AUTO, SIMPY, check, simulate
 from sim.loop.log import RunLog
-from sim.loop.run import gpu_run
+from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
-from traces.steps import DECODE, RequestSteps
+from traces.steps import DECODE, PREFILL, RequestSteps
 
 
 def read_cases(path: Path) -> Iterator[dict[str, Any]]:
@@ -56,17 +56,26 @@ LEAST = {
 }
 """The whole numbers of a case, and the least that each may be."""
 
+LEAST_OF_TIERS = {
+    **dict.fromkeys(("chunk_bytes", "host_slots", "disk_ns_per_byte_den", "max_batch"), 1),
+    **dict.fromkeys(("host_ns", "host_ns_per_token", "hop_ns", "disk_latency_ns", "disk_ns_per_byte_num"), 0),
+}
+"""The same of those that may be absent, or null."""
+
 MOST = 2**53
 
 
 def check_case(case: dict[str, Any]) -> None:
     """Compiled code trusts its input, so a case is checked first. KeyError or ValueError, saying what is wrong."""
-    least = LEAST if case["chunk_bytes"] is None else LEAST | {"chunk_bytes": 1}
-    for key, lowest in least.items():
+    given = {key: lowest for key, lowest in LEAST_OF_TIERS.items() if case.get(key) is not None}
+    for key, lowest in (LEAST | given).items():
         if type(case[key]) is not int or not lowest <= case[key] <= MOST:
             raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {case[key]!r}")
     if type(case["cold"]) is not bool:
         raise ValueError(f"cold must be true or false, not {case['cold']!r}")
+    for key in ("arrival_ns", "prefill"):
+        if case.get(key) is not None and len(case[key]) != len(case["requests"]):
+            raise ValueError(f"{key} needs a value for each of {len(case['requests'])} requests")
     for steps in case["requests"]:
         for step in steps:
             if len(step) != case["L"]:
@@ -87,13 +96,18 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
     prefetch = case["prefetch"]
     if prefetch == "popular":
         prefetch = f"popular:n={case['popular_n']}"
+    users = case.get("max_batch")
+    prefills = case.get("prefill") if users is not None else None
     log = simulate(
         engine,
         gpu_run(
-            [case_request(ordinal, steps, case["E"]) for ordinal, steps in enumerate(case["requests"])],
+            [
+                case_request(ordinal, steps, case["E"], bool(prefills and prefills[ordinal]))
+                for ordinal, steps in enumerate(case["requests"])
+            ],
             Shape(case["L"], case["E"]),
             slots=case["slots"],
-            policy=parse(f"{case['evict']}+{prefetch}"),
+            policy=parse(f"{case['evict']}+{prefetch}/{case.get('placement') or 'fetch'}"),
             timing=FixedTiming(
                 dense=case["dense_ns"],
                 expert=case["expert_ns"],
@@ -101,29 +115,39 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
                 combine=case["combine_ns"],
                 head=case["head_ns"],
                 predictor_ns=case["predictor_ns"],
+                hop_ns=case.get("hop_ns") or 0,
+                host=case.get("host_ns") or 0,
+                host_per_token=case.get("host_ns_per_token") or 0,
             ),
-            link=Link(
-                latency_ns=case["link_latency_ns"],
-                ns_per_byte_num=case["link_ns_per_byte_num"],
-                ns_per_byte_den=case["link_ns_per_byte_den"],
-                expert_bytes=case["expert_bytes"],
-                chunk_bytes=case["chunk_bytes"],
-            ),
+            link=_link(case, "link", case["chunk_bytes"]),
             cold=case["cold"],
+            host=None if case.get("host_slots") is None else Tier(case["host_slots"], None, _link(case, "disk")),
+            users=None if users is None else Users(users, _arrivals(case)),
         ),
     )
-    return case_result(log)
+    return case_result(log, case)
 
 
-def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int) -> RequestSteps:
-    """A case's request, steps x layers x [expert, tokens], as an engine plays it."""
+def _link(case: dict[str, Any], name: str, chunk_bytes: int | None = None) -> Link:
+    latency, num, den = (case.get(f"{name}_{key}") for key in ("latency_ns", "ns_per_byte_num", "ns_per_byte_den"))
+    return Link(latency or 0, num or 0, den or 1, case["expert_bytes"], chunk_bytes)
+
+
+def _arrivals(case: dict[str, Any]) -> tuple[int, ...] | None:
+    return None if case.get("arrival_ns") is None else tuple(case["arrival_ns"])
+
+
+def case_request(
+    ordinal: int, steps: list[list[list[list[int]]]], experts: int, prefill: bool = False
+) -> RequestSteps:
+    """A case's request, steps x layers x [expert, tokens], as an engine plays it; prefill: whether the first one is."""
     events = [(layer, event) for step in steps for layer, event in enumerate(step)]
     accesses = [(layer * experts + expert, tokens) for layer, event in events for expert, tokens in event]
     table = np.array(accesses, np.int64).reshape(-1, 2)
     tokens = [max((n for event in step for _, n in event), default=1) for step in steps]
     return RequestSteps(
         request=ordinal,
-        phase=np.full(len(steps), DECODE, np.uint8),
+        phase=np.array([PREFILL if prefill and not step else DECODE for step in range(len(steps))], np.uint8),
         tokens=np.array(tokens, np.int64),
         context=np.array(tokens, np.int64),
         offsets=np.concatenate([[0], np.cumsum([len(event) for _, event in events])]).astype(np.int64),
@@ -132,16 +156,28 @@ def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int)
     )
 
 
-def case_result(log: RunLog) -> dict[str, Any]:
+def case_result(log: RunLog, case: dict[str, Any]) -> dict[str, Any]:
     """The result line of a run."""
+    tokens_ns, wait_ns = log.step_ns.tolist(), None
+    if case.get("max_batch") is not None:
+        rows = log.by_request
+        order = np.argsort(rows.request, kind="stable")
+        tokens_ns = rows.latency_ns[order].tolist()
+        wait_ns = np.bincount(rows.request, rows.waited_ns, len(case["requests"])).astype(np.int64).tolist()
     return {
-        "token_ns": log.step_ns.tolist(),
+        "token_ns": tokens_ns,
         "hits": int(log.hits.sum()),
         "late": int(log.late.sum()),
         "misses": int(log.misses.sum()),
-        "bytes_demand": int(log.demand_transfers.sum()) * log.expert_bytes,
-        "bytes_prefetch": int(log.prefetch_transfers.sum()) * log.expert_bytes,
-        "bytes_wasted": int(log.prefetch_wasted.sum()) * log.expert_bytes,
+        "bytes_demand": int(log.demand_room.sum()) * log.room_bytes,
+        "bytes_prefetch": int(log.prefetch_room.sum()) * log.room_bytes,
+        "bytes_wasted": int(log.wasted_room.sum()) * log.room_bytes,
         "evictions": log.evictions.tolist(),
-        "stall_ns": int(log.stall_ns.sum()),
+        "stall_ns": int((log.step_ns - log.compute_busy_ns).sum()),
+        "wait_ns": wait_ns,
+        "on_host": int(log.on_host.sum()),
+        "reads_demand": int(log.reads_demand.sum()),
+        "reads_prefetch": int(log.reads_prefetch.sum()),
+        "host_evictions": log.host_evictions.tolist(),
+        "end_ns": log.ended_ns,
     }

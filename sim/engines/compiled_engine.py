@@ -348,7 +348,7 @@ def play(run: Run, ended: Ended) -> None:
     """As `simpy_engine.play`, whose logs these are. NotServedError for a policy that this engine cannot play."""
     runner = decider_of(run)
     if reason := dispatch.refusal(runner.retention, runner.prefetcher):
-        raise NotServedError(f"the compiled engine does not play {run.gpu.policy.text}: {reason} (--engine simpy does)")
+        raise NotServedError(f"the compiled engine does not play {run.policy.text}: {reason} (--engine simpy does)")
     Engine(run, runner).play(ended)
 
 

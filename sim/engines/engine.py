@@ -39,7 +39,7 @@ def play(engine: str, run: Run, ended: Ended) -> None:
     try:
         _play(engine, run, ended)
     except OverflowError as error:
-        raise InputError(f"{run.gpu.policy.text}: {error}: do the profiles mean such times and sizes?") from error
+        raise InputError(f"{run.policy.text}: {error}: do the profiles mean such times and sizes?") from error
 
 
 def _play(engine: str, run: Run, ended: Ended) -> None:

@@ -1,8 +1,8 @@
-"""The SimPy engine: the loop on a simulated machine of GPU memory, host link and compute. Rules 11, 12 and 15.
+"""The SimPy engine: the loop on a simulated machine of GPU memory, host link, compute, host and disk. Rules 11, 12, 15.
 
-Link and compute stream are SimPy processes that do one piece of work after another. Slots of GPU memory are filled by
-the link; the compute stream waits for an expert that is still arriving. What happens at one nanosecond happens in the
-order of rule 15: link, then compute, then routers. Every decision is the loop's (`sim.loop`); this file is only time.
+The streams are SimPy processes that do one piece of work after another. Slots of GPU memory are filled by the link; the
+compute stream waits for an expert that is still arriving. What happens at one nanosecond happens in the order of rule
+15: link, disk, compute, host, routers, arrivals. Every decision is the loop's (`sim.loop`); this file is only time.
 """
 
 from collections import deque
@@ -18,12 +18,14 @@ from sim.loop.log import Ended, RunLog, StepRow, whole
 from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing
 
-LINK, COMPUTE, ROUTER = range(2, 5)
+LINK, DISK, COMPUTE, HOST, ROUTER, WAKE = range(2, 8)
 """Rule 15: ranks of ends within one nanosecond. SimPy's own wake-ups have the ranks 0 and 1 and come before these."""
 
 EXPERT = Kind.EXPERT
 ROUTER_ENDED, COMBINED = Completion(Kind.ROUTER), Completion(Kind.COMBINE)
 NO_EXPERT = -1
+ALIKE = 2**62  # experts of a layer, so that all are of layer 0
+MOST_ROWS = 10_000  # of a part of a log, where somebody is always active
 
 Wait = Generator[simpy.Event, Any, None]
 
@@ -83,16 +85,22 @@ class Queue:
 
 
 class SimpyDevice(Device):
-    """A machine with one GPU and one host link, whose times are those of `timing` and `link`."""
+    """A machine with one GPU and one host link, whose times are those of `timing`, `link` and `disk`.
 
-    def __init__(self, timing: Timing, link: Link) -> None:
+    experts: of a layer; None: they are alike in all layers.
+    """
+
+    def __init__(self, timing: Timing, link: Link, experts: int | None = None, disk: Link | None = None) -> None:
         self.env = Nanoseconds()
-        self._timing = timing
+        self._timing, self._disk = timing, disk
+        self._experts = of_a_layer = experts or ALIKE
         self._ended: deque[Completion] = deque()
         self._copies, self._computes = Queue(self.env), Queue(self.env)
         self._arriving = NO_EXPERT  # whose piece is on the link
         self._arrival: simpy.Event | None = None  # the end of that piece
-        self._expert_job = cache(lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens), COMPUTE))
+        self._expert_job = cache(
+            lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens, expert // of_a_layer), COMPUTE)
+        )
         self._piece_job = cache(
             lambda expert, first, last: (Completion(Kind.COPY, expert), link.used_ns(last) - link.used_ns(first), LINK)
         )
@@ -100,6 +108,7 @@ class SimpyDevice(Device):
         self.predictor_takes_time = timing.predictor_ns > 0
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
+        self._reading: simpy.Event | None = None  # the end of the read under way
 
     def _link(self) -> Wait:
         """The host link: one piece after another. An interrupt discards the piece on it."""
@@ -147,9 +156,9 @@ class SimpyDevice(Device):
 
     # The compute stream
 
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """Rule 11: the router comes last within its nanosecond."""
-        self._computes.put((ROUTER_ENDED, self._timing.dense_ns(layer, tokens, context), ROUTER))
+        self._computes.put((ROUTER_ENDED, self._timing.dense_ns(layer, tokens, context, requests), ROUTER))
 
     def predict(self) -> bool:
         """Rule 14: a constant time of the compute stream."""
@@ -168,9 +177,42 @@ class SimpyDevice(Device):
         """Once an event."""
         self._computes.put((COMBINED, self._combine_ns(tokens), COMPUTE))
 
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         """Once a step."""
-        self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens), COMPUTE))
+        self._computes.put((Completion(Kind.HEAD), self._head_ns(tokens, requests), COMPUTE))
+
+    # Host, disk, and the clock of an idle run: each does one piece of work, so an event is all that it takes
+
+    def hop(self) -> bool:
+        """Rule 13."""
+        if self._timing.hop_ns:
+            self._at(self._timing.hop_ns, HOST, Completion(Kind.HOP))
+        return self._timing.hop_ns > 0
+
+    def host(self, expert: int, tokens: int) -> None:
+        """Rule 13."""
+        self._at(self._timing.host_ns(tokens, expert // self._experts), HOST, Completion(Kind.HOST, expert))
+
+    def read(self, expert: int) -> None:
+        """Rule 17."""
+        assert self._disk
+        read_ns = self._disk.used_ns(self._disk.bytes_of(expert // self._experts))
+        self._reading = self._at(read_ns, DISK, Completion(Kind.READ, expert))
+
+    def discard_reads(self) -> None:
+        """Takes no time (rule 10)."""
+        if self._reading is not None and self._reading.callbacks:
+            self._reading.callbacks.clear()
+
+    def wake_at(self, ns: int) -> None:
+        """Rule 18."""
+        self._at(ns - self.now(), WAKE, Completion(Kind.WAKE))
+
+    def _at(self, delay: int, rank: int, completion: Completion) -> simpy.Event:
+        """Report a completion so many ns from now."""
+        event = At(self.env, delay, rank)
+        event.callbacks.append(lambda _: self._ended.append(completion))
+        return event
 
     # Completions
 
@@ -196,16 +238,16 @@ class SimpyDevice(Device):
 
 def play(run: Run, ended: Ended, observer: LoopObserver | None = None) -> None:
     """Run everything on a simulated machine; `ended` takes the log of each request when it ends."""
-    device = SimpyDevice(run.timing, run.gpu.link)
+    device = SimpyDevice(run.timing, run.gpu.link, run.shape.experts, run.host.link if run.host else None)
     driver = Driver(run, device, observer=observer)
     rows: list[StepRow] = []
-    evictions = driver.session.pump.evictions
     for row in driver.steps():
         rows.append(row)
-        if driver.nobody_active:
-            ended(RunLog.of_rows(rows, run.gpu.link.expert_bytes, evictions))
+        if driver.nobody_active or len(rows) == MOST_ROWS:
+            ended(driver.log(rows))
             rows.clear()
-            evictions.clear()
+    if rows:
+        ended(driver.log(rows))
 
 
 def simulate(run: Run) -> RunLog:

@@ -5,11 +5,13 @@ event of its own for recency, counts and EAMs. Misses equal those of an independ
 """
 
 from policies.core.events import RequestEvents
-from policies.core.policy import Requests, Shape
+from policies.core.policy import Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, parse
-from sim.loop.log import COLUMNS, Ended, RunLog, Share, StepRow, joined
+from sim.loop.log import COLUMNS, COUNTERS, Ended, RunLog, Share, StepRow, joined
+
+ROOM = COUNTERS.index("demand_room")
 
 
 def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
@@ -20,29 +22,40 @@ def count(requests: Requests, layers: int, experts: int, slots: int, policy: Pol
 
 
 def play(
-    requests: Requests, layers: int, experts: int, slots: int, policy: Policy, ended: Ended, cold: bool = False
+    requests: Requests,
+    layers: int,
+    experts: int,
+    slots: int,
+    policy: Policy,
+    ended: Ended,
+    cold: bool = False,
+    sizes: Int | None = None,
 ) -> None:
-    """The same; `ended` takes the log of each request as it ends."""
+    """The same; `ended` takes the log of each request as it ends.
+
+    sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19).
+    """
     runner = PolicyRunner(parse(policy), Shape(layers, experts), requests, per_access=True)
-    residency = runner.residency(slots)
+    residency = runner.residency(slots, sizes)
     last, played = len(requests) - 1, 0
     for ordinal in range(last + 1):
         request, evictions = requests[ordinal], list[int]()
         events = RequestEvents(request, layers, played, per_access=True)
         played += events.count
         runner.begin_request(ordinal)
-        rows = _play(runner, residency, events, evictions)
+        rows = _play(runner, residency, events, evictions, sized=sizes is not None)
         runner.end_request()
         residency.end_request(cold and ordinal != last)
-        ended(RunLog.of_rows(rows, 0, evictions))
+        ended(RunLog.of_rows(rows, 0, evictions, sized=sizes is not None))
 
 
 def _play(
-    runner: PolicyRunner, residency: PolicyResidency, events: RequestEvents, evictions: list[int]
+    runner: PolicyRunner, residency: PolicyResidency, events: RequestEvents, evictions: list[int], sized: bool
 ) -> list[StepRow]:
     """Run one request; return the row of each step."""
     rows, request, layers = [], events.request, events.layers
     experts, offsets = request.experts.tolist(), request.offsets.tolist()
+    room = residency.counters()[ROOM]
     for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
         hits = 0
         for layer in range(layers):
@@ -53,16 +66,20 @@ def _play(
                     runner.observe(next(heard))
                 if not hit:
                     _, victim, _ = residency.next_transfer()
-                    if victim >= 0:
+                    if sized:
+                        evictions += residency.victims()
+                    elif victim >= 0:
                         evictions.append(victim)
                     residency.arrived()
                 residency.computed(experts[i])
                 hits += hit
         lookups = offsets[(step + 1) * layers] - offsets[step * layers]
-        rows.append(_row(request.request, phase, tokens, hits, lookups - hits))
+        room, before = residency.counters()[ROOM], room
+        rows.append(_row(request.request, phase, tokens, hits, lookups - hits, room - before))
     return rows
 
 
-def _row(request: int, phase: int, tokens: int, hits: int, misses: int) -> StepRow:
+def _row(request: int, phase: int, tokens: int, hits: int, misses: int, room: int) -> StepRow:
     counted = {"phase": phase, "tokens": tokens, "hits": hits, "misses": misses, "demand_transfers": misses}
+    counted["demand_room"] = room
     return StepRow([counted.get(name, 0) for name in COLUMNS], [Share(request, tokens, 0)])

@@ -1,7 +1,7 @@
 """What the loop plays on: a device, a few serial streams behind one small interface.
 
 The compute stream runs what it is given in the order in which it is given; the link copies pieces in the order in which
-they are given. A stream for the disk and one for experts computed on the host (rules 17 and 13) will stand beside them.
+they are given. Host and disk (rules 13 and 17) take one piece of work at a time, since what comes next is chosen then.
 An expert's compute may be submitted while its last piece is flying: the device holds it, and all that is submitted
 behind it, back until that piece has ended. The loop submits work without waiting and asks for the next completion, so
 SimPy processes, threads and CUDA streams polled by one thread all fit. Everything else is shared by all devices.
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from traces.errors import InputError
+
 
 class Kind(IntEnum):
     """What has ended."""
@@ -24,6 +26,10 @@ class Kind(IntEnum):
     COMBINE = 3
     HEAD = 4
     ROUTER = 5  # the dense part of a layer: only now may its routing be used
+    READ = 6  # from the disk into host memory
+    HOP = 7  # the activations' way to the host and back
+    HOST = 8  # an expert's compute on the host
+    WAKE = 9  # an idle run is to look for arrivals
 
 
 class Completion(NamedTuple):
@@ -70,7 +76,7 @@ class Device(ABC):
     # The compute stream
 
     @abstractmethod
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """Compute everything before the router of MoE layer `layer`, and the router; ends as ROUTER."""
 
     def predict(self) -> bool:
@@ -89,8 +95,29 @@ class Device(ABC):
         """Compute the weighted sum of the experts' outputs."""
 
     @abstractmethod
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         """Compute what follows the last MoE layer."""
+
+    # Host, disk, and the clock of an idle run (rules 13, 17 and 18): a device without them runs no policy that needs them
+
+    def hop(self) -> bool:
+        """Take the activations to the host and back; ends as HOP. Return False where that takes no time."""
+        raise _lacks("experts computed on the host")
+
+    def host(self, expert: int, tokens: int) -> None:
+        """Compute `expert` on the host, which does nothing else now; ends as HOST."""
+        raise _lacks("experts computed on the host")
+
+    def read(self, expert: int) -> None:
+        """Read `expert` from the disk, which does nothing else now; ends as READ."""
+        raise _lacks("a disk below host memory")
+
+    def discard_reads(self) -> None:
+        """Forget the read under way (`--cold`)."""
+
+    def wake_at(self, ns: int) -> None:
+        """End as WAKE when the clock shows `ns`."""
+        raise _lacks("arrivals of requests")
 
     # Completions
 
@@ -108,6 +135,10 @@ class Device(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back."""
+
+
+def _lacks(what: str) -> InputError:
+    return InputError(f"this device has no {what}: simulate it (moe-sim), or choose another policy")
 
 
 def nothing_under_way() -> RuntimeError:

@@ -10,7 +10,7 @@ from time import perf_counter_ns
 from sim.loop.device import Device, Kind
 from sim.loop.log import RunLog, Share, StepRow
 from sim.loop.run import Run
-from sim.loop.schedule import OneAtATime, Step
+from sim.loop.schedule import Batches, OneAtATime, Schedule, Step
 from sim.loop.session import Decider, Session, SessionObserver
 
 
@@ -48,11 +48,14 @@ class Driver:
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule = OneAtATime(run.requests, run.shape.layers)
+        self._schedule: Schedule = OneAtATime(run.requests, run.shape.layers)
+        if run.users:
+            self._schedule = Batches(run.requests, run.shape.layers, run.users, self.session)
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""
-        self._step_ended_at: dict[int, int] = {}  # by seat: when the request's latest step ended
+        self._step_ended_at: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
+        self._waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
         self.outside_ns = 0
         """Time that the latest run spent outside of the device: bookkeeping, and the policies' own work."""
 
@@ -64,7 +67,12 @@ class Driver:
             rows.append(row)
             on_step(row)
         self.outside_ns = perf_counter_ns() - began_ns - (device.inside_ns - inside_ns)
-        return RunLog.of_rows(rows, self._run.gpu.link.expert_bytes, self.session.pump.evictions)
+        return self.log(rows)
+
+    def log(self, rows: Sequence[StepRow]) -> RunLog:
+        """Return the log of these rows, with who was evicted since this was last asked."""
+        link = self._run.gpu.link
+        return RunLog.of_rows(rows, link.expert_bytes, *self.session.evicted(), sized=bool(link.layer_bytes))
 
     def resume(self, done: Sequence[StepRow], device: Device) -> None:
         """Continue on `device` behind requests that were played there before: `done`, their rows, as measured.
@@ -86,50 +94,56 @@ class Driver:
         What happens to a row between two steps takes none of their time.
         """
         session, decider, cold = self.session, self.session.decider, self._run.cold
+        before = session.totals()
         for step in self._schedule.steps(first):
             if last is not None and step.places[0].ordinal >= last:
                 return
             for place in step.begins:
                 decider.begin_request(place.ordinal, place.seat)
-            before, began = session.totals(), session.begin_step()
+            began = session.begin_step()
+            for place in step.begins:
+                self._step_ended_at[place.seat] = began
             self._play(step)
             ended = session.clock
             for place in step.ends:
                 decider.end_request(place.seat)
-            self.nobody_active = len(step.ends) == len(step.places)
+            self.nobody_active = step.idle
             if self.nobody_active:
                 # What `--cold` discards counts for the step that has just ended, but takes none of its time.
                 session.end_request(cold and step.more)
-            spent = [now - then for now, then in zip(session.totals(), before, strict=True)]
-            yield StepRow([step.phase, step.tokens, ended - began, *spent], self._shares(step, began, ended))
+            totals = session.totals()
+            spent = [now - then for now, then in zip(totals, before, strict=True)]
+            before = totals
+            yield StepRow([step.phase, step.tokens, ended - began, *spent], self._shares(step, ended), ended)
 
     def _play(self, step: Step) -> None:
         """One forward pass: L layers, then the head."""
         session, observer = self.session, self._observer
-        device, tokens, context = session.device, step.tokens, step.context
+        device, tokens, context, requests = session.device, step.tokens, step.context, len(step.places)
         if observer:
             observer.step_begins(step, session.clock)
         for layer in range(self.layers):
             session.submitting(Kind.ROUTER)
-            device.dense(layer, tokens, context)
+            device.dense(layer, tokens, context, requests)
             session.until(Kind.ROUTER)
             session.route(step, layer)
             session.finish_event()
             session.submitting(Kind.COMBINE)
             device.combine(tokens)
         session.submitting(Kind.HEAD)
-        device.head(tokens)
+        device.head(tokens, requests)
         session.until(Kind.HEAD)
         if observer:
             observer.step_ended(step, session.clock)
 
-    def _shares(self, step: Step, began: int, ended: int) -> list[Share]:
-        """What the step was for each of its requests; a request's first step lasts from its beginning."""
-        begun = {place.seat for place in step.begins}
+    def _shares(self, step: Step, ended: int) -> list[Share]:
+        """What the step was for each of its requests; a request's first step lasts from its admission."""
+        for place, waited in zip(step.begins, step.waited_ns, strict=False):
+            self._waited[place.seat] = waited
         found = []
         for place in step.places:
-            since = began if place.seat in begun else self._step_ended_at[place.seat]
-            found.append(Share(place.request, place.tokens, ended - since))
+            since = self._step_ended_at[place.seat]
+            found.append(Share(place.request, place.tokens, ended - since, self._waited.pop(place.seat, 0)))
             self._step_ended_at[place.seat] = ended
         return found
 

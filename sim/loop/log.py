@@ -5,7 +5,7 @@ over parts of whole steps as it goes, so that the memory of a run does not grow 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,21 +15,25 @@ from sim.loop.run import Run
 
 Int = NDArray[np.int64]
 
-STALLS = ("predictor", "demand", "late", "behind_prefetch", "slot")
+STALLS = ("predictor", "demand", "late", "behind_prefetch", "disk", "host", "slot")
 """Causes of a stall, in the order in which the contract attributes a nanosecond to them.
 
-The last one never occurs with one link: what has arrived is computed, and can then be evicted.
+The last one never occurs without a disk: what has arrived is computed, and can then be evicted.
 """
-PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH = range(4)
+PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH, DISK, HOST, SLOT = range(7)
 
-COUNTERS = ("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted")
-"""What the residency counts, in the order of its `counters()`."""
+COUNTERS = (
+    *("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
+    *("on_host", "demand_room", "prefetch_room", "wasted_room"),
+)
+"""What the residency counts, in the order of its `counters()`; room is in slots, or in bytes (rule 19)."""
 
 COLUMNS = (
     *("phase", "tokens", "step_ns"),
     *(f"stall_{cause}_ns" for cause in STALLS),
     *COUNTERS,
-    *("link_busy_ns", "compute_busy_ns"),
+    *("reads_demand", "reads_prefetch"),
+    *("link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
 """Of the row of one step, as engines make it: the fields of `RunLog`, in order."""
 
@@ -40,6 +44,7 @@ class Share(NamedTuple):
     request: int  # index in the trace
     tokens: int
     latency_ns: int
+    waited_ns: int = 0
 
 
 class StepRow(NamedTuple):
@@ -47,6 +52,7 @@ class StepRow(NamedTuple):
 
     numbers: list[int]
     shares: list[Share]
+    ended_ns: int = 0  # the clock at its end
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class RequestLog:
     request: Int  # [R] index of the request in the trace
     tokens: Int  # [R] tokens of the request in that step
     latency_ns: Int  # [R] end of the step less end of the request's step before it (rule 18)
+    waited_ns: Int  # [R] admission less arrival, in the request's first row; 0 in the others
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class RunLog:
     phase: NDArray[np.uint8]  # [S] traces.PREFILL or traces.DECODE
     tokens: Int  # [S] tokens of the step
     step_ns: Int  # [S] duration
-    stall_ns: Int  # [S, 5] by cause, see STALLS
+    stall_ns: Int  # [S, 7] by cause, see STALLS
     hits: Int  # [S] lookups of a READY expert
     late: Int  # [S] lookups of an expert whose prefetch was under way
     misses: Int  # [S] lookups of an absent expert, or of one only queued
@@ -78,27 +85,64 @@ class RunLog:
     prefetch_transfers: Int  # [S] transfers started for a prefetch, those that became late included
     prefetch_used: Int  # [S] prefetched experts looked up for the first time since
     prefetch_wasted: Int  # [S] prefetched experts that left the cache without a lookup
+    on_host: Int  # [S] of the misses, those computed on the host
+    demand_room: Int  # [S] of demand transfers: slots, or bytes where experts differ in size; so are the next two
+    prefetch_room: Int  # [S] of prefetch transfers
+    wasted_room: Int  # [S] of wasted prefetches
+    reads_demand: Int  # [S] disk reads started for a miss
+    reads_prefetch: Int  # [S] disk reads started for a prefetch
     link_busy_ns: Int  # [S] the host link moved bytes
     compute_busy_ns: Int  # [S] the compute stream computed
-    expert_bytes: int
+    host_busy_ns: Int  # [S] the host computed experts
+    disk_busy_ns: Int  # [S] the disk read
+    expert_bytes: int  # of one, of the largest where they differ
     evictions: Int  # expert ids in the order of their eviction, over the whole run
+    host_evictions: Int  # the same of host memory
     by_request: RequestLog
+    room_bytes: int  # bytes of a unit of room: of an expert, or 1
+    ended_ns: int  # the clock at the last head's end
 
     @classmethod
-    def of_table(cls, table: Int, by_request: RequestLog, expert_bytes: int, evictions: Int) -> "RunLog":
-        """Return the log of steps whose rows are `table`: int64[S, len(COLUMNS)]."""
+    def of_table(
+        cls,
+        table: Int,
+        by_request: RequestLog,
+        expert_bytes: int,
+        evictions: Sequence[int] | Int,
+        host_evictions: Sequence[int] | Int = (),
+        sized: bool = False,
+        ended_ns: int = 0,
+    ) -> "RunLog":
+        """Return the log of steps whose rows are `table`, int64[S, len(COLUMNS)]; sized: room is in bytes."""
         column: dict[str, Any] = dict(zip(COLUMNS, table.T, strict=True))
         stalls = np.stack([column.pop(f"stall_{cause}_ns") for cause in STALLS], axis=1)
         column["phase"] = column["phase"].astype(np.uint8)
-        return cls(**column, stall_ns=stalls, expert_bytes=expert_bytes, evictions=evictions, by_request=by_request)
+        return cls(
+            **column,
+            stall_ns=stalls,
+            expert_bytes=expert_bytes,
+            evictions=np.array(evictions, np.int64),
+            host_evictions=np.array(host_evictions, np.int64),
+            by_request=by_request,
+            room_bytes=1 if sized else expert_bytes,
+            ended_ns=ended_ns,
+        )
 
     @classmethod
-    def of_rows(cls, rows: Sequence[StepRow], expert_bytes: int, evictions: Sequence[int]) -> "RunLog":
+    def of_rows(
+        cls,
+        rows: Sequence[StepRow],
+        expert_bytes: int,
+        evictions: Sequence[int],
+        host_evictions: Sequence[int] = (),
+        sized: bool = False,
+    ) -> "RunLog":
         """Return the log of these steps."""
         table = np.array([row.numbers for row in rows], np.int64).reshape(-1, len(COLUMNS))
         shares = [(step, *share) for step, row in enumerate(rows) for share in row.shares]
-        by_request = RequestLog(*np.array(shares, np.int64).reshape(-1, 4).T)
-        return cls.of_table(table, by_request, expert_bytes, np.array(evictions, np.int64))
+        by_request = RequestLog(*np.array(shares, np.int64).reshape(-1, len(fields(RequestLog))).T)
+        ended_ns = rows[-1].ended_ns if rows else 0
+        return cls.of_table(table, by_request, expert_bytes, evictions, host_evictions, sized, ended_ns)
 
     @property
     def request(self) -> Int:
@@ -111,7 +155,8 @@ class RunLog:
 Ended = Callable[[RunLog], None]
 """Takes the log of steps that have ended, in order; evictions after the last step of a part belong to the next."""
 
-_STEP_COLUMNS = tuple(field.name for field in fields(RunLog) if field.name not in ("expert_bytes", "by_request"))
+_ALONE = ("expert_bytes", "room_bytes", "ended_ns", "by_request")
+_STEP_COLUMNS = tuple(field.name for field in fields(RunLog) if field.name not in _ALONE)
 
 
 def joined(parts: Sequence[RunLog]) -> RunLog:
@@ -124,7 +169,7 @@ def joined(parts: Sequence[RunLog]) -> RunLog:
     }
     rows = [len(part.by_request.step) for part in parts]
     shares["step"] = shares["step"] + np.repeat(starts[:-1], rows)
-    return RunLog(**columns, expert_bytes=parts[0].expert_bytes, by_request=RequestLog(**shares))
+    return replace(parts[-1], **columns, by_request=RequestLog(**shares))
 
 
 def whole(play: Callable[[Run, Ended], None], run: Run) -> RunLog:

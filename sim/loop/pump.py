@@ -7,12 +7,14 @@ never waits for the host, and no choice is made earlier than that. A device whos
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 from policies.core.residency import BLOCKED
 from sim.loop.device import Device
+from sim.loop.host import Host
+from sim.profiles.timing import Link
 
 PIECES_IN_FLIGHT = 2
 
@@ -24,7 +26,8 @@ class Transfer:
     expert: int
     slot: int
     demand: bool  # started as one
-    sent: int = 0  # bytes submitted
+    size: int  # bytes
+    sent: int = 0  # of these, submitted
 
 
 class Transfers(Protocol):
@@ -50,6 +53,10 @@ class Transfers(Protocol):
         """Return the slot of an expert."""
         ...
 
+    def victims(self) -> list[int]:
+        """Return who left for the transfer that has just begun, where experts differ in size."""
+        ...
+
 
 class PumpObserver:
     """Hears what the link is given; every method does nothing by default."""
@@ -68,16 +75,19 @@ class Pump:
         self,
         residency: Transfers,
         device: Device,
-        expert_bytes: int,
-        chunk_bytes: int | None,
+        link: Link,
+        experts: int,
         observer: PumpObserver | None = None,
+        host: Host | None = None,
     ) -> None:
+        """experts: of a layer; host: what it has to hear of transfers, if it does anything in this run."""
         self._observer = observer
         self._residency = residency
         self._device = device
+        self._host = host
+        self._link = link
+        self._experts = experts
         self._tail_bytes = device.tail_bytes
-        self._expert_bytes = expert_bytes
-        self._chunk_bytes = min(chunk_bytes or expert_bytes, expert_bytes)
         self.in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
         self._flying_bytes = 0
         self._busy_ns = self._busy_since = 0
@@ -99,7 +109,22 @@ class Pump:
 
     def landing(self) -> Iterator[int]:
         """Experts whose last piece is flying, in the order of their arrival."""
-        return (transfer.expert for transfer, _, upto in self.in_flight if upto == self._expert_bytes)
+        return (transfer.expert for transfer, _, upto in self.in_flight if upto == transfer.size)
+
+    def link_ready(self, awaited: Container[int]) -> int:
+        """Return in how many ns the link is free of what nothing interrupts (rule 13).
+
+        That is the transfer on it, if it is a demand or of the experts that are `awaited`, else its chunk.
+        """
+        if not self.in_flight:
+            return 0
+        transfer, first, upto = self.in_flight[0]
+        until = transfer.size if transfer.demand or transfer.expert in awaited else upto
+        return self._busy_since + self._link.used_ns(until) - self._link.used_ns(first) - self._device.now()
+
+    def demand_waits(self) -> bool:
+        """Return whether a demand is queued that the link could take."""
+        return self.demands > 0 and (self._host is None or self._host.can_send())
 
     def act(self) -> list[int]:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer.
@@ -118,7 +143,7 @@ class Pump:
                 self._busy_since = self._device.now()
             in_flight.append((transfer, first, upto))
             self._flying_bytes += upto - first
-            if upto == self._expert_bytes:
+            if upto == transfer.size:
                 landing.append(transfer.expert)
         return landing
 
@@ -130,11 +155,13 @@ class Pump:
         self._flying_bytes -= upto - first
         if not self.in_flight:
             self._busy_ns += self._device.now() - self._busy_since
-        if upto < self._expert_bytes:
+        if upto < transfer.size:
             return None
         if transfer is self._active:
             self._active = None
         self._residency.arrived()
+        if self._host:
+            self._host.arrived(transfer.expert)
         return transfer.expert
 
     def busy_ns(self) -> int:
@@ -161,22 +188,24 @@ class Pump:
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
-        if transfer.demand or self._chunk_bytes == self._expert_bytes:
-            chunk_end = self._expert_bytes
+        chunk, size = self._link.chunk_bytes, transfer.size
+        if transfer.demand or chunk is None:
+            chunk_end = size
         else:
-            chunk_end = min((transfer.sent // self._chunk_bytes + 1) * self._chunk_bytes, self._expert_bytes)
+            chunk_end = min((transfer.sent // chunk + 1) * chunk, size)
         has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
         return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)
 
     def _sending(self) -> Transfer | None:
         """The transfer that the next piece is of."""
         transfer = self._active
-        if transfer and transfer.sent == self._expert_bytes:
+        if transfer and transfer.sent == transfer.size:
             self._residency.land()
             self._active = transfer = None
         if transfer is None:
             return self._next()
-        if not transfer.demand and transfer.sent % self._chunk_bytes == 0:
+        chunk = self._link.chunk_bytes
+        if chunk is not None and not transfer.demand and transfer.sent % chunk == 0:
             expert, victim = self._residency.interrupt()
             if expert >= 0:
                 self._paused = transfer
@@ -190,7 +219,7 @@ class Pump:
         expert, victim, prefetch = self._residency.next_transfer()
         self.blocked = expert == BLOCKED
         if expert < 0:
-            if not self.blocked:
+            if not self.blocked and self._host is None:  # else what is queued may wait for the disk
                 self.demands, self.proposed = 0, False
             return None
         if self._paused and self._paused.expert == expert:
@@ -199,8 +228,14 @@ class Pump:
         return self._begin(expert, victim, prefetch)
 
     def _begin(self, expert: int, victim: int, prefetch: bool) -> Transfer:
-        if victim >= 0:
+        link, size = self._link, self._link.expert_bytes
+        if link.layer_bytes:
+            size = link.layer_bytes[expert // self._experts]
+            self.evictions += self._residency.victims()
+        elif victim >= 0:
             self.evictions.append(victim)
+        if self._host:
+            self._host.started(expert)
         self.demands -= not prefetch
-        self._active = Transfer(expert, self._residency.slot(expert), not prefetch)
+        self._active = Transfer(expert, self._residency.slot(expert), not prefetch, size)
         return self._active

@@ -1,7 +1,7 @@
 """What an engine runs: requests of a model through tiers of memory, on a simulated machine's times.
 
-A tier is a memory that caches experts: slots, the policy that manages them, and the link to the tier below. There is
-one so far, GPU memory over host memory. A disk below the host (rule 17) will be a second entry of `tiers`.
+A tier is a memory that caches experts: room for them, the policy that manages it, and the link to the tier below. GPU
+memory comes first. Below it is host memory: unlimited, or with a disk below it, a second tier whose policy is rule 17's.
 """
 
 from dataclasses import dataclass, replace
@@ -9,20 +9,40 @@ from dataclasses import dataclass, replace
 from policies.core.policy import Requests, Shape
 from policies.core.spec import Policy, PolicySpec, parse
 from sim.profiles.timing import Link, Timing
+from traces.errors import InputError
 
 
 @dataclass(frozen=True)
 class Tier:
     """A memory of `slots` experts under `policy`, filled over `link`.
 
+    slots: bytes, where experts differ in size (rule 19: `link.layer_bytes`). policy: None of host memory (rule 17).
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes
     (`sim.profiles.timing.experts_per_layer`). A policy with a prefetch budget needs it.
     """
 
     slots: int
-    policy: PolicySpec
+    policy: PolicySpec | None
     link: Link
     experts_per_layer: float | None = None
+
+
+@dataclass(frozen=True)
+class Users:
+    """Several requests at a time (rule 18).
+
+    arrival_ns: when each request of the run arrives; None: when it is admitted, as of `max_batch` users who each ask
+    again at once. InputError for a batch of nobody, or a time before 0.
+    """
+
+    max_batch: int
+    arrival_ns: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_batch < 1:
+            raise InputError(f"a batch of {self.max_batch} requests: at least one has to run")
+        if self.arrival_ns and min(self.arrival_ns) < 0:
+            raise InputError("a request arrives before the clock starts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +51,7 @@ class Run:
 
     An oracle policy reads `requests` before the run, no other does. `timing` and the links' times are those of a
     simulated machine: a real device takes its own, and reads of a link only how many bytes it moves.
-    cold: empty the cache after each request but the last (rule 10).
+    cold: empty the cache after each request but the last (rule 10). users: None: one request after another.
     """
 
     requests: Requests
@@ -39,28 +59,40 @@ class Run:
     tiers: tuple[Tier, ...]
     timing: Timing
     cold: bool = False
+    users: Users | None = None
 
     def __post_init__(self) -> None:
-        if len(self.tiers) != 1:
-            raise ValueError(f"a run needs one tier so far, GPU memory over host memory, not {len(self.tiers)}")
+        if len(self.tiers) not in (1, 2):
+            raise ValueError(f"a run has one tier or two, GPU memory over host memory, not {len(self.tiers)}")
 
     @property
     def gpu(self) -> Tier:
         """The tier in which experts compute."""
         return self.tiers[0]
 
+    @property
+    def host(self) -> Tier | None:
+        """Host memory over a disk; None: it holds all experts."""
+        return self.tiers[1] if len(self.tiers) > 1 else None
+
+    @property
+    def policy(self) -> PolicySpec:
+        """The policy of GPU memory, and where it has misses computed."""
+        assert self.gpu.policy
+        return self.gpu.policy
+
     def on(self, timing: Timing, link: Link, experts_per_layer: float | None) -> "Run":
         """Return the same run on a machine with other times."""
         gpu = replace(self.gpu, link=link, experts_per_layer=experts_per_layer)
-        return replace(self, tiers=(gpu,), timing=timing)
+        return replace(self, tiers=(gpu, *self.tiers[1:]), timing=timing)
 
     def under(self, policy: Policy) -> "Run":
         """Return the same run under another policy."""
-        return replace(self, tiers=(replace(self.gpu, policy=parse(policy)),))
+        return replace(self, tiers=(replace(self.gpu, policy=parse(policy)), *self.tiers[1:]))
 
     def with_slots(self, slots: int) -> "Run":
         """Return the same run with another cache size."""
-        return replace(self, tiers=(replace(self.gpu, slots=slots),))
+        return replace(self, tiers=(replace(self.gpu, slots=slots), *self.tiers[1:]))
 
 
 def gpu_run(
@@ -72,6 +104,10 @@ def gpu_run(
     link: Link,
     cold: bool = False,
     experts_per_layer: float | None = None,
+    host: Tier | None = None,
+    users: Users | None = None,
 ) -> Run:
-    """Return a run with one tier, GPU memory over host memory, under a policy, its name or its class."""
-    return Run(requests, shape, (Tier(slots, parse(policy), link, experts_per_layer),), timing, cold)
+    """Return a run of GPU memory under a policy, its name or its class; `host`: host memory over a disk."""
+    tiers = (Tier(slots, parse(policy), link, experts_per_layer), *([host] if host else []))
+    shape = replace(shape, seats=users.max_batch if users else 1)
+    return Run(requests, shape, tiers, timing, cold, users)

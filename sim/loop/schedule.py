@@ -1,17 +1,22 @@
 """Which requests take part in which step. The loop plays the steps of a schedule and knows no requests beyond a step's.
 
-So far requests run one after another. Batches of several users (rule 18) will be a second schedule: it decides at each
-step boundary, from the time, whom it admits.
+`OneAtATime` plays the requests of a trace one after another. `Batches` plays several users' at a time (rule 18): it
+decides at each step boundary, from the time, whom it admits.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from policies.core.events import RequestEvents, alone
+from policies.core.events import Merged, RequestEvents, alone
 from policies.core.policy import NO_INTS, Event, Int, Requests
+from sim.loop.run import Users
+from traces.errors import InputError
+from traces.steps import PREFILL, RequestSteps
 
 
 class Place(NamedTuple):
@@ -21,6 +26,18 @@ class Place(NamedTuple):
     seat: int  # its place in the batch
     request: int  # index in the trace
     tokens: int
+
+
+class Clock(Protocol):
+    """What `Batches` asks of a session."""
+
+    def begin_step(self) -> int:
+        """Return the time."""
+        ...
+
+    def wait_until(self, ns: int) -> None:
+        """Let time pass up to `ns`."""
+        ...
 
 
 class Routing(Protocol):
@@ -70,27 +87,21 @@ class LiveStep:
 class Step:
     """One forward pass of one or more requests.
 
-    begins: places of the requests whose first step this is; ends: of those whose last one it is. `more`: whether any
-    request runs, waits or is still to arrive when it has ended.
+    begins: places of the requests that were admitted for it, or with it; ends: of those whose last step it is. `more`:
+    whether any request runs, waits or is still to arrive when it has ended; `idle`: whether none runs then.
     """
 
     phase: int
     tokens: int
-    context: int
+    context: int  # tokens in the KV caches of all its requests
     places: tuple[Place, ...]
     begins: tuple[Place, ...]
     ends: tuple[Place, ...]
     more: bool
-    events: RequestEvents
-    number: int  # of the step in its request
-
-    def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
-        """Return what the router of `layer` chose (`Routing`)."""
-        return self.events.chosen(self.number, layer)
-
-    def event(self, layer: int) -> Event:
-        """Return the same as policies hear it."""
-        return self.events.event(self.number, layer)
+    idle: bool
+    chosen: Callable[[int], tuple[Int, dict[int, int]]]  # see `Routing`
+    event: Callable[[int], Event]
+    waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
 
 
 class Schedule(Protocol):
@@ -125,4 +136,134 @@ def _steps_of(ordinal: int, events: RequestEvents, more: bool) -> Iterator[Step]
     for number, (phase, tokens, context) in enumerate(each):
         places = (Place(ordinal, 0, request.request, tokens),)
         begins, ends = places if number == 0 else (), places if number == last else ()
-        yield Step(phase, tokens, context, places, begins, ends, more or number < last, events, number)
+        routing = partial(events.chosen, number), partial(events.event, number)
+        yield Step(phase, tokens, context, places, begins, ends, more or number < last, number == last, *routing)
+
+
+@dataclass(slots=True)
+class Active:
+    """A request that runs, and its step that comes next."""
+
+    ordinal: int
+    seat: int
+    request: RequestSteps
+    step: int = 0
+
+    @property
+    def place(self) -> Place:
+        """In the step that comes next."""
+        return Place(self.ordinal, self.seat, self.request.request, int(self.request.tokens[self.step]))
+
+    @property
+    def prefills(self) -> bool:
+        """Whether that step is its prefill, which it runs alone."""
+        return bool(self.request.phase[self.step] == PREFILL)
+
+    @property
+    def ends(self) -> bool:
+        """Whether that step is its last."""
+        return self.step == len(self.request.phase) - 1
+
+
+class Admission:
+    """Rule 18: who waits, who is admitted when a step has ended, and who leaves. Both engines ask it.
+
+    InputError where arrivals are not one for each request.
+    """
+
+    def __init__(self, requests: Requests, users: Users) -> None:
+        arrivals = users.arrival_ns
+        if arrivals is not None and len(arrivals) != len(requests):
+            raise InputError(f"{len(arrivals)} times of arrival for {len(requests)} requests")
+        self._requests, self._arrivals = requests, arrivals
+        order = sorted(range(len(requests)), key=arrivals.__getitem__) if arrivals else range(len(requests))
+        self._waiting = deque(order)
+        self._seats = users.max_batch
+        self.active: dict[int, Active] = {}
+        """By seat, ascending."""
+        self._skip_empty()
+
+    def _skip_empty(self) -> None:
+        while self._waiting and not len(self._requests[self._waiting[0]].phase):
+            self._waiting.popleft()
+
+    @property
+    def more(self) -> bool:
+        """Whether any request runs, waits or is still to arrive."""
+        return bool(self.active or self._waiting)
+
+    @property
+    def next_arrival(self) -> int | None:
+        """When the first of those that wait can be admitted, if there is a seat; None: nobody can be."""
+        if not self._waiting or len(self.active) == self._seats:
+            return None
+        return self._arrivals[self._waiting[0]] if self._arrivals else 0
+
+    def admit(self, now: int) -> tuple[list[Active], list[int]]:
+        """Admit whom rule 18 admits at a step boundary. Return them in their order, and how long each waited."""
+        admitted: list[Active] = []
+        waited: list[int] = []
+        while (arrival := self.next_arrival) is not None and arrival <= now:
+            ordinal = self._waiting.popleft()
+            self._skip_empty()
+            seat = next(seat for seat in range(self._seats) if seat not in self.active)
+            admitted.append(Active(ordinal, seat, self._requests[ordinal]))
+            waited.append(now - arrival if self._arrivals else 0)
+            self.active[seat] = admitted[-1]
+            if admitted[-1].prefills:
+                break
+        self.active = dict(sorted(self.active.items()))
+        return admitted, waited
+
+    def taking_part(self, admitted: Sequence[Active]) -> list[Active]:
+        """Return who takes part in the step that comes next: a prefill alone, or everybody."""
+        prefills = [each for each in admitted if each.prefills]
+        return prefills or list(self.active.values())
+
+    def ended(self, parts: Sequence[Active], steps: int = 1) -> list[Active]:
+        """So many steps of these have ended. Return who left."""
+        left = []
+        for each in parts:
+            each.step += steps
+            if each.step == len(each.request.phase):
+                left.append(self.active.pop(each.seat))
+        return left
+
+
+class Batches:
+    """The requests of a trace by users who run at a time (rule 18)."""
+
+    def __init__(self, requests: Requests, layers: int, users: Users, clock: Clock) -> None:
+        self._admission = Admission(requests, users)
+        self._layers = layers
+        self._clock = clock
+
+    def steps(self, first: int = 0) -> Iterator[Step]:
+        """Yield each admitted request's prefill alone, and one decoded token of all that run."""
+        assert first == 0, "a run of several users is not resumed"
+        admission, layers, before = self._admission, self._layers, 0
+        events: dict[int, RequestEvents] = {}
+        while admission.more:
+            admitted, waited = admission.admit(self._clock.begin_step())
+            if not admission.active:
+                arrival = admission.next_arrival
+                assert arrival is not None
+                self._clock.wait_until(arrival)
+                continue
+            for each in admitted:
+                events[each.seat] = RequestEvents(each.request, layers)
+            parts = admission.taking_part(admitted)
+            places = tuple(each.place for each in parts)
+            begins = tuple(each.place for each in admitted)
+            ends = tuple(each.place for each in parts if each.ends)
+            merged = Merged([(each.seat, each.step, events[each.seat]) for each in parts], before)
+            context = sum(int(each.request.context[each.step]) for each in parts)
+            phase = int(parts[0].request.phase[parts[0].step])
+            admission.ended(parts)
+            idle = not admission.active
+            before += layers
+            tokens = sum(place.tokens for place in places)
+            routing = merged.chosen, merged.event
+            yield Step(
+                phase, tokens, context, places, begins, ends, admission.more, idle, *routing, waited_ns=tuple(waited)
+            )

@@ -1,4 +1,4 @@
-"""A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11 and 14.
+"""A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11, 13 and 14.
 
 Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a
 live model (`sim.loop.schedule.LiveStep`), which computes its dense parts itself. The session answers with work for the
@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from policies.core.policy import Event, Float, Int
-from policies.core.residency import ObservedResidency, Residency, ResidencyObserver
+from policies.core.residency import ObservedResidency, PolicyResidency, Residency, ResidencyObserver
 from policies.core.runner import PolicyRunner
+from sim.loop import host
 from sim.loop.device import Completion, Device, Kind, Work
-from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS
+from sim.loop.host import Host
+from sim.loop.log import BEHIND_PREFETCH, DEMAND, DISK, HOST, LATE, PREDICTOR, SLOT, STALLS
 from sim.loop.pump import Pump, PumpObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Routing
@@ -23,6 +25,8 @@ from sim.loop.schedule import Routing
 NO_EXPERT = -1  # in the compute stream's queue: other work
 
 COPY, EXPERT, PREDICTOR_ENDED = Kind.COPY, Kind.EXPERT, Kind.PREDICTOR
+
+NO_CAUSE = -1
 
 COMPUTING, PREDICTING, WAITING = range(3)
 """What the compute stream does. WAITING: for an expert, or for the host, which has submitted nothing."""
@@ -36,8 +40,8 @@ class Decider(Protocol):
         """Whether it neither hears of events nor proposes anything, so that nobody needs to ask."""
         ...
 
-    def residency(self, slots: int) -> Residency:
-        """Return the residency of a cache of `slots` experts."""
+    def residency(self, room: int, sizes: Int | None = None) -> Residency:
+        """Return the residency of a cache of so many slots, or bytes where experts differ in size."""
         ...
 
     def begin_request(self, ordinal: int, seat: int = 0) -> None:
@@ -59,7 +63,7 @@ class Decider(Protocol):
 
 def decider_of(run: Run) -> PolicyRunner:
     """Return the policies of a run, fresh."""
-    return PolicyRunner(run.gpu.policy, run.shape, run.requests, experts_per_layer=run.gpu.experts_per_layer)
+    return PolicyRunner(run.policy, run.shape, run.requests, experts_per_layer=run.gpu.experts_per_layer)
 
 
 class SessionObserver(ResidencyObserver, PumpObserver):
@@ -93,15 +97,19 @@ class Session:
         """`decider`: who decides, if not the run's policies."""
         self.device = device
         self.decider: Decider = decider or decider_of(run)
-        residency = self.decider.residency(run.gpu.slots)
+        link, experts = run.gpu.link, run.shape.experts
+        residency = self.decider.residency(run.gpu.slots, link.sizes(experts))
         self.residency: Residency = ObservedResidency(residency, observer) if observer else residency
         self._silent, self._predicts = self.decider.silent, device.predictor_takes_time
         self._slot, self._computed = self.residency.slot, self.residency.computed  # bound once
         self._observer = observer
         if observer:
             observer.run_begins(residency, lambda: self.device.now())
-        link = run.gpu.link
-        self.pump = Pump(self.residency, device, link.expert_bytes, link.chunk_bytes, observer)
+        self._host: Host | None = None
+        if host.needed(run):
+            assert isinstance(residency, PolicyResidency), "only policies decide what the host does"
+            self._host = Host(run, residency, device)
+        self.pump = Pump(self.residency, device, link, experts, observer, self._host)
         self._tokens: dict[int, int] = {}  # of each expert of the current event that was not submitted yet
         self._proposal: tuple[Int, Float] | None = None
         self._computing: deque[int] = deque()  # submitted to the compute stream: experts and NO_EXPERT
@@ -116,16 +124,21 @@ class Session:
     def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""
         chosen, tokens = step.chosen(layer)
+        pump, host = self.pump, self._host
+        if host:
+            host.place(layer, chosen, tokens, pump.link_ready(tokens))
         hits, demands = self.residency.route(chosen)
-        self._tokens, pump = tokens, self.pump
+        self._tokens = tokens
         pump.demands = demands
+        if host:
+            host.begin_event(chosen)
         if self._observer:
             late = [e for e in tokens if e not in hits and self._slot(e) >= 0]
             self._observer.event_routed(tokens.copy(), hits, late)
         if not self._silent:
             self._ask(step.event(layer))
         elif self._predicts:
-            self._send()
+            self._start_all()
         if self.device.predict():
             self.submitting(PREDICTOR_ENDED)
             self._turn(PREDICTING)
@@ -139,16 +152,23 @@ class Session:
             self._compute_landing(pump.landing())
         if pump.demands or pump.proposed:
             self._pump()
+        if host:
+            host.act()
 
     def finish_event(self) -> None:
-        """Handle completions until every expert of the event has been submitted behind its last piece."""
-        while self._tokens:
+        """Handle completions until each expert of the event is submitted behind its last piece, or computed on the host."""
+        while self._tokens or (self._host and self._host.tokens):
             self.handle(self.device.next_completion())
 
     def finish_compute(self) -> None:
         """Handle completions until the compute stream has ended all that it was given."""
         while self._tokens or self._computing:
             self.handle(self.device.next_completion())
+
+    def wait_until(self, ns: int) -> None:
+        """Handle completions until the clock shows `ns`."""
+        self.device.wake_at(ns)
+        self.until(Kind.WAKE)
 
     def until(self, kind: Kind) -> None:
         """Handle completions up to the first of `kind`."""
@@ -178,6 +198,9 @@ class Session:
         if kind is COPY:
             self._piece_ended()
             return
+        if kind >= Kind.READ:
+            self._host_ended(completion)
+            return
         if self._observer:
             self._observer.ended(completion)
         computing, landing = self._computing, self._landing
@@ -190,10 +213,25 @@ class Session:
             self._computed(expert)
             if self.pump.blocked:
                 self._pump()
+            if self._host:
+                self._pump()
+                self._host.act()
         elif kind is PREDICTOR_ENDED:
             if self._proposal is not None:
                 self._proposal_arrives()
             self._pump()
+            if self._host:
+                self._host.act()
+
+    def _host_ended(self, completion: Completion) -> None:
+        """A read, the hop or an expert's compute on the host has ended, or the wait of an idle run."""
+        self._turn(self._doing)
+        if self._observer:
+            self._observer.ended(completion)
+        if self._host and completion.kind is not Kind.WAKE:
+            self._host.ended(*completion)
+            self._pump()
+            self._host.act()
 
     def end_request(self, cold: bool) -> None:
         """No request remains active (rule 10)."""
@@ -201,6 +239,8 @@ class Session:
             if self._observer:
                 self._observer.cutting()
             self.pump.cut()
+            if self._host:
+                self._host.cut()
         self.residency.end_request(cold)
 
     def move_to(self, device: Device) -> None:
@@ -225,9 +265,18 @@ class Session:
         return self._since
 
     def totals(self) -> list[int]:
-        """Return stalls by cause, the residency's counters, busy time of link and compute stream: all so far."""
+        """Return stalls by cause, the residency's counters, reads, and busy times of all streams: all so far."""
         self._turn(self._doing)
-        return [*self._stall_ns, *self.residency.counters(), self.pump.busy_ns(), self._compute_ns]
+        reads, busy = (self._host.reads(), self._host.busy_ns()) if self._host else ((0, 0), (0, 0))
+        return [*self._stall_ns, *self.residency.counters(), *reads, self.pump.busy_ns(), self._compute_ns, *busy]
+
+    def evicted(self) -> tuple[list[int], list[int]]:
+        """Return who left GPU memory and host memory since this was last asked, in order."""
+        gone = self.pump.evictions, self._host.evictions if self._host else []
+        self.pump.evictions = []
+        if self._host:
+            self._host.evictions = []
+        return gone
 
     # Asking the policies
 
@@ -237,7 +286,7 @@ class Session:
         self.decider.observe(event)
         if self._predicts:
             self._turn(WAITING)
-            self._send()
+            self._start_all()
             self._turn(PREDICTING)
         self._proposal = self.decider.propose(event)
         self._turn(WAITING)
@@ -270,6 +319,8 @@ class Session:
             if self._doing == WAITING and self._computing[0] == arrived:
                 self._turn(COMPUTING)
         self._pump()
+        if self._host:
+            self._host.act()
 
     def _pump(self) -> None:
         """Let the link act; what lands of the event is computed behind what was submitted before."""
@@ -283,6 +334,12 @@ class Session:
         if awaited:
             self._landing.update(awaited)
             self._compute(awaited)
+
+    def _start_all(self) -> None:
+        """Let all streams but compute start what they can, before the predictor runs (rule 14)."""
+        self._send()
+        if self._host:
+            self._host.act()
 
     def _send(self) -> list[int]:
         """Let the link act. Up to now it was idle, if it was, and nobody waited for it."""
@@ -305,15 +362,28 @@ class Session:
         if did == COMPUTING:
             self._compute_ns += now - began
             return
-        on_link = self.pump.on_link
-        if did == PREDICTING:
-            cause = PREDICTOR
-        elif on_link is None or not (self._computing or self._tokens):
+        cause = PREDICTOR if did == PREDICTING else self._cause()
+        if cause < 0:
             return
-        elif on_link.demand:
-            cause = DEMAND
-        else:
-            cause = LATE if self.residency.awaited(on_link.expert) else BEHIND_PREFETCH
         self._stall_ns[cause] += now - began
         if self._observer:
+            on_link = self.pump.on_link
             self._observer.stalled(cause, began, now, on_link.expert if on_link else NO_EXPERT)
+
+    def _cause(self) -> int:
+        """What the compute stream has been waiting for, of `STALLS`; below 0: for nothing of an event."""
+        host, on_link = self._host, self.pump.on_link
+        if not (self._computing or self._tokens or (host and host.tokens)):
+            return NO_CAUSE
+        if on_link is not None:
+            if on_link.demand:
+                return DEMAND
+            if self.residency.awaited(on_link.expert):
+                return LATE
+            if host is None or self.pump.demand_waits():
+                return BEHIND_PREFETCH
+        elif host is None:
+            return NO_CAUSE
+        if host.awaits_disk(self._tokens):
+            return DISK
+        return HOST if host.busy else SLOT

@@ -84,6 +84,8 @@ def _checked(key: str, value: object, kind: Any, zero: bool = False) -> object:
         return value
     if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
         return tuple(value)
+    if kind == tuple[int, ...] and isinstance(value, list):
+        return tuple(_checked(key, one, int) for one in value)
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) > MOST or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
             least = "at least" if zero else "above"

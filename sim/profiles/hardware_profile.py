@@ -42,8 +42,15 @@ class Hardware:
     host_memory_bandwidth_gb_per_s: float
     disk_bandwidth_gb_per_s: float
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
+    host_expert_share: float = 0.73  # of host memory's bandwidth, at which its cores read the experts that they compute
+    host_hop_us: float = field(default=30.0, metadata=profiles.MAY_BE_ZERO)  # activations there and back, once an event
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
+
+    @property
+    def host_expert_bandwidth_gb_per_s(self) -> float:
+        """At which the host reads the experts that it computes."""
+        return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
         """What was measured with that model here, if it was, with experts of that size."""

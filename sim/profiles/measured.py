@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from sim import profiles
-from sim.profiles.timing import Link
+from sim.profiles.timing import Link, Timing
 from traces.errors import InputError
 
 Curve = tuple[tuple[int, int], ...]
@@ -60,9 +60,9 @@ class MeasuredModel:
             if not 0 <= us <= profiles.MOST:
                 raise InputError(f"predictor_us of {policy} = {us}: must be at least 0 and finite")
 
-    def timing(self, predictor_ns: int = 0) -> "MeasuredTiming":
-        """Its durations under a policy whose own work takes so long an event."""
-        return MeasuredTiming(self, predictor_ns)
+    def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
+        """Its durations under a policy whose own work takes so long an event; `host`: of experts computed there."""
+        return MeasuredTiming(self, predictor_ns, host)
 
     def link(self, chunk_bytes: int | None = None) -> Link:
         """The link as it carries this model's experts: exact at a whole one."""
@@ -76,13 +76,24 @@ class MeasuredTiming:
 
     model: MeasuredModel
     predictor_ns: int = 0
+    host: Timing | None = None  # of experts that the host computes, which no calibration measures
 
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
-        """The layer's, and the host's answer to its router."""
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """The layer's, and the host's answer to its router; measured with one request, whose context this is."""
         first, other = self._dense
         return _on_surface(other if layer else first, tokens, context) + self.model.turnaround_ns
 
-    def expert_ns(self, tokens: int) -> int:
+    @property
+    def hop_ns(self) -> int:
+        """As computed from the machine's rates."""
+        return self.host.hop_ns if self.host else 0
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """As computed from the machine's rates."""
+        assert self.host
+        return self.host.host_ns(tokens, layer)
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """One expert among top-k; of a single token with its launch."""
         return max(0, _on_curve(self.model.expert, tokens) + (self.model.launch_ns if tokens == 1 else 0))
 
@@ -90,7 +101,7 @@ class MeasuredTiming:
         """Once an event."""
         return _on_curve(self.model.combine, tokens)
 
-    def head_ns(self, tokens: int) -> int:
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
         """By the tokens of the step."""
         return _on_curve(self.model.head, tokens)
 

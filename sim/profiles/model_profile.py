@@ -46,6 +46,7 @@ class ModelProfile:
     leading_dense_layers: int = _none()
     dense_layers_before_each: int = _none()  # each MoE layer
     trailing_dense_layers: int = _none()
+    layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer, where they differ (rule 19)
 
     @property
     def expert_parameters(self) -> int:
@@ -54,8 +55,14 @@ class ModelProfile:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one routed expert, as it crosses the link."""
+        """Of one routed expert, as it crosses the link; of the largest, where layers differ."""
+        if self.layer_expert_bytes:
+            return max(self.layer_expert_bytes)
         return round(self.expert_parameters * self.expert_bytes_per_parameter)
+
+    def bytes_of(self, layer: int) -> int:
+        """Of one routed expert of `layer`."""
+        return self.layer_expert_bytes[layer] if self.layer_expert_bytes else self.expert_bytes
 
     @property
     def decode_layers(self) -> int:

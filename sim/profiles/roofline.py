@@ -57,17 +57,28 @@ class Roofline:
         self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
         self._trailing = self._plain(model.trailing_dense_layers)
 
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Attention over `context`, shared experts and router, and the layers without experts before them."""
         if layer < self.model.encoder_moe_layers and context > tokens:
             return 0
         window = self.model.sliding_window if layer % 2 == 0 else 0
-        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, window))
+        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, window, requests))
 
-    def expert_ns(self, tokens: int) -> int:
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """The expert's weights are read once, from GPU memory."""
         flop = 2 * self.model.expert_parameters * tokens
-        return math.ceil(self._slower(self.model.expert_bytes, flop) + self._launched(EXPERT_KERNELS))
+        return math.ceil(self._slower(self.model.bytes_of(layer), flop) + self._launched(EXPERT_KERNELS))
+
+    @property
+    def hop_ns(self) -> int:
+        """As the profile states it."""
+        return math.ceil(self.hardware.host_hop_us * 1_000)
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """The expert's weights are read once, from host memory, at the rate of its cores' expert kernels."""
+        flop = 2 * self.model.expert_parameters * tokens
+        reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s
+        return math.ceil(max(reading, flop / (self.hardware.host_compute_tflop_per_s * 1_000)))
 
     def combine_ns(self, tokens: int) -> int:
         """Read k rows a token, write one."""
@@ -75,10 +86,10 @@ class Roofline:
         moved = tokens * (self.model.top_k + 1) * row
         return math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))
 
-    def head_ns(self, tokens: int) -> int:
-        """Trailing layers (their context taken as the step's tokens), then the vocabulary for one token."""
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """Trailing layers (their context taken as the step's tokens), then the vocabulary for a token of each request."""
         weights = self.model.vocabulary * self.model.hidden_size
-        vocabulary = self._slower(weights * self.model.dense_bytes_per_parameter, 2 * weights)
+        vocabulary = self._slower(weights * self.model.dense_bytes_per_parameter, 2 * weights * requests)
         trailing = self._stretch_ns(self._trailing, tokens, tokens, window=0)
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS))
 
@@ -99,11 +110,12 @@ class Roofline:
         each = self.model.attention_parameters + self.model.dense_layer_parameters
         return _Stretch(layers, layers * each, layers * (ATTENTION_KERNELS + DENSE_KERNELS))
 
-    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, window: int) -> float:
-        """Weights and KV cache are read once; a token attends to at most `window` tokens before it."""
+    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, window: int, requests: int = 1) -> float:
+        """Weights and KV caches are read once; a token attends to at most `window` tokens before it, of its request."""
         model = self.model
-        seen = min(context, window or context)
-        attended = min(context - (tokens - 1) / 2, window or context)  # by the mean token of the step
+        seen = min(context, window * requests or context)
+        mean = context / requests
+        attended = min(mean - (tokens / requests - 1) / 2, window or mean)  # by the mean token of the step
         read = stretch.parameters * model.dense_bytes_per_parameter + stretch.layers * model.kv_bytes * seen
         pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
         flop = 2 * stretch.parameters * tokens + stretch.layers * pair * tokens * attended

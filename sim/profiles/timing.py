@@ -5,13 +5,12 @@ the host link as latency plus bytes over bandwidth.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-from traces.steps import RequestSteps
 
 Int = NDArray[np.int64]
 
@@ -24,20 +23,32 @@ class Timing(Protocol):
         """The predictor's time on the compute stream, paid once an event."""
         ...
 
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
-        """Before the router of MoE layer `layer`; `context`: tokens in the KV cache when the step ends."""
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """Before the router of MoE layer `layer`.
+
+        context: tokens in the KV caches of all `requests` of the step when it ends.
+        """
         ...
 
-    def expert_ns(self, tokens: int) -> int:
-        """One expert on `tokens` tokens."""
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert of `layer` on `tokens` tokens, in GPU memory. Layers differ where their experts' sizes do."""
+        ...
+
+    @property
+    def hop_ns(self) -> int:
+        """The activations' way to the host and back, once an event (rule 13)."""
+        ...
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert of `layer` on `tokens` tokens, on the host."""
         ...
 
     def combine_ns(self, tokens: int) -> int:
         """The weighted sum of the experts' outputs, once an event."""
         ...
 
-    def head_ns(self, tokens: int) -> int:
-        """After the last MoE layer: whatever is left of the model, and its vocabulary matmul."""
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """After the last MoE layer: whatever is left of the model, and its vocabulary matmul for each request."""
         ...
 
 
@@ -45,42 +56,53 @@ class Durations(NamedTuple):
     """What the parts of one request take, in ns."""
 
     dense: Int  # [S, L] before each router
-    expert: Int  # [most + 1] one expert, by its tokens
+    expert: Int  # [L, most + 1] one expert on the GPU, by its tokens
+    host: Int  # [L, most + 1] on the host; [0, 0] where it computes none
     combine: Int  # [S] of each event of the step
     head: Int  # [S]
 
 
 class DurationTables:
-    """`Durations` of request after request. Each value is the timing's own, asked for once and remembered."""
+    """`Durations` of stretch after stretch of steps. Each value is the timing's own, asked for once and remembered.
 
-    def __init__(self, timing: Timing, layers: int) -> None:
+    host: whether experts are computed on the host as well.
+    """
+
+    def __init__(self, timing: Timing, layers: int, host: bool = False) -> None:
         self._timing = timing
         self._layers = layers
-        self._places: dict[tuple[int, int], int] = {}  # of (tokens, context) in the tables
+        self._places: dict[tuple[int, int, int], int] = {}  # of (tokens, context, requests) in the tables
         self._steps: list[list[int]] = []  # of each: every layer's dense part, combine, head
         self._table: Int = np.empty((0, layers + 2), np.int64)
-        self._expert = [0]
+        self._expert = np.zeros((layers, 1), np.int64)
+        self._host = np.zeros((layers if host else 0, 1 if host else 0), np.int64)
 
-    def of(self, request: RequestSteps) -> Durations:
-        """Of a request of S steps."""
-        steps = list(zip(request.tokens.tolist(), request.context.tolist(), strict=True))
-        for tokens, context in steps:
-            if (tokens, context) not in self._places:
-                self._places[tokens, context] = len(self._steps)
-                self._steps.append(self._of_step(tokens, context))
+    def of(self, tokens: Int, context: Int, most: int, requests: int = 1) -> Durations:
+        """Of S steps of so many requests each; tokens, context: [S]; most: tokens of an expert at most."""
+        steps = [(*step, requests) for step in zip(tokens.tolist(), context.tolist(), strict=True)]
+        for step in steps:
+            if step not in self._places:
+                self._places[step] = len(self._steps)
+                self._steps.append(self._of_step(*step))
         if len(self._table) < len(self._steps):
             new = np.array(self._steps[len(self._table) :], np.int64)
             self._table = np.concatenate([self._table, new])
-        most = int(request.counts.max(initial=1))
-        self._expert += [self._timing.expert_ns(tokens) for tokens in range(len(self._expert), most + 1)]
+        self._expert = self._extended(self._expert, self._timing.expert_ns, most)
+        if self._host.size:
+            self._host = self._extended(self._host, self._timing.host_ns, most)
         found = self._table[[self._places[step] for step in steps]]
         dense, combine, head = (np.ascontiguousarray(part) for part in (found[:, :-2], found[:, -2], found[:, -1]))
-        return Durations(dense, np.array(self._expert, np.int64), combine, head)
+        return Durations(dense, self._expert, self._host, combine, head)
 
-    def _of_step(self, tokens: int, context: int) -> list[int]:
+    def _extended(self, table: Int, ns: Callable[[int, int], int], most: int) -> Int:
+        """Return a table of durations by layer and tokens, up to `most` of them."""
+        more = [[ns(n, layer) for n in range(table.shape[1], most + 1)] for layer in range(self._layers)]
+        return np.concatenate([table, np.array(more, np.int64)], axis=1) if more[0] else table
+
+    def _of_step(self, tokens: int, context: int, requests: int) -> list[int]:
         timing = self._timing
-        dense = [timing.dense_ns(layer, tokens, context) for layer in range(self._layers)]
-        return [*dense, timing.combine_ns(tokens), timing.head_ns(tokens)]
+        dense = [timing.dense_ns(layer, tokens, context, requests) for layer in range(self._layers)]
+        return [*dense, timing.combine_ns(tokens), timing.head_ns(tokens, requests)]
 
 
 @dataclass(frozen=True)
@@ -93,33 +115,52 @@ class FixedTiming:
     combine: int
     head: int
     predictor_ns: int = 0
+    hop_ns: int = 0
+    host: int = 0
+    host_per_token: int = 0
 
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """The same for all layers, tokens and contexts."""
         return self.dense
 
-    def expert_ns(self, tokens: int) -> int:
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """A constant, and so much more a token."""
         return self.expert + self.expert_per_token * tokens
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """A constant, and so much more a token."""
+        return self.host + self.host_per_token * tokens
 
     def combine_ns(self, tokens: int) -> int:
         """The same for all tokens."""
         return self.combine
 
-    def head_ns(self, tokens: int) -> int:
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
         """The same for all tokens."""
         return self.head
 
 
 @dataclass(frozen=True)
 class Link:
-    """The host link: bandwidth as a fraction of whole numbers, so that rounding never depends on floats."""
+    """The way up from one tier: bandwidth as a fraction of whole numbers, so that rounding never depends on floats.
+
+    layer_bytes: of an expert of each layer, where they differ (rule 19); `expert_bytes` is the largest then.
+    """
 
     latency_ns: int
     ns_per_byte_num: int
     ns_per_byte_den: int
     expert_bytes: int
     chunk_bytes: int | None = None  # None: the whole expert
+    layer_bytes: tuple[int, ...] | None = None
+
+    def bytes_of(self, layer: int) -> int:
+        """Return the bytes of an expert of `layer`."""
+        return self.layer_bytes[layer] if self.layer_bytes else self.expert_bytes
+
+    def sizes(self, experts: int) -> Int | None:
+        """Return the bytes of every expert, int64[L*E], of a model with so many a layer; None if they are all equal."""
+        return np.repeat(np.array(self.layer_bytes, np.int64), experts) if self.layer_bytes else None
 
     def used_ns(self, sent_bytes: int) -> int:
         """What a transfer has used after `sent_bytes`, latency included; nothing before its first byte."""

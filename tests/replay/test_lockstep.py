@@ -140,7 +140,7 @@ def test_the_decisions_of_real_policies_and_oracles_are_executed_as_the_simulato
     for seed in range(20):
         _, ours, _ = executed(plan, script, seed)
         np.testing.assert_array_equal(ours.evictions, theirs.evictions[: len(ours.evictions)])
-        if not plan.gpu.policy.prefetches:
+        if not plan.policy.prefetches:
             np.testing.assert_array_equal(ours.misses, theirs.misses)
             np.testing.assert_array_equal(ours.demand_transfers, theirs.demand_transfers)
 
@@ -228,7 +228,7 @@ def test_the_devices_policy_is_not_asked() -> None:
     case = draw(random.Random(3).randint)
     script, log = script_of(case)
     unasked = Unasked(**{f.name: getattr(parse("lru"), f.name) for f in dataclasses.fields(PolicySpec)})
-    plan = case.under(dataclasses.replace(unasked, scope=case.gpu.policy.scope))
+    plan = case.under(dataclasses.replace(unasked, scope=case.policy.scope))
     assert_logs_equal(play(plan, SimpyDevice(case.timing, case.gpu.link), decider=Lockstep(plan, script)), log)
 
 

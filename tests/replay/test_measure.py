@@ -53,7 +53,7 @@ def plan_of(
 class Growing(FixedTiming):
     """Layer 0 is longer, and tokens and context count."""
 
-    def dense_ns(self, layer: int, tokens: int, context: int) -> int:
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         return (self.dense if layer else 5 * self.dense) + 7 * tokens + context
 
 

@@ -68,7 +68,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = simpy_engine.play
 
     def play(run: Any, ended: Any) -> None:
-        seen.append(run.gpu.policy.text)
+        seen.append(run.policy.text)
         real(run, ended)
 
     monkeypatch.setattr(simpy_engine, "play", play)

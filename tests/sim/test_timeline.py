@@ -203,7 +203,7 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
     """One expert a slot at a time, one slot an expert; evictions, transfers, first uses and waste are the log's."""
     slots = shown.slots
     tracks = sum(name.startswith("slot ") for name in shown.threads.values())
-    assert tracks == sum(run.run.gpu.policy.divide(run.shape, run.slots))
+    assert tracks == sum(run.run.policy.divide(run.shape, run.slots))
     assert set(slots) <= {f"slot {i}" for i in range(tracks)}
     for slices in slots.values():
         assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))

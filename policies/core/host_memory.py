@@ -1,0 +1,213 @@
+"""Host memory over a disk: which experts it holds, what is read next, what leaves it. Rule 17 lives here.
+
+The same kind of state machine as `policies.core.residency_compiled`, beside it: one array `h`, no clock, no bytes. Both
+engines call these functions. Of GPU memory (`m`) it reads what is queued and what is LOADING; it tells it, in m[BELOW],
+which experts the link can take. Room is counted as there, in slots or in bytes (rule 19).
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from policies.core import residency_compiled as core
+from policies.core.compiled import compiled
+from policies.core.policy import Float, Int
+from policies.core.residency_compiled import BLOCKED, NO_EXPERT
+
+# Rows of h. By expert: under way from the disk; demanded, and what it was demanded for has not ended; serial number of
+# its latest read, transfer or compute; whether it holds room here. By place in a queue: demanded reads; victims so far.
+READING, DEMANDED, RECENCY, HELD, READS, VICTIMS, ONE = range(7)
+ROWS = 7
+
+# Single numbers, h[ONE, ...]
+FREE, SERIAL, NEXT_READ, LAST_READ, EVICTED, N_DEMAND, N_PREFETCH = range(7)
+"""EVICTED: how many victims h[VICTIMS] holds since they were last read."""
+COUNTERS = slice(N_DEMAND, N_PREFETCH + 1)
+WIDTH = 7
+
+
+def new(m: Int, total: int, room: int) -> Int:
+    """Return an empty host memory of `room` slots, or bytes where experts differ in size. `m` hears that it is empty."""
+    h = np.zeros((ROWS, max(total, WIDTH)), np.int64)
+    h[ONE, FREE] = room
+    m[core.BELOW, :total] = 0
+    return h
+
+
+@compiled
+def demand(h: Int, m: Int, experts: Int, first: int, last: int) -> None:
+    """An event has been looked up: its misses in experts[first:last] (ascending ids) are demanded of host memory."""
+    h[ONE, NEXT_READ] = n = 0
+    for i in range(first, last):
+        expert = experts[i]
+        if m[core.STATE, expert] == core.DEMANDED or m[core.WANTED, expert] == core.ON_HOST:
+            h[DEMANDED, expert] = 1
+            if not m[core.BELOW, expert]:
+                h[READS, n] = expert
+                n += 1
+    h[ONE, LAST_READ] = n
+
+
+@compiled
+def touch(h: Int, expert: int) -> None:
+    """A read or transfer of `expert` starts, or its compute on the host."""
+    h[ONE, SERIAL] += 1
+    h[RECENCY, expert] = h[ONE, SERIAL]
+
+
+@compiled
+def release(h: Int, expert: int) -> None:
+    """What `expert` was demanded for has ended."""
+    h[DEMANDED, expert] = 0
+
+
+@compiled
+def evictable(h: Int, m: Int, expert: int, demanded: bool) -> bool:
+    """Whether `expert` may leave for a read that is demanded, or for that of a prefetch."""
+    if not m[core.BELOW, expert] or h[DEMANDED, expert] or m[core.STATE, expert] == core.LOADING:
+        return False
+    free: bool = demanded or m[core.STATE, expert] != core.QUEUED
+    return free
+
+
+@compiled
+def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
+    """Have the least recent leave until there is room for `expert`; False, and nobody leaves, if that cannot be."""
+    one, size = h[ONE], m[core.SIZE, expert]
+    if one[FREE] >= size:
+        return True
+    room = one[FREE]
+    for other in range(total):
+        if evictable(h, m, other, demanded):
+            room += m[core.SIZE, other]
+    if room < size:
+        return False
+    while one[FREE] < size:
+        victim = NO_EXPERT
+        for other in range(total):
+            if (victim == NO_EXPERT or h[RECENCY, other] < h[RECENCY, victim]) and evictable(h, m, other, demanded):
+                victim = other
+        m[core.BELOW, victim] = h[HELD, victim] = 0
+        one[FREE] += m[core.SIZE, victim]
+        h[VICTIMS, one[EVICTED]] = victim
+        one[EVICTED] += 1
+    return True
+
+
+@compiled
+def best_prefetch(h: Int, m: Int, keep: Float) -> int:
+    """Return the queued prefetch that comes first of those that are ABSENT here, or NO_EXPERT."""
+    best = NO_EXPERT
+    for place in range(m[core.ONE, core.QUEUE_LENGTH]):
+        expert = m[core.QUEUE, place]
+        if m[core.STATE, expert] != core.QUEUED or m[core.BELOW, expert] or h[READING, expert]:
+            continue
+        ahead = best == NO_EXPERT or keep[core.PRIORITY, expert] > keep[core.PRIORITY, best]
+        if ahead or (keep[core.PRIORITY, expert] == keep[core.PRIORITY, best] and expert < best):
+            best = expert
+    return best
+
+
+@compiled
+def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
+    """Return what the free disk reads; NO_EXPERT where nothing is to be read, BLOCKED where there is no room."""
+    one = h[ONE]
+    while one[NEXT_READ] < one[LAST_READ]:
+        expert: int = h[READS, one[NEXT_READ]]
+        if h[READING, expert] or m[core.BELOW, expert] or not h[DEMANDED, expert]:  # its prefetch read it
+            one[NEXT_READ] += 1
+            continue
+        if not make_room(h, m, total, expert, True):
+            return BLOCKED
+        one[NEXT_READ] += 1
+        one[N_DEMAND] += 1
+        start(h, m, expert)
+        return expert
+    expert = best_prefetch(h, m, keep)
+    if expert == NO_EXPERT:
+        return NO_EXPERT
+    if not make_room(h, m, total, expert, False):
+        return BLOCKED
+    one[N_PREFETCH] += 1
+    start(h, m, expert)
+    return expert
+
+
+@compiled
+def start(h: Int, m: Int, expert: int) -> None:
+    """The read of `expert` starts."""
+    h[READING, expert] = h[HELD, expert] = 1
+    h[ONE, FREE] -= m[core.SIZE, expert]
+    touch(h, expert)
+
+
+@compiled
+def read_ended(h: Int, m: Int, expert: int) -> None:
+    """The read of `expert` has ended: it is READY here, and the link may take it."""
+    h[READING, expert] = 0
+    m[core.BELOW, expert] = 1
+
+
+@compiled
+def empty(h: Int, m: Int, total: int) -> None:
+    """Rule 10, `--cold`: every expert is ABSENT, reads are discarded."""
+    for expert in range(total):
+        if h[HELD, expert]:
+            h[ONE, FREE] += m[core.SIZE, expert]
+        h[READING, expert] = h[HELD, expert] = h[DEMANDED, expert] = m[core.BELOW, expert] = 0
+    h[ONE, NEXT_READ] = h[ONE, LAST_READ] = 0
+
+
+class HostMemory:
+    """Host memory under a disk, below the residency `m` of GPU memory under `keep` (rule 17).
+
+    room: slots, or bytes where experts differ in size.
+    """
+
+    def __init__(self, m: Int, keep: Float, total: int, room: int) -> None:
+        self.h = new(m, total, room)
+        self._m, self._keep, self._total = m, keep, total
+
+    def ready(self, expert: int) -> bool:
+        """Return whether `expert` is READY here."""
+        return bool(self._m[core.BELOW, expert])
+
+    def demand(self, experts: Int) -> None:
+        """Hear of an event after its lookup: its misses, fetched or computed on the host, are demanded."""
+        demand(self.h, self._m, experts, 0, len(experts))
+
+    def next_read(self) -> int:
+        """Return what the free disk reads; below 0: nothing, or there is no room."""
+        return int(next_read(self.h, self._m, self._keep, self._total))
+
+    def read_ended(self, expert: int) -> None:
+        """The read of `expert` has ended: it is READY here."""
+        read_ended(self.h, self._m, expert)
+
+    def touch(self, expert: int) -> None:
+        """A transfer of `expert` to the GPU starts, or its compute on the host."""
+        touch(self.h, expert)
+
+    def release(self, expert: int) -> None:
+        """What `expert` was demanded for has ended."""
+        release(self.h, expert)
+
+    def awaits(self, experts: Iterable[int]) -> bool:
+        """Return whether any of these is demanded and still to come from the disk."""
+        return any(self.h[DEMANDED, expert] and not self._m[core.BELOW, expert] for expert in experts)
+
+    def empty(self) -> None:
+        """Rule 10, `--cold`."""
+        empty(self.h, self._m, self._total)
+
+    def victims(self) -> list[int]:
+        """Return who left since this was last asked, in order."""
+        one = self.h[ONE]
+        left: list[int] = self.h[VICTIMS, : one[EVICTED]].tolist()
+        one[EVICTED] = 0
+        return left
+
+    def counters(self) -> list[int]:
+        """Return reads so far, demanded ones and prefetches."""
+        counts: list[int] = self.h[ONE, COUNTERS].tolist()
+        return counts
