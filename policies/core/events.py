@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.core.compiled import inlined
-from policies.core.policy import NO_INTS, Event, Int
-from traces.steps import RequestSteps
+from policies.core.compiled import compiled, inlined
+from policies.core.policy import NO_INTS, Event, Int, Shape
+from traces.steps import Lookahead, RequestSteps
 
 NOTHING_AHEAD = NO_INTS, NO_INTS
 
@@ -127,7 +127,10 @@ def merged(ids: Sequence[Int], counts: Sequence[Int]) -> tuple[Int, Int]:
 
 
 class Routing(NamedTuple):
-    """A request's routing as the compiled engine takes it; without lookahead the arrays of that are empty."""
+    """Routing of S steps of R requests as the compiled engine takes it; without lookahead the arrays of that are empty.
+
+    What all requests chose together, and each request's own; of one request these are the same arrays.
+    """
 
     phase: Int  # [S]
     offsets: Int  # [S * L + 1]
@@ -136,42 +139,106 @@ class Routing(NamedTuple):
     ahead_offsets: Int  # [S * L + 1]
     ahead_experts: Int
     ahead_counts: Int
-    seats: Int  # [1] of the event at hand, as are:
-    steps: Int  # [1]
-    own: Int  # [2] offsets of the only request
+    own_offsets: Int  # [S * L * R + 1] a request after another in each event
+    own_experts: Int
+    own_counts: Int
+    seats: Int  # [R]
+    first: Int  # [R] the number that the first of these steps has in each request
+    steps: Int  # [R] of the event at hand, as are:
+    own: Int  # [R + 1] offsets of each request
 
 
 def routing_of(request: RequestSteps) -> Routing:
-    """Return the request's arrays."""
+    """Return the arrays of a request that is played alone."""
     ahead = request.lookahead
     picks = (ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
-    arrays = map(np.ascontiguousarray, (request.offsets, request.experts, request.counts, *picks))
-    alone = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64)
-    return Routing(*(request.phase.astype(np.int64), *arrays, *alone))
+    arrays = tuple(map(np.ascontiguousarray, (request.offsets, request.experts, request.counts, *picks)))
+    alone = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64)
+    return Routing(request.phase.astype(np.int64), *arrays, *arrays[:3], *alone)
+
+
+def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:
+    """Return the arrays of so many steps of several requests: parts are (seat, the first of its steps, request)."""
+    L, R = shape.layers, len(parts)
+    seats, first = (np.array([part[place] for part in parts], np.int64) for place in (0, 1))
+    _, step, request = parts[0]
+    phase = request.phase[step : step + steps].astype(np.int64)
+    together, own = _merged([(request, step) for _, step, request in parts], steps, shape)
+    ahead = [(request.lookahead, step) for _, step, request in parts if request.lookahead]
+    picks = _merged(ahead, steps, shape)[0] if ahead else (NO_INTS, NO_INTS, NO_INTS)
+    assert len(own[0]) == steps * L * R + 1
+    return Routing(phase, *together, *picks, *own, seats, first, np.zeros(R, np.int64), np.zeros(R + 1, np.int64))
+
+
+Arrays = tuple[Int, Int, Int]
+"""offsets, experts and counts."""
+
+
+def _merged(parts: Sequence[tuple[RequestSteps | Lookahead, int]], steps: int, shape: Shape) -> tuple[Arrays, Arrays]:
+    """Return what all parts hold together, and one after another within each event; parts: with their first step."""
+    L, R = shape.layers, len(parts)
+    bounds = [part.offsets[step * L : (step + steps) * L + 1] for part, step in parts]
+    offsets, begin = np.empty((R, steps * L + 1), np.int64), 0
+    for r, bound in enumerate(bounds):
+        offsets[r] = bound - bound[0] + begin
+        begin = offsets[r, -1]
+    slices = [slice(bound[0], bound[-1]) for bound in bounds]
+    experts = np.concatenate([part.experts[own] for (part, _), own in zip(parts, slices, strict=True)])
+    counts = np.concatenate([part.counts[own] for (part, _), own in zip(parts, slices, strict=True)])
+    together = np.zeros(steps * L + 1, np.int64), np.empty(len(experts), np.int64), np.empty(len(experts), np.int64)
+    own = np.zeros(steps * L * R + 1, np.int64), np.empty(len(experts), np.int64), np.empty(len(experts), np.int64)
+    n = merge(offsets, experts, counts, L, np.zeros(shape.experts, np.int64), together, own)
+    return (together[0], together[1][:n], together[2][:n]), own
+
+
+@compiled
+def merge(offsets: Int, experts: Int, counts: Int, L: int, tokens: Int, together: Arrays, own: Arrays) -> int:
+    """Fill both: by event the distinct experts of all requests, ascending, and each request's own; how many distinct.
+
+    offsets: [R, S * L + 1] of each request into experts and counts; tokens: [E] zeros.
+    """
+    n = at = 0
+    for event in range(offsets.shape[1] - 1):
+        base = event % L * len(tokens)
+        for r in range(len(offsets)):
+            for i in range(offsets[r, event], offsets[r, event + 1]):
+                own[1][at], own[2][at] = experts[i], counts[i]
+                at += 1
+                tokens[experts[i] - base] += counts[i]
+            own[0][event * len(offsets) + r + 1] = at
+        for e in range(len(tokens)):
+            if tokens[e]:
+                together[1][n], together[2][n] = base + e, tokens[e]
+                n += 1
+                tokens[e] = 0
+        together[0][event + 1] = n
+    return n
 
 
 @inlined
 def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Event:
-    """Return the event of `layer` in step number `step`; the one before is gone."""
-    number = step * L + layer
+    """Return the event of `layer` in the `step`-th of these steps; the one before is gone."""
+    number, R = step * L + layer, len(routing.seats)
     first, last = routing.offsets[number], routing.offsets[number + 1]
-    routing.steps[0] = step
-    routing.own[1] = last - first
+    mine = routing.own_offsets[number * R]
+    for r in range(R):
+        routing.steps[r] = routing.first[r] + step
+        routing.own[r + 1] = routing.own_offsets[number * R + r + 1] - mine
+    others = routing.own_offsets[number * R + R]
     begin = end = 0
     if len(routing.ahead_offsets) and layer < L - 1:
         begin, end = routing.ahead_offsets[number + 1], routing.ahead_offsets[number + 2]
-    experts, counts = routing.experts[first:last], routing.counts[first:last]
     return Event(
         serial,
         routing.phase[step],
         layer,
-        experts,
-        counts,
+        routing.experts[first:last],
+        routing.counts[first:last],
         routing.seats,
         routing.steps,
         routing.own,
-        experts,
-        counts,
+        routing.own_experts[mine:others],
+        routing.own_counts[mine:others],
         routing.ahead_experts[begin:end],
         routing.ahead_counts[begin:end],
     )

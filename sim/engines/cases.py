@@ -137,9 +137,7 @@ def _arrivals(case: dict[str, Any]) -> tuple[int, ...] | None:
     return None if case.get("arrival_ns") is None else tuple(case["arrival_ns"])
 
 
-def case_request(
-    ordinal: int, steps: list[list[list[list[int]]]], experts: int, prefill: bool = False
-) -> RequestSteps:
+def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int, prefill: bool = False) -> RequestSteps:
     """A case's request, steps x layers x [expert, tokens], as an engine plays it; prefill: whether the first one is."""
     events = [(layer, event) for step in steps for layer, event in enumerate(step)]
     accesses = [(layer * experts + expert, tokens) for layer, event in events for expert, tokens in event]

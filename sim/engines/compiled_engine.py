@@ -1,11 +1,13 @@
 """The compiled engine: the same as the SimPy engine (`sim.engines.simpy_engine`), bit for bit, as one loop over arrays.
 
-The compute stream is straight-line code that moves the clock; `advance` lets the link do meanwhile, in the order of
-rule 15, what ends up to then: a transfer or a chunk before the end of a hit, either before the stream goes on. Every
-decision is the residency's (`policies.core.residency_compiled`) or a policy's (`policies.core.dispatch`);
-every rule about time has its
-twin in `sim.engines.simpy_engine` under the same name, where it is explained. One call plays a request; what policies
-do between requests (`begin_request`, learning in `end_request`) stays Python.
+The compute stream is straight-line code that moves the clock; `advance` lets the other streams do meanwhile, in the
+order of rule 15, what ends up to then. Every decision is the residency's (`policies.core.residency_compiled`,
+`policies.core.host_memory`) or a policy's (`policies.core.dispatch`); every rule about time has its twin in `sim.loop`
+and `sim.engines.simpy_engine`, where it is explained. One call plays a request, or the steps of a batch between two
+changes of who takes part; what policies do then (`begin_request`, learning in `end_request`) stays Python.
+
+Runs with a host that computes, a disk, or experts of several sizes are compiled apart: the length of `Streams.tiers`
+belongs to its type, so that runs without these pay nothing for the question.
 """
 
 from typing import Any, NamedTuple
@@ -13,17 +15,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from policies.core import dispatch, limits
+from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import NONE, PolicyStates
-from policies.core.events import Routing, event_at, routing_of
+from policies.core.events import Routing, event_at, routing_of, routing_of_batch
 from policies.core.limits import Bounds, limiter
-from policies.core.policy import Float, Int, Shape
-from policies.core.residency_compiled import BLOCKED
+from policies.core.placement import FETCH, LAYERS, SPLIT
+from policies.core.policy import NO_INTS, Float, Int, Shape
+from policies.core.residency_compiled import BLOCKED, N_HITS, WASTED_ROOM
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
+from sim.loop import host
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS, Ended, RequestLog, RunLog, whole
-from sim.loop.run import Run, gpu_run
+from sim.loop.log import DISK as ON_DISK
+from sim.loop.log import HOST as ON_HOST
+from sim.loop.log import SLOT as NO_SLOT
+from sim.loop.run import Run, Users, gpu_run
+from sim.loop.schedule import Active, Admission
 from sim.loop.session import decider_of
 from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError
@@ -56,16 +65,42 @@ NEVER = np.iinfo(np.int64).max
     LATENCY_NS,
     PER_BYTE_NUM,
     PER_BYTE_DEN,
+    READ_END,  # of the read under way; NEVER without one, as for the next
+    HOST_END,  # of the hop, or of the host's compute
+    READING,
+    READ_BEGAN,
+    HOSTING,  # the expert that the host computes, or HOP
+    HOST_BEGAN,
+    HOST_BUSY,
+    DISK_BUSY,
+    HOST_NEXT,  # place in the host's queue, and of its end:
+    HOST_QUEUED,
+    HOST_LEFT,  # experts of the event that the host has not computed yet
+    HOST_EVICTED,  # since the log of evictions was last read
+    PLACEMENT,
+    HOST_LAYERS,  # of the placement
+    HOP_NS,
+    EVENT_LAYER,
     NUMBERS,
-) = range(24)
+) = range(40)
 
 NOT_WAITING = -1
+HOP = -1
+
+LINK, DISK, COMPUTE, HOST, ROUTER, WAKE = range(6)
+"""Rule 15, the order within one nanosecond."""
 
 # Columns of `rows`: totals of the run when a step ends
-CLOCK, STALL, COUNTERS, LINK_BUSY, COLUMNS = 0, 1, 6, 13, 14  # the stall by cause; the residency's counters
-N_COUNTERS = LINK_BUSY - COUNTERS
+CLOCK, STALL = 0, 1  # the stall by cause
+COUNTERS = STALL + len(STALLS)  # the residency's
+N_COUNTERS = WASTED_ROOM + 1 - N_HITS
+READS = COUNTERS + N_COUNTERS
+LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
 
 MOST = 2**62  # ns, bytes: beyond lie overflows
+
+STRETCH = 128
+"""Steps of a batch that are merged at a time; an admission discards the rest."""
 
 
 class Streams(NamedTuple):
@@ -78,8 +113,16 @@ class Streams(NamedTuple):
     n: Int  # [NUMBERS]
     ends: Int  # [E] of the event's hits
     arrivals: Int  # [E] experts of the event that came
-    stall: Int  # [5] by cause, so far
+    stall: Int  # [7] by cause, so far
     evictions: Int  # since they were last read
+    tiers: tuple[int, ...]  # (): only GPU memory over all of host memory, all experts of one size
+    h: Int  # host memory over a disk, or nothing
+    layer_bytes: Int  # [L] of an expert, as are the next two
+    layer_ns: Int  # [L] of its transfer
+    read_ns: Int  # [L] of its read; [0] without a disk
+    host_queue: Int  # [E] experts of the event for the host to compute
+    host_ns: Int  # [E] of each expert of the event's layer that the host computes
+    host_evictions: Int  # since they were last read
 
 
 class Plan(NamedTuple):
@@ -106,10 +149,37 @@ def used_ns(n: Int, sent: int) -> int:
 
 @inlined
 def act(run: Streams) -> None:
-    """Rule 5, if the link is free."""
+    """Rule 5, if the link is free, and the other streams behind it."""
     n = run.n
-    if n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
+    if len(run.tiers):
+        if n[LINK_END] == NEVER:
+            take(run)
+        act_below(run)
+    elif n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
         take(run)
+
+
+@compiled
+def act_below(run: Streams) -> None:
+    """Disk, then host: what is free starts what comes next."""
+    m, n, h = run.m, run.n, run.h
+    if len(run.read_ns) and n[READ_END] == NEVER:
+        expert = memory.next_read(h, m, run.keep, len(run.layer_bytes) * len(run.ends))
+        one = h[memory.ONE]
+        for i in range(one[memory.EVICTED]):
+            run.host_evictions[n[HOST_EVICTED]] = h[memory.VICTIMS, i]
+            n[HOST_EVICTED] += 1
+        one[memory.EVICTED] = 0
+        if expert >= 0:
+            n[READING], n[READ_BEGAN] = expert, n[NOW]
+            n[READ_END] = n[NOW] + run.read_ns[expert // len(run.ends)]
+    if n[HOST_END] == NEVER and n[HOST_NEXT] < n[HOST_QUEUED]:
+        expert = run.host_queue[n[HOST_NEXT]]
+        n[HOST_NEXT] += 1
+        n[HOSTING], n[HOST_BEGAN] = expert, n[NOW]
+        n[HOST_END] = n[NOW] + run.host_ns[expert % len(run.ends)]
+        if len(run.read_ns):
+            memory.touch(h, expert)
 
 
 @compiled
@@ -138,7 +208,9 @@ def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
 def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """A transfer starts, or a paused one goes on."""
     n = run.n
-    if victim >= 0:
+    if len(run.tiers):
+        start_sized(run, expert, victim, prefetch)
+    elif victim >= 0:
         run.evictions[n[EVICTED]] = victim
         n[EVICTED] += 1
     n[EXPERT] = expert
@@ -152,6 +224,24 @@ def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         n[CAUSE] = DEMAND
         n[WHOLE] = 1
         n[LINK_END] = n[NOW] + n[WHOLE_NS]
+
+
+@compiled
+def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
+    """The same where experts differ in size, or lie on a disk: all who left, the transfer's size, its recency."""
+    m, n = run.m, run.n
+    if m[core.ONE, core.SIZED]:
+        for i in range(m[core.ONE, core.EVICTED]):
+            run.evictions[n[EVICTED]] = m[core.VICTIMS, i]
+            n[EVICTED] += 1
+        m[core.ONE, core.EVICTED] = 0
+    elif victim >= 0:
+        run.evictions[n[EVICTED]] = victim
+        n[EVICTED] += 1
+    layer = expert // len(run.ends)
+    n[EXPERT_BYTES], n[WHOLE_NS] = run.layer_bytes[layer], run.layer_ns[layer]
+    if len(run.read_ns) and not (prefetch and n[PAUSED]):
+        memory.touch(run.h, expert)
 
 
 @compiled
@@ -171,7 +261,9 @@ def account(run: Streams) -> None:
     m, n, ends = run.m, run.n, run.ends
     now = n[NOW]
     n[BUSY] += now - n[BEGAN]
-    if n[HITS]:
+    if len(run.tiers):
+        account_tiers(run, now)
+    elif n[HITS]:
         done = n[UNPINNED]
         while done < n[HITS] and ends[done] < now:
             m[core.WANTED, m[core.HITS, done]] = 0
@@ -183,6 +275,38 @@ def account(run: Streams) -> None:
             cause = LATE
         run.stall[cause] += now - n[WAITING_SINCE]
         n[WAITING_SINCE] = now
+
+
+@compiled
+def account_tiers(run: Streams, before: int) -> None:
+    """Anything ends now: unpin the hits that ended before a time, charge the time to what compute waited for."""
+    m, n, ends = run.m, run.n, run.ends
+    done = n[UNPINNED]
+    while done < n[HITS] and ends[done] < before:
+        m[core.WANTED, m[core.HITS, done]] = 0
+        done += 1
+    n[UNPINNED] = done
+    if n[WAITING_SINCE] != NOT_WAITING:
+        run.stall[cause_of(run)] += n[NOW] - n[WAITING_SINCE]
+        n[WAITING_SINCE] = n[NOW]
+
+
+@compiled
+def cause_of(run: Streams) -> int:
+    """What the compute stream has been waiting for."""
+    m, n = run.m, run.n
+    if n[LINK_END] != NEVER:
+        if n[CAUSE] == DEMAND:
+            return DEMAND
+        if m[core.WANTED, n[EXPERT]] == core.ON_GPU:
+            return LATE
+        if core.next_demand(m) != core.NO_EXPERT:
+            return BEHIND_PREFETCH
+    base = n[EVENT_LAYER] * len(run.ends)
+    for expert in range(base, base + len(run.ends)):
+        if m[core.WANTED, expert] and not m[core.BELOW, expert]:
+            return ON_DISK
+    return ON_HOST if n[HOST_END] != NEVER else NO_SLOT
 
 
 @compiled
@@ -200,6 +324,8 @@ def link_event(run: Streams) -> None:
             n[ARRIVED] += 1
             n[WAITING_SINCE] = NOT_WAITING
         turn_to(run, expert, victim, prefetch)
+        if len(run.tiers) and len(run.read_ns) and run.m[core.WANTED, arrival] != core.ON_HOST:
+            memory.release(run.h, arrival)
     else:
         expert, victim = core.interrupt(run.m, run.keep, run.rule)
         if expert >= 0:
@@ -207,6 +333,41 @@ def link_event(run: Streams) -> None:
             start(run, expert, victim, False)
         else:
             send_chunk(n)
+    if len(run.tiers):
+        act_below(run)
+
+
+@compiled
+def read_event(run: Streams) -> None:
+    """The read has ended."""
+    m, n = run.m, run.n
+    n[NOW] = n[READ_END]
+    account_tiers(run, n[NOW])
+    expert = n[READING]
+    n[DISK_BUSY] += n[NOW] - n[READ_BEGAN]
+    n[READ_END] = NEVER
+    memory.read_ended(run.h, m, expert)
+    if m[core.WANTED, expert] == core.ON_HOST:
+        run.host_queue[n[HOST_QUEUED]] = expert
+        n[HOST_QUEUED] += 1
+    act(run)
+
+
+@compiled
+def host_event(run: Streams) -> None:
+    """The hop has ended, or an expert's compute on the host."""
+    m, n = run.m, run.n
+    n[NOW] = n[HOST_END]
+    account_tiers(run, n[NOW] + 1)
+    n[HOST_END] = NEVER
+    expert = n[HOSTING]
+    if expert != HOP:
+        n[HOST_BUSY] += n[NOW] - n[HOST_BEGAN]
+        m[core.WANTED, expert] = 0
+        n[HOST_LEFT] -= 1
+        if len(run.read_ns):
+            memory.release(run.h, expert)
+    act(run)
 
 
 @compiled
@@ -221,21 +382,122 @@ def hit_event(run: Streams) -> None:
 
 
 @inlined
-def advance(run: Streams, until: int) -> None:
-    """Let everything happen that ends up to `until`, which is the present then."""
+def advance(run: Streams, until: int, rank: int) -> None:
+    """Let everything happen that comes before an end of `rank` at `until`, which is the present then."""
     n = run.n
-    while n[LINK_END] <= until or n[HIT_END] <= until:
-        if n[LINK_END] <= n[HIT_END]:
-            link_event(run)
-        else:
-            hit_event(run)
+    if len(run.tiers):
+        while happens(run, until, rank):
+            pass
+    else:
+        while n[LINK_END] <= until or n[HIT_END] <= until:
+            if n[LINK_END] <= n[HIT_END]:
+                link_event(run)
+            else:
+                hit_event(run)
     n[NOW] = until
+
+
+@compiled
+def happens(run: Streams, until: int, rank: int) -> bool:
+    """Handle what ends next, if that comes before an end of `rank` at `until`."""
+    n = run.n
+    time, first = n[LINK_END], LINK
+    if n[READ_END] < time:
+        time, first = n[READ_END], DISK
+    if n[HIT_END] < time:
+        time, first = n[HIT_END], COMPUTE
+    if n[HOST_END] < time:
+        time, first = n[HOST_END], HOST
+    if time > until or (time == until and first > rank):
+        return False
+    if first == LINK:
+        link_event(run)
+    elif first == DISK:
+        read_event(run)
+    elif first == COMPUTE:
+        hit_event(run)
+    else:
+        host_event(run)
+    return True
+
+
+@compiled
+def wait(run: Streams) -> None:
+    """The compute stream waits: handle what ends next."""
+    n = run.n
+    if n[WAITING_SINCE] == NOT_WAITING:
+        n[WAITING_SINCE] = n[NOW]
+    if len(run.tiers):
+        happens(run, NEVER, WAKE)
+    else:
+        link_event(run)
+
+
+@compiled
+def wait_until(run: Streams, until: int) -> None:
+    """Nobody is active up to then (rule 18)."""
+    advance(run, until, WAKE)
+
+
+@compiled
+def place(run: Streams, routing: Routing, first: int, last: int, layer: int, expert_ns: Int, host_ns: Int) -> None:
+    """Rule 13, before the lookup: which misses of the event the host computes (`policies.core.placement`)."""
+    m, n, experts, counts = run.m, run.n, routing.experts, routing.counts
+    n[HOST_LEFT] = n[HOST_NEXT] = n[HOST_QUEUED] = 0
+    n[EVENT_LAYER] = layer
+    placement = n[PLACEMENT]
+    if placement == FETCH or (placement == LAYERS and layer >= n[HOST_LAYERS]):
+        return
+    link_ready, host_ready, transfer_ns = 0, n[HOP_NS], run.layer_ns[layer]
+    if n[LINK_END] != NEVER:
+        link_ready = n[LINK_END] - n[NOW]
+        if n[CAUSE] != DEMAND and n[EXPERT] // len(run.ends) == layer:
+            for i in range(first, last):
+                if experts[i] == n[EXPERT]:  # late
+                    link_ready += used_ns(n, n[EXPERT_BYTES]) - used_ns(n, n[MOVED])
+    for i in range(first, last):
+        expert = experts[i]
+        if m[core.STATE, expert] >= core.LOADING:
+            continue
+        here = host_ns[counts[i]]
+        if placement == SPLIT:
+            if host_ready + here >= link_ready + transfer_ns + expert_ns[counts[i]]:
+                link_ready += transfer_ns
+                continue
+            host_ready += here
+        m[core.WANTED, expert] = core.ON_HOST
+        run.host_ns[expert % len(run.ends)] = here
+        n[HOST_LEFT] += 1
+
+
+@compiled
+def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
+    """The event has been looked up: demands of host memory, the host's queue, its hop."""
+    m, n = run.m, run.n
+    if len(run.read_ns):
+        memory.demand(run.h, m, experts, first, last)
+    if n[HOST_LEFT] == 0:
+        return
+    for i in range(first, last):
+        if m[core.WANTED, experts[i]] == core.ON_HOST and m[core.BELOW, experts[i]]:
+            run.host_queue[n[HOST_QUEUED]] = experts[i]
+            n[HOST_QUEUED] += 1
+    if n[HOP_NS]:
+        n[HOSTING] = HOP
+        n[HOST_END] = n[NOW] + n[HOP_NS]
 
 
 @compiled
 def busy_until_now(n: Int) -> int:
     """Time during which the link moved bytes, latency included."""
     busy: int = n[BUSY] + (n[NOW] - n[BEGAN] if n[LINK_END] != NEVER else 0)
+    return busy
+
+
+@compiled
+def disk_busy_until_now(n: Int) -> int:
+    """Time during which the disk read."""
+    busy: int = n[DISK_BUSY] + (n[NOW] - n[READ_BEGAN] if n[READ_END] != NEVER else 0)
     return busy
 
 
@@ -267,31 +529,41 @@ def play_steps(
     predictor_ns: int,
     step: int,
     rows: Int,
+    admit_at: int,
 ) -> int:
-    """Play the request from `step` on, until its end or until the log of evictions might not hold a step's more.
+    """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
 
-    rows: [S, COLUMNS], filled for the steps played. Returns the step to go on with.
+    rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns the
+    step to go on with.
     """
     m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
     S, L = durations.dense.shape
     E = len(ends)
     fetches = plan.fetches != NONE
-    experts, counts, expert_ns = routing.experts, routing.counts, durations.expert
+    experts, counts = routing.experts, routing.counts
     most_evictions = (L + 1) * (L * E + E)  # of a step: each proposal starts at once, and each expert of an event
-    while step < S and n[EVICTED] + most_evictions <= len(run.evictions):
+    while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
         combine_ns = durations.combine[step]
+        if len(run.tiers) and len(run.read_ns) and n[HOST_EVICTED] + most_evictions > len(run.host_evictions):
+            break
         for layer in range(L):
-            advance(run, n[NOW] + durations.dense[step, layer])
+            advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
+            expert_ns = durations.expert[layer]
+            if len(run.tiers):
+                place(run, routing, first, last, layer, expert_ns, durations.host[layer])
             hits = core.route(m, keep, run.rule, experts, first, last)
             others = last - first - hits
+            if len(run.tiers):
+                others -= n[HOST_LEFT]
+                begin_below(run, experts, first, last)
             proposed = 0
             if plan.hears:
                 proposed = decide(run, plan, states, routing, step, layer, L)
             if predictor_ns:
                 n[NOTHING_QUEUED] = 0
                 act(run)
-                advance(run, n[NOW] + predictor_ns)
+                advance(run, n[NOW] + predictor_ns, COMPUTE)
                 stall[PREDICTOR] += predictor_ns
             if fetches:
                 core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
@@ -304,37 +576,45 @@ def play_steps(
                     end += expert_ns[counts[i]]
                     ends[h] = end
                 n[HITS], n[UNPINNED] = hits, 0
-            if others or fetches:
+            if others or fetches or len(run.tiers):
                 n[NOTHING_QUEUED] = 0
                 act(run)
             if hits:
-                advance(run, ends[hits - 1])
+                advance(run, ends[hits - 1], COMPUTE)
                 core.computed_hits(m, n[UNPINNED], hits)
                 n[HITS] = 0
                 act(run)
             for _ in range(others):
                 while n[TAKEN] == n[ARRIVED]:
-                    if n[WAITING_SINCE] == NOT_WAITING:
-                        n[WAITING_SINCE] = n[NOW]
-                    link_event(run)
+                    wait(run)
                 expert = arrivals[n[TAKEN]]
                 n[TAKEN] += 1
                 i = first
                 while experts[i] != expert:
                     i += 1
-                advance(run, n[NOW] + expert_ns[counts[i]])
+                advance(run, n[NOW] + expert_ns[counts[i]], COMPUTE)
                 m[core.WANTED, expert] = 0
                 act(run)
             n[ARRIVED] = n[TAKEN] = 0
+            if len(run.tiers):
+                while n[HOST_LEFT]:
+                    wait(run)
+                n[WAITING_SINCE] = NOT_WAITING
             if combine_ns:
-                advance(run, n[NOW] + combine_ns)
-        advance(run, n[NOW] + durations.head[step])
+                advance(run, n[NOW] + combine_ns, COMPUTE)
+        advance(run, n[NOW] + durations.head[step], COMPUTE)
         rows[step, CLOCK] = n[NOW]
         for cause in range(len(stall)):
             rows[step, STALL + cause] = stall[cause]
         for counter in range(N_COUNTERS):
             rows[step, COUNTERS + counter] = m[core.ONE, core.N_HITS + counter]
         rows[step, LINK_BUSY] = busy_until_now(n)
+        if len(run.tiers):
+            rows[step, HOST_BUSY_NS] = n[HOST_BUSY]
+            if len(run.read_ns):
+                rows[step, DISK_BUSY_NS] = disk_busy_until_now(n)
+                rows[step, READS] = run.h[memory.ONE, memory.N_DEMAND]
+                rows[step, READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
         step += 1
     return step
 
@@ -376,84 +656,148 @@ class Engine:
     def __init__(self, run: Run, runner: PolicyRunner) -> None:
         shape, timing, link = runner.shape, run.timing, run.gpu.link
         L, E = shape.layers, shape.experts
-        self.requests = run.requests
-        self.cold = run.cold
+        self.run = run
         self.runner = runner
-        self.residency = runner.residency(run.gpu.slots)
+        self.residency = runner.residency(run.gpu.slots, link.sizes(E))
+        self.memory = self.residency.host_memory(run.host.slots) if run.host else None
         self.plan = _plan(runner, run.gpu.experts_per_layer)
-        self.tables = DurationTables(timing, L)
-        self.predictor_ns = timing.predictor_ns
-        self.link = link
-        self.whole_ns = link.used_ns(link.expert_bytes)
+        self.tables = DurationTables(timing, L, host=host.needed(run))
+        disk = run.host.link if run.host else None
+        room = max(1 << 16, 2 * (L + 1) * (shape.total + E) + shape.total)
         self.state = Streams(
             m=self.residency.m,
             keep=self.residency.keep,
             rule=self.residency.rule,
             one_scale=self.residency.one_scale,
-            n=_numbers(link),
+            n=_numbers(run),
             ends=np.zeros(E, np.int64),
             arrivals=np.zeros(E, np.int64),
             stall=np.zeros(len(STALLS), np.int64),
-            evictions=np.zeros(max(1 << 16, 2 * (L + 1) * (shape.total + E)), np.int64),
+            evictions=np.zeros(room, np.int64),
+            tiers=(1,) if host.needed(run) or link.layer_bytes else (),
+            h=self.memory.h if self.memory else np.zeros((1, 0), np.int64),
+            layer_bytes=np.array([link.bytes_of(layer) for layer in range(L)]),
+            layer_ns=np.array([link.used_ns(link.bytes_of(layer)) for layer in range(L)]),
+            read_ns=np.array([disk.used_ns(disk.bytes_of(layer)) for layer in range(L)] if disk else [], np.int64),
+            host_queue=np.zeros(E, np.int64),
+            host_ns=np.zeros(E, np.int64),
+            host_evictions=np.zeros(room if disk else 0, np.int64),
         )
         self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended
+        self.step_ended: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
+        self.waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
 
     def play(self, ended: Ended) -> None:
         """Play everything; the run ends with the last head."""
-        last = len(self.requests) - 1
-        for ordinal in range(last + 1):
-            request = self.requests[ordinal]
-            if not len(request.tokens):
+        run, n = self.run, self.state.n
+        admission = Admission(run.requests, run.users or Users(1))
+        while admission.more:
+            admitted, waited = admission.admit(int(n[NOW]))
+            if not admission.active:
+                wait_until(self.state, admission.next_arrival)
                 continue
-            self.runner.begin_request(ordinal)
-            totals, evictions = self._play(request)
-            self._end_request(self.cold and ordinal != last)
+            for each, ns in zip(admitted, waited, strict=True):
+                self.runner.begin_request(each.ordinal, each.seat)
+                self.step_ended[each.seat], self.waited[each.seat] = int(n[NOW]), ns
+            parts = admission.taking_part(admitted)
+            began, steps = int(n[NOW]), [each.step for each in parts]
+            totals, *evictions = self._play(parts, admission)
+            self._end_requests(admission.ended(parts, len(totals)), admission)
             # What --cold discards is within the step that has ended.
-            totals[-1, COUNTERS:LINK_BUSY] = self.residency.counters()
-            ended(self._log(request, totals, evictions))
+            totals[-1, COUNTERS:READS] = self.residency.counters()
+            ended(self._log(parts, steps, began, totals, *evictions))
 
-    def _play(self, request: RequestSteps) -> tuple[Int, list[Int]]:
-        """All steps of a request: totals [S, COLUMNS] of the run at the end of each; the experts evicted."""
-        rows, evictions = np.zeros((len(request.tokens), COLUMNS), np.int64), [np.empty(0, np.int64)]
-        routing, durations = routing_of(request), self.tables.of(request)
+    def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, list[Int], list[Int]]:
+        """Play steps of a request, or of a batch until somebody leaves or is admitted.
+
+        Return totals [S, COLUMNS] of the run at the end of each, and the experts evicted from GPU and host memory.
+        """
+        state, n = self.state, self.state.n
+        alone = self.run.users is None
+        left = min(len(each.request.phase) - each.step for each in parts)
+        steps = left if alone else 1 if parts[0].prefills else min(left, STRETCH)
+        batch = [(each.seat, each.step, each.request) for each in parts]
+        routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
+        durations = self._durations(parts, steps, routing)
         self._check_range(routing, durations)
+        arrival = None if alone else admission.next_arrival
+        admit_at = NEVER if arrival is None or arrival <= n[NOW] else arrival
+        rows, evictions, host_evictions = np.zeros((steps, COLUMNS), np.int64), [NO_INTS], [NO_INTS]
         states = dispatch.states(self.runner.retention, self.runner.prefetcher)
-        step, n = 0, self.state.n
-        while step < len(rows):
-            step = play_steps(self.state, self.plan, states, routing, durations, self.predictor_ns, step, rows)
-            evictions.append(self.state.evictions[: n[EVICTED]].copy())
-            n[EVICTED] = 0
-        return rows, evictions
+        step, predictor_ns = 0, self.run.timing.predictor_ns
+        while step < steps and n[NOW] < admit_at:
+            step = play_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
+            evictions.append(state.evictions[: n[EVICTED]].copy())
+            host_evictions.append(state.host_evictions[: n[HOST_EVICTED]].copy())
+            n[EVICTED] = n[HOST_EVICTED] = 0
+        return rows[:step], evictions, host_evictions
 
-    def _end_request(self, cold: bool) -> None:
-        """Rule 10; `cold` discards what is under way."""
-        self.runner.end_request()
-        n = self.state.n
+    def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
+        """What the next steps of these take: their tokens and contexts together."""
+        tokens, context = (
+            np.sum([getattr(each.request, name)[each.step : each.step + steps] for each in parts], axis=0)
+            for name in ("tokens", "context")
+        )
+        return self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
+
+    def _end_requests(self, left: list[Active], admission: Admission) -> None:
+        """Requests have ended; rule 10 where none remains active: `--cold` discards what is under way."""
+        for each in left:
+            self.runner.end_request(each.seat)
+        if admission.active or not left:
+            return
+        n, cold = self.state.n, self.run.cold and admission.more
         if cold:
-            n[BUSY] = busy_until_now(n)
-            n[LINK_END] = NEVER
+            n[BUSY], n[DISK_BUSY] = busy_until_now(n), disk_busy_until_now(n)
+            n[LINK_END] = n[READ_END] = NEVER
             n[MOVED] = n[PAUSED] = 0
+            if self.memory:
+                self.memory.empty()
         self.residency.end_request(cold)
 
     def _check_range(self, routing: Routing, durations: Durations) -> None:
         """Compiled numbers wrap around: OverflowError before they can, should a run last more than a century."""
         events = durations.dense.size
         longest = float(durations.dense.sum(dtype=float)) + events * (
-            float(durations.combine.max()) + float(durations.head.max()) + self.predictor_ns
+            float(durations.combine.max()) + float(durations.head.max()) + self.run.timing.predictor_ns
         )
-        longest += len(routing.experts) * (float(durations.expert.max()) + 2 * self.whole_ns)
+        slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
+        moved = 2.0 * float(self.state.layer_ns.max()) + 2.0 * float(self.state.read_ns.max(initial=0))
+        longest += len(routing.experts) * (slowest + moved)
         if self.state.n[NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
-    def _log(self, request: RequestSteps, totals: Int, evictions: list[Int]) -> RunLog:
+    def _log(
+        self,
+        parts: list[Active],
+        first: list[int],
+        began: int,
+        totals: Int,
+        evictions: list[Int],
+        host_evictions: list[Int],
+    ) -> RunLog:
+        """Return the log of steps of these, of which each began with its step `first`; began: the clock then."""
         spent = np.diff(totals, axis=0, prepend=self.totals[None])
         self.totals = totals[-1]
+        S, R = len(spent), len(parts)
+        ends = totals[:, CLOCK]
+        step_ns = np.diff(ends, prepend=began)
         stall = spent[:, STALL:COUNTERS]
-        busy_ns = spent[:, CLOCK] - stall.sum(axis=1)
-        table = np.column_stack([request.phase, request.tokens, spent, busy_ns]).astype(np.int64)
-        numbers = np.arange(len(spent)), np.full(len(spent), request.request)
-        by_request = RequestLog(*numbers, request.tokens, spent[:, CLOCK])
-        return RunLog.of_table(table, by_request, self.link.expert_bytes, np.concatenate(evictions))
+        busy_ns = step_ns - stall.sum(axis=1)
+        own = np.stack([each.request.tokens[step : step + S] for each, step in zip(parts, first, strict=True)], axis=1)
+        before = np.array([[self.step_ended[each.seat] for each in parts]])
+        latency = np.diff(np.broadcast_to(ends[:, None], (S, R)), axis=0, prepend=before)
+        waited = np.zeros((S, R), np.int64)
+        waited[0] = [self.waited.pop(each.seat, 0) for each in parts]
+        self.step_ended.update((each.seat, int(ends[-1])) for each in parts)
+        numbers = np.repeat(np.arange(S), R), np.tile([each.request.request for each in parts], S)
+        by_request = RequestLog(*numbers, own.reshape(-1), latency.reshape(-1), waited.reshape(-1))
+        phase = parts[0].request.phase[first[0] : first[0] + S]
+        of_streams = spent[:, LINK_BUSY], busy_ns, spent[:, HOST_BUSY_NS:]
+        table = np.column_stack([phase, own.sum(axis=1), step_ns, spent[:, STALL:LINK_BUSY], *of_streams])
+        link, gone, gone_below = self.run.gpu.link, np.concatenate(evictions), np.concatenate(host_evictions)
+        sized, ended_ns = bool(link.layer_bytes), int(ends[-1])
+        return RunLog.of_table(table.astype(np.int64), by_request, link.expert_bytes, gone, gone_below, sized, ended_ns)
 
 
 def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
@@ -472,17 +816,24 @@ def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
     )
 
 
-def _numbers(link: Link) -> Int:
-    """The link at rest."""
+def _numbers(run: Run) -> Int:
+    """The streams at rest."""
+    for tier in run.tiers:
+        link = tier.link
+        if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > MOST:
+            raise OverflowError(
+                f"a transfer of {link.expert_bytes} bytes takes more nanoseconds than there are numbers of 62 bits"
+            )
+    link, placement = run.gpu.link, run.policy.placement
     whole = link.expert_bytes
-    if whole * max(link.ns_per_byte_num, 1) + link.latency_ns > MOST:
-        raise OverflowError(f"a transfer of {whole} bytes takes more nanoseconds than there are numbers of 62 bits")
     n = np.zeros(NUMBERS, np.int64)
-    n[LINK_END] = n[HIT_END] = NEVER
+    n[LINK_END] = n[HIT_END] = n[READ_END] = n[HOST_END] = NEVER
     n[WAITING_SINCE] = NOT_WAITING
     n[NOTHING_QUEUED] = 1
     n[WHOLE_NS] = link.used_ns(whole)
     n[EXPERT_BYTES] = whole
-    n[CHUNK_BYTES] = min(link.chunk_bytes or whole, whole)
+    n[CHUNK_BYTES] = link.chunk_bytes or whole
     n[LATENCY_NS], n[PER_BYTE_NUM], n[PER_BYTE_DEN] = link.latency_ns, link.ns_per_byte_num, link.ns_per_byte_den
+    n[PLACEMENT], n[HOST_LAYERS] = placement.cls.number, placement.cls(placement.options).layers
+    n[HOP_NS] = run.timing.hop_ns
     return n

@@ -145,8 +145,8 @@ class Active:
     """A request that runs, and its step that comes next."""
 
     ordinal: int
-    seat: int
     request: RequestSteps
+    seat: int
     step: int = 0
 
     @property
@@ -181,33 +181,38 @@ class Admission:
         self._seats = users.max_batch
         self.active: dict[int, Active] = {}
         """By seat, ascending."""
-        self._skip_empty()
+        self._first = self._next()
 
-    def _skip_empty(self) -> None:
-        while self._waiting and not len(self._requests[self._waiting[0]].phase):
-            self._waiting.popleft()
+    def _next(self) -> tuple[int, RequestSteps] | None:
+        """Return the next of the requests that wait, and has any steps; the others take no part."""
+        while self._waiting:
+            ordinal = self._waiting.popleft()
+            request = self._requests[ordinal]
+            if len(request.phase):
+                return ordinal, request
+        return None
 
     @property
     def more(self) -> bool:
         """Whether any request runs, waits or is still to arrive."""
-        return bool(self.active or self._waiting)
+        return bool(self.active or self._first)
 
     @property
     def next_arrival(self) -> int | None:
         """When the first of those that wait can be admitted, if there is a seat; None: nobody can be."""
-        if not self._waiting or len(self.active) == self._seats:
+        if not self._first or len(self.active) == self._seats:
             return None
-        return self._arrivals[self._waiting[0]] if self._arrivals else 0
+        return self._arrivals[self._first[0]] if self._arrivals else 0
 
     def admit(self, now: int) -> tuple[list[Active], list[int]]:
         """Admit whom rule 18 admits at a step boundary. Return them in their order, and how long each waited."""
         admitted: list[Active] = []
         waited: list[int] = []
         while (arrival := self.next_arrival) is not None and arrival <= now:
-            ordinal = self._waiting.popleft()
-            self._skip_empty()
+            assert self._first
             seat = next(seat for seat in range(self._seats) if seat not in self.active)
-            admitted.append(Active(ordinal, seat, self._requests[ordinal]))
+            admitted.append(Active(*self._first, seat))
+            self._first = self._next()
             waited.append(now - arrival if self._arrivals else 0)
             self.active[seat] = admitted[-1]
             if admitted[-1].prefills:
