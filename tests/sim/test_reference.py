@@ -1,6 +1,7 @@
-"""The oracle `tests.reference` itself: the stored cases, what must be equal to what, and rule 19 by hand.
+"""The oracle `tests.reference` itself: the stored cases, what must be equal to what, and examples by hand.
 
-Rules 13, 15, 17 and 18 are judged by the stored cases, on which two independent engines agree.
+Rules 13, 15, 17 and 18 are judged by the stored cases, on which two independent engines agree; one clause of rule 2
+that they do not reach is worked out by hand too.
 """
 
 import json
@@ -107,18 +108,26 @@ def test_no_layer_on_the_host_is_fetch_and_every_layer_is_host() -> None:
 
 
 NOTHING = ["link_latency_ns", "dense_ns", "expert_ns", "expert_ns_per_token", "combine_ns", "head_ns", "predictor_ns"]
-BY_LAYER = {
+BARE: Case = {
     **dict.fromkeys(NOTHING, 0),
-    "L": 2,
-    "E": 2,
-    "layer_bytes": [1, 3],
-    "capacity_bytes": 4,
+    "expert_bytes": 1,
     "link_ns_per_byte_num": 1,
     "link_ns_per_byte_den": 1,
     "chunk_bytes": None,
     "prefetch": "none",
     "cold": False,
 }
+BY_LAYER = BARE | {"L": 2, "E": 2, "layer_bytes": [1, 3], "capacity_bytes": 4}
+
+
+def test_rule_2_pins_an_expert_that_is_prefetched_while_the_host_computes_it_until_that_ends() -> None:
+    case = BARE | {"L": 1, "E": 4, "slots": 2, "evict": "fifo", "predictor_ns": 5, "link_ns_per_byte_num": 2}
+    case |= {"placement": "host", "host_ns_per_token": 1, "requests": [[[[[2, 1]]], [[[0, 100]]], [[[3, 1]]]]]}
+    case |= {"prefetch": "scripted", "proposals": [[[[[1, 2.0], [0, 1.0]]], [[[2, 2.0], [3, 1.0]]], [[]]]]}
+    result = reference.run_case(case)
+    # 0 is READY at 9 and computed from 5 to 105. 2 takes the slot of 1 at 10, but 3 that of 0 only at 105: 3 is late.
+    assert (result["token_ns"], result["on_host"], result["late"]) == ([5, 100, 5], 2, 1)
+    assert (result["evictions"], result["bytes_wasted"]) == ([1, 0], 2)
 
 
 def test_rule_19_evicts_one_after_another_until_the_bytes_are_enough() -> None:

@@ -103,7 +103,8 @@ def draw_tiers_case(integer: Callable[[int, int], int]) -> Case:
     placement = choice(None, "fetch", "host", "split", "split", "layers")
     disk, by_layer, several = choice(True, True, False), choice(True, False, False), choice(True, True, False)
     if placement is not None:
-        case |= {"placement": placement, "host_ns": duration(), "host_ns_per_token": choice(0, 0, integer(0, 3))}
+        host_ns = choice(duration(), duration(), 5 * longest)  # long enough for prefetches meanwhile
+        case |= {"placement": placement, "host_ns": host_ns, "host_ns_per_token": choice(0, 0, integer(0, 3))}
         case |= {"hop_ns": duration()}
     if placement == "layers":
         case |= {"host_layers": integer(0, L)}
