@@ -1,11 +1,18 @@
 """An oracle for the engines: docs/contract.md, of residency and time, once more, slow and obvious.
 
-Plain Python, written from the contract's text alone, importing nothing of this project: one heap of
-events ordered by (time, kind, id, serial), where every end of compute and every chunk is an event
-of its own. `run_case` answers a case of the conformance format with its result and the five parts
-of the stall. Beyond the format, for fuzzing: evict "belady", one_scale (rule 6's end, by the first
-part of a score), prefetch "scripted" with `proposals`: for each event its [id, priority] pairs, and
-`partitions`: the slots of each layer, where layers share none; else all layers share `slots`.
+Plain Python, written from the contract's text alone, importing nothing of this project but its own two
+parts, of memories and of users: one heap of events ordered by (time, kind, id, serial), where every end
+of compute and every chunk is an event of its own. `run_case` answers a case of the conformance format
+(docs/cases.md) with its result, and with `stalls`: the stall by cause, in the order of CAUSES.
+
+Beyond the format a case may have, for fuzzing:
+- evict "belady" (only without `max_batch`), and one_scale (rule 6's end, by the first part of a score);
+- prefetch "scripted" with `proposals`: for each event its [id, priority] pairs; in a batch those of all
+  its requests, an expert at the highest of its priorities;
+- `partitions`: the slots of each layer, where layers share none; else all layers share `slots`;
+- placement "layers": the misses of the first `host_layers` layers are computed on the host;
+- `layer_bytes`, `capacity_bytes` and `host_capacity_bytes` (rule 19), in place of `expert_bytes`,
+  `slots` and `host_slots`. Of prefetches (and of reads for them) the best that can have room is taken.
 """
 
 from __future__ import annotations
@@ -15,17 +22,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-TRANSFER, COMPUTE, ROUTER = 0, 1, 2  # rule 15: the order of kinds within one nanosecond
-PREDICTOR_RUNS, DEMAND_LOADS, LATE_LOADS, BEHIND_PREFETCH, NO_SLOT = range(5)
-NEVER = 10**18
+from tests.support.reference_batch import Batch
+from tests.support.reference_memory import GpuMemory, HostMemory, bytes_of
+
+LINK, DISK, COMPUTE, HOST, ROUTER, WAKE_UP = range(6)  # rule 15: the order of kinds within one nanosecond
+CAUSES = ("predictor", "demand", "late", "behind_prefetch", "disk", "host", "slot")
 
 
 @dataclass
 class Transfer:
     expert: int
+    bytes: int
     prefetched: bool  # what started it, for its bytes
     late: bool = False  # a prefetch that was looked up on its way
-    moved: int = 0  # bytes
+    moved: int = 0  # bytes, at the end of the present chunk
+    chunk_end: int = 0  # time
 
     @property
     def interruptible(self) -> bool:
@@ -46,12 +57,10 @@ class Reference:
         self.serial = 0
         self.heap: list[tuple[int, int, int, int, Callable[..., None], tuple[Any, ...]]] = []
 
-        # Residency. An expert in none of these is ABSENT; QUEUED is in demands or prefetches.
-        self.loading: set[int] = set()
-        self.ready: set[int] = set()
-        self.pinned: set[int] = set()
-        self.unused_prefetch: set[int] = set()  # prefetched and not looked up since
-        self.proposal: set[int] = set()  # the latest one, for protection
+        # An expert that is neither LOADING nor READY in GPU memory is QUEUED if it is in demands or prefetches.
+        self.gpu = GpuMemory(case)
+        disk = case.get("host_slots") is not None or case.get("host_capacity_bytes") is not None
+        self.host_memory = HostMemory(case) if disk else None
 
         # The link: at most one transfer moves and at most one prefetch is paused.
         self.demands: list[int] = []
@@ -59,92 +68,142 @@ class Reference:
         self.moving: Transfer | None = None
         self.paused: Transfer | None = None
 
+        # The disk.
+        self.demanded_reads: list[int] = []  # in order; also the one under way, until it is READY
+        self.reading: int | None = None
+
         # The compute stream: what it does now, and the experts of the event.
-        self.stream = "idle"
+        self.stream = "off"
         self.tokens: dict[int, int] = {}
         self.to_compute: list[int] = []  # pinned, in the order of their compute
-        self.awaited: set[int] = set()  # looked up, not READY yet
+        self.awaited: set[int] = set()  # looked up, to be computed here, not READY yet
 
-        # Where the run is, and the numbers that rule 8 speaks of.
-        self.request = self.step = self.layer = 0
-        self.event_number = 0  # of the latest event, from 1
-        self.transfer_number = 0
-        self.last_lookup: dict[int, int] = {}
-        self.recency: dict[int, int] = {}
-        self.started: dict[int, int] = {}
-        self.lookups: dict[int, int] = {}
-        self.events_used: dict[int, int] = {}  # the popular prefetcher's counts
-        self.uses = self.future_uses()
+        # The host stream.
+        self.host_stream = "free"
+        self.on_host: set[int] = set()  # placed there, not computed yet
+        self.to_compute_on_host: list[int] = []  # of these the ones in host memory, in the order of their compute
 
+        # Where the run is.
+        self.batch = Batch(case)
+        self.layer = 0
         self.step_start = 0
-        self.busy = 0
-        self.stalls = [0] * 5
-        self.result: dict[str, Any] = {
-            "token_ns": [],
-            "hits": 0,
-            "late": 0,
-            "misses": 0,
-            "bytes_demand": 0,
-            "bytes_prefetch": 0,
-            "bytes_wasted": 0,
-            "evictions": [],
-        }
+        self.events_used: dict[int, int] = {}  # the popular prefetcher's counts
+
+        self.step_ns = self.busy_ns = 0
+        self.stalls = dict.fromkeys(CAUSES, 0)
+        counted = ("hits", "late", "misses", "on_host", "bytes_demand", "bytes_prefetch", "reads_demand")
+        self.counts = dict.fromkeys((*counted, "reads_prefetch"), 0)
 
     def run(self) -> dict[str, Any]:
-        self.begin_dense()
-        while self.heap:
+        self.next_step()
+        while not self.batch.is_over():  # the run ends with the last head
             time, _kind, _id, _serial, handle, arguments = heapq.heappop(self.heap)
             self.count_stall(time - self.now)
             self.now = time
             handle(*arguments)
-            if self.request == len(self.case["requests"]):
-                break  # the run ends with the last head
             self.use_link()
-        stall = sum(self.result["token_ns"]) - self.busy
-        return {**self.result, "stall_ns": stall, "stalls": self.stalls}
+            self.use_disk()
+            self.use_compute()
+            self.use_host()
+        return {
+            **self.counts,
+            "token_ns": [latency for tokens in self.batch.token_ns for latency in tokens],
+            "wait_ns": None if self.case.get("max_batch") is None else self.batch.wait_ns,
+            "bytes_wasted": self.gpu.bytes_wasted,
+            "evictions": self.gpu.evictions,
+            "host_evictions": self.host_memory.evictions if self.host_memory else [],
+            "end_ns": self.now,
+            "stall_ns": self.step_ns - self.busy_ns,
+            "stalls": list(self.stalls.values()),
+        }
+
+    def given(self, key: str) -> int:
+        """A number of the case, 0 where it is absent."""
+        return int(self.case.get(key) or 0)
 
     def at(self, delay: int, kind: int, id: int, handle: Callable[..., None], *arguments: Any) -> None:
         self.serial += 1
         heapq.heappush(self.heap, (self.now + delay, kind, id, self.serial, handle, arguments))
 
     def count_stall(self, elapsed: int) -> None:
+        if self.stream in ("predictor", "waiting"):
+            self.stalls[self.cause_of_stall()] += elapsed
+
+    def cause_of_stall(self) -> str:
+        """The first that holds."""
         if self.stream == "predictor":
-            self.stalls[PREDICTOR_RUNS] += elapsed
-        elif self.stream == "idle":
-            if self.moving is None:
-                cause = NO_SLOT
-            elif not self.moving.prefetched:
-                cause = DEMAND_LOADS
-            else:
-                cause = LATE_LOADS if self.moving.late else BEHIND_PREFETCH
-            self.stalls[cause] += elapsed
+            return "predictor"
+        if self.moving is not None and not self.moving.prefetched:
+            return "demand"
+        if self.moving is not None and self.moving.late:
+            return "late"
+        if self.moving is not None and any(self.is_below(expert) for expert in self.demands):
+            return "behind_prefetch"
+        if self.demanded_reads:
+            return "disk"
+        if self.host_stream != "free":
+            return "host"
+        return "slot"
+
+    # Steps and requests (rules 10 and 18)
+
+    def next_step(self) -> None:
+        self.batch.admit(self.now)
+        if self.batch.stepping:
+            self.step_start = self.now
+            self.layer = 0
+            self.begin_dense()
+        elif self.batch.waiting:
+            self.stream = "off"
+            self.at(self.batch.next_arrival() - self.now, WAKE_UP, 0, self.next_step)
+
+    def on_head_end(self) -> None:
+        self.step_ns += self.now - self.step_start
+        self.batch.end_step(self.now)
+        if not self.batch.active:
+            self.prefetches = []
+            if self.case["cold"] and self.batch.waiting:
+                self.make_cold()
+        self.next_step()
+
+    def make_cold(self) -> None:
+        for expert in self.gpu.loading | self.gpu.ready:
+            self.gpu.leave(expert)
+        if self.host_memory is not None:
+            for expert in self.host_memory.loading | self.host_memory.ready:
+                self.host_memory.leave(expert)
+        self.moving = self.paused = self.reading = None
+        self.heap = [event for event in self.heap if event[1] not in (LINK, DISK)]
+        heapq.heapify(self.heap)
 
     # The compute stream (rule 11)
 
     def compute(self, what: str, duration: int, handle: Callable[..., None], *arguments: Any) -> None:
         self.stream = what
         if what != "predictor":
-            self.busy += duration
+            self.busy_ns += duration
         kind = ROUTER if what == "dense" else COMPUTE
-        self.at(duration, kind, arguments[0] if arguments else 0, handle, *arguments)
+        self.at(duration, kind, arguments[0] if what == "expert" else 0, handle, *arguments)
 
     def begin_dense(self) -> None:
         self.compute("dense", self.case["dense_ns"], self.on_router)
 
-    def compute_next(self) -> None:
-        """The event's next expert, or combine after its last, or nothing while experts are awaited."""
+    def use_compute(self) -> None:
+        """Let a free stream take the event's next expert, or combine after all of them."""
+        if self.stream != "waiting":
+            return
         if self.to_compute:
             expert = self.to_compute.pop(0)
-            duration = self.case["expert_ns"] + self.tokens[expert] * self.case["expert_ns_per_token"]
-            self.compute("expert", duration, self.on_expert_end, expert)
-        elif self.awaited:
-            self.stream = "idle"
-        else:
+            self.compute("expert", self.expert_ns(expert), self.on_expert_end, expert)
+        elif not self.awaited and not self.on_host:
             self.compute("combine", self.case["combine_ns"], self.on_combine_end)
 
+    def expert_ns(self, expert: int) -> int:
+        return int(self.case["expert_ns"] + self.tokens[expert] * self.case["expert_ns_per_token"])
+
     def on_expert_end(self, expert: int) -> None:
-        self.pinned.remove(expert)
-        self.compute_next()
+        self.gpu.pinned.remove(expert)
+        self.stream = "waiting"
 
     def on_combine_end(self) -> None:
         if self.layer + 1 < self.L:
@@ -153,122 +212,148 @@ class Reference:
         else:
             self.compute("head", self.case["head_ns"], self.on_head_end)
 
-    def on_head_end(self) -> None:
-        self.result["token_ns"].append(self.now - self.step_start)
-        self.step_start = self.now
-        self.layer = 0
-        self.step += 1
-        if self.step == len(self.case["requests"][self.request]):
-            self.step = 0
-            self.request += 1
-            if self.request == len(self.case["requests"]):
-                return
-            self.prefetches = []
-            if self.case["cold"]:
-                self.make_cold()
-        self.begin_dense()
-
-    # The router (rules 1 to 4)
+    # The router (rules 1 to 4, 13 and 14)
 
     def on_router(self) -> None:
-        event = self.case["requests"][self.request][self.step][self.layer]
-        self.tokens = {self.layer * self.E + expert: tokens for expert, tokens in event}
-        self.look_up(sorted(self.tokens))
-        self.observe(sorted(self.tokens))
+        self.tokens = {self.layer * self.E + expert: tokens for expert, tokens in self.batch.event(self.layer).items()}
+        experts = sorted(self.tokens)
+        misses = self.look_up(experts)
+        self.on_host = self.placed_on_host(misses)
+        self.demand(misses)
+        self.gpu.observe(experts, self.on_host)
+        for expert in experts:
+            self.events_used[expert] = self.events_used.get(expert, 0) + 1
         proposal = self.ask_prefetcher()
         if self.case["predictor_ns"] > 0:
-            self.compute("predictor", self.case["predictor_ns"], self.on_predictor_end, proposal)
+            self.compute("predictor", self.case["predictor_ns"], self.on_proposal, proposal)
         else:
-            self.queue_prefetches(proposal)
-            self.compute_next()
+            self.on_proposal(proposal)
 
-    def on_predictor_end(self, proposal: list[tuple[int, float]]) -> None:
-        self.queue_prefetches(proposal)
-        self.compute_next()
-
-    def look_up(self, experts: list[int]) -> None:
+    def look_up(self, experts: list[int]) -> list[int]:
+        """The misses, in ascending id."""
+        misses = []
         for expert in experts:
-            if expert in self.ready:
-                self.result["hits"] += 1
-                self.pinned.add(expert)
+            if expert in self.gpu.ready:
+                self.counts["hits"] += 1
+                self.gpu.pinned.add(expert)
                 self.to_compute.append(expert)
-            elif expert in self.loading:
-                self.result["late"] += 1
+            elif expert in self.gpu.loading:
+                self.counts["late"] += 1
                 self.awaited.add(expert)
                 for transfer in (self.moving, self.paused):
                     if transfer is not None and transfer.expert == expert:
                         transfer.late = True
             else:
-                self.result["misses"] += 1
-                self.awaited.add(expert)
-                self.demands.append(expert)
-                self.prefetches = [queued for queued in self.prefetches if queued[1] != expert]
-            self.unused_prefetch.discard(expert)
+                self.counts["misses"] += 1
+                misses.append(expert)
+            self.gpu.unused_prefetch.discard(expert)
+        return misses
 
-    def observe(self, experts: list[int]) -> None:
-        self.event_number += 1
-        for expert in experts:
-            self.last_lookup[expert] = self.recency[expert] = self.event_number
-            self.lookups[expert] = self.lookups.get(expert, 0) + 1
-            self.events_used[expert] = self.events_used.get(expert, 0) + 1
+    def placed_on_host(self, misses: list[int]) -> set[int]:
+        """Those of the misses that are computed on the host (rule 13)."""
+        placement = self.case.get("placement") or "fetch"
+        if placement == "split":
+            return self.split(misses)
+        if placement == "host" or (placement == "layers" and self.layer < self.case["host_layers"]):
+            return set(misses)
+        return set()
+
+    def split(self, misses: list[int]) -> set[int]:
+        on_host = set()
+        link_ready = self.now
+        if self.moving is not None:
+            link_ready = self.moving.chunk_end
+            if not self.moving.interruptible:
+                link_ready += self.link_ns(self.moving.bytes) - self.link_ns(self.moving.moved)
+        host_ready = self.now + self.given("hop_ns")
+        for expert in misses:
+            transfer_ns = self.link_ns(bytes_of(self.case, expert))
+            if host_ready + self.host_ns(expert) < link_ready + transfer_ns + self.expert_ns(expert):
+                on_host.add(expert)
+                host_ready += self.host_ns(expert)
+            else:
+                link_ready += transfer_ns
+        return on_host
+
+    def demand(self, misses: list[int]) -> None:
+        """Ask for what the misses need: a transfer or host compute, and a read where they are not in host memory."""
+        fetched = [expert for expert in misses if expert not in self.on_host]
+        self.awaited.update(fetched)
+        self.demands += fetched
+        self.prefetches = [queued for queued in self.prefetches if queued[1] not in fetched]
+        self.demanded_reads = [expert for expert in misses if not self.is_below(expert)]
+        self.counts["on_host"] += len(self.on_host)
+        self.to_compute_on_host = [expert for expert in sorted(self.on_host) if self.is_below(expert)]
+        if self.on_host and self.given("hop_ns") > 0:
+            self.host_stream = "hop"
+            self.at(self.given("hop_ns"), HOST, 0, self.on_hop_end)
 
     def ask_prefetcher(self) -> list[tuple[int, float]]:
         if self.case["prefetch"] == "scripted":
-            script = self.case["proposals"][self.request][self.step][self.layer]
-            return [(expert, priority) for expert, priority in script]
+            return self.scripted()
         if self.case["prefetch"] == "none" or self.layer + 1 == self.L:
             return []
         first = (self.layer + 1) * self.E
         if self.case["prefetch"] == "oracle1":
-            event = self.case["requests"][self.request][self.step][self.layer + 1]
-            return [(first + expert, 1.0) for expert, _tokens in event]
+            return [(first + expert, 1.0) for expert in self.batch.event(self.layer + 1)]
         used = [expert for expert in range(first, first + self.E) if self.events_used.get(expert, 0) > 0]
         used.sort(key=lambda expert: (-self.events_used[expert], expert))
         return [(expert, self.events_used[expert]) for expert in used[: self.case["popular_n"]]]
 
-    def queue_prefetches(self, proposal: list[tuple[int, float]]) -> None:
-        self.proposal = {expert for expert, _priority in proposal}
-        known = self.ready | self.loading | set(self.demands)
-        self.prefetches = sorted((-priority, expert) for expert, priority in proposal if expert not in known)
+    def scripted(self) -> list[tuple[int, float]]:
+        highest: dict[int, float] = {}
+        for request in self.batch.stepping:
+            for expert, priority in self.case["proposals"][request][self.batch.steps_done[request]][self.layer]:
+                highest[expert] = max(priority, highest.get(expert, priority))
+        return list(highest.items())
 
-    # The link (rules 5 and 12)
+    def on_proposal(self, proposal: list[tuple[int, float]]) -> None:
+        """Queue the prefetches, at the router or when the predictor ends; then the experts are computed."""
+        self.gpu.proposal = {expert for expert, _priority in proposal}
+        known = self.gpu.ready | self.gpu.loading | set(self.demands)
+        self.prefetches = sorted((-priority, expert) for expert, priority in proposal if expert not in known)
+        self.stream = "waiting"
+
+    # The link (rules 5, 12 and 17)
+
+    def is_below(self, expert: int) -> bool:
+        """Whether the link can take `expert` and the host compute it: READY in host memory, if that is limited."""
+        return self.host_memory is None or expert in self.host_memory.ready
 
     def use_link(self) -> None:
-        """Let a free link take what comes first, if a slot is to be had for it."""
+        """Let a free link take what comes first, if there is room for it."""
         if self.moving is not None:
             return
         late = self.paused is not None and self.paused.late
-        if self.demands and not late and self.take_slot(self.demands[0], None):
-            self.start_transfer(Transfer(self.demands.pop(0), prefetched=False))
+        demand = min((expert for expert in self.demands if self.is_below(expert)), default=None)
+        if demand is not None and not late and self.gpu.take_room(demand, None):
+            self.demands.remove(demand)
+            self.start_transfer(demand, prefetched=False)
         elif self.paused is not None:
             self.moving, self.paused = self.paused, None
-            self.move_chunk()
-        elif not self.demands:
-            for queued in self.prefetches:  # the best that can have a slot
-                if self.take_slot(queued[1], -queued[0]):
+            self.move_chunk(self.moving)
+        elif demand is None:
+            for queued in self.prefetches:  # the best that can have room
+                if self.is_below(queued[1]) and self.gpu.take_room(queued[1], -queued[0]):
                     self.prefetches.remove(queued)
-                    self.start_transfer(Transfer(queued[1], prefetched=True))
+                    self.start_transfer(queued[1], prefetched=True)
                     break
 
-    def start_transfer(self, transfer: Transfer) -> None:
-        expert = transfer.expert
-        self.moving = transfer
-        self.loading.add(expert)
-        self.transfer_number += 1
-        self.started[expert] = self.transfer_number
-        self.recency[expert] = self.event_number
-        if transfer.prefetched:
-            self.unused_prefetch.add(expert)
-        self.result["bytes_prefetch" if transfer.prefetched else "bytes_demand"] += self.case["expert_bytes"]
-        self.move_chunk()
+    def start_transfer(self, expert: int, prefetched: bool) -> None:
+        self.moving = Transfer(expert, bytes_of(self.case, expert), prefetched)
+        self.gpu.start_loading(expert, prefetched)
+        if self.host_memory is not None:
+            self.host_memory.touch(expert)
+        self.counts["bytes_prefetch" if prefetched else "bytes_demand"] += self.moving.bytes
+        self.move_chunk(self.moving)
 
-    def move_chunk(self) -> None:
-        transfer = self.moving
-        assert transfer is not None
+    def move_chunk(self, transfer: Transfer) -> None:
         before = self.link_ns(transfer.moved)
-        chunk = self.case["chunk_bytes"] or self.case["expert_bytes"]
-        transfer.moved = min(transfer.moved + chunk, self.case["expert_bytes"])
-        self.at(self.link_ns(transfer.moved) - before, TRANSFER, transfer.expert, self.on_chunk_end, transfer)
+        chunk = self.case["chunk_bytes"] or transfer.bytes
+        transfer.moved = min(transfer.moved + chunk, transfer.bytes)
+        duration = self.link_ns(transfer.moved) - before
+        transfer.chunk_end = self.now + duration
+        self.at(duration, LINK, transfer.expert, self.on_chunk_end, transfer)
 
     def link_ns(self, moved: int) -> int:
         if moved == 0:
@@ -277,81 +362,77 @@ class Reference:
         return int(self.case["link_latency_ns"] + -(-moved * num // den))
 
     def on_chunk_end(self, transfer: Transfer) -> None:
-        if transfer is not self.moving:
-            return  # discarded by --cold
-        if transfer.moved < self.case["expert_bytes"]:
-            if transfer.interruptible:
-                self.moving, self.paused = None, transfer
-            else:
-                self.move_chunk()
+        if transfer.moved == transfer.bytes:
+            self.moving = None
+            self.on_transfer_end(transfer.expert)
+        elif transfer.interruptible:
+            self.moving, self.paused = None, transfer
+        else:
+            self.move_chunk(transfer)
+
+    def on_transfer_end(self, expert: int) -> None:
+        self.gpu.loading.remove(expert)
+        self.gpu.ready.add(expert)
+        if expert in self.awaited:
+            self.awaited.remove(expert)
+            self.gpu.pinned.add(expert)
+            self.to_compute.append(expert)
+        elif expert in self.on_host:
+            self.gpu.pinned.add(expert)
+
+    # The disk (rule 17)
+
+    def use_disk(self) -> None:
+        """Let a free disk take the first demanded read, else the best read for a queued prefetch, if it has room."""
+        memory = self.host_memory
+        if memory is None or self.reading is not None:
             return
-        self.moving = None
-        self.loading.remove(transfer.expert)
-        self.ready.add(transfer.expert)
-        if transfer.expert in self.awaited:
-            self.awaited.remove(transfer.expert)
-            self.pinned.add(transfer.expert)
-            self.to_compute.append(transfer.expert)
-            if self.stream == "idle":
-                self.compute_next()
+        pinned = set(self.demands) | self.on_host | self.gpu.loading
+        if self.demanded_reads:
+            if memory.take_room(self.demanded_reads[0], pinned):
+                self.start_read(memory, self.demanded_reads[0], "reads_demand")
+            return
+        queued = [expert for _priority, expert in self.prefetches]
+        for expert in queued:
+            if expert not in memory.ready and memory.take_room(expert, pinned | set(queued)):
+                self.start_read(memory, expert, "reads_prefetch")
+                break
 
-    # Slots and victims (rules 5 to 8)
+    def start_read(self, memory: HostMemory, expert: int, counted: str) -> None:
+        self.reading = expert
+        self.counts[counted] += 1
+        memory.loading.add(expert)
+        memory.touch(expert)
+        num, den = self.given("disk_ns_per_byte_num"), self.given("disk_ns_per_byte_den") or 1
+        read_ns = self.given("disk_latency_ns") + -(-bytes_of(self.case, expert) * num // den)
+        self.at(read_ns, DISK, expert, self.on_read_end, memory, expert)
 
-    def share_slots(self, one: int, other: int) -> bool:
-        return self.case.get("partitions") is None or one // self.E == other // self.E
+    def on_read_end(self, memory: HostMemory, expert: int) -> None:
+        self.reading = None
+        memory.loading.remove(expert)
+        memory.ready.add(expert)
+        if expert in self.demanded_reads:
+            self.demanded_reads.remove(expert)
+            if expert in self.on_host:
+                self.to_compute_on_host.append(expert)
 
-    def take_slot(self, expert: int, priority: float | None) -> bool:
-        """Whether a slot is free now for `expert`, if need be by an eviction. A demand has no priority."""
-        partitions = self.case.get("partitions")
-        slots = self.case["slots"] if partitions is None else partitions[expert // self.E]
-        if sum(self.share_slots(expert, other) for other in self.ready | self.loading) < slots:
-            return True
-        evictable = {other for other in self.ready - self.pinned if self.share_slots(expert, other)}
-        protected = evictable & self.unused_prefetch & self.proposal
-        candidates = evictable - protected
-        if priority is None and not candidates:
-            candidates = protected
-        if not candidates:
-            return False
-        victim = min(candidates, key=lambda expert: (self.keep_score(expert), expert))
-        one_scale = self.case.get("one_scale", False)
-        if one_scale and priority is not None and self.keep_score(victim)[0] >= priority:
-            return False
-        self.result["evictions"].append(victim)
-        self.leave_cache(victim)
-        return True
+    # The host stream (rule 13)
 
-    def keep_score(self, expert: int) -> tuple[int, ...]:
-        if self.case["evict"] == "lru":
-            return (self.recency[expert],)
-        if self.case["evict"] == "fifo":
-            return (self.started[expert],)
-        if self.case["evict"] == "lfu":
-            return (self.lookups.get(expert, 0), self.last_lookup.get(expert, -1))
-        next_uses = [number for number in self.uses.get(expert, []) if number > self.event_number]
-        return (-min(next_uses, default=NEVER),)
+    def use_host(self) -> None:
+        if self.host_stream == "free" and self.to_compute_on_host:
+            expert = self.to_compute_on_host.pop(0)
+            self.host_stream = "computing"
+            if self.host_memory is not None:
+                self.host_memory.touch(expert)
+            self.at(self.host_ns(expert), HOST, expert, self.on_host_end, expert)
 
-    def future_uses(self) -> dict[int, list[int]]:
-        """For each expert the numbers of the events that use it, over the whole run."""
-        uses: dict[int, list[int]] = {}
-        number = 1
-        for request in self.case["requests"]:
-            for step in request:
-                for layer, event in enumerate(step):
-                    for expert, _tokens in event:
-                        uses.setdefault(layer * self.E + expert, []).append(number)
-                    number += 1
-        return uses
+    def host_ns(self, expert: int) -> int:
+        return self.given("host_ns") + self.tokens[expert] * self.given("host_ns_per_token")
 
-    def leave_cache(self, expert: int) -> None:
-        self.ready.discard(expert)
-        self.loading.discard(expert)
-        self.lookups[expert] = 0
-        if expert in self.unused_prefetch:
-            self.unused_prefetch.remove(expert)
-            self.result["bytes_wasted"] += self.case["expert_bytes"]
+    def on_hop_end(self) -> None:
+        self.host_stream = "free"
 
-    def make_cold(self) -> None:
-        for expert in self.ready | self.loading:
-            self.leave_cache(expert)
-        self.moving = self.paused = None
+    def on_host_end(self, expert: int) -> None:
+        self.host_stream = "free"
+        self.on_host.remove(expert)
+        self.gpu.pinned.discard(expert)

@@ -23,6 +23,7 @@ from sim.loop.log import RunLog
 Case = dict[str, Any]
 
 STORED_CASES = Path(__file__).parents[1] / "sim" / "cases.jsonl.gz"
+STORED_TIERS_CASES = Path(__file__).parents[1] / "sim" / "cases-tiers.jsonl.gz"
 
 
 def draw_case(integer: Callable[[int, int], int]) -> Case:
@@ -83,6 +84,62 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     }
 
 
+def draw_tiers_case(integer: Callable[[int, int], int]) -> Case:
+    """A random case with what rules 13, 17, 18 and 19 add, each of them absent at times, in the oracle's own format.
+
+    Its requests are those of `draw_case`, cut into more of them, so that there are users enough.
+    """
+
+    def choice(*options: Any) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    case = draw_case(integer)
+    L, E, experts = case["L"], case["E"], case["L"] * case["E"]
+    longest = choice(1, 3, 10, 40)
+
+    def duration() -> int:
+        return int(choice(0, integer(0, longest), integer(0, longest)))
+
+    placement = choice(None, "fetch", "host", "split", "split", "layers")
+    disk, by_layer, several = choice(True, True, False), choice(True, False, False), choice(True, True, False)
+    if placement is not None:
+        host_ns = choice(duration(), duration(), 5 * longest)  # long enough for prefetches meanwhile
+        case |= {"placement": placement, "host_ns": host_ns, "host_ns_per_token": choice(0, 0, integer(0, 3))}
+        case |= {"hop_ns": duration()}
+    if placement == "layers":
+        case |= {"host_layers": integer(0, L)}
+    if disk:
+        case |= {"host_slots": choice(integer(1, 3), integer(1, experts + 1), integer(1, max(1, experts // 2)))}
+        case |= {"disk_latency_ns": duration(), "disk_ns_per_byte_num": choice(0, 1, 1, integer(0, 5))}
+        case |= {"disk_ns_per_byte_den": integer(1, 4)}
+    if by_layer:
+        sizes = [integer(1, 12) for _ in range(L)]
+        largest, everything = max(sizes), E * sum(sizes)
+        case |= {"layer_bytes": sizes, "capacity_bytes": integer(largest, choice(largest * 3, everything + largest))}
+        del case["slots"], case["partitions"]
+        if disk:
+            case |= {"host_capacity_bytes": integer(largest, choice(largest * 3, everything + largest))}
+            del case["host_slots"]
+    if several:
+        if case["evict"] == "belady":
+            case["evict"] = "lru"  # the future of a batch depends on its times
+        for key in ("requests", "proposals"):
+            case[key] = [list(request) for request in case[key]]
+        for request in range(len(case["requests"])):
+            while len(case["requests"][request]) > 1 and integer(0, 2) > 0:
+                kept = integer(1, len(case["requests"][request]) - 1)
+                for key in ("requests", "proposals"):
+                    case[key].append(case[key][request][kept:])
+                    del case[key][request][kept:]
+        users = range(len(case["requests"]))
+        span = choice(0, 2, longest, 10 * longest, 100 * longest)
+        apart = integer(0, span)
+        arrivals = choice(None, [integer(0, span) for _ in users], [user * apart for user in users])
+        case |= {"max_batch": integer(1, 4), "arrival_ns": arrivals}
+        case |= {"prefill": choice(None, [choice(False, True) for _ in users])}
+    return case
+
+
 def play(case: Case, engine: str = "simpy") -> Case:
     """An engine's result of a case, stall by cause included."""
 
@@ -119,10 +176,22 @@ def play(case: Case, engine: str = "simpy") -> Case:
         return cases.run_case(case, engine)
 
 
-def stored_cases() -> list[Case]:
-    with gzip.open(STORED_CASES, "rt", encoding="utf-8") as lines:
+def stored_cases(path: Path = STORED_CASES) -> list[Case]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def without_stalls(result: Case) -> Case:
     return {key: value for key, value in result.items() if key != "stalls"}
+
+
+def of_one_tier(result: Case) -> Case:
+    """The oracle's result as an engine of GPU memory and one user gives it: without the counts of rules 13, 17 and 18.
+
+    Raises AssertionError if one of them is not zero.
+    """
+    *stalls, disk, host, no_slot = result["stalls"]
+    more = ("wait_ns", "on_host", "reads_demand", "reads_prefetch", "host_evictions", "end_ns")
+    assert not any(result[key] for key in more[:-1])
+    assert disk == host == 0
+    return {key: value for key, value in result.items() if key not in more} | {"stalls": [*stalls, no_slot]}
