@@ -15,15 +15,15 @@ from policies.core.policy import Float, Int
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 
 # Rows of h. By expert: under way from the disk; demanded, and what it was demanded for has not ended; serial number of
-# its latest read, transfer or compute; whether it holds room here. By place in a queue: demanded reads; victims so far.
-READING, DEMANDED, RECENCY, HELD, READS, VICTIMS, ONE = range(7)
-ROWS = 7
+# its latest read, transfer or compute; whether it holds room here; the attempt that found no room for it. By place in a queue: demanded reads; victims so far.
+READING, DEMANDED, RECENCY, HELD, TRIED, READS, VICTIMS, ONE = range(8)
+ROWS = 8
 
 # Single numbers, h[ONE, ...]
-FREE, SERIAL, NEXT_READ, LAST_READ, EVICTED, N_DEMAND, N_PREFETCH = range(7)
+FREE, SERIAL, NEXT_READ, LAST_READ, ATTEMPT, EVICTED, N_DEMAND, N_PREFETCH = range(8)
 """EVICTED: how many victims h[VICTIMS] holds since they were last read."""
 COUNTERS = slice(N_DEMAND, N_PREFETCH + 1)
-WIDTH = 7
+WIDTH = 8
 
 
 def new(m: Int, total: int, room: int) -> Int:
@@ -96,11 +96,13 @@ def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
 
 @compiled
 def best_prefetch(h: Int, m: Int, keep: Float) -> int:
-    """Return the queued prefetch that comes first of those that are ABSENT here, or NO_EXPERT."""
-    best = NO_EXPERT
+    """Return the queued prefetch that comes first of those ABSENT here that this attempt has not tried, or NO_EXPERT."""
+    best: int = NO_EXPERT
     for place in range(m[core.ONE, core.QUEUE_LENGTH]):
         expert = m[core.QUEUE, place]
         if m[core.STATE, expert] != core.QUEUED or m[core.BELOW, expert] or h[READING, expert]:
+            continue
+        if h[TRIED, expert] == h[ONE, ATTEMPT]:
             continue
         ahead = best == NO_EXPERT or keep[core.PRIORITY, expert] > keep[core.PRIORITY, best]
         if ahead or (keep[core.PRIORITY, expert] == keep[core.PRIORITY, best] and expert < best):
@@ -123,14 +125,18 @@ def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
         one[N_DEMAND] += 1
         start(h, m, expert)
         return expert
-    expert = best_prefetch(h, m, keep)
-    if expert == NO_EXPERT:
-        return NO_EXPERT
-    if not make_room(h, m, total, expert, False):
-        return BLOCKED
-    one[N_PREFETCH] += 1
-    start(h, m, expert)
-    return expert
+    one[ATTEMPT] += 1
+    while True:
+        best = best_prefetch(h, m, keep)
+        if best == NO_EXPERT:
+            return NO_EXPERT
+        if make_room(h, m, total, best, False):
+            one[N_PREFETCH] += 1
+            start(h, m, best)
+            return best
+        if not m[core.ONE, core.SIZED]:
+            return BLOCKED
+        h[TRIED, best] = one[ATTEMPT]  # a smaller one may have room
 
 
 @compiled

@@ -57,10 +57,14 @@ LEAST = {
 """The whole numbers of a case, and the least that each may be."""
 
 LEAST_OF_TIERS = {
-    **dict.fromkeys(("chunk_bytes", "host_slots", "disk_ns_per_byte_den", "max_batch"), 1),
+    **dict.fromkeys(("host_slots", "disk_ns_per_byte_den", "max_batch", "capacity_bytes", "host_capacity_bytes"), 1),
     **dict.fromkeys(("host_ns", "host_ns_per_token", "hop_ns", "disk_latency_ns", "disk_ns_per_byte_num"), 0),
+    "host_layers": 0,
 }
-"""The same of those that may be absent, or null."""
+"""The same of what tiers and users add, which may be absent, or null."""
+
+LISTS_OF_TIERS = {"layer_bytes": "L", "arrival_ns": "requests", "prefill": "requests"}
+"""Lists that they add, and what has an item of each."""
 
 MOST = 2**53
 
@@ -68,14 +72,29 @@ MOST = 2**53
 def check_case(case: dict[str, Any]) -> None:
     """Compiled code trusts its input, so a case is checked first. KeyError or ValueError, saying what is wrong."""
     given = {key: lowest for key, lowest in LEAST_OF_TIERS.items() if case.get(key) is not None}
-    for key, lowest in (LEAST | given).items():
-        if type(case[key]) is not int or not lowest <= case[key] <= MOST:
-            raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {case[key]!r}")
+    least = LEAST | given | ({} if case["chunk_bytes"] is None else {"chunk_bytes": 1})
+    if case.get("capacity_bytes") is not None:
+        del least["slots"]
+    for key, lowest in least.items():
+        _check(key, case[key], lowest)
+    for key, of in LISTS_OF_TIERS.items():
+        if case.get(key) is not None:
+            wanted = case[of] if of == "L" else len(case[of])
+            if len(case[key]) != wanted:
+                raise ValueError(f"{key} needs {wanted} items, not {len(case[key])}")
+    for ns in case.get("arrival_ns") or ():
+        _check("arrival_ns", ns, 0)
+    sizes = case.get("layer_bytes") or [case["expert_bytes"]]
+    for sized, count in (("capacity_bytes", "slots"), ("host_capacity_bytes", "host_slots")):
+        if case.get("layer_bytes") and case.get(sized) is None and case.get(count) is not None:
+            raise ValueError(f"{count}: where layer_bytes differ, give {sized}")
+    for size in sizes:
+        _check("layer_bytes", size, 1)
+    for key in ("capacity_bytes", "host_capacity_bytes"):
+        if case.get(key) is not None and case[key] < max(sizes):
+            raise ValueError(f"{key} {case[key]} holds no expert of {max(sizes)} bytes")
     if type(case["cold"]) is not bool:
         raise ValueError(f"cold must be true or false, not {case['cold']!r}")
-    for key in ("arrival_ns", "prefill"):
-        if case.get(key) is not None and len(case[key]) != len(case["requests"]):
-            raise ValueError(f"{key} needs a value for each of {len(case['requests'])} requests")
     for steps in case["requests"]:
         for step in steps:
             if len(step) != case["L"]:
@@ -88,6 +107,11 @@ def check_case(case: dict[str, Any]) -> None:
                     if type(tokens) is not int or not 1 <= tokens <= MOST:
                         raise ValueError(f"an expert that was chosen has at least one token: {event}")
                     before = expert
+
+
+def _check(key: str, value: object, lowest: int) -> None:
+    if type(value) is not int or not lowest <= value <= MOST:
+        raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {value!r}")
 
 
 def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
@@ -106,8 +130,8 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
                 for ordinal, steps in enumerate(case["requests"])
             ],
             Shape(case["L"], case["E"]),
-            slots=case["slots"],
-            policy=parse(f"{case['evict']}+{prefetch}/{case.get('placement') or 'fetch'}"),
+            slots=case["slots"] if case.get("capacity_bytes") is None else case["capacity_bytes"],
+            policy=parse(f"{case['evict']}+{prefetch}/{_placement(case)}"),
             timing=FixedTiming(
                 dense=case["dense_ns"],
                 expert=case["expert_ns"],
@@ -121,16 +145,28 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
             ),
             link=_link(case, "link", case["chunk_bytes"]),
             cold=case["cold"],
-            host=None if case.get("host_slots") is None else Tier(case["host_slots"], None, _link(case, "disk")),
+            host=_host(case),
             users=None if users is None else Users(users, _arrivals(case)),
         ),
     )
     return case_result(log, case)
 
 
+def _placement(case: dict[str, Any]) -> str:
+    placement = case.get("placement") or "fetch"
+    return f"layers:n={case['host_layers']}" if placement == "layers" else placement
+
+
 def _link(case: dict[str, Any], name: str, chunk_bytes: int | None = None) -> Link:
     latency, num, den = (case.get(f"{name}_{key}") for key in ("latency_ns", "ns_per_byte_num", "ns_per_byte_den"))
-    return Link(latency or 0, num or 0, den or 1, case["expert_bytes"], chunk_bytes)
+    sizes = case.get("layer_bytes")
+    size = max(sizes) if sizes else case["expert_bytes"]
+    return Link(latency or 0, num or 0, den or 1, size, chunk_bytes, tuple(sizes) if sizes else None)
+
+
+def _host(case: dict[str, Any]) -> Tier | None:
+    room = case.get("host_slots") if case.get("host_capacity_bytes") is None else case["host_capacity_bytes"]
+    return None if room is None else Tier(room, None, _link(case, "disk"))
 
 
 def _arrivals(case: dict[str, Any]) -> tuple[int, ...] | None:

@@ -143,28 +143,36 @@ def draw_tiers_case(integer: Callable[[int, int], int]) -> Case:
 def play(case: Case, engine: str = "simpy") -> Case:
     """An engine's result of a case, stall by cause included."""
 
-    def result_with_stalls(log: RunLog) -> Case:
-        return {**case_result(log), "stalls": log.stall_ns.sum(axis=0).tolist()}
+    def result_with_stalls(log: RunLog, case: Case) -> Case:
+        return {**case_result(log, case), "stalls": log.stall_ns.sum(axis=0).tolist()}
 
     partitions = case.get("partitions")
 
-    def residency(shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool) -> PolicyResidency:
+    def residency(
+        shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool, sizes: Int | None
+    ) -> PolicyResidency:
         assert len(divided) == (len(partitions) if partitions else 1)
-        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False))
+        return PolicyResidency(shape, partitions or divided, policy, case.get("one_scale", False), sizes)
 
     def parse(text: str) -> PolicySpec:
-        return spec.parse(f"{text}@layer" if partitions else text)
+        return spec.parse(text).within("layer" if partitions else "global")
 
     class Scripted(Prefetcher):
         name, observes = "scripted", False
 
+        def __init__(self, shape: Shape, options: object) -> None:
+            super().__init__(shape, options)
+            self.scripts: dict[int, Any] = {}
+
         def begin_request(self, request: int, seat: int) -> None:
-            self.script = case["proposals"][request]
+            self.scripts[seat] = case["proposals"][request]
 
         def propose(self, event: Event) -> tuple[Int, Float]:
-            script = self.script[event.steps[0]][event.layer]
-            table = np.array(script, np.float64).reshape(-1, 2)
-            return table[:, 0].astype(np.int64), table[:, 1]
+            best: dict[int, float] = {}  # of all requests
+            for seat, step, *_ in event.by_request():
+                for expert, priority in self.scripts[seat][step][event.layer]:
+                    best[expert] = max(priority, best.get(expert, -np.inf))
+            return np.array(list(best), np.int64), np.array(list(best.values()), np.float64)
 
     case_result = cases.case_result
     with (
@@ -179,19 +187,3 @@ def play(case: Case, engine: str = "simpy") -> Case:
 def stored_cases(path: Path = STORED_CASES) -> list[Case]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
-
-
-def without_stalls(result: Case) -> Case:
-    return {key: value for key, value in result.items() if key != "stalls"}
-
-
-def of_one_tier(result: Case) -> Case:
-    """The oracle's result as an engine of GPU memory and one user gives it: without the counts of rules 13, 17 and 18.
-
-    Raises AssertionError if one of them is not zero.
-    """
-    *stalls, disk, host, no_slot = result["stalls"]
-    more = ("wait_ns", "on_host", "reads_demand", "reads_prefetch", "host_evictions", "end_ns")
-    assert not any(result[key] for key in more[:-1])
-    assert disk == host == 0
-    return {key: value for key, value in result.items() if key not in more} | {"stalls": [*stalls, no_slot]}
