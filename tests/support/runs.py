@@ -209,11 +209,10 @@ def draw_tiers_run(integer: Draw) -> Drawn:
         "host": integer(0, longest),
         "host_per_token": integer(0, 2),
     }
-    smallest_room = L * largest if "@layer" in run.policy else 1
     return run._replace(
         requests=requests,
-        policy=f"{run.policy}/{placement}",
-        slots=max(room(), smallest_room) if sizes else run.slots,
+        policy=f"{run.policy.removesuffix('@layer') if sizes else run.policy}/{placement}",
+        slots=room() if sizes else run.slots,
         timing=choice((FixedTiming, Lopsided))(**own),
         link=link,
         host=Tier(room(), None, disk) if disk else None,
