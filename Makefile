@@ -30,8 +30,8 @@ test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
 test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2 --dist worksteal
 
-fuzz: $(READY) ## the compiled engine against SimPy on 50,000 random runs: a minute or two on two cores
-	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py -k seeded_random_runs
+fuzz: $(READY) ## both engines against each other and the oracle on 50,000 random runs each
+	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_model_equals_reference.py -k seeded
 
 lint: $(READY)
 	$(BIN)/ruff check .

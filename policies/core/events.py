@@ -151,10 +151,14 @@ class Routing(NamedTuple):
 def routing_of(request: RequestSteps) -> Routing:
     """Return the arrays of a request that is played alone."""
     ahead = request.lookahead
-    picks = (ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
-    arrays = tuple(map(np.ascontiguousarray, (request.offsets, request.experts, request.counts, *picks)))
-    alone = np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64), np.zeros(2, np.int64)
-    return Routing(request.phase.astype(np.int64), *arrays, *arrays[:3], *alone)
+    own = _contiguous(request.offsets, request.experts, request.counts)
+    picks = _contiguous(ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
+    one, two = np.zeros((3, 1), np.int64), np.zeros(2, np.int64)
+    return Routing(request.phase.astype(np.int64), *own, *picks, *own, one[0], one[1], one[2], two)
+
+
+def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
+    return np.ascontiguousarray(offsets), np.ascontiguousarray(experts), np.ascontiguousarray(counts)
 
 
 def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int, shape: Shape) -> Routing:

@@ -4,8 +4,8 @@
     PRESET[:options][@SCOPE[:options]][/PLACEMENT[:options]]
 
 Options are `name=value` between colons, and may list alternatives between bars: `n=1|2`. A class in a user's file is
-named `path/my_file.py:MyPolicy`. What follows the last / is a placement if it is the name of one. The first @ begins the
-scope and the first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
+named `path/my_file.py:MyPolicy`. What follows the last / is a placement if it is the name of one. The first @ begins
+the scope and the first + before it divides the halves, so no path on the left of either has one. Commas divide lists.
 """
 
 import itertools

@@ -5,8 +5,6 @@ engines call these functions. Of GPU memory (`m`) it reads what is queued and wh
 which experts the link can take. Room is counted as there, in slots or in bytes (rule 19).
 """
 
-from collections.abc import Iterable
-
 import numpy as np
 
 from policies.core import residency_compiled as core
@@ -15,7 +13,8 @@ from policies.core.policy import Float, Int
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 
 # Rows of h. By expert: under way from the disk; demanded, and what it was demanded for has not ended; serial number of
-# its latest read, transfer or compute; whether it holds room here; the attempt that found no room for it. By place in a queue: demanded reads; victims so far.
+# its latest read, transfer or compute; whether it holds room here; the attempt that found no room for it. By place in a
+# queue: demanded reads; victims so far.
 READING, DEMANDED, RECENCY, HELD, TRIED, READS, VICTIMS, ONE = range(8)
 ROWS = 8
 
@@ -27,7 +26,7 @@ WIDTH = 8
 
 
 def new(m: Int, total: int, room: int) -> Int:
-    """Return an empty host memory of `room` slots, or bytes where experts differ in size. `m` hears that it is empty."""
+    """Return an empty host memory of `room` slots, or bytes if experts differ in size. `m` hears that it is empty."""
     h = np.zeros((ROWS, max(total, WIDTH)), np.int64)
     h[ONE, FREE] = room
     m[core.BELOW, :total], m[core.ONE, core.PARTIAL] = 0, 1
@@ -96,7 +95,7 @@ def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
 
 @compiled
 def best_prefetch(h: Int, m: Int, keep: Float) -> int:
-    """Return the queued prefetch that comes first of those ABSENT here that this attempt has not tried, or NO_EXPERT."""
+    """Return the first queued prefetch that is ABSENT here and that this attempt has not tried, or NO_EXPERT."""
     best: int = NO_EXPERT
     for place in range(m[core.ONE, core.QUEUE_LENGTH]):
         expert = m[core.QUEUE, place]
@@ -197,10 +196,6 @@ class HostMemory:
     def release(self, expert: int) -> None:
         """What `expert` was demanded for has ended."""
         release(self.h, expert)
-
-    def awaits(self, experts: Iterable[int]) -> bool:
-        """Return whether any of these is demanded and still to come from the disk."""
-        return any(self.h[DEMANDED, expert] and not self._m[core.BELOW, expert] for expert in experts)
 
     def empty(self) -> None:
         """Rule 10, `--cold`."""

@@ -93,7 +93,7 @@ def _most(sizes: Int, room: int) -> int:
 def route(m: Int, keep: Float, rule: int, experts: Int, first: int, last: int) -> int:
     """Rules 1 to 3: look up experts[first:last] (ascending ids), pin, queue demands; the number of hits.
 
-    The hits stand in m[HITS] in ascending order. Misses that are to be computed on the host are marked before (rule 13).
+    The hits stand in m[HITS] in ascending order. Misses that the host is to compute are marked before (rule 13).
     """
     one = m[ONE]
     one[SERIAL] += 1
@@ -427,8 +427,8 @@ def start_demand(m: Int, keep: Float, rule: int) -> tuple[int, int]:
 def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int]:
     """Start the best queued prefetch that can have a slot: (expert, victim).
 
-    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one kind of experts it is
-    the best queued or none: all would have the same slot, and on one scale none may evict more than the best.
+    In place of an expert: BLOCKED where no queued one can, NO_EXPERT where none is queued. With one kind of experts it
+    is the best queued or none: all would have the same slot, and on one scale none may evict more than the best.
     """
     m[ONE, ATTEMPT] += 1
     answer = NO_EXPERT

@@ -46,7 +46,7 @@ class PolicyRunner:
         experts_per_layer: float | None = None,
     ) -> None:
         self.shape = shape
-        self._divide = spec.divide
+        self._divide, self._per_layer = spec.divide, spec.scope.cls.per_layer
         self.retention, self.prefetcher = spec.build(shape)
         if self.prefetcher.needs_lookahead and not per_access and requests and requests[0].lookahead is None:
             raise ValueError(f"{self.prefetcher.name} needs the trace's lookahead, and the requests have none")
@@ -65,6 +65,8 @@ class PolicyRunner:
 
         room: slots, or bytes where experts differ in size; sizes: bytes of each expert then, int64[L*E].
         """
+        if sizes is not None and self._per_layer:
+            raise InputError("scope layer divides a cache by slots: where experts differ in size, use scope global")
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         residency = PolicyResidency(self.shape, self._divide(self.shape, room), self.retention, one_scale, sizes)

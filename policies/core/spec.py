@@ -1,4 +1,4 @@
-"""A policy, parsed once: what it keeps, fetches early and computes where, and what shares the slots, with their options.
+"""A policy, parsed once: what it keeps, fetches early, computes where, and what shares the slots, with their options.
 
 `parse` takes text (`policies.core.grammar`), a class or a spec. `lru` is retention alone, `lru+eamc` a pair, `eamc` (a
 name that stands for both) the pair of its two halves; a preset (`policies.core.presets`) stands for all of it. A spec

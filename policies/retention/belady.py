@@ -3,6 +3,10 @@
 Untimed it is the floor of demand misses (Belady 1966, MIN); with time and prefetch it is a good policy, not a bound.
 An expert's next use is the number of the next event that looks it up; never again is furthest; ties to the lower id.
 
+With several requests at a time the number of an event depends on times. Then the next use is counted within each of the
+requests that run, in events of its own, and the nearest of these decides; an expert that none of them uses again comes
+after all of those, in the order of the trace behind the last request that has begun.
+
 The next uses of a run are learned from its end to its start. All of them would take more memory than the run's ids, so
 only what comes after every sqrt(R)-th of the R requests is kept; a stretch between two of these is gone through again
 when play comes to it, and a request once more when it begins. Memory is that of 2 sqrt(R) EAMs and one request.
@@ -18,6 +22,8 @@ from policies.core.policy import NO_INTS, Event, Float, Int, Kernel, Options, Re
 from policies.core.registry import retention
 
 NEVER = np.iinfo(np.int64).max // 2
+FAR = 2**40
+"""More events than a request has."""
 
 
 @allocating
@@ -36,23 +42,44 @@ def _next_uses(offsets: Int, experts: Int, number: int, upcoming: Int) -> Int:
 
 
 class NextUses(NamedTuple):
-    """Of the request that runs."""
+    """Of the requests that run, one behind the other; events are numbered over the run, of several in each request."""
 
     following: Int  # [A] by access, the event of the next one to the same expert
-    heard: Int  # [1] accesses so far
+    heard: Int  # [seats] place in it of each one's next access
+    upcoming: Int  # [seats, L*E] event of each one's next use; [0, 0] with one at a time, as are:
+    latest: Int  # [seats] each one's latest event
+    later: Int  # [L*E] next use in a request that has not begun
+    layers: int
 
 
 def begin(shape: Shape, options: Options) -> NextUses:
     """Return the state of a run."""
-    return NextUses(NO_INTS, np.zeros(1, np.int64))
+    seats, several = shape.seats, shape.seats > 1
+    upcoming = np.full((seats * several, shape.total * several), NEVER, np.int64)
+    later = np.full(shape.total * several, NEVER, np.int64)
+    return NextUses(NO_INTS, np.zeros(seats, np.int64), upcoming, np.zeros(seats, np.int64), later, shape.layers)
 
 
 @compiled
 def observe(uses: NextUses, keep: Float, event: Event) -> None:
     """What was looked up now is next used later."""
-    for expert in event.experts:
-        keep[0, expert] = -uses.following[uses.heard[0]]
-        uses.heard[0] += 1
+    if len(uses.upcoming) == 0:
+        for expert in event.experts:
+            keep[0, expert] = -uses.following[uses.heard[0]]
+            uses.heard[0] += 1
+        return
+    for r in range(len(event.seats)):
+        seat = event.seats[r]
+        uses.latest[seat] = event.steps[r] * uses.layers + event.layer
+        for i in range(event.offsets[r], event.offsets[r + 1]):
+            uses.upcoming[seat, event.own_experts[i]] = uses.following[uses.heard[seat]]
+            uses.heard[seat] += 1
+    for expert in range(len(uses.later)):
+        nearest = NEVER
+        for seat in range(len(uses.latest)):
+            if uses.upcoming[seat, expert] < NEVER:
+                nearest = min(nearest, uses.upcoming[seat, expert] - uses.latest[seat])
+        keep[0, expert] = -nearest if nearest < NEVER else -(FAR + uses.later[expert])
 
 
 @retention("belady", oracle=True)
@@ -69,6 +96,8 @@ class Belady(ScorePolicy):
         self._ends: Int = NO_INTS  # [R] number of the first event after each request
         self._after_stretch: Int = NO_INTS  # [R / stretch, L*E] next uses after each stretch
         self._after: dict[int, Int] = {}  # [L*E] after each request of the stretch at play
+        self._running: list[Int] = [NO_INTS] * shape.seats  # of several requests: next uses by access
+        self._last = 0  # of the requests that have begun
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Go through the run backwards, and keep what is used next after each stretch of requests."""
@@ -88,10 +117,36 @@ class Belady(ScorePolicy):
 
     def begin_request(self, request: int, seat: int) -> None:
         """Turn to the request's next uses, which are known where requests run one after another."""
+        if self.shape.seats > 1:
+            self._begin_one_of_several(request, seat)
+            return
+        following = self._look_back(request, self._uses_after(request).copy())[1]
+        self.state = self.state._replace(following=following, heard=np.zeros(1, np.int64))
+
+    def _begin_one_of_several(self, request: int, seat: int) -> None:
+        state, played, first = self.state, self._requests[request], np.full(self.shape.total, NEVER, np.int64)
+        heard = state.heard - self._starts()
+        self._running[seat] = _next_uses(played.offsets, played.experts, len(played.offsets) - 1, first)
+        heard[seat] = 0
+        state.upcoming[seat], state.latest[seat] = first, -1
+        self._last = max(self._last, request)
+        state.later[:] = self._uses_after(self._last)
+        self.state = state._replace(following=np.concatenate(self._running), heard=heard + self._starts())
+
+    def _starts(self) -> Int:
+        """int64[seats]: where each request that runs begins in `following`."""
+        return np.cumsum([0, *map(len, self._running[:-1])])
+
+    def end_request(self, seat: int) -> None:
+        """The request in `seat` uses nothing any more."""
+        if self.shape.seats > 1:
+            self.state.upcoming[seat] = NEVER
+
+    def _uses_after(self, request: int) -> Int:
+        """Return what is used next after a request."""
         if request not in self._after:
             self._turn_to_stretch(request // self._stretch)
-        following = self._look_back(request, self._after[request].copy())[1]
-        self.state = NextUses(following, np.zeros(1, np.int64))
+        return self._after[request]
 
     def _turn_to_stretch(self, stretch: int) -> None:
         """Learn what is used next after each request of a stretch."""

@@ -27,7 +27,7 @@ from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
-from sim.loop.pump import Pump
+from sim.loop.pump import Pump, Transfers
 from sim.loop.run import Run
 from sim.loop.session import decider_of
 from sim.profiles.measured import Curve, MeasuredModel, MeasuredTiming, Surface
@@ -177,7 +177,7 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
     return tuple(sorted(firsts)), tuple(sorted(others))
 
 
-class Endless:
+class Endless(Transfers):
     """What the pump asks of a residency, from one whose demands hardly end: each slot's own expert in turn."""
 
     def __init__(self, places: int, transfers: int) -> None:

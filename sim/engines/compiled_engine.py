@@ -533,8 +533,8 @@ def play_steps(
 ) -> int:
     """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
 
-    rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns the
-    step to go on with.
+    rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns
+    the step to go on with.
     """
     m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
     S, L = durations.dense.shape
@@ -694,7 +694,9 @@ class Engine:
         while admission.more:
             admitted, waited = admission.admit(int(n[NOW]))
             if not admission.active:
-                wait_until(self.state, admission.next_arrival)
+                arrival = admission.next_arrival
+                assert arrival is not None
+                wait_until(self.state, arrival)
                 continue
             for each, ns in zip(admitted, waited, strict=True):
                 self.runner.begin_request(each.ordinal, each.seat)
@@ -782,7 +784,7 @@ class Engine:
         waited[0] = [self.waited.pop(each.seat, 0) for each in parts]
         self.step_ended.update((each.seat, int(ends[-1])) for each in parts)
         numbers = np.repeat(np.arange(S), R), np.tile([each.request.request for each in parts], S)
-        by_request = RequestLog(*numbers, own.reshape(-1), latency.reshape(-1), waited.reshape(-1))
+        by_request = RequestLog(*numbers, *(column.reshape(-1).astype(np.int64) for column in (own, latency, waited)))
         phase = parts[0].request.phase[first[0] : first[0] + S]
         of_streams = spent[:, LINK_BUSY], busy_ns, spent[:, HOST_BUSY_NS:]
         table = np.column_stack([phase, own.sum(axis=1), step_ns, spent[:, STALL:LINK_BUSY], *of_streams])

@@ -98,7 +98,7 @@ class Device(ABC):
     def head(self, tokens: int, requests: int = 1) -> None:
         """Compute what follows the last MoE layer."""
 
-    # Host, disk, and the clock of an idle run (rules 13, 17 and 18): a device without them runs no policy that needs them
+    # Host, disk, and the clock of an idle run (rules 13, 17 and 18): a device without them refuses what needs them
 
     def hop(self) -> bool:
         """Take the activations to the host and back; ends as HOP. Return False where that takes no time."""
@@ -112,7 +112,7 @@ class Device(ABC):
         """Read `expert` from the disk, which does nothing else now; ends as READ."""
         raise _lacks("a disk below host memory")
 
-    def discard_reads(self) -> None:
+    def discard_reads(self) -> None:  # noqa: B027  most have no disk
         """Forget the read under way (`--cold`)."""
 
     def wake_at(self, ns: int) -> None:

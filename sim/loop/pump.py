@@ -55,7 +55,7 @@ class Transfers(Protocol):
 
     def victims(self) -> list[int]:
         """Return who left for the transfer that has just begun, where experts differ in size."""
-        ...
+        return []
 
 
 class PumpObserver:
@@ -189,9 +189,8 @@ class Pump:
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
         chunk, size = self._link.chunk_bytes, transfer.size
-        if transfer.demand or chunk is None:
-            chunk_end = size
-        else:
+        chunk_end = size
+        if chunk is not None and not transfer.demand:
             chunk_end = min((transfer.sent // chunk + 1) * chunk, size)
         has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
         return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)

@@ -1,7 +1,7 @@
 """What an engine runs: requests of a model through tiers of memory, on a simulated machine's times.
 
 A tier is a memory that caches experts: room for them, the policy that manages it, and the link to the tier below. GPU
-memory comes first. Below it is host memory: unlimited, or with a disk below it, a second tier whose policy is rule 17's.
+memory comes first. Below it is host memory: unlimited, or over a disk, a second tier whose policy is rule 17's.
 """
 
 from dataclasses import dataclass, replace

@@ -26,6 +26,7 @@ class Place(NamedTuple):
     seat: int  # its place in the batch
     request: int  # index in the trace
     tokens: int
+    step: int  # its number in the request
 
 
 class Clock(Protocol):
@@ -134,7 +135,7 @@ def _steps_of(ordinal: int, events: RequestEvents, more: bool) -> Iterator[Step]
     last = len(request.tokens) - 1
     each = zip(request.phase.tolist(), request.tokens.tolist(), request.context.tolist(), strict=True)
     for number, (phase, tokens, context) in enumerate(each):
-        places = (Place(ordinal, 0, request.request, tokens),)
+        places = (Place(ordinal, 0, request.request, tokens, number),)
         begins, ends = places if number == 0 else (), places if number == last else ()
         routing = partial(events.chosen, number), partial(events.event, number)
         yield Step(phase, tokens, context, places, begins, ends, more or number < last, number == last, *routing)
@@ -152,7 +153,7 @@ class Active:
     @property
     def place(self) -> Place:
         """In the step that comes next."""
-        return Place(self.ordinal, self.seat, self.request.request, int(self.request.tokens[self.step]))
+        return Place(self.ordinal, self.seat, self.request.request, int(self.request.tokens[self.step]), self.step)
 
     @property
     def prefills(self) -> bool:

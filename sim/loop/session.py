@@ -156,7 +156,7 @@ class Session:
             host.act()
 
     def finish_event(self) -> None:
-        """Handle completions until each expert of the event is submitted behind its last piece, or computed on the host."""
+        """Handle completions until each expert of the event is submitted behind its last piece, or the host did it."""
         while self._tokens or (self._host and self._host.tokens):
             self.handle(self.device.next_completion())
 

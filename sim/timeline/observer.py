@@ -91,7 +91,7 @@ class TimelineObserver(LoopObserver):
         args = {
             "request": ", ".join(self._names[place.request] for place in step.places),
             "phase": "decode" if decodes else "prefill",
-            "step_of_request": step.number,
+            "step_of_request": ", ".join(str(place.step) for place in step.places),
             "tokens": step.tokens,
             "context": step.context,
             **lookups,

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core.events import Merged, RequestEvents
 from policies.core.policy import Options, Shape
 from policies.retention.belady import NEVER, Belady
 from traces.steps import RequestSteps
@@ -76,3 +77,52 @@ def test_memory_is_that_of_two_eams_for_each_square_root_of_the_requests(request
         most = max(most, sum(array.nbytes for array in held if isinstance(array, np.ndarray)))
     eams, request, scores = 2 * int(requests**0.5) * L * E * 8, 40 * L * 4 * 8, 3 * L * E * 8
     assert eams < most <= eams + request + scores + 8 * requests
+
+
+def nearest_use(run: list[RequestSteps], at: dict[int, int], begun: int, expert: int) -> tuple[int, float]:
+    """How far an expert's next use is: in a request that runs (`at`: its latest event), else behind `begun`."""
+
+    def events(requests: list[RequestSteps]) -> list[set[int]]:
+        return [set(each.experts[a:b].tolist()) for each in requests for a, b in pairwise(each.offsets)]
+
+    own = [
+        number - latest
+        for request, latest in at.items()
+        for number, chosen in enumerate(events([run[request]]))
+        if number > latest and expert in chosen
+    ]
+    behind = [number for number, chosen in enumerate(events(run[begun + 1 :])) if expert in chosen]
+    return (0, min(own)) if own else (1, min(behind, default=np.inf))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
+def test_of_several_requests_the_nearest_next_use_decides_and_then_the_order_of_the_trace(
+    order: tuple[int, ...],
+) -> None:
+    """Two users; `order`: in which the requests of the trace begin."""
+    L, E = 2, 5
+    trace = synthetic(5, 4, L, E, 2, seed=1)
+    run = [trace.steps(i) for i in range(5)]
+    belady = Belady(Shape(L, E, seats=2), Options())
+    belady.foresee(run, per_access=False)
+    waiting, seats, steps = list(order), dict[int, int](), dict[int, int]()
+    begun, serial = -1, 0
+    while waiting or seats:
+        for seat in range(2):
+            if seat not in seats and waiting and (seat == 0 or serial > L):  # the second begins a step later
+                seats[seat], steps[seat] = waiting.pop(0), 0
+                begun = max(begun, seats[seat])
+                belady.begin_request(seats[seat], seat)
+        taking_part = [(seat, steps[seat], RequestEvents(run[seats[seat]], L)) for seat in sorted(seats)]
+        for layer in range(L):
+            belady.observe(Merged(taking_part, serial).event(layer))
+            at = {seats[seat]: step * L + layer for seat, step, _ in taking_part}
+            uses = [nearest_use(run, at, begun, expert) for expert in range(L * E)]
+            nearest_first = np.argsort(-belady.keep[0], kind="stable").tolist()
+            assert nearest_first == sorted(range(L * E), key=lambda expert: uses[expert])
+        serial += L
+        for seat in list(seats):
+            steps[seat] += 1
+            if steps[seat] == len(run[seats[seat]].phase):
+                belady.end_request(seat)
+                del seats[seat]

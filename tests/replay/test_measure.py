@@ -176,8 +176,8 @@ class Asynchronous(Device):
         self._submit("link", [Completion(Kind.COPY, expert)], self._link.used_ns(last) - self._link.used_ns(first))
         self._arrival_ns[expert] = self._free_ns["link"]
 
-    def dense(self, layer: int, tokens: int, context: int) -> None:
-        self._submit("compute", [Completion(Kind.ROUTER)], self._timing.dense_ns(layer, tokens, context))
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
+        self._submit("compute", [Completion(Kind.ROUTER)], self._timing.dense_ns(layer, tokens, context, requests))
 
     def experts(self, works: Sequence[Work]) -> None:
         self._host_ns += self.LAUNCH_NS - self.SUBMIT_NS
@@ -188,8 +188,8 @@ class Asynchronous(Device):
     def combine(self, tokens: int) -> None:
         self._submit("compute", [Completion(Kind.COMBINE)], self._timing.combine_ns(tokens))
 
-    def head(self, tokens: int) -> None:
-        self._submit("compute", [Completion(Kind.HEAD)], self._timing.head_ns(tokens))
+    def head(self, tokens: int, requests: int = 1) -> None:
+        self._submit("compute", [Completion(Kind.HEAD)], self._timing.head_ns(tokens, requests))
 
     def next_completion(self) -> Completion:
         first = min((pending for pending in self._under_way.values() if pending), key=lambda pending: pending[0][0])

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +20,7 @@ def a_log(**changed):
         "phase": [PREFILL, DECODE, DECODE, DECODE, DECODE, DECODE],
         "tokens": [5, 1, 1, 1, 1, 1],
         "step_ns": [50 * MS, 10 * MS, 20 * MS, 30 * MS, 40 * MS, 50 * MS],
-        "stall_ns": [[1 * MS, 2 * MS, 3 * MS, 4 * MS, 5 * MS]] * 6,
+        "stall_ns": [[1 * MS, 2 * MS, 3 * MS, 4 * MS, 0, 0, 5 * MS]] * 6,
         "hits": [1, 2, 3, 4, 5, 6],
         "late": [0, 1, 0, 1, 0, 1],
         "misses": [3, 3, 3, 3, 3, 3],
@@ -27,12 +28,18 @@ def a_log(**changed):
         "prefetch_transfers": [0, 2, 2, 2, 2, 2],
         "prefetch_used": [0, 1, 1, 1, 1, 1],
         "prefetch_wasted": [0, 0, 1, 0, 0, 1],
+        **dict.fromkeys(("on_host", "reads_demand", "reads_prefetch", "host_busy_ns", "disk_busy_ns"), [0] * 6),
+        "demand_room": [3, 3, 3, 3, 3, 3],
+        "prefetch_room": [0, 2, 2, 2, 2, 2],
+        "wasted_room": [0, 0, 1, 0, 0, 1],
         "link_busy_ns": [20 * MS] * 6,
         "compute_busy_ns": [5 * MS] * 6,
     }
-    arrays = {name: np.array(column, np.int64) for name, column in columns.items()} | changed
-    alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"])
-    return RunLog(**arrays, expert_bytes=100, evictions=np.zeros(0, np.int64), by_request=alone)
+    arrays: dict[str, Any] = {name: np.array(column, np.int64) for name, column in columns.items()} | changed
+    nothing = np.zeros(6, np.int64)
+    alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"], nothing)
+    evictions: dict[str, Any] = {"evictions": np.zeros(0, np.int64), "host_evictions": np.zeros(0, np.int64)}
+    return RunLog(**arrays, **evictions, expert_bytes=100, room_bytes=100, ended_ns=200 * MS, by_request=alone)
 
 
 def a_cell(**changed):

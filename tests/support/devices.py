@@ -84,9 +84,9 @@ class Watching(Device):
         self.watch.copy(expert, slot, first, last)
         self._real.copy(expert, slot, first, last)
 
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         self.watch.dense(layer)
-        self._real.dense(layer, tokens, context)
+        self._real.dense(layer, tokens, context, requests)
 
     def experts(self, works: Sequence[Work]) -> None:
         for expert, slot, _ in works:
@@ -125,7 +125,7 @@ class AnyOrder(Device):
         self.watch.copy(expert, slot, first, last)
         self._link.append(Completion(Kind.COPY, expert))
 
-    def dense(self, layer: int, tokens: int, context: int) -> None:
+    def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         self.watch.dense(layer)
         self._compute.append(Completion(Kind.ROUTER))
 
@@ -143,7 +143,7 @@ class AnyOrder(Device):
     def combine(self, tokens: int) -> None:
         self._compute.append(Completion(Kind.COMBINE))
 
-    def head(self, tokens: int) -> None:
+    def head(self, tokens: int, requests: int = 1) -> None:
         self._compute.append(Completion(Kind.HEAD))
 
     def next_completion(self) -> Completion:

@@ -1,6 +1,7 @@
-"""Random runs of any policy that the compiled engine serves, for any engine to play."""
+"""Random runs of any policy that the compiled engine serves: of one tier, and with rules 13, 17, 18 and 19."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,11 +12,12 @@ import numpy as np
 
 from policies.core import dispatch, runner
 from policies.core.policy import Int, Listener, Prefetcher, RetentionPolicy, Shape
+from policies.core.registry import is_pair
 from policies.core.residency import PolicyResidency
 from policies.core.spec import parse
 from policies.prefetch.stride import Predictor
 from sim.loop.log import Ended, RunLog
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
@@ -65,15 +67,17 @@ class Drawn(NamedTuple):
     cold: bool
     one_scale: bool
     window: float
+    host: Tier | None = None
+    users: Users | None = None
 
     def on(self, play: Callable[[Run, Ended], None]) -> list[RunLog]:
         """What an engine leaves behind, request by request."""
         parts: list[RunLog] = []
 
         def residency(
-            shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool = False
+            shape: Shape, divided: Sequence[int], policy: RetentionPolicy, one_scale: bool, sizes: Int | None
         ) -> PolicyResidency:
-            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale)
+            return PolicyResidency(shape, divided, policy, one_scale or self.one_scale, sizes)
 
         with patch.object(runner, "PolicyResidency", residency):
             play(self.run, parts.append)
@@ -82,8 +86,8 @@ class Drawn(NamedTuple):
     @property
     def run(self) -> Run:
         """As an engine takes it."""
-        policy = parse(self.policy)
-        return gpu_run(self.requests, self.shape, self.slots, policy, self.timing, self.link, self.cold, self.window)
+        machine = self.timing, self.link, self.cold, self.window, self.host, self.users
+        return gpu_run(self.requests, self.shape, self.slots, parse(self.policy), *machine)
 
 
 FOLDER = TemporaryDirectory()
@@ -136,7 +140,7 @@ def draw_run(integer: Draw) -> Drawn:
         return integer(0, longest) if integer(0, 2) else 0
 
     keep, fetch = choice(KEEPERS), choice(FETCHERS)
-    if keep.startswith("e") and integer(0, 1):
+    if is_pair(keep.partition(":")[0]) and integer(0, 1):
         fetch = keep
     elif keep.partition(":")[0] == fetch.partition(":")[0]:
         fetch = "none"
@@ -154,4 +158,63 @@ def draw_run(integer: Draw) -> Drawn:
         cold=integer(0, 2) == 0,
         one_scale=integer(0, 2) == 0,
         window=choice((0.2, 1.0, 3.5, float("inf"))),
+    )
+
+
+@dataclass(frozen=True)
+class Lopsided(FixedTiming):
+    """Durations that depend on everything they may depend on."""
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        return self.dense + layer + context % 3 + requests - 1
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        return super().expert_ns(tokens) + layer % 2
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        return super().host_ns(tokens) + layer % 3
+
+    def combine_ns(self, tokens: int) -> int:
+        return self.combine * tokens
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        return self.head + tokens // 2 + requests - 1
+
+
+def draw_tiers_run(integer: Draw) -> Drawn:
+    """A random run with a placement, a disk, several users and sizes by layer, each of them absent at times."""
+
+    def choice(options: Sequence[Any]) -> Any:
+        return options[integer(0, len(options) - 1)]
+
+    run = draw_run(integer)
+    shape, link, L = run.shape, run.link, run.shape.layers
+    longest = choice((1, 3, 10, 40))
+    sizes = tuple(integer(1, 12) for _ in range(L)) if integer(0, 2) == 0 else None
+    largest, everything = (max(sizes), shape.experts * sum(sizes)) if sizes else (1, shape.total)
+
+    def room() -> Any:
+        return largest * choice((1, 1, 2, integer(1, 4))) + integer(0, choice((1, everything)))
+
+    if sizes:
+        link = replace(link, expert_bytes=largest, layer_bytes=sizes)
+    disk = replace(link, latency_ns=integer(0, longest), chunk_bytes=None) if integer(0, 1) else None
+    several = integer(0, 2) > 0
+    requests = [draw_request(integer, i, shape) for i in range(integer(1, 8))] if several else run.requests
+    span = choice((0, 3, longest, 10 * longest, 50 * longest))
+    arrivals = tuple(integer(0, span) for _ in requests) if integer(0, 1) else None
+    placement = choice(("fetch", "host", "split", "split", f"layers:n={integer(0, L)}"))
+    own = vars(run.timing) | {
+        "hop_ns": integer(0, longest),
+        "host": integer(0, longest),
+        "host_per_token": integer(0, 2),
+    }
+    return run._replace(
+        requests=requests,
+        policy=f"{run.policy.removesuffix('@layer') if sizes else run.policy}/{placement}",
+        slots=room() if sizes else run.slots,
+        timing=choice((FixedTiming, Lopsided))(**own),
+        link=link,
+        host=Tier(room(), None, disk) if disk else None,
+        users=Users(integer(1, 4), arrivals) if several else None,
     )
