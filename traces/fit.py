@@ -1,18 +1,29 @@
 """Fit the parameters of `traces.score_model` to a trace.
 
 Everything is measured as overlap: the share of a token's experts that another token has too, by layer. Overlaps of
-tokens a given distance apart show reuse and drift, those of requests of a cluster what the cluster shares, and those of
-unrelated tokens how much depends on the kind of token. Each overlap is turned into the correlation of scores that gives
-it. Synthetic traces then correct what this leaves (`ROUNDS`).
+tokens a given distance apart show reuse and drift, those of requests of a cluster what the cluster shares, those of
+neighbouring requests how requests drift, and those of unrelated tokens how much depends on the kind of token. Each is
+turned into the correlation of scores that gives it. Synthetic traces then correct what this leaves (`ROUNDS`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
-from traces.score_model import CLUSTER, KIND, PASSAGE, PASSAGES, REQUEST, Lengths, ScoreModel, quantile
+from traces.score_model import (
+    CLUSTER,
+    KIND,
+    PASSAGE,
+    PASSAGES,
+    REQUEST,
+    RUN,
+    RUN_GOES_ON,
+    Lengths,
+    ScoreModel,
+    quantile,
+)
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
@@ -31,6 +42,9 @@ REQUESTS = 2_000
 KINDS = 500
 """Kinds of tokens."""
 
+OPENING = 64
+"""First tokens of requests that may be common, at most."""
+
 ROUNDS = 4
 """Synthetic traces that are made and measured to correct the parameters."""
 
@@ -38,7 +52,7 @@ PILOT_TOKENS = 40_000
 """Tokens of such a trace, about."""
 
 SAMPLES = 1_000
-"""Tokens drawn to learn which overlaps popularity and correlation give."""
+"""Tokens drawn to learn what popularity and correlation give; of popularity more, where experts are few."""
 
 MOST = 0.98
 """Of the variance of a score that is not noise."""
@@ -54,6 +68,7 @@ class Measured:
     chosen: Floats  # [L, E] share of the tokens that chose an expert, descending in each layer
     at_lag: Floats  # [L, lags] overlap of two tokens of a request; NaN where too few are that far apart
     in_cluster: Floats  # [L] overlap of tokens of two requests of a cluster; NaN if no cluster has two
+    neighbours: Floats  # [L] overlap of tokens of two requests that follow each other; NaN if there is one
 
 
 def fit(trace: Trace) -> ScoreModel:
@@ -80,8 +95,9 @@ def fit(trace: Trace) -> ScoreModel:
     model = ScoreModel(
         top_k=trace.top_k,
         mean=_by_phase(phases, mean),
-        share=_by_phase(phases, [each.shares(kind) for each in wanted]),
+        share=_by_phase(phases, [each.shares(kind, lengths.stay) for each in wanted]),
         kinds=_zipf(repeat),
+        opening=_opening(trace),
         lengths=lengths,
     )
     requests = min(1 + PILOT_TOKENS * len(trace.requests) // len(trace.experts), 2 * len(trace.requests))
@@ -92,7 +108,7 @@ def fit(trace: Trace) -> ScoreModel:
             found = measure(pilot, phase, cluster)
             wanted[i] = wanted[i].corrected(targets[i], _Correlations.of(found, tables[i]))
             mean[i] = mean[i] + (_scores(real[i].chosen) - _scores(found.chosen))
-        share = _by_phase(phases, [each.shares(kind) for each in wanted])
+        share = _by_phase(phases, [each.shares(kind, lengths.stay) for each in wanted])
         model = replace(model, mean=_by_phase(phases, mean), share=share)
     return model
 
@@ -118,20 +134,24 @@ def measure(trace: Trace, phase: int, cluster: Int) -> Measured:
     for number in np.unique(cluster):
         own = eams[cluster == number]
         common += (own.sum(axis=0) ** 2).sum(axis=1) - (own**2).sum(axis=(0, 2))
-        tokens = own[:, 0].sum(axis=1)
-        pairs += int(tokens.sum() ** 2 - (tokens**2).sum())
+        of = own[:, 0].sum(axis=1)
+        pairs += int(of.sum() ** 2 - (of**2).sum())
+    tokens = eams[:, 0].sum(axis=1)
+    follow = int((tokens[1:] * tokens[:-1]).sum())
     return Measured(
         chosen=chosen / np.maximum(chosen.sum(axis=1, keepdims=True), 1) * k,
         at_lag=at_lag,
         in_cluster=common * k / pairs if pairs else np.full(L, np.nan),
+        neighbours=(eams[1:] * eams[:-1]).sum(axis=(0, 2)) * k / follow if follow else np.full(L, np.nan),
     )
 
 
 def popularity(chosen: Floats, k: int) -> Floats:
     """Return mean scores [L, E] with which the k highest of scores of variance 1 are the share `chosen` [L, E]."""
-    noise = np.random.default_rng(0).standard_normal((SAMPLES, 1, chosen.shape[1]), np.float32)
+    E = chosen.shape[1]
+    noise = np.random.default_rng(0).standard_normal((max(SAMPLES, 100_000 // E), 1, E), np.float32)
     mean = _scores(chosen)
-    for _ in range(15):
+    for _ in range(10):
         found = _chosen(mean + noise, k).mean(axis=0)
         mean += 0.7 * (_scores(chosen) - _scores(found))
     return mean
@@ -167,30 +187,39 @@ class _Correlations:
 
     at_lag: Floats
     in_cluster: Floats
+    neighbours: Floats
 
     @staticmethod
     def of(measured: Measured, table: OverlapTable) -> "_Correlations":
-        in_cluster = table.correlation(measured.in_cluster[:, None])[:, 0]
-        return _Correlations(table.correlation(measured.at_lag), in_cluster)
+        pairs = table.correlation(np.stack([measured.in_cluster, measured.neighbours], axis=1))
+        return _Correlations(table.correlation(measured.at_lag), pairs[:, 0], pairs[:, 1])
 
     def corrected(self, target: "_Correlations", found: "_Correlations") -> "_Correlations":
         """Return what to ask for, after asking for this gave `found` instead of `target`."""
-        at_lag = np.where(np.isnan(found.at_lag), self.at_lag, self.at_lag + target.at_lag - found.at_lag)
-        off = np.nan_to_num(target.in_cluster - found.in_cluster)
-        return _Correlations(np.clip(at_lag, 0, MOST), np.clip(self.in_cluster + off, 0, MOST))
+        return _Correlations(
+            *(
+                np.clip(np.where(np.isnan(got), asked, asked + wanted - got), 0, MOST)
+                for asked, wanted, got in zip(astuple(self), astuple(target), astuple(found), strict=True)
+            )
+        )
 
-    def shares(self, kind: Floats) -> Floats:
-        """Return the terms' shares of the variance, [L, terms]. kind: [L], lowered where too little is left."""
+    def shares(self, kind: Floats, stay: float) -> Floats:
+        """Return the terms' shares of the variance, [L, terms].
+
+        kind: [L], lowered where too little is left; stay: share of the requests that follow one of their cluster.
+        """
         measured = ~np.isnan(self.at_lag[0])
         share = np.zeros((len(kind), PASSAGE + len(PASSAGES)))
-        common = np.nan_to_num(self.in_cluster)
+        common, run = np.nan_to_num(self.in_cluster), np.zeros(len(kind))
         if measured.any():
             decay = (1 - 1 / PASSAGES) ** LAGS[measured, None]
             terms = _nonnegative(np.column_stack([np.ones(len(decay)), decay]), self.at_lag[:, measured])
             common = np.minimum(common, terms[:, 0])
-            share[:, REQUEST] = terms[:, 0] - common
+            run = (np.nan_to_num(self.neighbours) - stay * common) / RUN_GOES_ON
+            run = np.clip(run, 0, terms[:, 0] - common)
+            share[:, REQUEST] = terms[:, 0] - common - run
             share[:, PASSAGE:] = terms[:, 1:]
-        share[:, CLUSTER] = common
+        share[:, CLUSTER], share[:, RUN] = common, run
         share *= np.minimum(1, MOST / np.maximum(share.sum(axis=1, keepdims=True), MOST))
         share[:, KIND] = np.clip(np.minimum(kind, MOST - share.sum(axis=1)), 0, None)
         return share
@@ -245,6 +274,27 @@ def _kinds(trace: Trace) -> tuple[float, Floats]:
     skew = ((mean - mean.mean()) ** 3).mean() / spread**3
     repeat = min(max(0.5 * (1 - skew / np.sqrt(skew**2 + 4)), 1.5 / KINDS), 0.5)
     return repeat, overlap[mean >= np.quantile(mean, 1 - repeat)].mean(axis=0)
+
+
+def _opening(trace: Trace) -> Floats:
+    """Return the probability that the first tokens of requests are the common ones, up to where fewer than half are.
+
+    Two requests have a token in common with its square.
+    """
+    rng, found = np.random.default_rng(0), []
+    rows = np.arange(len(trace.experts))
+    unrelated = _overlaps(trace, rng.choice(rows, PAIRS), rng.choice(rows, PAIRS)).mean()
+    for place in range(OPENING):
+        longer = trace.offsets[:-1][np.diff(trace.offsets) > place] + place
+        if len(longer) < 2:
+            break
+        longer = rng.permutation(longer)
+        overlap = _overlaps(trace, longer, np.roll(longer, 1)).mean()
+        probability = np.sqrt(max(0.0, (overlap - unrelated) / max(1 - unrelated, 1e-9)))
+        if probability < 0.5:
+            break
+        found.append(probability)
+    return np.array(found)
 
 
 def _zipf(repeat: float) -> Floats:

@@ -1,9 +1,10 @@
 """Synthetic routing: each expert has a score for each token, and the k highest are chosen.
 
 A score is the expert's popularity in its layer plus normal terms, each shared by other tokens: those of the
-request's cluster, of the request, of the token's kind (as if the same word occurred again), and of passages of several
-lengths, whose terms are drawn anew at random ends. So tokens agree the more the closer they are. What is left of the
-variance of 1 is noise. `traces.fit` finds popularities and shares of the variance for a real trace.
+request's cluster, of a run of requests, of the request, of the token's kind (as if the same word occurred again), and
+of passages of several lengths, whose terms are drawn anew at random ends. So tokens agree the more the closer they are.
+What is left of the variance of 1 is noise. The first tokens of many requests are the same, as those of a template
+are. `traces.fit` finds popularities and shares of the variance for a real trace.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,13 @@ Singles = NDArray[np.float32]
 PASSAGES = np.array([4 / 3, 16 / 3, 64 / 3, 256 / 3, 1024 / 3])
 """Mean lengths of passages, in tokens."""
 
-CLUSTER, REQUEST, KIND, PASSAGE = 0, 1, 2, 3
+RUN_GOES_ON = 0.6
+"""Probability that a request is of the run of the request before."""
+
+OPENING_SHARE = 0.99
+"""Of the variance of a score, what the common first tokens of requests share."""
+
+CLUSTER, RUN, REQUEST, KIND, PASSAGE = 0, 1, 2, 3, 4
 """Places in `ScoreModel.share`; the passages are the last."""
 
 ROWS = 256
@@ -48,12 +55,13 @@ class Lengths:
 
     def of_length(self, prompt: int | None, decode: int | None) -> "Lengths":
         """Return them with so many tokens of prompt and decode in each request; None: as they are."""
-        changed: dict[str, NDArray[np.int64]] = {}
+        changed = self
         if prompt is not None:
-            changed["prompt_tokens"] = changed["prefill_rows"] = np.full_like(self.prefill_rows, prompt)
+            same = np.full_like(self.prefill_rows, prompt)
+            changed = replace(changed, prompt_tokens=same, prefill_rows=same)
         if decode is not None:
-            changed["decode_rows"] = np.full_like(self.decode_rows, decode)
-        return replace(self, **changed)
+            changed = replace(changed, decode_rows=np.full_like(self.decode_rows, decode))
+        return changed
 
     def draw(self, requests: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Return the numbers of `requests` of them: mostly one from the cluster of the one before, as often as here."""
@@ -76,8 +84,9 @@ class ScoreModel:
 
     top_k: int
     mean: Floats  # [2, L, E] popularity: the mean scores of a layer's experts, descending
-    share: Floats  # [2, L, terms] of the variance of a score, below 1 together; see CLUSTER, REQUEST, KIND, PASSAGE
+    share: Floats  # [2, L, terms] of the variance of a score, below 1 together; see CLUSTER to PASSAGE
     kinds: Floats  # [kinds] how often each kind of token occurs, 1 together
+    opening: Floats  # [tokens] probability that a request's first, second, ... token is the common one
     lengths: Lengths
 
     def scaled(self, layers: int, experts: int, top_k: int) -> "ScoreModel":
@@ -99,38 +108,41 @@ class ScoreModel:
         order = np.argsort(rng.random((L, E)), axis=1)
         clusters = self._centred(np.bincount(self.lengths.cluster) / len(self.lengths.cluster), rng)
         kinds = self._centred(self.kinds, rng)
+        opening = rng.standard_normal((len(self.opening), L, E), np.float32)
         drawn = self.lengths.draw(requests, rng)
+        run = np.cumsum(rng.random(requests) >= RUN_GOES_ON)
         prefill, decode = self.lengths.prefill_rows[drawn], self.lengths.decode_rows[drawn]
         ids = np.empty((int((prefill + decode).sum()), L, self.top_k), meta.id_type)
         offsets = np.concatenate([[0], np.cumsum(prefill + decode)]).astype(np.int64)
         for r, source in enumerate(drawn):
-            own = np.random.default_rng([seed, r])
-            request = own.standard_normal((L, E), np.float32)
+            own = np.random.default_rng([seed, r, 0])
             fixed = self._amplitude(CLUSTER) * clusters[self.lengths.cluster[source]]
-            fixed += self._amplitude(REQUEST) * request
-            chosen = self._tokens(fixed, kinds, int(prefill[r]), int(decode[r]), own)
-            for first, ranks in chosen:
+            fixed += self._amplitude(RUN) * np.random.default_rng([seed, run[r], 1]).standard_normal((L, E), np.float32)
+            fixed += self._amplitude(REQUEST) * own.standard_normal((L, E), np.float32)
+            for first, ranks in self._tokens(fixed, kinds, opening, int(prefill[r]), int(decode[r]), own):
                 rows = slice(offsets[r] + first, offsets[r] + first + len(ranks))
                 ids[rows] = np.sort(np.take_along_axis(order[None], ranks, axis=2), axis=2)
         return self._trace(meta, ids, offsets, drawn)
 
     def _tokens(
-        self, fixed: Singles, kinds: Singles, prefill: int, decode: int, rng: np.random.Generator
+        self, fixed: Singles, kinds: Singles, opening: Singles, prefill: int, decode: int, rng: np.random.Generator
     ) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Yield (first token, int64[tokens, L, k] ranks of the experts chosen) of a request, piece by piece.
 
-        fixed: float32[2, L, E], what all its tokens of a phase share; kinds: float32[kinds, L, E].
+        fixed: float32[2, L, E], what all its tokens of a phase share; kinds: float32[kinds, L, E]; opening:
+        float32[tokens, L, E].
         """
         L, E = self.mean.shape[1:]
-        base = self.mean.astype(np.float32) + fixed
+        mean = self.mean.astype(np.float32)
         noise = np.sqrt(1 - self.share.sum(axis=2, keepdims=True)).astype(np.float32)
         cumulated = np.cumsum(self.kinds)[:-1]
+        common = np.flatnonzero(rng.random(len(self.opening)) < self.opening)
         passages = [rng.standard_normal((1, L, E), np.float32) for _ in PASSAGES]
         for phase, start, end in ((PREFILL, 0, prefill), (DECODE, prefill, prefill + decode)):
             for first in range(start, end, ROWS):
                 n = min(ROWS, end - first)
-                score = noise[phase] * rng.standard_normal((n, L, E), np.float32)
-                score += base[phase]
+                alone = rng.standard_normal((n, L, E), np.float32)
+                score = mean[phase] + fixed[phase] + noise[phase] * alone
                 score += self._amplitude(KIND)[phase] * kinds[np.searchsorted(cumulated, rng.random(n), side="right")]
                 for i, length in enumerate(PASSAGES):
                     here = np.cumsum(rng.random(n) < 1 / length)
@@ -138,6 +150,9 @@ class ScoreModel:
                     terms = np.concatenate([passages[i], drawn])
                     score += self._amplitude(PASSAGE + i)[phase] * terms[here]
                     passages[i] = terms[-1:]
+                here = common[(common >= first) & (common < first + n)]
+                own = np.sqrt(1 - OPENING_SHARE) * alone[here - first]
+                score[here - first] = mean[phase] + np.sqrt(OPENING_SHARE) * opening[here] + own
                 yield first, np.argpartition(-score, self.top_k - 1, axis=2)[..., : self.top_k]
 
     def _amplitude(self, term: int) -> Singles:

@@ -189,11 +189,10 @@ def _count_gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, hel
                             hits[i] += gap <= windows[i]
                     last[layer, e] = now
             now += 1
-        for layer in range(L):
-            for e in range(E):
-                if last[layer, e] >= 0:
-                    for i in range(len(windows)):
-                        held[i] += min(now - last[layer, e], windows[i])
+        for used in last.ravel():
+            if used >= 0:
+                for i in range(len(windows)):
+                    held[i] += min(now - used, windows[i])
     return lookups
 
 

@@ -71,15 +71,17 @@ def synth(
         "prompt_tokens": prompt_tokens,
         "decode_tokens": decode_tokens,
     }
-    facts = {"mode": "synthetic", "settings": settings, "tools": {"moe-expert-cache": version("moe-expert-cache")}}
+    tools = {"moe-expert-cache": version("moe-expert-cache")}
     if named is None and shape == own:
-        meta = replace(real.meta, **facts)
+        meta = replace(real.meta, mode="synthetic", settings=settings, tools=tools)
     else:
         meta = TraceMeta(
             model=named[0] if named else "synthetic",
             **shape._asdict(),
             layer_names=tuple(f"layers.{layer}" for layer in range(shape.layers)),
-            **facts,
+            mode="synthetic",
+            settings=settings,
+            tools=tools,
         )
     target = out or RECORDED / f"{Path(model).stem if model else 'synthetic'}-like-{real.name}"
     check_target(target, overwrite)
@@ -125,9 +127,10 @@ def _print(statistics: dict[str, Any]) -> None:
 
     from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
 
-    phases = [phase for phase in ("prefill", "decode") if any(phase in each for each in statistics.values())]
-    table = Table("", *(f"{phase}, {name}" for phase in phases for name in statistics), box=None, pad_edge=False)
-    columns = [each.get(phase) for phase in phases for each in statistics.values()]
-    for row in (*LENGTH_ROWS, *ROWS):
-        table.add_row(row[0], *cells(row, columns))
-    console.out.print(table)
+    for phase in ("prefill", "decode"):
+        columns = {name: facts[phase] for name, facts in statistics.items() if phase in facts}
+        if columns:
+            table = Table(phase, *columns, box=None, pad_edge=False)
+            for row in (*LENGTH_ROWS, *ROWS):
+                table.add_row(row[0], *cells(row, list(columns.values())))
+            console.out.print(table)
