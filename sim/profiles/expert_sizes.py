@@ -182,11 +182,13 @@ def _safetensors(file: Path) -> Iterator[_Tensor]:
         try:
             header = json.loads(text)
             header.pop("__metadata__", None)
-            found = [(name, tuple(held["shape"]), *map(int, held["data_offsets"])) for name, held in header.items()]
+            found, end = [], 0
+            for name, held in header.items():
+                first, last = held["data_offsets"]
+                found.append(_Tensor(name, tuple(map(int, held["shape"])), last - first))
+                end = max(end, 8 + length + last)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"has a header that is not of safetensors: {error!r}") from error
-        end = 8 + length + max((last for _, _, _, last in found), default=0)
         if total < end:
             raise InputError(f"is cut off: it should have {end} bytes and has {total}")
-        for name, shape, first, last in found:
-            yield _Tensor(name, shape, last - first)
+        yield from found
