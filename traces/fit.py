@@ -105,6 +105,8 @@ def fit(trace: Trace) -> ScoreModel:
         pilot = model.generate(trace.meta, requests, seed=round_)
         cluster = np.array([lengths.names.index(task) for task in pilot.requests["task"]])
         for i, phase in enumerate(phases):
+            if not (pilot.phase == phase).any():
+                continue
             found = measure(pilot, phase, cluster)
             wanted[i] = wanted[i].corrected(targets[i], _Correlations.of(found, tables[i]))
             mean[i] = mean[i] + (_scores(real[i].chosen) - _scores(found.chosen))
@@ -265,12 +267,12 @@ def _kinds(trace: Trace) -> tuple[float, Floats]:
     rng = np.random.default_rng(0)
     first, second = rng.integers(len(trace.experts), size=(2, PAIRS))
     request = np.searchsorted(trace.offsets, np.stack([first, second]), side="right")
-    apart = request[0] != request[1] if len(trace.requests) > 1 else first != second
+    apart = request[0] != request[1] if request[0].min() < request[0].max() else first != second
     overlap = _overlaps(trace, first[apart], second[apart])
     mean = overlap.mean(axis=1)
     spread = mean.std()
-    if spread == 0:
-        return 1 / KINDS, overlap.mean(axis=0) if len(overlap) else np.zeros(trace.layers)
+    if spread < 1e-9:
+        return 1 / KINDS, overlap.mean(axis=0)
     skew = ((mean - mean.mean()) ** 3).mean() / spread**3
     repeat = min(max(0.5 * (1 - skew / np.sqrt(skew**2 + 4)), 1.5 / KINDS), 0.5)
     return repeat, overlap[mean >= np.quantile(mean, 1 - repeat)].mean(axis=0)
@@ -286,7 +288,7 @@ def _opening(trace: Trace) -> Floats:
     unrelated = _overlaps(trace, rng.choice(rows, PAIRS), rng.choice(rows, PAIRS)).mean()
     for place in range(OPENING):
         longer = trace.offsets[:-1][np.diff(trace.offsets) > place] + place
-        if len(longer) < 2:
+        if len(longer) < 2:  # nothing to compare with
             break
         longer = rng.permutation(longer)
         overlap = _overlaps(trace, longer, np.roll(longer, 1)).mean()

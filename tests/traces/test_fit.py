@@ -1,5 +1,6 @@
 """A synthetic trace behaves as the trace that it was fitted to, and has the shape that it was asked for."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,15 @@ from hypothesis import strategies as st
 from policies.core.stack_distances import lru_misses
 from sim.analysis.curves import Accesses, belady_misses
 from tests.support.same import assert_same
+from tests.support.strategies import traces
 from traces import demo_trace
+from traces.errors import InputError
 from traces.fit import LAGS, OverlapTable, fit, measure, popularity
 from traces.importers import import_dump
 from traces.schema import TraceMeta
-from traces.score_model import CLUSTER, KIND, PASSAGE, PASSAGES, REQUEST, Lengths, ScoreModel
+from traces.score_model import CLUSTER, KIND, PASSAGE, PASSAGES, REQUEST, RUN, RUN_GOES_ON, Lengths, ScoreModel
 from traces.stats import statistics
-from traces.steps import DECODE
+from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -43,7 +46,9 @@ def model(L: int, E: int, k: int, of: Lengths, **shares: float) -> ScoreModel:
     """Flat popularity, and the shares of the variance that are named."""
     share = np.zeros((2, L, PASSAGE + len(PASSAGES)))
     for name, value in shares.items():
-        share[..., {"cluster": CLUSTER, "request": REQUEST, "kind": KIND, "passage": PASSAGE + 1}[name]] = value
+        share[..., {"cluster": CLUSTER, "request": REQUEST, "run": RUN, "kind": KIND, "passage": PASSAGE + 1}[name]] = (
+            value
+        )
     return ScoreModel(k, np.zeros((2, L, E)), share, np.full(4, 0.25), np.zeros(0), of)
 
 
@@ -80,6 +85,22 @@ def test_each_token_has_k_experts_ascending_and_the_trace_is_valid(
     np.testing.assert_array_equal(trace.experts, again.experts)
 
 
+@settings(max_examples=60, deadline=None)
+@given(traces(), st.integers(1, 4))
+def test_whatever_a_trace_holds_is_fitted_to_or_refused(real: Trace, requests: int) -> None:
+    try:
+        fitted = fit(real)
+    except InputError:
+        phases = [phase for phase in (PREFILL, DECODE) if (real.phase == phase).any()]
+        assert len(real.experts) < 2 or not all(real.eams(phase).any(axis=2).any(axis=0).all() for phase in phases)
+        return
+    assert (fitted.share >= 0).all()
+    assert (fitted.share.sum(axis=2) < 1).all()
+    made = fitted.generate(real.meta, requests, seed=0)
+    assert made.experts.size == 0 or (np.diff(made.experts.astype(np.int64), axis=2) > 0).all()
+    assert made.experts.size == 0 or made.experts.max() < real.num_experts
+
+
 def test_another_seed_gives_another_trace() -> None:
     of = model(2, 8, 2, lengths(3, 2, 9))
     first, second = (of.generate(shape(2, 8, 2), 3, seed) for seed in (0, 1))
@@ -104,6 +125,24 @@ def test_what_a_cluster_shares_makes_its_requests_similar_and_reuse_as_large_as_
     assert stats.within_task is not None
     assert stats.across_tasks is not None
     assert stats.within_task > stats.across_tasks + 0.1
+
+
+def test_neighbouring_requests_share_a_run_and_distant_ones_nothing() -> None:
+    trace = model(4, 16, 4, lengths(300, 0, 20), run=0.8).generate(shape(4, 16, 4), 300, seed=0)
+    found = measure(trace, DECODE, np.arange(300)).neighbours.mean()
+    same = OverlapTable.of(np.zeros((4, 16)), 4).overlap[:, 8].mean()
+    assert found == pytest.approx(0.25 + RUN_GOES_ON * (same - 0.25), abs=0.03)
+    apart = trace.eams(DECODE).astype(float)
+    assert (apart[:-50] * apart[50:]).sum() / (250 * 4 * 20**2 * 4) == pytest.approx(0.25, abs=0.01)
+
+
+def test_requests_open_alike() -> None:
+    of = replace(model(4, 16, 4, lengths(50, 3, 6)), opening=np.array([1.0, 1.0, 0.0, 1.0]))
+    trace = of.generate(shape(4, 16, 4), 50, seed=0)
+    tokens = trace.experts.reshape(50, 9, 4, 4)
+    overlap = [(tokens[:-1, place, ..., None] == tokens[1:, place, :, None]).sum() / (49 * 16) for place in range(5)]
+    assert min(overlap[place] for place in (0, 1, 3)) > 0.85
+    assert [overlap[2], overlap[4]] == pytest.approx([0.25, 0.25], abs=0.06)
 
 
 def test_passages_make_near_tokens_agree_and_far_ones_not() -> None:
