@@ -101,7 +101,7 @@ class ScoreModel:
 
     def generate(self, meta: TraceMeta, requests: int, seed: int) -> Trace:
         """Return a trace of `requests` requests of the model that `meta` describes, which has the shape of these
-        parameters. The same arguments give the same trace, and a request of the same number with more requests.
+        parameters. The same arguments give the same trace, and more requests begin with those of fewer.
         """
         rng = np.random.default_rng(seed)
         L, E = self.mean.shape[1:]
@@ -110,7 +110,7 @@ class ScoreModel:
         kinds = self._centred(self.kinds, rng)
         opening = rng.standard_normal((len(self.opening), L, E), np.float32)
         drawn = self.lengths.draw(requests, rng)
-        run = np.cumsum(rng.random(requests) >= RUN_GOES_ON)
+        run = np.cumsum(np.random.default_rng([seed, 1]).random(requests) >= RUN_GOES_ON)
         prefill, decode = self.lengths.prefill_rows[drawn], self.lengths.decode_rows[drawn]
         ids = np.empty((int((prefill + decode).sum()), L, self.top_k), meta.id_type)
         offsets = np.concatenate([[0], np.cumsum(prefill + decode)]).astype(np.int64)

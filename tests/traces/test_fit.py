@@ -107,6 +107,12 @@ def test_another_seed_gives_another_trace() -> None:
     assert (first.experts != second.experts).any()
 
 
+def test_more_requests_begin_with_those_of_fewer() -> None:
+    of = model(2, 8, 2, lengths(3, 2, 9), cluster=0.2, run=0.2, request=0.2, kind=0.2)
+    few, many = (of.generate(shape(2, 8, 2), requests, seed=0) for requests in (4, 9))
+    np.testing.assert_array_equal(few.experts, many.head(4).experts)
+
+
 def test_scores_that_share_nothing_choose_at_random() -> None:
     trace = model(4, 16, 4, lengths(40, 0, 200)).generate(shape(4, 16, 4), 40, seed=0)
     stats = statistics(trace)["decode"]
