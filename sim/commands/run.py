@@ -78,7 +78,7 @@ def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> 
     from sim.engines import compiling
     from sim.sweep.workers import Local, Task
 
-    compiling.start_if_needed([loaded.compiled(policy)], quiet)
+    compiling.start_if_needed(loaded.versions([policy]), quiet)
     task = Task(loaded, _cell, (policy, slots), loaded.compiled(policy))
     with progress(task.requests, quiet) as advance, closing(Local(1).results([task], advance)) as playing:
         return next(playing)[1]
@@ -134,6 +134,7 @@ def _block(row: "Row") -> str:
 
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
+    stalls |= {cause: ms for cause in ("disk", "host") if (ms := row[f"stall_{cause}_ms"])}
     moved = {kind: show_bytes(row[f"bytes_{kind}"]) for kind in ("demand", "prefetch", "wasted")}
     lookups = ", ".join(f"{kind} {_share(row[column], row['lookups'])}" for kind, column in _LOOKUPS.items())
     lines = {
@@ -145,9 +146,26 @@ def _block(row: "Row") -> str:
         "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
         "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
         "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, of which wasted {moved['wasted']}",
+        **_more(row, elapsed),
         **_policy(row),
     }
     return "\n".join(f"  {name:<9} {text}" for name, text in lines.items())
+
+
+def _more(row: "Row", elapsed: float) -> dict[str, str]:
+    """What the host, the disk and several users did, where there are any."""
+    lines = {}
+    if row["on_host"]:
+        share = _share(row["on_host"], row["misses"])
+        lines["host"] = f"computed {row['on_host']:,} experts ({share} of the misses), busy "
+        lines["host"] += f"{_share(row['host_busy_ms'], elapsed)} of the time"
+    if reads := row["reads_demand"] + row["reads_prefetch"]:
+        lines["disk"] = f"{reads:,} reads, {row['reads_prefetch']:,} of them prefetches, busy "
+        lines["disk"] += f"{_share(row['disk_busy_ms'], elapsed)} of the time"
+    if row["max_batch"]:
+        figures = ", ".join(f"{name} {row[f'queue_{name}_ms']:,.2f}" for name in ("mean", "p99", "max"))
+        lines["queue ms"] = f"{figures}; {row['max_batch']} requests at a time, arrivals {row['arrivals']}"
+    return lines
 
 
 _LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}

@@ -47,8 +47,8 @@ def sensitivity(
     folder = output.folder(setup.trace, "/sensitivity")
     writable(folder, NAMES)
     cell.announce(loaded, spec, slots, output)
-    compiled = (loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
-    compiling.start_if_needed(compiled, output.quiet)
+    versions = loaded.versions((spec, *(variant.point.policy for variant in variants)))
+    compiling.start_if_needed(versions, output.quiet)
     with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
         found = measure(point, variants, options.processes(workers), advance)
     files = save(found, folder)

@@ -240,7 +240,9 @@ def _run(
     if len(store):
         output.note(f"{len(store)} cells of before in {folder}: {len(tasks)} are left to play")
     if isinstance(workers, Local):
-        compiling.start_if_needed((task.compiled for task in tasks.values()), output.quiet)
+        cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if tasks)
+        versions = (version for loaded, specs in cells for version in loaded.versions(specs))
+        compiling.start_if_needed(versions, output.quiet)
     due = sum(task.requests for task in tasks.values())
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         sweep(tables, store, workers, advance)

@@ -75,7 +75,7 @@ def tune(
         output.note(f"{len(journal.trials)} trials of before in {journal.path}")
     if untimed and spec.prefetches:
         output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
-    compiling.start_if_needed([loaded.compiled(spec)], output.quiet)
+    compiling.start_if_needed(loaded.versions([spec]), output.quiet)
     try:
         with progress(asked.requests(len(journal.trials)), output.quiet) as advance:
             found = run(asked, journal, advance)

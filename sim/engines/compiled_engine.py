@@ -10,6 +10,7 @@ Runs with a host that computes, a disk, or experts of several sizes are compiled
 belongs to its type, so that runs without these pay nothing for the question.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -152,13 +153,21 @@ def act(run: Streams) -> None:
     """Rule 5, if the link is free, and the other streams behind it."""
     n = run.n
     if len(run.tiers):
-        if n[LINK_END] == NEVER:
-            take(run)
-        act_below(run)
+        act_all(run)
     elif n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
         take(run)
 
 
+@apart
+@compiled
+def act_all(run: Streams) -> None:
+    """Link, disk, then host: what is free starts what comes next."""
+    if run.n[LINK_END] == NEVER:
+        take(run)
+    act_below(run)
+
+
+@apart
 @compiled
 def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
@@ -226,6 +235,7 @@ def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         n[LINK_END] = n[NOW] + n[WHOLE_NS]
 
 
+@apart
 @compiled
 def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """The same where experts differ in size, or lie on a disk: all who left, the transfer's size, its recency."""
@@ -277,6 +287,7 @@ def account(run: Streams) -> None:
         n[WAITING_SINCE] = now
 
 
+@apart
 @compiled
 def account_tiers(run: Streams, before: int) -> None:
     """Anything ends now: unpin the hits that ended before a time, charge the time to what compute waited for."""
@@ -337,6 +348,7 @@ def link_event(run: Streams) -> None:
         act_below(run)
 
 
+@apart
 @compiled
 def read_event(run: Streams) -> None:
     """The read has ended."""
@@ -353,6 +365,7 @@ def read_event(run: Streams) -> None:
     act(run)
 
 
+@apart
 @compiled
 def host_event(run: Streams) -> None:
     """The hop has ended, or an expert's compute on the host."""
@@ -397,6 +410,7 @@ def advance(run: Streams, until: int, rank: int) -> None:
     n[NOW] = until
 
 
+@apart
 @compiled
 def happens(run: Streams, until: int, rank: int) -> bool:
     """Handle what ends next, if that comes before an end of `rank` at `until`."""
@@ -439,6 +453,7 @@ def wait_until(run: Streams, until: int) -> None:
     advance(run, until, WAKE)
 
 
+@apart
 @compiled
 def place(run: Streams, routing: Routing, first: int, last: int, layer: int, expert_ns: Int, host_ns: Int) -> None:
     """Rule 13, before the lookup: which misses of the event the host computes (`policies.core.placement`)."""
@@ -470,6 +485,7 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
         n[HOST_LEFT] += 1
 
 
+@apart
 @compiled
 def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
     """The event has been looked up: demands of host memory, the host's queue, its hop."""
@@ -631,18 +647,29 @@ def play(run: Run, ended: Ended) -> None:
     Engine(run, runner).play(ended)
 
 
-def on_disk() -> bool:
-    """Whether a process of before has left the compiled engine on disk, of these sources, or this one has it."""
+def tiered(run: Run) -> bool:
+    """Whether a run is played by the version with a host that computes, a disk, or experts of several sizes."""
+    return host.needed(run) or run.gpu.link.layer_bytes is not None
+
+
+def on_disk(tiered: bool) -> bool:
+    """Whether a process of before has left that version on disk, of these sources, or this one has it."""
     dispatcher: Any = play_steps
     cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
-    return cache is None or bool(dispatcher.overloads or cache._cache_file._load_index())
+    if cache is None:
+        return True
+    signatures = [*dispatcher.overloads, *(key[0] for key in cache._cache_file._load_index())]
+    place = Streams._fields.index("tiers")
+    return any(bool(len(signature[0].types[place])) == tiered for signature in signatures)
 
 
-def prepare() -> None:
-    """Compile the engine, or load it: once for the processes that come after."""
+def prepare(versions: Iterable[bool] = (False,)) -> None:
+    """Compile these versions of the engine (see `tiered`), or load them: once for the processes that come after."""
     none, one = np.zeros(0, np.int64), np.ones(1, np.int64)
     request = RequestSteps(0, np.ones(1, np.uint8), one, one, np.zeros(2, np.int64), none, none)
-    simulate(gpu_run([request], Shape(1, 1), 1, parse("lru"), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
+    for version in versions:
+        policy = "lru/host" if version else "lru"
+        simulate(gpu_run([request], Shape(1, 1), 1, parse(policy), FixedTiming(0, 0, 0, 0, 0), Link(0, 1, 1, 1)))
 
 
 class NotServedError(InputError):
@@ -680,7 +707,7 @@ class Engine:
             arrivals=np.zeros(E, np.int64),
             stall=np.zeros(len(STALLS), np.int64),
             evictions=np.zeros(max(1 << 16, 4 * (L + 1) * (shape.total + E) + 2 * shape.total), np.int64),
-            tiers=(1,) if host.needed(run) or link.layer_bytes else (),
+            tiers=(1,) if tiered(run) else (),
             h=h,
         )
         self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended

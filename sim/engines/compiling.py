@@ -20,10 +20,14 @@ _process: BaseProcess | None = None
 _began = 0.0
 
 
-def start_if_needed(compiled: Iterable[bool], quiet: bool) -> None:
-    """Begin to compile where any cell is the compiled engine's to play and no process of before has left it on disk."""
+def start_if_needed(versions: Iterable[bool], quiet: bool) -> None:
+    """Begin to compile what of these versions of the compiled engine no process of before has left on disk.
+
+    versions: of each cell that it is to play, whether it is the one with tiers (`compiled_engine.tiered`).
+    """
     global _process, _began
-    if not any(compiled) or compiled_engine.on_disk() or going():
+    missing = [version for version in dict.fromkeys(versions) if not compiled_engine.on_disk(version)]
+    if not missing or going():
         return
     if KEPT_FOR_NOW:
         console.warn("no folder can keep the compiled engine, which is compiled each time: name one in NUMBA_CACHE_DIR")
@@ -32,7 +36,9 @@ def start_if_needed(compiled: Iterable[bool], quiet: bool) -> None:
             f"compiling the engine, once: {EXPECTED} of one core; meanwhile SimPy plays, with the same results"
         )
     _began = time.monotonic()
-    _process = multiprocessing.get_context("spawn").Process(target=compiled_engine.prepare, daemon=True)
+    _process = multiprocessing.get_context("spawn").Process(
+        target=compiled_engine.prepare, args=(missing,), daemon=True
+    )
     with interrupts_later():
         _process.start()
 

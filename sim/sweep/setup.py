@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import overload
 import numpy as np
 
 from policies.core.policy import Int, Shape
-from policies.core.spec import Policy, parse
+from policies.core.spec import FETCHED, Policy, parse
 from sim.engines import engine
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.run import Run, Tier, Users, gpu_run
@@ -270,6 +270,13 @@ class Loaded:
         """Whether the compiled engine plays the policy's cells."""
         shape = Shape(self.trace.layers, self.trace.num_experts)
         return self.hardware is not None and engine.compiles(self.setup.engine, parse(policy), shape)
+
+    def versions(self, policies: Iterable[Policy]) -> Iterator[bool]:
+        """Yield which version of the compiled engine plays a cell of each policy (`compiled_engine.tiered`), if it does."""
+        more = self.setup.host_memory is not None or self.sizes is not None
+        for policy in map(parse, policies):
+            if self.compiled(policy):
+                yield more or policy.placement != FETCHED
 
     def require(self, policy: Policy, slots: int) -> None:
         """InputError for what the policy lacks: slots for its scope; timed, a column or an engine."""
