@@ -118,6 +118,9 @@ class ResidencyObserver:
     def interrupted(self, expert: int, victim: int) -> None:
         """`interrupt` has answered."""
 
+    def left(self, experts: list[int]) -> None:
+        """`victims` has answered: after `turned_to` or `interrupted`, whose victim is then the last of them."""
+
     def landed(self) -> None:
         """`land` has been called."""
 
@@ -324,7 +327,7 @@ class ObservedResidency:
 
         self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
         self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
-        self.victims = residency.victims
+        self.victims = told(residency.victims, lambda _, answer: observer.left(answer))
         self.route = told(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
         self.propose = told(residency.propose, lambda given, _: observer.proposed(*given))
         self.next_transfer = told(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))
