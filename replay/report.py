@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pyarrow as pa
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from replay.run import Outcome
@@ -17,7 +16,6 @@ from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
 from sim.results.files import replacing, write_rows, write_table
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row
-from traces import console
 from traces.errors import InputError
 from traces.steps import RequestSteps
 
@@ -129,15 +127,6 @@ def save(outcome: Outcome, folder: Path) -> None:
     row = {name: outcome.row.get(name) for name in SCHEMA.names}
     write_rows([row], SCHEMA, folder / RESULTS_FILE)
     write_table(outcome.requests, folder / REQUESTS_FILE)
-
-
-@contextmanager
-def progress(steps: int, quiet: bool, played: int = 0) -> Iterator[Callable[[], None]]:
-    """A bar on standard error; yields what counts one more step."""
-    columns = (TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TextColumn("steps"), TimeRemainingColumn())
-    with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-        task = bar.add_task("replay", total=steps, completed=played)
-        yield lambda: bar.advance(task)
 
 
 STALLED = {

@@ -157,7 +157,6 @@ class Prediction:
 
     machine: str
     row: ResultRow
-    log: RunLog
 
 
 @dataclass(frozen=True)
@@ -332,6 +331,6 @@ def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -
     def predicted(machine: str, timing: Timing, link: Link) -> Prediction:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
         log = engine.simulate(engine.AUTO, choice.on(timing, link))
-        return Prediction(machine, summarise(log, there, loaded.trace.requests)[0], log)
+        return Prediction(machine, summarise(log, there, loaded.trace.requests)[0])
 
     return [predicted(*each) for each in machines]

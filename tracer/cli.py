@@ -6,7 +6,7 @@ that torch wrote, need torch.
 
 import typer
 
-from tracer.commands import architectures, convert, edit, inspect, record
+from tracer.commands import architectures, convert, edit, inspect, record, synth
 from traces import console
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command()(convert.export)
 app.command()(edit.cat)
 app.command(name="slice")(edit.slice_)
 app.command()(edit.sample)
+app.command()(synth.synth)
 app.command()(architectures.architectures)
 
 

@@ -1,17 +1,22 @@
-"""What a trace shows about its routing: the three properties that expert caching lives on.
+"""What a trace shows about its routing: the properties that expert caching lives on.
 
 Sparsity (few experts per request), reuse (adjacent tokens agree) and similarity (requests fall into groups by
-their EAMs) are what MoE-Infinity (arXiv 2401.14361) observes and builds on. Phases are kept apart.
+their EAMs) are what MoE-Infinity (arXiv 2401.14361) observes and builds on. Working sets (Denning 1968) show reuse
+beyond the token before. Phases are kept apart.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
+
+WINDOWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Lengths of the windows of working sets, in tokens."""
 
 SAMPLE = 2_000
 """Requests that are compared with each other at most; more are thinned out evenly."""
@@ -33,16 +38,33 @@ class Reuse:
 class Similarity:
     """Cosine of flattened EAMs, averaged over pairs of requests; the dataset stands in for a task not labelled.
 
+    `nearest` is the cosine with the most similar other request, and `next` with the request that follows.
     `nearest_same_task` is the share of requests whose most similar other request has the same task; `chance`
-    what a random other request would give. None where the trace has no such pairs, or only one task.
+    what a random other request would give. None where the trace has no such pairs, or only one task, or (`next`) more
+    than SAMPLE requests.
     """
 
     all_pairs: float | None
+    nearest: float | None
+    next: float | None
     within_task: float | None
     across_tasks: float | None
     nearest_same_task: float | None
     chance: float | None
     compared: int  # requests
+
+
+@dataclass(frozen=True)
+class WorkingSet:
+    """The experts that the last `tokens` tokens of a request and phase chose, averaged over its tokens.
+
+    A cache that holds them, `experts` of all on average, hits the share `hits` of the lookups: LRU, about. Requests
+    start with nothing, so their first uses are misses.
+    """
+
+    tokens: int
+    experts: float  # share of the L * E experts
+    hits: float  # share of lookups
 
 
 @dataclass(frozen=True)
@@ -55,7 +77,9 @@ class PhaseStats:
     tokens: int | None  # None: the trace holds EAMs only
     activated: float | None  # share of the experts that a request uses at all
     repeated: float | None  # share of the experts that a request uses for two tokens or more
+    popular: float | None  # share of the lookups that go to the most popular quarter of their layer's experts
     reuse: Reuse
+    working_sets: list[WorkingSet] | None  # None: no sequences, or nothing routed
     similarity: Similarity
 
 
@@ -92,7 +116,9 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
         tokens=int(np.count_nonzero(trace.phase == phase)) if trace.aggregate is None else None,
         activated=_mean(eams > 0),
         repeated=_mean(eams > 1),
+        popular=_popular(eams.sum(axis=0)),
         reuse=Reuse(_reuse(trace, phase), trace.top_k / trace.num_experts),
+        working_sets=_working_sets(trace, phase),
         similarity=_similarity(eams, tasks),
     )
 
@@ -117,6 +143,62 @@ def _reuse(trace: Trace, phase: int) -> float | None:
     return common / routed if routed else None
 
 
+def _popular(counts: NDArray[np.int64]) -> float | None:
+    """Return the share of `counts` [L, E] in the largest quarter of each row, rounded up."""
+    quarter = -(-counts.shape[1] // 4)
+    total = int(counts.sum())
+    return float(np.sort(counts, axis=1)[:, -quarter:].sum() / total) if total else None
+
+
+def _working_sets(trace: Trace, phase: int) -> list[WorkingSet] | None:
+    held, hits = (np.zeros(len(WINDOWS), np.int64) for _ in range(2))
+    windows = np.array(WINDOWS)
+    lookups = _gaps(trace.experts, trace.offsets, trace.phase == phase, trace.num_experts, windows, held, hits)
+    tokens, total = int(np.count_nonzero(trace.phase == phase)), trace.layers * trace.num_experts
+    if not lookups:
+        return None
+    return [
+        WorkingSet(n, float(h / tokens / total), float(x / lookups))
+        for n, h, x in zip(WINDOWS, held, hits, strict=True)
+    ]
+
+
+def _count_gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, held: Any, hits: Any) -> int:
+    """Add to `hits` the lookups of experts used in the windows before, and to `held` the tokens that use keeps in
+    the window, [windows] each; return the lookups. Tokens are those where `keep` holds.
+    """
+    _, L, k = experts.shape
+    last = np.empty((L, E), np.int64)
+    lookups = 0
+    for r in range(len(offsets) - 1):
+        last[:] = -1
+        now = 0
+        for t in range(offsets[r], offsets[r + 1]):
+            if not keep[t]:
+                continue
+            for layer in range(L):
+                for j in range(k):
+                    e = np.int64(experts[t, layer, j])
+                    if e >= E:
+                        continue
+                    lookups += 1
+                    if last[layer, e] >= 0:
+                        gap = now - last[layer, e]
+                        for i in range(len(windows)):
+                            held[i] += min(gap, windows[i])
+                            hits[i] += gap <= windows[i]
+                    last[layer, e] = now
+            now += 1
+        for used in last.ravel():
+            if used >= 0:
+                for i in range(len(windows)):
+                    held[i] += min(now - used, windows[i])
+    return lookups
+
+
+_gaps = njit(cache=True, nogil=True)(_count_gaps)
+
+
 def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:
     """eams: [requests, L, E], none of them zero; tasks: [requests]."""
     chosen = np.linspace(0, len(eams) - 1, min(len(eams), SAMPLE)).astype(np.int64)
@@ -126,11 +208,13 @@ def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity
     same = tasks[:, None] == tasks
     other = ~np.eye(len(chosen), dtype=bool)
     if not other.any():
-        return Similarity(None, None, None, None, None, len(chosen))
+        return Similarity(None, None, None, None, None, None, None, len(chosen))
     several = len(set(tasks.tolist())) > 1
     nearest = np.argmax(np.where(other, cosine, -1.0), axis=1)
     return Similarity(
         all_pairs=_mean(cosine[other]),
+        nearest=_mean(cosine[np.arange(len(chosen)), nearest]),
+        next=_mean(np.diag(cosine, 1)) if len(chosen) == len(eams) else None,
         within_task=_mean(cosine[same & other]) if several else None,
         across_tasks=_mean(cosine[~same]),
         nearest_same_task=float((tasks[nearest] == tasks).mean()) if several else None,

@@ -147,6 +147,10 @@ def _readable(load: Callable[[], Any]) -> Callable[[], Any]:
     return loaded
 
 
+_PARTS: set[str] = set()
+"""Names, to LLVM, of the functions that compiled functions call."""
+
+
 class _Part(CPUDispatcher):
     """A function as compiled functions call it: a part of theirs, which Python cannot call."""
 
@@ -159,6 +163,7 @@ class _Part(CPUDispatcher):
     def add_overload(self, result: Any) -> None:
         """As numba's, but for calls from compiled functions alone: there is nothing for Python to call."""
         key = object()
+        _PARTS.add(result.fndesc.llvm_func_name)
         if self.apart:
             result.library.get_function(result.fndesc.llvm_func_name).add_function_attribute("noinline")
         self.targetctx.insert_user_function(key, result.fndesc, [result.library])
@@ -196,8 +201,8 @@ class _WholeLibrary(JITCodeLibrary):
     """A function that Python calls, with its parts."""
 
     def _optimize_final_module(self) -> None:
-        """As numba's; LLVM first learns that nothing else calls what is apart, and so leaves out unread arguments."""
+        """As numba's; LLVM first learns that nothing else calls the parts, and so leaves out unread arguments."""
         for function in self._final_module.functions:
-            if not function.is_declaration and any(b"noinline" in each.split() for each in function.attributes):
+            if not function.is_declaration and function.name in _PARTS:
                 function.linkage = "internal"
         super()._optimize_final_module()

@@ -29,7 +29,7 @@ def new(m: Int, total: int, room: int) -> Int:
     """Return an empty host memory of `room` slots, or bytes if experts differ in size. `m` hears that it is empty."""
     h = np.zeros((ROWS, max(total, WIDTH)), np.int64)
     h[ONE, FREE] = room
-    m[core.BELOW, :total] = 0
+    m[core.BELOW, :total], m[core.ONE, core.PARTIAL] = 0, 1
     return h
 
 

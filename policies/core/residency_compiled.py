@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.core.compiled import allocating, compiled
+from policies.core.compiled import allocating, apart, compiled
 from policies.core.policy import Float, Int
 from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
@@ -38,14 +38,15 @@ ON_GPU, ON_HOST = 1, 2
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
     range(12)
 )
-# (SIZED: whether a cache is given in bytes; EVICTED: how many victims of the latest transfer m[VICTIMS] then holds)
-SIZED, EVICTED = 12, 13
+# (SIZED: whether a cache is given in bytes, else the row SIZE is not looked at; EVICTED: how many victims of the latest
+# transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at)
+SIZED, EVICTED, PARTIAL = 12, 13, 14
 # and the counters of the run:
-# (the last three in room: slots, or bytes where experts differ in size)
-N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(14, 22)
-DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(22, 25)
+# (the last three in bytes, where experts differ in size)
+N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(15, 23)
+DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(23, 26)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
-WIDTH = 25  # columns that row ONE needs
+WIDTH = 26  # columns that row ONE needs
 
 PRIORITY = 2  # row of `keep`
 
@@ -206,7 +207,7 @@ def best_queued(m: Int, keep: Float) -> int:
     A scan, which also drops what a demand or a start has taken: a proposal is long, but few of it ever start.
     """
     queue, state, priority = m[QUEUE], m[STATE], keep[PRIORITY]
-    kind, shut, attempt, below = m[KIND], m[SHUT], m[ONE, ATTEMPT], m[BELOW]
+    kind, shut, attempt, below, partial = m[KIND], m[SHUT], m[ONE, ATTEMPT], m[BELOW], m[ONE, PARTIAL]
     best, n = NO_EXPERT, 0
     for i in range(m[ONE, QUEUE_LENGTH]):
         expert = queue[i]
@@ -221,7 +222,7 @@ def best_queued(m: Int, keep: Float) -> int:
                 or (priority[expert] == priority[best] and expert < best)
             )
             and shut[kind[expert]] != attempt
-            and below[expert]
+            and (below[expert] or not partial)
         ):
             best = expert
     m[ONE, QUEUE_LENGTH] = n
@@ -282,40 +283,47 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
 
 
 @compiled
-def evictable_size(m: Int, keep: Float, expert: int, demand: bool, one_scale: bool) -> int:
-    """Size of everything that may go for `expert`, in its partition."""
-    partition, total = m[PARTITION, expert], 0
+def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+    """Rules 5 and 6: the victim whose slot `expert` takes, or NO_EXPERT where one is free.
+
+    In their place: BLOCKED where there is none to be had, ASK where the policy has to name the victim first.
+    """
+    partition = m[PARTITION, expert]
+    if m[ONE, SIZED]:
+        return make_sized_room(m, keep, rule, expert, demand, one_scale)
+    if m[FREE, partition]:
+        return NO_EXPERT
+    victim = least(m, keep, partition, False)
+    if demand and victim == NO_EXPERT:
+        victim = least(m, keep, partition, True)
+    if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= keep[PRIORITY, expert]):
+        return BLOCKED
+    return ASK if rule == NAMES_VICTIMS and keep[0, victim] != NAMED else victim
+
+
+@apart
+@compiled
+def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
+    """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or nobody."""
+    one, partition, size = m[ONE], m[PARTITION, expert], m[SIZE, expert]
+    room = m[FREE, partition]
+    if room >= size:
+        return NO_EXPERT
     for slot in range(m[FIRST, partition], m[END, partition]):
         other = m[HELD, slot]
         if other < 0 or m[STATE, other] != READY or m[WANTED, other]:
             continue
         if demand or (not protected(m, other) and not (one_scale and keep[0, other] >= keep[PRIORITY, expert])):
-            total += m[SIZE, other]
-    return total
-
-
-@compiled
-def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
-    """Rules 5, 6 and 19: the victim that left last so that `expert` has a slot, or NO_EXPERT where there was one.
-
-    BLOCKED, and nobody left, where there is none to be had; ASK where the policy has to name the victim first. Where
-    sizes differ, m[VICTIMS] holds all that left.
-    """
-    one, partition = m[ONE], m[PARTITION, expert]
-    victim, size, sized = NO_EXPERT, m[SIZE, expert], one[SIZED]
-    short = size - m[FREE, partition]
-    if sized and short > 0 and evictable_size(m, keep, expert, demand, one_scale) < short:
+            room += m[SIZE, other]
+    if room < size:
         return BLOCKED
+    victim = NO_EXPERT
     while m[FREE, partition] < size:
         victim = least(m, keep, partition, False)
-        if demand and victim == NO_EXPERT:
+        if victim == NO_EXPERT:
             victim = least(m, keep, partition, True)
-        if victim == NO_EXPERT or (one_scale and not demand and keep[0, victim] >= keep[PRIORITY, expert]):
-            return BLOCKED
         if rule == NAMES_VICTIMS and keep[0, victim] != NAMED:
             return ASK
-        if not sized:
-            return victim
         m[VICTIMS, one[EVICTED]] = victim
         one[EVICTED] += 1
         leave(m, keep, rule, victim)
@@ -339,15 +347,17 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
     if m[STATE, expert] == DEMANDED:
         one[NEXT_DEMAND] += 1
         one[N_DEMAND] += 1
-        one[DEMAND_ROOM] += m[SIZE, expert]
     else:
         m[UNUSED, expert] = 1
         one[N_PREFETCH] += 1
-        one[PREFETCH_ROOM] += m[SIZE, expert]
     m[STATE, expert] = LOADING
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
-    m[FREE, partition] -= m[SIZE, expert]
+    if one[SIZED]:
+        one[PREFETCH_ROOM if m[UNUSED, expert] else DEMAND_ROOM] += m[SIZE, expert]
+        m[FREE, partition] -= m[SIZE, expert]
+    else:
+        m[FREE, partition] -= 1
     one[STARTS] += 1
     one[ACTIVE] = expert
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
@@ -359,12 +369,15 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
 def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
     """`expert` leaves the cache and its slot is free."""
     m[ONE, N_WASTED] += m[UNUSED, expert]
-    m[ONE, WASTED_ROOM] += m[UNUSED, expert] * m[SIZE, expert]
+    if m[ONE, SIZED]:
+        m[ONE, WASTED_ROOM] += m[UNUSED, expert] * m[SIZE, expert]
+        m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
+    else:
+        m[FREE, m[PARTITION, expert]] += 1
     m[UNUSED, expert] = 0
     m[STATE, expert] = ABSENT
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
-    m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
     on_evict(rule, keep, expert)
     if m[ONE, LISTS]:
         unlink(m, expert)
@@ -373,9 +386,10 @@ def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
 @compiled
 def next_demand(m: Int) -> int:
     """The queued demand of the lowest id that the tier below can give (rule 17), or NO_EXPERT."""
-    for place in range(m[ONE, NEXT_DEMAND], m[ONE, LAST_DEMAND]):
+    one = m[ONE]
+    for place in range(one[NEXT_DEMAND], one[LAST_DEMAND]):
         expert: int = m[DEMANDS, place]
-        if m[BELOW, expert]:
+        if not one[PARTIAL] or m[BELOW, expert]:
             return expert
     return NO_EXPERT
 

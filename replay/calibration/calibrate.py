@@ -8,6 +8,7 @@ replays it, opened as for a replay (`replay.calibration.measure`); where no trac
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
+from replay.calibration.host_time import parts_ns
 from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
 from replay.calibration.rates import Rates, rates
 from replay.devices.gpu import Gpu
@@ -86,18 +88,13 @@ class Found:
         return apart[worst], worst
 
 
-def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, float]:
+def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
     """What whole steps take where nothing is missing: what a simulation adds up from the tables."""
-    (layers, top_k), timing = shape, model.timing()
-
-    def step(tokens: int, context: int) -> float:
-        dense = timing.dense_ns(0, tokens, context) + (layers - 1) * timing.dense_ns(1, tokens, context)
-        experts = top_k * timing.expert_ns(tokens) + timing.combine_ns(tokens)
-        return dense + layers * experts + timing.head_ns(tokens)
-
+    layers, top_k = shape
+    step = partial(parts_ns, model, layers, layers * top_k)
     decode = [context for tokens, context, _ in model.dense if tokens == 1]
     most = model.expert[-1][0]
-    found = {"a token": step(1, decode[0]), "a token of the longest context": step(1, decode[-1])}
+    found = {"a token": step(decode[0]), "a token of the longest context": step(decode[-1])}
     return found | ({"the longest step": step(most, most)} if most > 1 else {})
 
 

@@ -32,14 +32,14 @@ def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context:
     busy_layers = min(layers, run.gpu.slots // together)
     launches = busy_layers * together
     again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
-    hit_ns = _steps_ns(meter, run, again, _parts_ns(model, layers, context, 0))
-    parts_ns = _parts_ns(model, layers, context, launches)
-    if hit_ns < parts_ns:
-        model = _shortened(model, hit_ns, parts_ns)
-    beyond_ns = max(0, hit_ns - parts_ns)
-    parts_ns = _parts_ns(model, layers, context, layers) + layers * model.transfer_ns
+    hit_ns = _steps_ns(meter, run, again, parts_ns(model, layers, 0, context))
+    alone_ns = parts_ns(model, layers, launches, context)
+    if hit_ns < alone_ns:
+        model = _shortened(model, hit_ns, alone_ns)
+    beyond_ns = max(0, hit_ns - alone_ns)
+    alone_ns = parts_ns(model, layers, layers, context) + layers * model.transfer_ns
     scarce = run.with_slots(min(run.gpu.slots, layers))
-    missing_ns = _steps_ns(meter, scarce, never_again, parts_ns) - parts_ns
+    missing_ns = _steps_ns(meter, scarce, never_again, alone_ns) - alone_ns
     if top_k == 1 and launches == layers:  # one expert of each layer, there or not: hits tell what a layer takes
         return replace(model, turnaround_ns=beyond_ns // layers)
     if launches <= layers:  # so few slots that hardly a token misses nothing
@@ -49,11 +49,11 @@ def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context:
     return replace(model, turnaround_ns=(beyond_ns - launches * launch_ns) // layers, launch_ns=launch_ns)
 
 
-def _parts_ns(model: MeasuredModel, layers: int, context: int, experts: int) -> int:
-    """A decoded token's, with so many experts in all layers together."""
+def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, tokens: int = 1) -> int:
+    """Return what the parts of a step take together, with so many experts in all layers, each on all tokens."""
     timing = model.timing()
-    dense = sum(timing.dense_ns(layer, 1, context) for layer in range(layers))
-    return dense + experts * timing.expert_ns(1) + layers * timing.combine_ns(1) + timing.head_ns(1)
+    dense = timing.dense_ns(0, tokens, context) + (layers - 1) * timing.dense_ns(1, tokens, context)
+    return dense + experts * timing.expert_ns(tokens) + layers * timing.combine_ns(tokens) + timing.head_ns(tokens)
 
 
 def _shortened(model: MeasuredModel, to: int, of: int) -> MeasuredModel:

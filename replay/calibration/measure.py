@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from statistics import mean
 from time import monotonic, perf_counter_ns
 
 import numpy as np
 
+from policies.core.policy import NO_INTS
 from policies.core.residency import BLOCKED, NO_EXPERT
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
@@ -103,8 +105,7 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
 def top_k(run: Run) -> int:
     """Experts that a token chooses in a layer, as far as the first requests show."""
     most = 1
-    for ordinal in range(min(len(run.requests), 8)):
-        request = run.requests[ordinal]
+    for request in islice(run.requests, 8):
         so_far = np.concatenate([[0], np.cumsum(request.counts)])[request.offsets]
         chosen = np.diff(so_far).reshape(-1, run.shape.layers).max(axis=1, initial=0)
         most = max(most, int((chosen // np.maximum(request.tokens, 1)).max(initial=1)))
@@ -116,11 +117,9 @@ def decoded_contexts(run: Run) -> list[int]:
 
     Of its own ones, because what a device has prepared for a run then serves here too. Where it decodes none: 1.
     """
-    found: set[int] = set()
-    for ordinal in range(len(run.requests)):
-        request = run.requests[ordinal]
-        found.update(np.unique(request.context[request.tokens == 1]).tolist())
-    contexts = np.array(sorted(found or {1}))
+    decoded = [request.context[request.tokens == 1] for request in run.requests]
+    contexts = np.unique(np.concatenate([NO_INTS, *decoded]))
+    contexts = contexts if len(contexts) else np.ones(1, np.int64)
     wanted = np.linspace(contexts[0], contexts[-1], CONTEXTS)
     nearest = np.abs(contexts[:, None] - wanted).argmin(axis=0)
     return [int(context) for context in np.unique(contexts[nearest])]
@@ -136,12 +135,8 @@ def ladder(most_tokens: int) -> list[int]:
 
 def _behind(run: Run) -> int:
     """The longest context of a step of several tokens that has others before it; 0: there is none."""
-    longest = 0
-    for ordinal in range(len(run.requests)):
-        request = run.requests[ordinal]
-        late = (request.tokens > 1) & (request.context > request.tokens)
-        longest = max(longest, int(request.context[late].max(initial=0)))
-    return longest
+    late = (request.context[(request.tokens > 1) & (request.context > request.tokens)] for request in run.requests)
+    return max((int(contexts.max(initial=0)) for contexts in late), default=0)
 
 
 # Each part alone

@@ -1,7 +1,5 @@
 """`moe-replay calibrate`: measure this machine and models on it, and write the profile that `moe-sim` takes."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +7,7 @@ import typer
 
 from replay.commands.device_options import Dense
 from sim.commands import options
+from sim.commands.printed import progress
 from traces import console, demo_trace
 from traces.errors import InputError
 
@@ -61,8 +60,8 @@ def calibrate(
     if out:
         with replacing(out, keep=False) as part:  # better now than when all is measured
             part.touch()
-    with _progress(steps_of(chosen, wanted, repeat), quiet) as told:
-        found = measured(chosen, wanted, repeat, told)
+    with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
+        found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
     path = out or Path(f"{_slug(str(found.facts['device_name']))}.toml")
     apart, what = found.disagreement()
     noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
@@ -89,24 +88,6 @@ def _tell(found: "Found", path: Path) -> None:
     apart, what = found.disagreement()
     console.say(f"passes differ by at most {apart:.1%} ({what})")
     console.say(f"wrote {path}: moe-sim --hardware {path}")
-
-
-@contextmanager
-def _progress(steps: int, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error; what it yields says what is measured next."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-        task = bar.add_task("calibrate", total=steps)
-        begun = False
-
-        def told(what: str) -> None:
-            nonlocal begun
-            bar.update(task, description=what, advance=int(begun))
-            begun = True
-
-        yield told
 
 
 def _slug(name: str) -> str:

@@ -10,6 +10,7 @@ import typer
 
 from replay.commands.device_options import DeviceOptions, ReplayOptions
 from sim.commands import options
+from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from traces import console
@@ -119,7 +120,6 @@ def _require_calibrated(loaded: "Loaded") -> None:
 
 
 def _play(comparison: "Comparison", record: "Record", output: options.OutputOptions) -> None:
-    from replay import report
     from sim.sweep.setup import Requests
 
     due = comparison.due(record)
@@ -127,8 +127,8 @@ def _play(comparison: "Comparison", record: "Record", output: options.OutputOpti
         output.note(f"{len(record)} cells of before in {comparison.folder}: {len(due)} are left to play")
     steps = sum(len(request.tokens) for request in Requests(comparison.choice.loaded.trace))
     total = steps * len(due) * comparison.repeat
-    with keeping("moe-replay", record, record.path), report.progress(total, output.quiet) as advance:
-        comparison.run(record, lambda row: advance(), output.note)
+    with keeping("moe-replay", record, record.path), progress(total, output.quiet, "steps replayed") as advance:
+        comparison.run(record, lambda row: advance(1), output.note)
 
 
 def _report(comparison: "Comparison", record: "Record", max_error: float | None, output: options.OutputOptions) -> None:

@@ -11,7 +11,7 @@ import typer
 
 from replay.commands.device_options import DeviceOptions, ReplayOptions
 from sim.commands import options
-from sim.commands.printed import written
+from sim.commands.printed import progress, written
 from traces import console
 from traces.errors import InputError
 
@@ -187,13 +187,16 @@ def _replay(
     if done:
         output.note(f"going on behind {played} of {steps} steps")
     try:
-        with report.step_writer(folder, key, done) as write, report.progress(steps, output.quiet, played) as advance:
+        with (
+            report.step_writer(folder, key, done) as write,
+            progress(steps, output.quiet, "steps replayed", played) as advance,
+        ):
 
             def on_step(row: "StepRow") -> None:
                 nonlocal played
                 write(row)
                 played += 1
-                advance()
+                advance(1)
 
             with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
                 outcome = replay(choice, on_step, shown, slots, done)

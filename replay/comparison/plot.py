@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from sim.results.files import replacing
+from sim.results.files import write_figure
 from sim.results.metrics import Row
-from sim.results.plot import BOUND_COLOUR, COLOURS
+from sim.results.plot import BOUND_COLOUR, COLOURS, frame
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
@@ -27,10 +27,8 @@ def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
     missing = [cell for cell in cells if not any(cell is one for one, _ in held)]
     if not held:
         return None, missing
-    path = folder / NAME
-    with replacing(path) as part:
-        figure([cell for cell, _ in held], [tokens for _, tokens in held]).savefig(part, format="png", dpi=120)
-    return path, missing
+    write_figure(figure([cell for cell, _ in held], [tokens for _, tokens in held]), folder / NAME)
+    return folder / NAME, missing
 
 
 def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
@@ -62,10 +60,8 @@ def _residuals(axes: "Axes", cell: Row, tokens: pd.DataFrame) -> None:
     residual = (tokens["predicted_ns"] - tokens["measured_ns"]) / 1e6
     axes.plot(range(len(residual)), residual, ".", color=COLOURS[0], markersize=2.5)
     axes.axhline(0, color=BOUND_COLOUR, linewidth=0.8)
-    axes.set_title(f"{name_of(cell)}\nTPOT mean {cell['errors']['tpot_mean']:+.1%}", fontsize=7)
+    frame(axes, f"{name_of(cell)}\nTPOT mean {cell['errors']['tpot_mean']:+.1%}", "", fontsize=7)
     axes.tick_params(labelsize=7)
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> None:
@@ -80,10 +76,8 @@ def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataF
     axes.axline((0, 0), slope=1, color=BOUND_COLOUR, linewidth=0.8)
     longest = max(played[side].max() for played in tokens for side in ("predicted_ns", "measured_ns")) / 1e6
     axes.set(xlim=(0, 1.05 * longest), ylim=(0, 1.05 * longest), aspect="equal")
-    axes.set_xlabel("predicted (ms a token)")
     axes.set_ylabel("measured (ms a token)")
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
+    frame(axes, "", "predicted (ms a token)")
     below.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 

@@ -85,8 +85,7 @@ class QueueResidency:
         if not self._queue:
             return NO_EXPERT, NO_EXPERT, False
         self._flying.append(self._queue.popleft())
-        for counter in ("demand_transfers", "demand_room"):
-            self._counts[COUNTERS.index(counter)] += 1
+        self._counts[COUNTERS.index("demand_transfers")] += 1
         return self._flying[-1], NO_EXPERT, False
 
     def arrived(self) -> bool:

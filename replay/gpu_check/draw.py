@@ -14,7 +14,7 @@ import typer
 from replay.comparison.cell import CLOSED_LOOP
 from replay.comparison.record import ERROR
 from replay.gpu_check.bounds import at_quarter
-from sim.results.files import replacing
+from sim.results.files import write_figure
 from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces import console
@@ -118,8 +118,7 @@ def draw(
     for line in tables(found):
         console.out.print(line, markup=False, soft_wrap=True)
     if figure_:
-        with replacing(figure_) as part:
-            figure(found).savefig(part, format="png", dpi=120)
+        write_figure(figure(found), figure_)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sim.commands import options
-from sim.commands.printed import table, written
+from sim.commands.printed import progress, table, written
 from traces import console
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def adapt(
     total = to_play(grid, planned)
     shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
     output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to play")
-    with report.progress(total, output.quiet) as advance:
+    with progress(total, output.quiet) as advance:
         found = measure(loaded, grid, planned, options.processes(workers), advance)
     if not found.complete:
         kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.measured else "nothing to keep"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sim.commands import options
-from sim.commands.printed import table, written
+from sim.commands.printed import progress, table, written
 from traces import console
 from traces.errors import InputError
 
@@ -37,7 +37,6 @@ def analyze(
     from policies.core.grammar import split_list
     from sim.analysis.misses import analyse, save, sentence, to_play
     from sim.results.files import writable
-    from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
 
@@ -46,7 +45,7 @@ def analyze(
     grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_sizes))
     folder = output.folder(setup.trace, "/analysis")
     writable(folder, ["misses.parquet"])
-    with report.progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
+    with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
         found = analyse(loaded, grid, advance)
     files = save(found, loaded, folder)
     answer = sentence(found.splits)

@@ -1,8 +1,11 @@
-"""What several commands print alike: a cell's title, a table's columns, figures, and which files were written."""
+"""What several commands print alike: a bar, a cell's title, a table's columns, figures, which files were written."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from traces import console
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -37,6 +40,28 @@ def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "T
 def milliseconds(value: float) -> str:
     """Return it with two decimals, three below 10."""
     return f"{value:,.{2 if value >= 10 else 3}f}"
+
+
+@contextmanager
+def progress(total: int, quiet: bool, what: str = "requests played", done: int = 0) -> "Iterator[Callable[..., None]]":
+    """Draw a bar on standard error, with what is compiled meanwhile.
+
+    Yield what advances it by a number, and changes `what` if another text follows.
+    """
+    from rich import progress
+    from rich.text import Text
+
+    from sim.engines import compiling
+
+    class Compiling(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            return Text(compiling.words(), style="dim")
+
+    text, rest = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), text, rest, Compiling())
+    with progress.Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda by, what=None: bar.update(task, advance=by, description=what)
 
 
 def written(files: Iterable[Path | str], folder: Path) -> str:

@@ -1,7 +1,6 @@
 """The command `moe-sim run`: one cell told in full and, with a timeline, shown moment by moment."""
 
 import json
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,20 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sim.commands import options
-from sim.commands.printed import cell_title
+from sim.commands.printed import cell_title, progress
 from sim.timeline.window import REQUESTS, TOKENS
 from traces.errors import InputError
-from traces.steps import PREFILL
 
 if TYPE_CHECKING:
     from policies.core.spec import PolicySpec
-    from sim.loop.log import Ended, Int, RunLog
+    from sim.loop.log import Ended
     from sim.results.metrics import Row
     from sim.sweep.setup import Loaded
     from sim.sweep.workers import Advance
     from sim.timeline.window import Window
-
-LATENCIES = ("mean", "p50", "p95", "p99", "max")
 
 
 @options.expanded
@@ -77,19 +73,21 @@ def run(
 
 
 def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
-    """The row of the cell."""
+    """The row of the cell, and more of TTFT, whose mean alone that has."""
     from sim.engines import compiling
-    from sim.sweep import report
     from sim.sweep.workers import Local, Task
 
     compiling.start_if_needed([loaded.compiled(policy)], quiet)
     task = Task(loaded, _cell, (policy, slots), loaded.compiled(policy))
-    with report.progress(task.requests, quiet) as advance, closing(Local(1).results([task], advance)) as playing:
+    with progress(task.requests, quiet) as advance, closing(Local(1).results([task], advance)) as playing:
         return next(playing)[1]
 
 
 def _cell(loaded: "Loaded", policy: "PolicySpec", slots: int, advance: "Advance") -> "Row":
-    return _row(loaded, policy, slots, lambda ended: loaded.play(policy, slots, ended), advance)
+    from sim.sweep.grid import summed
+
+    summary = summed(loaded, policy, slots, advance)
+    return {**summary.row(), **summary.latencies()}
 
 
 def _shown(
@@ -103,7 +101,7 @@ def _shown(
 ) -> "Row":
     """The same, and the timeline at `path`."""
     from sim.quantities import show_bytes
-    from sim.sweep import report
+    from sim.sweep.grid import summed
     from sim.timeline import simulated
     from sim.timeline import window as timeline_window
     from sim.timeline.file import writing
@@ -115,8 +113,9 @@ def _shown(
         def play(ended: "Ended") -> None:
             simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
 
-        with report.progress(len(loaded.trace.requests), output.quiet) as advance:
-            row |= _row(loaded, policy, slots, play, advance)
+        with progress(len(loaded.trace.requests), output.quiet) as advance:
+            summary = summed(loaded, policy, slots, advance, play)
+            row |= {**summary.row(), **summary.latencies()}
     if not window.stops:
         output.note(
             f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
@@ -126,28 +125,6 @@ def _shown(
         output.note("played up to the end of the request in which the window ends; the figures are of that")
     output.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
     return row
-
-
-def _row(
-    loaded: "Loaded", policy: "PolicySpec", slots: int, play: "Callable[[Ended], None]", advance: "Advance"
-) -> "Row":
-    """The cell's row of results.parquet, and more of TTFT, whose mean alone that has."""
-    import numpy as np
-
-    from sim.results.metrics import Summary
-
-    summary, ttft_ns = Summary(loaded.cell(policy, slots), loaded.trace.requests), list["Int"]()
-
-    def ended(log: "RunLog") -> None:
-        summary.add(log)
-        ttft_ns.append(log.step_ns[(log.phase == PREFILL) & (log.request >= loaded.setup.warmup_requests)])
-        advance(1)
-
-    play(ended)
-    ttft = np.concatenate([np.empty(0, np.int64), *ttft_ns]) / 1e6
-    figures = [ttft.mean(), *np.percentile(ttft, [50, 95, 99]), ttft.max()] if len(ttft) else [None] * 5
-    named = {f"ttft_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}
-    return {**summary.row(), **named}
 
 
 def _block(row: "Row") -> str:
@@ -176,6 +153,8 @@ _LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}
 
 
 def _latencies(row: "Row", kind: str) -> str:
+    from sim.results.metrics import LATENCIES
+
     figures = {name: row[f"{kind}_{name}_ms"] for name in LATENCIES}
     return ", ".join(f"{name} {ms:,.2f}" for name, ms in figures.items() if ms is not None) or "-"
 

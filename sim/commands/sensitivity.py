@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sim.commands import options
-from sim.commands.printed import METRICS, cell_title, milliseconds, table, written
+from sim.commands.printed import METRICS, cell_title, milliseconds, progress, table, written
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def sensitivity(
     from sim.analysis.sensitivity import sensitivity as measure
     from sim.engines import compiling
     from sim.results.files import writable
-    from sim.sweep import report
 
     share = _share(step)
     setup = options.setup_of(cell, timed)
@@ -50,7 +49,7 @@ def sensitivity(
     cell.announce(loaded, spec, slots, output)
     compiled = (loaded.compiled(each) for each in (spec, *(variant.point.policy for variant in variants)))
     compiling.start_if_needed(compiled, output.quiet)
-    with report.progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
+    with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
         found = measure(point, variants, options.processes(workers), advance)
     files = save(found, folder)
     title = f"{cell_title(found.row, found.row['hardware'])}; {METRICS[found.metric]} "

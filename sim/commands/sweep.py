@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.commands import options
+from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
 from traces import console, demo_trace
 from traces.errors import InputError
@@ -228,7 +229,7 @@ def _run(
     if isinstance(workers, Local):
         compiling.start_if_needed((task.compiled for task in tasks.values()), output.quiet)
     due = sum(task.requests for task in tasks.values())
-    with keeping("moe-sim", store, folder), report.progress(due, output.quiet) as advance:
+    with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
         sweep(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
     files = save(outcomes, store, folder)

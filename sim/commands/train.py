@@ -5,9 +5,9 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from sim.commands.options import Quiet
+from sim.commands.printed import progress
 from traces import console
 from traces.errors import InputError
 
@@ -46,11 +46,9 @@ def train_stride(
         known = known.as_decode()
     tested = int(held_out * len(known.requests))
     tokens = Tokens.of(known.head(len(known.requests) - tested))
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("layers trained"), TimeRemainingColumn())
     with replacing(out) as part:
-        with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-            task = bar.add_task("train", total=tokens.layers)
-            predictor = train(tokens, training, lambda: bar.advance(task))
+        with progress(tokens.layers, quiet, "layers trained") as advance:
+            predictor = train(tokens, training, lambda: advance(1))
         predictor.save(part)
     if quiet:
         return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.commands import options
-from sim.commands.printed import METRICS, milliseconds, table
+from sim.commands.printed import METRICS, milliseconds, progress, table
 from traces import console
 from traces.errors import InputError
 
@@ -52,7 +52,6 @@ def tune(
     from policies.core.policy import Shape
     from sim.engines import compiling
     from sim.results.files import writable
-    from sim.sweep import report
     from sim.tuning.journal import Journal
     from sim.tuning.search_space import space_of
     from sim.tuning.tune import BEST, TRIALS, Halves, Search, save
@@ -78,7 +77,7 @@ def tune(
         output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
     compiling.start_if_needed([loaded.compiled(spec)], output.quiet)
     try:
-        with report.progress(asked.requests(len(journal.trials)), output.quiet) as advance:
+        with progress(asked.requests(len(journal.trials)), output.quiet) as advance:
             found = run(asked, journal, advance)
     except KeyboardInterrupt:
         ended = f"{len(journal.trials)} trials in {journal.path}"

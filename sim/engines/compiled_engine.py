@@ -76,13 +76,14 @@ NEVER = np.iinfo(np.int64).max
     HOST_NEXT,  # place in the host's queue, and of its end:
     HOST_QUEUED,
     HOST_LEFT,  # experts of the event that the host has not computed yet
-    HOST_EVICTED,  # since the log of evictions was last read
+    DISK_THERE,  # whether host memory is over a disk
+    ALL_EXPERTS,  # L * E
     PLACEMENT,
     HOST_LAYERS,  # of the placement
     HOP_NS,
     EVENT_LAYER,
     NUMBERS,
-) = range(40)
+) = range(41)
 
 NOT_WAITING = -1
 HOP = -1
@@ -96,6 +97,11 @@ COUNTERS = STALL + len(STALLS)  # the residency's
 N_COUNTERS = WASTED_ROOM + 1 - N_HITS
 READS = COUNTERS + N_COUNTERS
 LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
+
+# More rows of `Streams.h`, which is one array since each costs every call: of an expert of each layer the bytes, the time
+# of its transfer and of its read; of the event's experts those for the host to compute, in order, and, by their place in
+# the layer, their compute there.
+LAYER_BYTES, LAYER_NS, READ_NS, HOST_QUEUE, HOST_NS = range(memory.ROWS, memory.ROWS + 5)
 
 MOST = 2**62  # ns, bytes: beyond lie overflows
 
@@ -114,15 +120,9 @@ class Streams(NamedTuple):
     ends: Int  # [E] of the event's hits
     arrivals: Int  # [E] experts of the event that came
     stall: Int  # [7] by cause, so far
-    evictions: Int  # since they were last read
+    evictions: Int  # since they were last read: of GPU memory the expert e, of host memory ~e
     tiers: tuple[int, ...]  # (): only GPU memory over all of host memory, all experts of one size
-    h: Int  # host memory over a disk, or nothing
-    layer_bytes: Int  # [L] of an expert, as are the next two
-    layer_ns: Int  # [L] of its transfer
-    read_ns: Int  # [L] of its read; [0] without a disk
-    host_queue: Int  # [E] experts of the event for the host to compute
-    host_ns: Int  # [E] of each expert of the event's layer that the host computes
-    host_evictions: Int  # since they were last read
+    h: Int  # host memory (`policies.core.host_memory`), with the rows below
 
 
 class Plan(NamedTuple):
@@ -163,22 +163,22 @@ def act(run: Streams) -> None:
 def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
     m, n, h = run.m, run.n, run.h
-    if len(run.read_ns) and n[READ_END] == NEVER:
-        expert = memory.next_read(h, m, run.keep, len(run.layer_bytes) * len(run.ends))
+    if n[DISK_THERE] and n[READ_END] == NEVER:
+        expert = memory.next_read(h, m, run.keep, n[ALL_EXPERTS])
         one = h[memory.ONE]
         for i in range(one[memory.EVICTED]):
-            run.host_evictions[n[HOST_EVICTED]] = h[memory.VICTIMS, i]
-            n[HOST_EVICTED] += 1
+            run.evictions[n[EVICTED]] = ~h[memory.VICTIMS, i]
+            n[EVICTED] += 1
         one[memory.EVICTED] = 0
         if expert >= 0:
             n[READING], n[READ_BEGAN] = expert, n[NOW]
-            n[READ_END] = n[NOW] + run.read_ns[expert // len(run.ends)]
+            n[READ_END] = n[NOW] + h[READ_NS, expert // len(run.ends)]
     if n[HOST_END] == NEVER and n[HOST_NEXT] < n[HOST_QUEUED]:
-        expert = run.host_queue[n[HOST_NEXT]]
+        expert = h[HOST_QUEUE, n[HOST_NEXT]]
         n[HOST_NEXT] += 1
         n[HOSTING], n[HOST_BEGAN] = expert, n[NOW]
-        n[HOST_END] = n[NOW] + run.host_ns[expert % len(run.ends)]
-        if len(run.read_ns):
+        n[HOST_END] = n[NOW] + h[HOST_NS, expert % len(run.ends)]
+        if n[DISK_THERE]:
             memory.touch(h, expert)
 
 
@@ -239,8 +239,8 @@ def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         run.evictions[n[EVICTED]] = victim
         n[EVICTED] += 1
     layer = expert // len(run.ends)
-    n[EXPERT_BYTES], n[WHOLE_NS] = run.layer_bytes[layer], run.layer_ns[layer]
-    if len(run.read_ns) and not (prefetch and n[PAUSED]):
+    n[EXPERT_BYTES], n[WHOLE_NS] = run.h[LAYER_BYTES, layer], run.h[LAYER_NS, layer]
+    if n[DISK_THERE] and not (prefetch and n[PAUSED]):
         memory.touch(run.h, expert)
 
 
@@ -324,7 +324,7 @@ def link_event(run: Streams) -> None:
             n[ARRIVED] += 1
             n[WAITING_SINCE] = NOT_WAITING
         turn_to(run, expert, victim, prefetch)
-        if len(run.tiers) and len(run.read_ns) and run.m[core.WANTED, arrival] != core.ON_HOST:
+        if len(run.tiers) and n[DISK_THERE] and run.m[core.WANTED, arrival] != core.ON_HOST:
             memory.release(run.h, arrival)
     else:
         expert, victim = core.interrupt(run.m, run.keep, run.rule)
@@ -348,7 +348,7 @@ def read_event(run: Streams) -> None:
     n[READ_END] = NEVER
     memory.read_ended(run.h, m, expert)
     if m[core.WANTED, expert] == core.ON_HOST:
-        run.host_queue[n[HOST_QUEUED]] = expert
+        run.h[HOST_QUEUE, n[HOST_QUEUED]] = expert
         n[HOST_QUEUED] += 1
     act(run)
 
@@ -365,7 +365,7 @@ def host_event(run: Streams) -> None:
         n[HOST_BUSY] += n[NOW] - n[HOST_BEGAN]
         m[core.WANTED, expert] = 0
         n[HOST_LEFT] -= 1
-        if len(run.read_ns):
+        if n[DISK_THERE]:
             memory.release(run.h, expert)
     act(run)
 
@@ -448,7 +448,7 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
     placement = n[PLACEMENT]
     if placement == FETCH or (placement == LAYERS and layer >= n[HOST_LAYERS]):
         return
-    link_ready, host_ready, transfer_ns = 0, n[HOP_NS], run.layer_ns[layer]
+    link_ready, host_ready, transfer_ns = 0, n[HOP_NS], run.h[LAYER_NS, layer]
     if n[LINK_END] != NEVER:
         link_ready = n[LINK_END] - n[NOW]
         if n[CAUSE] != DEMAND and n[EXPERT] // len(run.ends) == layer:
@@ -466,7 +466,7 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
                 continue
             host_ready += here
         m[core.WANTED, expert] = core.ON_HOST
-        run.host_ns[expert % len(run.ends)] = here
+        run.h[HOST_NS, expert % len(run.ends)] = here
         n[HOST_LEFT] += 1
 
 
@@ -474,13 +474,13 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
 def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
     """The event has been looked up: demands of host memory, the host's queue, its hop."""
     m, n = run.m, run.n
-    if len(run.read_ns):
+    if n[DISK_THERE]:
         memory.demand(run.h, m, experts, first, last)
     if n[HOST_LEFT] == 0:
         return
     for i in range(first, last):
         if m[core.WANTED, experts[i]] == core.ON_HOST and m[core.BELOW, experts[i]]:
-            run.host_queue[n[HOST_QUEUED]] = experts[i]
+            run.h[HOST_QUEUE, n[HOST_QUEUED]] = experts[i]
             n[HOST_QUEUED] += 1
     if n[HOP_NS]:
         n[HOSTING] = HOP
@@ -541,11 +541,10 @@ def play_steps(
     E = len(ends)
     fetches = plan.fetches != NONE
     experts, counts = routing.experts, routing.counts
-    most_evictions = (L + 1) * (L * E + E)  # of a step: each proposal starts at once, and each expert of an event
+    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or find others of less bytes.
+    most_evictions = (L + 1) * (L * E + E) * (2 if len(run.tiers) else 1) + L * E
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
         combine_ns = durations.combine[step]
-        if len(run.tiers) and len(run.read_ns) and n[HOST_EVICTED] + most_evictions > len(run.host_evictions):
-            break
         for layer in range(L):
             advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
@@ -611,7 +610,7 @@ def play_steps(
         rows[step, LINK_BUSY] = busy_until_now(n)
         if len(run.tiers):
             rows[step, HOST_BUSY_NS] = n[HOST_BUSY]
-            if len(run.read_ns):
+            if n[DISK_THERE]:
                 rows[step, DISK_BUSY_NS] = disk_busy_until_now(n)
                 rows[step, READS] = run.h[memory.ONE, memory.N_DEMAND]
                 rows[step, READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
@@ -663,7 +662,14 @@ class Engine:
         self.plan = _plan(runner, run.gpu.experts_per_layer)
         self.tables = DurationTables(timing, L, host=host.needed(run))
         disk = run.host.link if run.host else None
-        room = max(1 << 16, 2 * (L + 1) * (shape.total + E) + shape.total)
+        h = np.zeros((memory.ROWS + 5, max(shape.total, memory.WIDTH)), np.int64)
+        if self.memory:
+            h[: memory.ROWS] = self.memory.h
+            self.memory.h = h
+        for layer in range(L):
+            size = link.bytes_of(layer)
+            read_ns = disk.used_ns(disk.bytes_of(layer)) if disk else 0
+            h[[LAYER_BYTES, LAYER_NS, READ_NS], layer] = size, link.used_ns(size), read_ns
         self.state = Streams(
             m=self.residency.m,
             keep=self.residency.keep,
@@ -673,15 +679,9 @@ class Engine:
             ends=np.zeros(E, np.int64),
             arrivals=np.zeros(E, np.int64),
             stall=np.zeros(len(STALLS), np.int64),
-            evictions=np.zeros(room, np.int64),
+            evictions=np.zeros(max(1 << 16, 4 * (L + 1) * (shape.total + E) + 2 * shape.total), np.int64),
             tiers=(1,) if host.needed(run) or link.layer_bytes else (),
-            h=self.memory.h if self.memory else np.zeros((1, 0), np.int64),
-            layer_bytes=np.array([link.bytes_of(layer) for layer in range(L)]),
-            layer_ns=np.array([link.used_ns(link.bytes_of(layer)) for layer in range(L)]),
-            read_ns=np.array([disk.used_ns(disk.bytes_of(layer)) for layer in range(L)] if disk else [], np.int64),
-            host_queue=np.zeros(E, np.int64),
-            host_ns=np.zeros(E, np.int64),
-            host_evictions=np.zeros(room if disk else 0, np.int64),
+            h=h,
         )
         self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended
         self.step_ended: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
@@ -703,16 +703,16 @@ class Engine:
                 self.step_ended[each.seat], self.waited[each.seat] = int(n[NOW]), ns
             parts = admission.taking_part(admitted)
             began, steps = int(n[NOW]), [each.step for each in parts]
-            totals, *evictions = self._play(parts, admission)
+            totals, evictions = self._play(parts, admission)
             self._end_requests(admission.ended(parts, len(totals)), admission)
             # What --cold discards is within the step that has ended.
             totals[-1, COUNTERS:READS] = self.residency.counters()
-            ended(self._log(parts, steps, began, totals, *evictions))
+            ended(self._log(parts, steps, began, totals, evictions))
 
-    def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, list[Int], list[Int]]:
+    def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, Int]:
         """Play steps of a request, or of a batch until somebody leaves or is admitted.
 
-        Return totals [S, COLUMNS] of the run at the end of each, and the experts evicted from GPU and host memory.
+        Return totals [S, COLUMNS] of the run at the end of each, and the experts evicted (see `Streams`).
         """
         state, n = self.state, self.state.n
         alone = self.run.users is None
@@ -724,15 +724,14 @@ class Engine:
         self._check_range(routing, durations)
         arrival = None if alone else admission.next_arrival
         admit_at = NEVER if arrival is None or arrival <= n[NOW] else arrival
-        rows, evictions, host_evictions = np.zeros((steps, COLUMNS), np.int64), [NO_INTS], [NO_INTS]
+        rows, evictions = np.zeros((steps, COLUMNS), np.int64), [NO_INTS]
         states = dispatch.states(self.runner.retention, self.runner.prefetcher)
         step, predictor_ns = 0, self.run.timing.predictor_ns
         while step < steps and n[NOW] < admit_at:
             step = play_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
             evictions.append(state.evictions[: n[EVICTED]].copy())
-            host_evictions.append(state.host_evictions[: n[HOST_EVICTED]].copy())
-            n[EVICTED] = n[HOST_EVICTED] = 0
-        return rows[:step], evictions, host_evictions
+            n[EVICTED] = 0
+        return rows[:step], np.concatenate(evictions)
 
     def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
         """What the next steps of these take: their tokens and contexts together."""
@@ -764,20 +763,12 @@ class Engine:
             float(durations.combine.max()) + float(durations.head.max()) + self.run.timing.predictor_ns
         )
         slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
-        moved = 2.0 * float(self.state.layer_ns.max()) + 2.0 * float(self.state.read_ns.max(initial=0))
+        moved = 2.0 * float(self.state.h[[LAYER_NS, READ_NS]].max())
         longest += len(routing.experts) * (slowest + moved)
         if self.state.n[NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
-    def _log(
-        self,
-        parts: list[Active],
-        first: list[int],
-        began: int,
-        totals: Int,
-        evictions: list[Int],
-        host_evictions: list[Int],
-    ) -> RunLog:
+    def _log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
         """Return the log of steps of these, of which each began with its step `first`; began: the clock then."""
         spent = np.diff(totals, axis=0, prepend=self.totals[None])
         self.totals = totals[-1]
@@ -797,9 +788,11 @@ class Engine:
         phase = parts[0].request.phase[first[0] : first[0] + S]
         of_streams = spent[:, LINK_BUSY], busy_ns, spent[:, HOST_BUSY_NS:]
         table = np.column_stack([phase, own.sum(axis=1), step_ns, spent[:, STALL:LINK_BUSY], *of_streams])
-        link, gone, gone_below = self.run.gpu.link, np.concatenate(evictions), np.concatenate(host_evictions)
-        sized, ended_ns = bool(link.layer_bytes), int(ends[-1])
-        return RunLog.of_table(table.astype(np.int64), by_request, link.expert_bytes, gone, gone_below, sized, ended_ns)
+        link, gone = self.run.gpu.link, evictions >= 0
+        evicted = evictions[gone], ~evictions[~gone]
+        return RunLog.of_table(
+            table.astype(np.int64), by_request, link.expert_bytes, *evicted, bool(link.layer_bytes), int(ends[-1])
+        )
 
 
 def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
@@ -838,4 +831,5 @@ def _numbers(run: Run) -> Int:
     n[LATENCY_NS], n[PER_BYTE_NUM], n[PER_BYTE_DEN] = link.latency_ns, link.ns_per_byte_num, link.ns_per_byte_den
     n[PLACEMENT], n[HOST_LAYERS] = placement.cls.number, placement.cls(placement.options).layers
     n[HOP_NS] = run.timing.hop_ns
+    n[DISK_THERE], n[ALL_EXPERTS] = run.host is not None, run.shape.total
     return n

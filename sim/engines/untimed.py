@@ -11,7 +11,7 @@ from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, parse
 from sim.loop.log import COLUMNS, COUNTERS, Ended, RunLog, Share, StepRow, joined
 
-ROOM = COUNTERS.index("demand_room")
+BYTES = COUNTERS.index("demand_bytes")
 
 
 def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
@@ -55,7 +55,7 @@ def _play(
     """Run one request; return the row of each step."""
     rows, request, layers = [], events.request, events.layers
     experts, offsets = request.experts.tolist(), request.offsets.tolist()
-    room = residency.counters()[ROOM]
+    moved = residency.counters()[BYTES]
     for step, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
         hits = 0
         for layer in range(layers):
@@ -74,12 +74,12 @@ def _play(
                 residency.computed(experts[i])
                 hits += hit
         lookups = offsets[(step + 1) * layers] - offsets[step * layers]
-        room, before = residency.counters()[ROOM], room
-        rows.append(_row(request.request, phase, tokens, hits, lookups - hits, room - before))
+        moved, before = residency.counters()[BYTES], moved
+        rows.append(_row(request.request, phase, tokens, hits, lookups - hits, moved - before))
     return rows
 
 
-def _row(request: int, phase: int, tokens: int, hits: int, misses: int, room: int) -> StepRow:
+def _row(request: int, phase: int, tokens: int, hits: int, misses: int, moved: int) -> StepRow:
     counted = {"phase": phase, "tokens": tokens, "hits": hits, "misses": misses, "demand_transfers": misses}
-    counted["demand_room"] = room
+    counted["demand_bytes"] = moved
     return StepRow([counted.get(name, 0) for name in COLUMNS], [Share(request, tokens, 0)])

@@ -24,9 +24,12 @@ PREDICTOR, DEMAND, LATE, BEHIND_PREFETCH, DISK, HOST, SLOT = range(7)
 
 COUNTERS = (
     *("hits", "late", "misses", "demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
-    *("on_host", "demand_room", "prefetch_room", "wasted_room"),
+    *("on_host", "demand_bytes", "prefetch_bytes", "wasted_bytes"),
 )
-"""What the residency counts, in the order of its `counters()`; room is in slots, or in bytes (rule 19)."""
+"""What the residency counts, in the order of its `counters()`: bytes only where experts differ in size (rule 19)."""
+
+MOVED = {"demand_bytes": "demand_transfers", "prefetch_bytes": "prefetch_transfers", "wasted_bytes": "prefetch_wasted"}
+"""What counts the transfers of which these are the bytes."""
 
 COLUMNS = (
     *("phase", "tokens", "step_ns"),
@@ -86,9 +89,9 @@ class RunLog:
     prefetch_used: Int  # [S] prefetched experts looked up for the first time since
     prefetch_wasted: Int  # [S] prefetched experts that left the cache without a lookup
     on_host: Int  # [S] of the misses, those computed on the host
-    demand_room: Int  # [S] of demand transfers: slots, or bytes where experts differ in size; so are the next two
-    prefetch_room: Int  # [S] of prefetch transfers
-    wasted_room: Int  # [S] of wasted prefetches
+    demand_bytes: Int  # [S] of demand transfers
+    prefetch_bytes: Int  # [S] of prefetch transfers
+    wasted_bytes: Int  # [S] of wasted prefetches
     reads_demand: Int  # [S] disk reads started for a miss
     reads_prefetch: Int  # [S] disk reads started for a prefetch
     link_busy_ns: Int  # [S] the host link moved bytes
@@ -99,7 +102,6 @@ class RunLog:
     evictions: Int  # expert ids in the order of their eviction, over the whole run
     host_evictions: Int  # the same of host memory
     by_request: RequestLog
-    room_bytes: int  # bytes of a unit of room: of an expert, or 1
     ended_ns: int  # the clock at the last head's end
 
     @classmethod
@@ -113,10 +115,13 @@ class RunLog:
         sized: bool = False,
         ended_ns: int = 0,
     ) -> "RunLog":
-        """Return the log of steps whose rows are `table`, int64[S, len(COLUMNS)]; sized: room is in bytes."""
+        """Return the log of steps whose rows are `table`, int64[S, len(COLUMNS)]; sized: bytes were counted."""
         column: dict[str, Any] = dict(zip(COLUMNS, table.T, strict=True))
         stalls = np.stack([column.pop(f"stall_{cause}_ns") for cause in STALLS], axis=1)
         column["phase"] = column["phase"].astype(np.uint8)
+        if not sized:
+            for moved, count in MOVED.items():
+                column[moved] = column[count] * expert_bytes
         return cls(
             **column,
             stall_ns=stalls,
@@ -124,7 +129,6 @@ class RunLog:
             evictions=np.array(evictions, np.int64),
             host_evictions=np.array(host_evictions, np.int64),
             by_request=by_request,
-            room_bytes=1 if sized else expert_bytes,
             ended_ns=ended_ns,
         )
 
@@ -155,7 +159,7 @@ class RunLog:
 Ended = Callable[[RunLog], None]
 """Takes the log of steps that have ended, in order; evictions after the last step of a part belong to the next."""
 
-_ALONE = ("expert_bytes", "room_bytes", "ended_ns", "by_request")
+_ALONE = ("expert_bytes", "ended_ns", "by_request")
 _STEP_COLUMNS = tuple(field.name for field in fields(RunLog) if field.name not in _ALONE)
 
 

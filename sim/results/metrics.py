@@ -35,7 +35,8 @@ _CELL = [
     ("cache_fraction", SHARE),
 ]
 _LOOKUPS = [("tokens", COUNT), ("lookups", COUNT), ("hits", COUNT), ("late", COUNT), ("misses", COUNT)]
-_TPOT = ["tpot_mean_ms", "tpot_p50_ms", "tpot_p95_ms", "tpot_p99_ms", "tpot_max_ms"]
+LATENCIES = ("mean", "p50", "p95", "p99", "max")
+"""Figures of the steps of a phase: TTFT of prefills, TPOT of decode steps."""
 
 RESULTS = pa.schema(
     [
@@ -48,7 +49,7 @@ RESULTS = pa.schema(
         ("hit_rate", SHARE),
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
-        *[(name, MS) for name in ("ttft_mean_ms", *_TPOT)],
+        *[(name, MS) for name in ("ttft_mean_ms", *(f"tpot_{figure}_ms" for figure in LATENCIES))],
         *[(f"stall_{cause}_ms", MS) for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")],
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms")],
         ("overlap", SHARE),
@@ -168,7 +169,7 @@ class Summary:
             "commit": commit(),
         }
         if cell.hardware is not None:
-            row |= self._times() | self._latencies()
+            row |= self._times() | self.latencies()
         return {name: row.get(name) for name in RESULTS.names}
 
     def requests(self) -> pa.Table:
@@ -215,13 +216,16 @@ class Summary:
             "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._sums["step_ns"]),
         }
 
-    def _latencies(self) -> Row:
-        """TPOT of decode steps, TTFT of prefills; null where there are none."""
-        prefill, decode = (np.concatenate([np.empty(0, np.int64), *self._step_ns[p]]) for p in (PREFILL, DECODE))
-        row: Row = {"ttft_mean_ms": float(prefill.mean()) / 1e6 if len(prefill) else None}
-        if len(decode):
-            figures = [decode.mean(), *np.percentile(decode, [50, 95, 99], overwrite_input=True), decode.max()]
-            row.update((name, float(ns) / 1e6) for name, ns in zip(_TPOT, figures, strict=True))
+    def latencies(self) -> Row:
+        """TTFT of prefills, TPOT of decode steps, by LATENCIES; null where there are none."""
+        row: Row = {}
+        for kind, phase in (("ttft", PREFILL), ("tpot", DECODE)):
+            ns = np.concatenate([np.empty(0, np.int64), *self._step_ns[phase]])
+            figures: list[float | None] = [None] * len(LATENCIES)
+            if len(ns):
+                found = ns.mean(), *np.percentile(ns, [50, 95, 99], overwrite_input=True), ns.max()
+                figures = [float(each) / 1e6 for each in found]
+            row |= {f"{kind}_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}
         return row
 
 

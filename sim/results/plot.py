@@ -68,9 +68,9 @@ def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
     drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 
-def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both") -> None:
+def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both", fontsize: int = 9) -> None:
     """Title and grid, no lines above and to the right."""
-    axes.set_title(title, fontsize=9)
+    axes.set_title(title, fontsize=fontsize)
     axes.set_xlabel(xlabel)
     axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 import marshal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -24,7 +24,7 @@ import pyarrow as pa
 from policies.core import user_file
 from policies.core.grammar import file_and_class
 from policies.core.spec import Part, Policy, PolicySpec, parse
-from sim.loop.log import RunLog
+from sim.loop.log import Ended, RunLog
 from sim.results import files, metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.results.provenance import sources
@@ -179,6 +179,18 @@ def _save(found: Outcome, store: Store) -> list[Path]:
 
 def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
     """One cell, summed up where it is played: its row, and those of its requests."""
+    summary = summed(loaded, policy, slots, played)
+    return summary.row(), summary.requests()
+
+
+def summed(
+    loaded: Loaded,
+    policy: PolicySpec,
+    slots: int,
+    played: Advance,
+    play: Callable[[Ended], None] | None = None,
+) -> metrics.Summary:
+    """One cell summed up. `play` runs it, if not the setup's engine; `played` is told of each request."""
     summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:
@@ -186,13 +198,13 @@ def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -
         played(1)
 
     try:
-        loaded.play(policy, slots, ended)
+        play(ended) if play else loaded.play(policy, slots, ended)
     except Exception as error:
         halves = policy.evict.name, policy.prefetch.name
         if told := user_file.told(error, halves, f"{policy.text} at {slots} experts"):
             raise told from error
         raise
-    return summary.row(), summary.requests()
+    return summary
 
 
 def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:

@@ -1,21 +1,12 @@
-"""What a sweep says on the terminal: warnings before it, a progress bar, a table after it."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager
+"""What a sweep says on the terminal: warnings before it, a table after it."""
 
 from rich import box
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Task as ProgressTask
 from rich.table import Column, Table
-from rich.text import Text
 
-from sim.engines import compiling
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, Outcome
 from sim.sweep.setup import Loaded
-from sim.sweep.workers import Advance
-from traces import console
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
@@ -45,22 +36,6 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
             f"nobody has measured what {', '.join(costless)} costs an event: it is free unless --predictor-us says more"
         )
     return found
-
-
-class _Compiling(ProgressColumn):
-    """What else is going on."""
-
-    def render(self, task: ProgressTask) -> Text:
-        return Text(compiling.words(), style="dim")
-
-
-@contextmanager
-def progress(total: int, quiet: bool) -> Iterator[Advance]:
-    """A bar on standard error that counts requests played; yields what advances it."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests played"), TimeRemainingColumn(), _Compiling())
-    with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
-        task = bar.add_task("played", total=total)
-        yield lambda played: bar.advance(task, played)
 
 
 def title(outcome: Outcome) -> str:

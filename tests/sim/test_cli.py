@@ -301,3 +301,8 @@ def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "mine.py:6: AttributeError: 'Mine' object has no attribute 'nothing'" in done.stderr
         assert "in mine.py:Mine at 24 experts" in done.stderr
+    cell = ["run", str(home / "tiny"), "--policy", "mine.py:Mine", "--cache-size", "24", "-q", "--predictor-us", "1"]
+    for more in ([], ["--timeline", "out.json"]):
+        done = moe_sim(*cell, *more, cwd=tmp_path)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert "mine.py:6: AttributeError" in done.stderr

@@ -1,6 +1,7 @@
 """`moe-trace info` and `validate`: look at a trace, check it."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -64,28 +65,53 @@ def _print_info(facts: dict[str, Any]) -> None:
         console.out.print(f"{name:<10}{text}", soft_wrap=True, markup=False)
     phases = [phase for phase in ("prefill", "decode") if phase in facts]
     table = Table("", *phases, box=None, pad_edge=False)
-    for label, path, shape in ROWS:
-        cells = []
-        for phase in phases:
-            value = facts[phase]
-            for key in path:
-                value = value[key]
-            cells.append("-" if value is None else format(value, shape))
-        table.add_row(label, *cells)
+    for row in ROWS:
+        table.add_row(row[0], *cells(row, [facts[phase] for phase in phases]))
     console.out.print(table)
 
 
-ROWS = (
+Row = tuple[str, tuple[str | int, ...], str]
+"""A line of a table: label, path in a phase of `traces.stats.summary`, format."""
+
+
+def cells(row: Row, phases: Sequence[Any]) -> list[str]:
+    """Return the values of one row for some phases; "-" where there is none."""
+    found = []
+    for value in phases:
+        for key in row[1]:
+            value = None if value is None else value[key]
+        found.append("-" if value is None else format(value, row[2]))
+    return found
+
+
+ROWS: tuple[Row, ...] = (
     ("requests", ("requests",), ",d"),
     ("tokens", ("tokens",), ",d"),
     ("experts that a request activates", ("activated",), ".1%"),
     ("experts that a request activates repeatedly", ("repeated",), ".1%"),
     ("a token's experts that the token before it chose", ("reuse", "share"), ".1%"),
     ("  by chance", ("reuse", "chance"), ".1%"),
+    ("lookups of the most popular quarter of a layer's experts", ("popular",), ".1%"),
+    *(
+        (label.format(2**power), ("working_sets", power, value), ".1%")
+        for power in (1, 3, 6)  # places in `traces.stats.WINDOWS`
+        for label, value in (
+            ("experts that the last {} tokens of a request chose", "experts"),
+            ("  lookups of them", "hits"),
+        )
+    ),
     ("EAM similarity (cosine), all pairs of requests", ("similarity", "all_pairs"), ".3f"),
+    ("  with the nearest request", ("similarity", "nearest"), ".3f"),
+    ("  with the next request", ("similarity", "next"), ".3f"),
     ("  within a task", ("similarity", "within_task"), ".3f"),
     ("  across tasks", ("similarity", "across_tasks"), ".3f"),
     ("nearest EAM is of the same task", ("similarity", "nearest_same_task"), ".1%"),
     ("  by chance", ("similarity", "chance"), ".1%"),
 )
-"""Lines of `moe-trace info`: label, path in a phase of `traces.stats.summary`, format."""
+"""Lines of `moe-trace info`."""
+
+LENGTH_ROWS: tuple[Row, ...] = tuple(
+    (f"tokens of a request, {name}", ("length", key), ",.0f")
+    for name, key in (("10th percentile", "p10"), ("median", "median"), ("90th percentile", "p90"))
+)
+"""Lines that `moe-trace synth` adds."""

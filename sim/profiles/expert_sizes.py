@@ -1,0 +1,194 @@
+"""The sizes of a model's experts by layer, read from the headers of its files: quantised files mix formats.
+
+Of rule 19. Formats: GGUF (github.com/ggml-org/ggml, docs/gguf.md; read by llama.cpp's own package `gguf`) and
+safetensors (github.com/huggingface/safetensors, "Format"). No weights are read.
+"""
+
+import json
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traces.errors import InputError, located
+
+INDEX = "model.safetensors.index.json"
+
+LONGEST_HEADER = 100_000_000
+"""Bytes of a safetensors header, at most, as in the format's own reader."""
+
+GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
+"""Names of expert tensors in GGUF files: the layer, and the expert unless all are in one tensor."""
+
+SAFETENSORS_NAME = re.compile(r"(.+)\.experts\.(?:(?:expert_)?(\d+)\.)?.+")
+"""The same of transformers models."""
+
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Names of the files of a split GGUF model."""
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    name: str
+    shape: tuple[int, ...]  # outermost first
+    size: int  # bytes
+
+
+@dataclass
+class _Layer:
+    """The expert tensors of a layer."""
+
+    fused: list[_Tensor] = field(default_factory=list)  # of all experts
+    own: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
+
+
+def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
+    """Return the bytes of one expert of each MoE layer, int64[L], in the order of execution (encoder first).
+
+    path: a .gguf file (of a split model any of its files), a .safetensors file, or a folder of safetensors files with
+    or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a layer share
+    in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
+    missing one, and where no experts are found or those of a layer differ in size.
+    """
+    path = Path(path).expanduser()
+    layers: dict[str, _Layer] = defaultdict(_Layer)
+    for tensor, match in _expert_tensors(path):
+        layer, expert = layers[match[1]], match[2]
+        if expert is None:
+            layer.fused.append(tensor)
+        else:
+            layer.own[int(expert)] += tensor.size
+    if not layers:
+        raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
+    with located(str(path)):
+        return np.array([_expert_bytes(name, layers[name]) for name in sorted(layers, key=_order)], np.int64)
+
+
+def _expert_bytes(name: str, layer: _Layer) -> int:
+    """Return the bytes of one expert of a layer."""
+    counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
+    if layer.own:
+        counts.add(len(layer.own))
+    if len(counts) != 1:
+        found = ", ".join(map(str, sorted(counts))) or "in a matrix of all of them"
+        raise InputError(f"the number of experts of {name} is unclear: {found}")
+    if len(set(layer.own.values())) > 1:
+        smallest, largest = min(layer.own.values()), max(layer.own.values())
+        raise InputError(f"the experts of {name} differ in size: {smallest} to {largest} bytes")
+    shared = sum(tensor.size for tensor in layer.fused)
+    return max(layer.own.values(), default=0) + -(-shared // counts.pop())
+
+
+def _order(layer: str) -> tuple[bool, list[int | str]]:
+    """Return a key that sorts layers by their numbers, the encoder's first."""
+    return "encoder" not in layer, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", layer)]
+
+
+def _expert_tensors(path: Path) -> Iterator[tuple[_Tensor, re.Match[str]]]:
+    if path.is_dir():
+        files, name, read = _safetensors_files(path), SAFETENSORS_NAME, _safetensors
+    elif not path.is_file():
+        raise InputError(f"no model file at {path}")
+    elif path.suffix == ".gguf":
+        files, name, read = _gguf_files(path), GGUF_NAME, _gguf
+    elif path.suffix == ".safetensors":
+        files, name, read = [path], SAFETENSORS_NAME, _safetensors
+    else:
+        raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
+    for file in files:
+        for tensor in read(file):
+            if match := name.match(tensor.name):
+                yield tensor, match
+
+
+def _gguf_files(path: Path) -> list[Path]:
+    """Return all files of a split model, or the file itself."""
+    split = SPLIT.fullmatch(path.name)
+    if split is None:
+        return [path]
+    count = int(split[3])
+    return [_existing(path.with_name(f"{split[1]}-{i:05d}-of-{count:05d}.gguf"), path) for i in range(1, count + 1)]
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Return the files that the folder's index names, or without an index all there are."""
+    index = folder / INDEX
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise InputError(f"{folder} holds no .safetensors files; of a GGUF model name the .gguf file")
+        return files
+    try:
+        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        return [_existing(folder / name, index) for name in named]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index} is no index of safetensors files: {error!r}") from error
+
+
+def _existing(file: Path, named_by: Path) -> Path:
+    if not file.is_file():
+        raise InputError(f"{file.name} is missing beside {named_by}")
+    return file
+
+
+def _gguf(file: Path) -> Iterator[_Tensor]:
+    try:
+        from gguf import GGUFReader, GGUFValueType
+    except ImportError as error:
+        raise InputError("reading GGUF files needs gguf: pip install 'moe-expert-cache[gguf]'") from error
+
+    class Header(GGUFReader):  # type: ignore[misc, unused-ignore]  # no types where gguf is not installed
+        """A reader that skips lists, such as a vocabulary, each value of which gguf's own reader makes an array."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+                at = orig_offs + 12
+                if kind == GGUFValueType.STRING:
+                    length = struct.Struct("<Q" if self.byte_order == "I" else ">Q")
+                    for _ in range(count):
+                        at += 8 + length.unpack_from(self.data.data, at)[0]
+                    return at - orig_offs, [], [], []
+                if kind in self.gguf_scalar_to_np:
+                    return 12 + count * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize, [], [], []
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    try:
+        tensors = Header(file).tensors
+    except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error) as error:
+        raise InputError(f"{file} cannot be read as GGUF, it is damaged or cut off: {error}") from error
+    for tensor in tensors:
+        yield _Tensor(tensor.name, tuple(tensor.shape.tolist()[::-1]), int(tensor.n_bytes))
+
+
+def _safetensors(file: Path) -> Iterator[_Tensor]:
+    """Yield the tensors of a file: 8 bytes with the length of a JSON header, the header, then the data."""
+    with located(str(file)):
+        total = file.stat().st_size
+        with file.open("rb") as opened:
+            start = opened.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= LONGEST_HEADER:
+                raise InputError("is no safetensors file, or cut off: it does not start with the length of its header")
+            text = opened.read(length)
+        if len(text) < length:
+            raise InputError(f"is cut off: its header has {length} bytes, {len(text)} are there")
+        try:
+            header = json.loads(text)
+            header.pop("__metadata__", None)
+            found, end = [], 0
+            for name, held in header.items():
+                first, last = held["data_offsets"]
+                found.append(_Tensor(name, tuple(map(int, held["shape"])), last - first))
+                end = max(end, 8 + length + last)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise InputError(f"has a header that is not of safetensors: {error!r}") from error
+        if total < end:
+            raise InputError(f"is cut off: it should have {end} bytes and has {total}")
+        yield from found

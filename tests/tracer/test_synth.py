@@ -1,0 +1,100 @@
+"""`moe-trace synth` as it is typed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sim.profiles import names
+from sim.profiles.model_profile import model
+from tests.support.command import Run
+from tracer.shapes import PROFILES, shape_of
+from traces import demo_trace
+from traces.errors import InputError
+from traces.trace import Trace
+
+
+def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_trace: Run, tmp_path: Path) -> None:
+    ended = moe_trace(
+        "synth",
+        "--like",
+        demo_trace(),
+        "--model",
+        "mixtral-8x7b",
+        "--requests",
+        12,
+        "--seed",
+        3,
+        "--out",
+        tmp_path / "a",
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "real" in ended.stdout
+    assert "synthetic" in ended.stdout
+    assert moe_trace("validate", tmp_path / "a").returncode == 0
+    meta = Trace.read(tmp_path / "a").meta
+    assert (meta.layers, meta.experts, meta.top_k, meta.mode) == (32, 8, 2, "synthetic")
+    assert meta.model == "mistralai/Mixtral-8x7B-v0.1"
+    assert meta.settings["like"] == "demo"
+    assert meta.settings["like_model"] == "demo-olmoe"
+    assert meta.settings["seed"] == 3
+
+
+def test_statistics_of_both_are_json_and_the_seed_decides(moe_trace: Run, tmp_path: Path) -> None:
+    traces = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        ended = moe_trace("synth", "--like", demo_trace(), "--seed", seed, "--json", "--out", tmp_path / name)
+        facts = json.loads(ended.stdout)
+        assert facts["real"]["decode"]["requests"] == facts["synthetic"]["decode"]["requests"] == 64
+        traces.append(Trace.read(tmp_path / name))
+    np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
+    assert traces[0].experts.shape != traces[2].experts.shape or (traces[0].experts != traces[2].experts).any()
+    assert traces[0].meta.model == "demo-olmoe"
+
+
+def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:
+    arguments = ("--layers", 3, "--experts", 300, "--top-k", 5, "--prompt-tokens", 7, "--decode-tokens", 4)
+    assert moe_trace("synth", "--like", demo_trace(), *arguments, "--out", tmp_path / "a").returncode == 0
+    trace = Trace.read(tmp_path / "a")
+    assert trace.experts.shape == (64 * 11, 3, 5)
+    assert trace.requests["prompt_tokens"].unique().tolist() == [7]
+    assert trace.requests["output_tokens"].unique().tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--model", "mixtral"), "unknown model profile 'mixtral'; did you mean mixtral-8x7b"),
+        (("--model", "mixtral-8x7b", "--experts", "4"), "leave --layers, --experts and --top-k out"),
+        (("--experts", "2", "--top-k", "3"), "no model has 10 MoE layers x 2 experts, top-3"),
+        (("--prompt-tokens", "0", "--decode-tokens", "0"), "no token is left"),
+        (("--model", "nllb-moe-54b"), "is of an encoder-decoder"),
+        (("--model", "missing.toml"), "unknown model profile 'missing.toml'"),
+    ],
+)
+def test_bad_options_end_in_one_line(moe_trace: Run, tmp_path: Path, arguments: tuple[str, ...], reason: str) -> None:
+    ended = moe_trace("synth", "--like", demo_trace(), *arguments, "--out", tmp_path / "a")
+    assert ended.returncode == 2
+    assert reason in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_trace_of_counts_cannot_be_fitted_to(moe_trace: Run, tmp_path: Path) -> None:
+    (tmp_path / "counts.csv").write_text("layer,expert\n0,0\n0,1\n1,1\n")
+    moe_trace("import", tmp_path / "counts.csv", "--experts", 4, "--top-k", 1, "--out", tmp_path / "counts")
+    ended = moe_trace("synth", "--like", tmp_path / "counts", "--out", tmp_path / "a")
+    assert ended.returncode == 2
+    assert "holds no sequences of tokens" in ended.stderr
+
+
+def test_the_shapes_of_models_are_those_of_the_simulators_profiles() -> None:
+    assert sorted(path.stem for path in PROFILES.glob("*.toml")) == names("models")
+    for name in names("models"):
+        profile = model(name)
+        if profile.encoder_moe_layers:
+            with pytest.raises(InputError, match="encoder-decoder"):
+                shape_of(name)
+        else:
+            assert shape_of(name) == (profile.hub_ids[0], (profile.moe_layers, profile.experts, profile.top_k))

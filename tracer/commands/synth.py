@@ -1,0 +1,136 @@
+"""`moe-trace synth`: make a synthetic trace that behaves as a real one, of any model's shape."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
+from traces import console
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from traces.trace import Trace
+
+
+def synth(
+    like: Annotated[Path, typer.Option(help="The trace to fit to: a folder with requests.parquet and routing/.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model whose shape the trace gets: a name of `moe-sim models`, or FILE.toml. Default: LIKE's."
+        ),
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers. Default: LIKE's.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer. Default: LIKE's.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Experts of a token in a layer. Default: LIKE's.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests. Default: as many as LIKE has.")] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Prompt tokens of each request. Default: drawn from LIKE's requests.")
+    ] = None,
+    decode_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Decoded tokens of each request. Default: drawn from LIKE's requests.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed; the same seed gives the same trace.")] = 0,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the statistics as JSON.")] = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a synthetic trace, fitted to a real one, for a model of which there is no trace.
+
+    Prints the statistics of both side by side: sparsity, reuse, popularity, working sets and similarity of requests.
+
+    Example: moe-trace synth --like traces/recorded/demo --model mixtral-8x7b --out traces/recorded/mixtral-synth
+    """
+    from importlib.metadata import version
+
+    from tracer.shapes import Shape, shape_of
+    from traces.fit import fit, thinned
+    from traces.schema import TraceMeta
+    from traces.trace import Trace
+    from traces.writer import check_target, write_trace
+
+    given = (layers, experts, top_k)
+    if model is not None and any(size is not None for size in given):
+        raise InputError("--model names the shape of the model: leave --layers, --experts and --top-k out")
+    named = shape_of(model) if model is not None else None
+    real = thinned(Trace.read(like))
+    own = Shape(real.layers, real.num_experts, real.top_k)
+    shape = named[1] if named else Shape(*(a if a is not None else b for a, b in zip(given, own, strict=True)))
+    settings: dict[str, Any] = {
+        "like": real.name,
+        "like_model": real.meta.model,
+        "requests": requests or len(real.requests),
+        "seed": seed,
+        "prompt_tokens": prompt_tokens,
+        "decode_tokens": decode_tokens,
+    }
+    tools = {"moe-expert-cache": version("moe-expert-cache")}
+    if named is None and shape == own:
+        meta = replace(real.meta, mode="synthetic", settings=settings, tools=tools)
+    else:
+        meta = TraceMeta(
+            model=named[0] if named else "synthetic",
+            **shape._asdict(),
+            layer_names=tuple(f"layers.{layer}" for layer in range(shape.layers)),
+            mode="synthetic",
+            settings=settings,
+            tools=tools,
+        )
+    target = out or RECORDED / f"{Path(model).stem if model else 'synthetic'}-like-{real.name}"
+    check_target(target, overwrite)
+    fitted = fit(real)
+    lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
+    if not (lengths.prefill_rows + lengths.decode_rows).any():
+        raise InputError("no token is left: raise --prompt-tokens or --decode-tokens")
+    made = replace(fitted, lengths=lengths).scaled(*shape).generate(meta, settings["requests"], seed)
+    write_trace(made, target, overwrite)
+    statistics = {"real": _statistics(_by_cluster(real, fitted.lengths.cluster)), "synthetic": _statistics(made)}
+    if as_json:
+        print(json.dumps({"out": str(target), **statistics}, indent=2))
+        return
+    _print(statistics)
+    tell(target, quiet)
+
+
+def _by_cluster(trace: "Trace", cluster: "NDArray[np.int64]") -> "Trace":
+    """Return the trace with its clusters as tasks, as the synthetic trace has them."""
+    return replace(trace, requests=trace.requests.assign(task=[f"cluster-{number}" for number in cluster]))
+
+
+def _statistics(trace: "Trace") -> dict[str, Any]:
+    """Return the statistics of `moe-trace info`, and the quantiles of the requests' lengths."""
+    import numpy as np
+
+    from traces.stats import statistics
+
+    prefill = trace.prompts
+    lengths = {"prefill": prefill, "decode": np.diff(trace.offsets) - prefill}
+    quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9}
+    return {
+        phase: {
+            **asdict(facts),
+            "length": {name: float(np.quantile(lengths[phase], q)) for name, q in quantiles.items()},
+        }
+        for phase, facts in statistics(trace).items()
+    }
+
+
+def _print(statistics: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
+
+    for phase in ("prefill", "decode"):
+        columns = {name: facts[phase] for name, facts in statistics.items() if phase in facts}
+        if columns:
+            table = Table(phase, *columns, box=None, pad_edge=False)
+            for row in (*LENGTH_ROWS, *ROWS):
+                table.add_row(row[0], *cells(row, list(columns.values())))
+            console.out.print(table)
