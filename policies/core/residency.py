@@ -1,4 +1,6 @@
-"""Residency: which expert is where, what is pinned, what moves next. Rules 1, 2 and 4 to 10 live here.
+"""Residency: which expert is where, what is pinned, what moves next. Interface and theory of rules 1, 2, 4 to 7, 9, 10.
+
+The rules themselves are the compiled functions of `policies.core.residency_compiled`, to which this gives a class.
 
 Whatever decides about slots belongs here; whatever takes time belongs to an engine. Residency is a state machine that
 knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop

@@ -98,9 +98,9 @@ N_COUNTERS = WASTED_ROOM + 1 - N_HITS
 READS = COUNTERS + N_COUNTERS
 LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
 
-# More rows of `Streams.h`, which is one array since each costs every call: of an expert of each layer the bytes, the time
-# of its transfer and of its read; of the event's experts those for the host to compute, in order, and, by their place in
-# the layer, their compute there.
+# More rows of `Streams.h`, which is one array since each costs every call: of an expert of each layer the bytes, the
+# time of its transfer and of its read; of the event's experts those for the host to compute, in order, and, by their
+# place in the layer, their compute there.
 LAYER_BYTES, LAYER_NS, READ_NS, HOST_QUEUE, HOST_NS = range(memory.ROWS, memory.ROWS + 5)
 
 MOST = 2**62  # ns, bytes: beyond lie overflows
@@ -541,7 +541,7 @@ def play_steps(
     E = len(ends)
     fetches = plan.fetches != NONE
     experts, counts = routing.experts, routing.counts
-    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or find others of less bytes.
+    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or find smaller ones.
     most_evictions = (L + 1) * (L * E + E) * (2 if len(run.tiers) else 1) + L * E
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
         combine_ns = durations.combine[step]

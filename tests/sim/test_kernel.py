@@ -115,7 +115,7 @@ def test_the_random_runs_of_tiers_and_users_reach_every_policy_and_every_counter
     logs = [joined(parts) for run in runs if (parts := run.on(compiled_engine.play))]
     for column in ("on_host", "reads_demand", "reads_prefetch", "host_evictions", "host_busy_ns", "disk_busy_ns"):
         assert sum(getattr(log, column).any() for log in logs) >= 50, column
-    for column in ("late", "prefetch_used", "wasted_room", "evictions"):
+    for column in ("late", "prefetch_used", "wasted_bytes", "evictions"):
         assert sum(getattr(log, column).any() for log in logs) >= 50, column
     shared = [log for log in logs if len(log.by_request.step) > len(log.step_ns)]
     assert len(shared) >= 50, "steps of several requests"

@@ -29,9 +29,9 @@ def a_log(**changed):
         "prefetch_used": [0, 1, 1, 1, 1, 1],
         "prefetch_wasted": [0, 0, 1, 0, 0, 1],
         **dict.fromkeys(("on_host", "reads_demand", "reads_prefetch", "host_busy_ns", "disk_busy_ns"), [0] * 6),
-        "demand_room": [3, 3, 3, 3, 3, 3],
-        "prefetch_room": [0, 2, 2, 2, 2, 2],
-        "wasted_room": [0, 0, 1, 0, 0, 1],
+        "demand_bytes": [300] * 6,
+        "prefetch_bytes": [0, 200, 200, 200, 200, 200],
+        "wasted_bytes": [0, 0, 100, 0, 0, 100],
         "link_busy_ns": [20 * MS] * 6,
         "compute_busy_ns": [5 * MS] * 6,
     }
@@ -39,7 +39,7 @@ def a_log(**changed):
     nothing = np.zeros(6, np.int64)
     alone = RequestLog(np.arange(6), np.array([0, 0, 0, 1, 1, 1]), arrays["tokens"], arrays["step_ns"], nothing)
     evictions: dict[str, Any] = {"evictions": np.zeros(0, np.int64), "host_evictions": np.zeros(0, np.int64)}
-    return RunLog(**arrays, **evictions, expert_bytes=100, room_bytes=100, ended_ns=200 * MS, by_request=alone)
+    return RunLog(**arrays, **evictions, expert_bytes=100, ended_ns=200 * MS, by_request=alone)
 
 
 def a_cell(**changed):
