@@ -7,8 +7,13 @@ nearest whole expert, halves up, at least 1; bytes hold as many whole experts as
 import math
 import re
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from traces.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 UNITS = {
     "": 1,
@@ -59,6 +64,26 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
     if not 1 <= slots <= total:
         raise InputError(f"a cache of {text} is impossible: it has {slots} slots for the model's {total} experts")
     return slots
+
+
+def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
+    """The bytes of a cache as typed, for a model whose experts have these sizes (rule 19).
+
+    A number is of experts of mean size. InputError unless it holds the largest expert, and no more than all.
+    """
+    text, whole, largest = text.strip(), int(sizes.sum()), int(sizes.max())
+    if _BYTES.fullmatch(text):
+        room = parse_bytes(text, "cache size")
+    else:
+        slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None)
+        share = _SHARE.fullmatch(text)
+        room = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))
+    if not largest <= room <= whole:
+        raise InputError(
+            f"a cache of {text} is impossible: it has {show_bytes(room)}, the largest expert {show_bytes(largest)}, "
+            f"all experts together {show_bytes(whole)}"
+        )
+    return room
 
 
 def show_bytes(size: float) -> str:

@@ -30,6 +30,7 @@ COMPARED_POLICIES = "lru,eamc,eamc-blend"
 CACHE_SIZES = "10%,25%,50%"
 
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
+_SIZES = "a share (25%), experts (64) or bytes (8GiB)"
 _CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64) or bytes (8GiB)."
 
 Trace = Annotated[str | None, typer.Argument(help="Folder or URL of a trace. Default: the shipped trace.")]
@@ -42,6 +43,9 @@ Scope = Annotated[
 CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_CACHE_SIZES_HELP)]
 SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
 WarmupRequests = Annotated[int | None, typer.Option(help="Run the first N requests without counting them. Default: 0.")]
+MaxBatch = Annotated[
+    int | None, typer.Option(help="Requests that run at a time, their tokens decoded together. Default: one by one.")
+]
 Untimed = Annotated[bool, typer.Option("--untimed", help="Count hits and misses exactly, without times.")]
 PredictorUs = Annotated[
     float | None, typer.Option(help="Policy overhead per event, in microseconds. Default: as measured (make bench).")
@@ -85,6 +89,23 @@ class SimulatedOptions(TimedOptions):
 
     warmup_requests: WarmupRequests = None
     predictor_us: PredictorUs = None
+    host_memory: Annotated[
+        str | None,
+        typer.Option(help=f"Host memory for experts, over the disk: {_SIZES}. Default: it holds all experts."),
+    ] = None
+    expert_sizes: Annotated[
+        str | None, typer.Option(help="GGUF or safetensors file or folder whose headers give experts' sizes by layer.")
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            help="When requests arrive, with --max-batch: closed (as soon as there is room), trace (as recorded), "
+            "poisson (at --arrival-rate). Default: closed."
+        ),
+    ] = None
+    arrival_rate: Annotated[
+        float | None, typer.Option(help="Requests a second that arrive at random (Poisson), drawn from the seed.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +116,7 @@ class CellOptions:
     policy: Annotated[str | None, typer.Option(help=f"Policy, {_POLICY_HELP} Default: {POLICY}.")] = None
     cache_size: Annotated[
         str | None,
-        typer.Option(help=f"Cache size: a share (25%), experts (64) or bytes (8GiB). Default: {CACHE_SIZE}."),
+        typer.Option(help=f"Cache size: {_SIZES}. Default: {CACHE_SIZE}."),
     ] = None
     hardware: Annotated[str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {HARDWARE}.")] = None
 
@@ -191,6 +212,8 @@ def typed(*groups: object, **others: Any) -> dict[str, Any]:
     given = {name: value for name, value in values.items() if value is not None and value is not False}
     if "chunk_bytes" in given:
         given["chunk_bytes"] = parse_bytes(given["chunk_bytes"], "--chunk-bytes")
+    if "arrival_rate" in given:
+        given.setdefault("arrivals", "poisson")
     return given
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 def run(
     cell: options.CellOptions,
     timed: options.SimulatedOptions,
+    max_batch: options.MaxBatch = None,
     *,
     engine: options.Engine = None,
     timeline: Annotated[
@@ -56,7 +57,7 @@ def run(
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     if timeline and engine == "compiled":
         raise InputError("--timeline is played on the SimPy engine, with the same result: leave --engine compiled out")
-    setup = options.setup_of(cell, timed, engine=engine)
+    setup = options.setup_of(cell, timed, engine=engine, max_batch=max_batch)
     loaded = setup.load()
     spec, slots = cell.chosen(loaded)
     if window:

@@ -46,6 +46,10 @@ def sweep(
     seeds: Annotated[str | None, typer.Option(help="Seeds: policies that draw are run once with each.")] = None,
     *,
     timed: options.SimulatedOptions,
+    max_batch: Annotated[
+        str | None,
+        typer.Option(help="Requests that run at a time, one number or several (1,4,8). Default: one by one."),
+    ] = None,
     untimed: options.Untimed = False,
     engine: options.Engine = None,
     workers: options.Workers = None,
@@ -81,6 +85,7 @@ def sweep(
         cache_sizes=None if cache_sizes is None else split_list(cache_sizes),
         hardware=None if hardware is None else split_list(hardware),
         seeds=None if seeds is None else tuple(map(_seed, split_list(seeds))),
+        max_batch=None if max_batch is None else tuple(map(_users, split_list(max_batch))),
         scope=scope,
         untimed=untimed,
         engine=engine,
@@ -143,6 +148,12 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _users(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise InputError(f"--max-batch {text!r}: write how many requests run at a time, as in 1,4,8")
+    return int(text)
+
+
 def _ask(cells: int, yes: bool) -> None:
     """Whether so many cells are meant."""
     if cells <= MANY or yes:
@@ -167,14 +178,16 @@ def _tables(config: "Config", folder: Path) -> "list[Table]":
 
 
 def _folders(loaded: "Sequence[Loaded]") -> list[str]:
-    """A name for each trace and machine: of what differs."""
+    """A name for each trace, machine and number of users: of what differs."""
     from sim.sweep.store import NAME
 
     traces, machines = {each.setup.trace for each in loaded}, {each.setup.hardware for each in loaded}
+    users = {each.setup.max_batch for each in loaded}
     names: list[str] = []
     for each in loaded:
         machine = [each.hardware.name] if each.hardware and len(machines) > 1 else []
-        name = "-".join([each.trace.name] * (len(traces) > 1) + machine)
+        batch = [f"users-{each.setup.max_batch}"] if len(users) > 1 else []
+        name = "-".join([each.trace.name] * (len(traces) > 1) + machine + batch)
         name = f"{name}-trace" if name == NAME else name  # the store's
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names

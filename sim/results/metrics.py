@@ -4,6 +4,9 @@ Definitions are those of docs/contract.md (*What is counted*). Warm-up steps are
 times are sums over all other steps, TPOT is over decode steps and TTFT over prefills. Percentiles interpolate
 linearly between the two nearest ranks (NumPy's default). Overlap takes the stalls for demand, late and behind
 a prefetch as exposed transfer time. Tokens per second: all tokens counted over the time of their steps.
+
+TTFT counts from a request's arrival, TPOT is what a request waits between two of its tokens. Where several requests
+share a step, what the step did is no single request's: hits and misses stand in the row of the run alone.
 """
 
 import json
@@ -31,10 +34,12 @@ _CELL = [
     ("policy", TEXT),
     ("options", TEXT),
     ("trace", TEXT),
-    ("cache_experts", COUNT),
+    ("cache_experts", COUNT),  # of mean size, where they differ
+    ("cache_bytes", COUNT),
     ("cache_fraction", SHARE),
 ]
 _LOOKUPS = [("tokens", COUNT), ("lookups", COUNT), ("hits", COUNT), ("late", COUNT), ("misses", COUNT)]
+_QUEUE = ("mean", "p99", "max")
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
 """Figures of the steps of a phase: TTFT of prefills, TPOT of decode steps."""
 
@@ -46,14 +51,21 @@ RESULTS = pa.schema(
         ("all_experts", COUNT),  # of the model, what cache_fraction is a share of
         ("requests", COUNT),
         *_LOOKUPS,
+        ("on_host", COUNT),  # of the misses, those computed on the host
         ("hit_rate", SHARE),
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
+        *[(name, COUNT) for name in ("reads_demand", "reads_prefetch")],  # of the disk, in experts
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
         *[(name, MS) for name in ("ttft_mean_ms", *(f"tpot_{figure}_ms" for figure in LATENCIES))],
-        *[(f"stall_{cause}_ms", MS) for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")],
-        *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms")],
+        *[(f"queue_{figure}_ms", MS) for figure in _QUEUE],  # from a request's arrival to its admission
+        *[(f"stall_{cause}_ms", MS) for cause in STALLS],
+        *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
         ("tokens_per_s", pa.float64()),
+        ("host_memory", TEXT),  # as typed; null: it holds all experts
+        ("max_batch", COUNT),  # requests at a time; null: one after another
+        ("arrivals", TEXT),
+        ("arrival_rate", pa.float64()),  # requests a second
         ("oracle", pa.bool_()),
         ("cold", pa.bool_()),
         ("warmup_requests", COUNT),
@@ -73,6 +85,7 @@ REQUESTS = pa.schema(
         ("dataset", TEXT),
         ("task", TEXT),
         *_LOOKUPS,
+        ("queue_ms", MS),
         ("ttft_ms", MS),
         ("tpot_mean_ms", MS),
         ("cell", TEXT),
@@ -81,13 +94,18 @@ REQUESTS = pa.schema(
 """Columns of requests.parquet, a row per cell and request."""
 
 
-_OF_REQUEST = ("tokens", "hits", "late", "misses")
+_LOOKED_UP = ("hits", "late", "misses")
 _COUNTED = (
-    *_OF_REQUEST,
-    *("demand_transfers", "prefetch_transfers", "prefetch_used", "prefetch_wasted"),
-    *("step_ns", "link_busy_ns", "compute_busy_ns"),
+    *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch"),
+    *("demand_bytes", "prefetch_bytes", "wasted_bytes", "prefetch_transfers", "prefetch_used"),
+    *("step_ns", "link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
 """Columns of a log that are summed over a run."""
+
+_OF_REQUEST = ("tokens", "waited", "prefills", "prefill_ns", "decodes", "decode_ns")
+"""What is summed over each request's rows."""
+
+_REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns")
 
 
 @dataclass(frozen=True)
@@ -103,7 +121,12 @@ class Cell:
     hardware: str | None  # None: untimed
     predictor_us: float | None  # charged an event; None: untimed
     cache_experts: int
+    cache_bytes: int | None
     all_experts: int
+    host_memory: str | None
+    max_batch: int | None
+    arrivals: str | None
+    arrival_rate: float | None
     cold: bool
     warmup_requests: int  # played first, not counted
     seed: int | None  # of the policy's draws
@@ -122,48 +145,60 @@ class Summary:
         self._labels = requests
         self._expert_bytes = 0
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
-        self._step_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
-        self._played = np.zeros((len(_OF_REQUEST) + 4, len(requests)), np.int64)
+        self._latency_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
+        self._played = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
+        self._begun = np.empty(0, np.int64)  # requests
+        self._shared = False  # whether a step had several requests
 
-    def add(self, log: RunLog) -> None:
-        """Steps played, of one request or of many; those of warm-up requests count nothing."""
-        counted = log.request >= self._cell.warmup_requests
+    def add(self, log: RunLog) -> int:
+        """Take steps played, of one request or of many; return how many requests began in them.
+
+        Warm-up requests count nothing, nor does a step that any of them shares.
+        """
+        rows = log.by_request
+        warm = rows.request < self._cell.warmup_requests
+        counted = np.ones(len(log.step_ns), np.bool_)
+        counted[rows.step[warm]] = False
         self._expert_bytes = log.expert_bytes
         for name in _COUNTED:
             self._sums[name] += int(getattr(log, name)[counted].sum())
         for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
             self._sums[f"stall_{cause}"] += ns
-        if not counted.any():
-            return
-        request, first = log.request[counted], int(log.request[counted].min())
-        places = request - first
-        rows = [getattr(log, name)[counted] for name in _OF_REQUEST]
-        for phase, held in self._step_ns.items():
-            of_phase = log.phase[counted] == phase
-            held.append(log.step_ns[counted][of_phase])
-            rows += [of_phase, np.where(of_phase, log.step_ns[counted], 0)]
-        for played, row in zip(self._played, rows, strict=True):
-            summed = np.zeros(int(places.max()) + 1, np.int64)
-            np.add.at(summed, places, row)
-            played[first : first + len(summed)] += summed
+        step, request, tokens, latency, waited = (getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS)
+        begun = int(np.count_nonzero(self._seen(rows.request)))
+        prefill = log.phase[step] == PREFILL
+        # A request's first token comes as long after its arrival as it waited, and its first step took.
+        waits = np.where(prefill, waited, 0)
+        self._latency_ns[PREFILL].append((latency + waits)[prefill])
+        self._latency_ns[DECODE].append(latency[~prefill])
+        values = (tokens, waited, prefill, (latency + waits) * prefill, ~prefill, latency * ~prefill)
+        for name, value in zip(_OF_REQUEST, values, strict=True):
+            np.add.at(self._played[name], request, value)
+        self._shared |= len(rows.step) != len(log.step_ns)
+        if not self._shared:
+            for name in _LOOKED_UP:
+                np.add.at(self._played[name], request, getattr(log, name)[step])
+        return begun
+
+    def _seen(self, requests: Int) -> Int:
+        """Which of these requests come for the first time."""
+        new = np.setdiff1d(requests, self._begun)
+        self._begun = np.union1d(self._begun, new)
+        return new
 
     def row(self) -> Row:
         """Of the run."""
         cell, sums, size = self._cell, self._sums, self._expert_bytes
         lookups = sums["hits"] + sums["late"] + sums["misses"]
         fetched = sums["prefetch_transfers"]
-        transfers = (sums["demand_transfers"], fetched, sums["prefetch_wasted"])
         row: Row = {
             **vars(cell),
             **_identity(cell),
             "requests": int(np.count_nonzero(self._steps)),
-            **{name: sums[name] for name in ("tokens", "hits", "late", "misses")},
+            **{name: sums[name] for name in ("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch")},
             "lookups": lookups,
             "hit_rate": _ratio(sums["hits"], lookups),
-            **{
-                f"bytes_{kind}": n * size if size else None
-                for kind, n in zip(("demand", "prefetch", "wasted"), transfers, strict=True)
-            },
+            **{f"bytes_{kind}": sums[f"{kind}_bytes"] if size else None for kind in ("demand", "prefetch", "wasted")},
             "prefetch_precision": _ratio(sums["prefetch_used"], fetched),
             "expert_bytes": size or None,
             "commit": commit(),
@@ -175,28 +210,35 @@ class Summary:
     def requests(self) -> pa.Table:
         """Rows of requests.parquet, in the order of play."""
         here = np.flatnonzero(self._steps)
-        tokens, hits, late, misses, prefills, prefill_ns, decodes, decode_ns = self._played[:, here]
+        played = {name: counts[here] for name, counts in self._played.items()}
+        timed, shared = self._cell.hardware is not None, self._shared
+        looked_up: dict[str, Any] = {name: None if shared else played[name] for name in _LOOKED_UP}
+        lookups = None if shared else sum(played[name] for name in _LOOKED_UP)
         columns: dict[str, Any] = {
             **{name: [value] * len(here) for name, value in _identity(self._cell).items()},
             "request": self._labels["id"].iloc[here].astype(str),
             "dataset": self._labels["dataset"].iloc[here].astype(str),
             "task": self._labels["task"].iloc[here].astype(str),
-            "tokens": tokens,
-            "lookups": hits + late + misses,
-            "hits": hits,
-            "late": late,
-            "misses": misses,
-            "ttft_ms": self._mean_ms(prefill_ns, prefills),
-            "tpot_mean_ms": self._mean_ms(decode_ns, decodes),
-            "cell": [None] * len(here),
+            "tokens": played["tokens"],
+            "lookups": lookups,
+            **looked_up,
+            "queue_ms": played["waited"] / 1e6 if timed else None,
+            "ttft_ms": self._mean_ms(played["prefill_ns"], played["prefills"]),
+            "tpot_mean_ms": self._mean_ms(played["decode_ns"], played["decodes"]),
         }
-        return pa.table({field.name: pa.array(columns[field.name], field.type) for field in REQUESTS}, REQUESTS)
+        none = [None] * len(here)
+        return pa.table(
+            {
+                field.name: pa.array(none if (held := columns.get(field.name)) is None else held, field.type)
+                for field in REQUESTS
+            },
+            REQUESTS,
+        )
 
     @property
     def _steps(self) -> Int:
         """[requests] steps counted of each."""
-        steps: Int = self._played[-4] + self._played[-2]
-        return steps
+        return self._played["prefills"] + self._played["decodes"]
 
     def _mean_ms(self, ns: Int, steps: Int) -> list[float | None]:
         timed = self._cell.hardware is not None
@@ -210,17 +252,25 @@ class Summary:
         return {
             **{f"stall_{cause}_ms": ns / 1e6 for cause, ns in stalls.items()},
             "gpu_idle_ms": sum(stalls.values()) / 1e6,
-            "link_busy_ms": busy / 1e6,
-            "compute_busy_ms": self._sums["compute_busy_ns"] / 1e6,
+            **{f"{each}_busy_ms": self._sums[f"{each}_busy_ns"] / 1e6 for each in ("link", "compute", "host", "disk")},
+            **self._queues(),
             "overlap": 1 - exposed / busy if busy else None,
             "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._sums["step_ns"]),
         }
+
+    def _queues(self) -> Row:
+        """Waits of the requests counted, by _QUEUE; null where they run one after another."""
+        waited = self._played["waited"][self._steps > 0] / 1e6
+        if self._cell.max_batch is None or not len(waited):
+            return {}
+        found = waited.mean(), np.percentile(waited, 99), waited.max()
+        return {f"queue_{name}_ms": float(ms) for name, ms in zip(_QUEUE, found, strict=True)}
 
     def latencies(self) -> Row:
         """TTFT of prefills, TPOT of decode steps, by LATENCIES; null where there are none."""
         row: Row = {}
         for kind, phase in (("ttft", PREFILL), ("tpot", DECODE)):
-            ns = np.concatenate([np.empty(0, np.int64), *self._step_ns[phase]])
+            ns = np.concatenate([np.empty(0, np.int64), *self._latency_ns[phase]])
             figures: list[float | None] = [None] * len(LATENCIES)
             if len(ns):
                 found = ns.mean(), *np.percentile(ns, [50, 95, 99], overwrite_input=True), ns.max()
@@ -247,6 +297,7 @@ def _identity(cell: Cell) -> Row:
         "options": json.dumps(_finite(cell.options), sort_keys=True, allow_nan=False),
         "trace": cell.trace,
         "cache_experts": cell.cache_experts,
+        "cache_bytes": cell.cache_bytes,
         "cache_fraction": cell.cache_experts / cell.all_experts,
     }
 

@@ -55,6 +55,36 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
     return drawing
 
 
+def draw_users(rows: Sequence[Row], folder: Path) -> list[Path]:
+    """Write users.png where numbers of users differ: throughput and latency against how many requests run at a time."""
+    if len({row["max_batch"] for row in rows} - {None}) < 2:
+        return []
+    return save(folder, {}, {"users.png": users(rows)})
+
+
+def users(rows: Sequence[Row]) -> "Figure":
+    """Tokens a second, and the mean time between two tokens of a request, against requests at a time."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 4.2), layout="constrained")
+    columns = {"tokens_per_s": "tokens per second, all requests", "tpot_mean_ms": "mean time per output token (ms)"}
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    differ = [name for name in ("trace", "hardware") if len({row[name] for row in rows}) > 1]
+    for row in rows:
+        key = row["policy"], f"{100 * row['cache_fraction']:.3g}%", *(str(row[name]) for name in differ)
+        groups.setdefault(key, []).append(row)
+    for axes, (column, label) in zip(drawing.subplots(1, 2), columns.items(), strict=True):
+        frame(axes, f"{rows[0]['model']}, {rows[0]['trace']}", "requests at a time")
+        axes.set_ylabel(label)
+        for i, (told, own) in enumerate(groups.items()):
+            points = sorted((row["max_batch"], row[column]) for row in own)
+            axes.plot(*zip(*points, strict=True), **look(i), linewidth=1.6, label=wrapped(", ".join(told)))
+        axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    return drawing
+
+
 @contextmanager
 def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
     """A figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""

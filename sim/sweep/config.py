@@ -21,7 +21,7 @@ from sim import profiles
 from sim.quantities import parse_bytes
 from sim.results.files import replacing
 from sim.results.provenance import commit
-from sim.sweep.setup import Setup
+from sim.sweep.setup import CLOSED, Setup
 from traces.errors import InputError, unknown
 from traces.location import absolute
 
@@ -46,6 +46,11 @@ class Config:
     untimed: bool = False
     chunk_bytes: int | str | None = None
     predictor_us: float | None = None
+    host_memory: str | None = None
+    expert_sizes: str | None = None
+    max_batch: tuple[int, ...] = ()
+    arrivals: str = CLOSED
+    arrival_rate: float | None = None
     engine: str = "auto"
 
     def __post_init__(self) -> None:
@@ -59,7 +64,8 @@ class Config:
     def cells(self) -> int:
         """How many there are at most, counted without making them."""
         policies = sum(map(count_alternatives, self.policies))
-        return policies * len(self.cache_sizes) * len(self.traces) * len(self.machines) * len(self.seeds)
+        setups = len(self.traces) * len(self.machines) * max(1, len(self.max_batch))
+        return policies * len(self.cache_sizes) * setups * len(self.seeds)
 
     @property
     def machines(self) -> tuple[str, ...]:
@@ -71,14 +77,15 @@ class Config:
         return specs(self.policies, self.scope, self.seeds)
 
     def setups(self) -> Iterator[Setup]:
-        """One for each trace and machine."""
+        """One for each trace, machine and number of users."""
         chunk = self.chunk_bytes
         own = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(Setup) if hasattr(self, field.name)
         }
         own["chunk_bytes"] = parse_bytes(chunk, "--chunk-bytes") if isinstance(chunk, str) else chunk
-        for trace, machine in itertools.product(dict.fromkeys(self.traces), self.machines):
-            yield Setup(**{**own, "trace": trace, "hardware": machine})
+        batches = dict.fromkeys(self.max_batch) or (None,)
+        for trace, machine, batch in itertools.product(dict.fromkeys(self.traces), self.machines, batches):
+            yield Setup(**{**own, "trace": trace, "hardware": machine, "max_batch": batch})
 
     def resolved(self) -> "Config":
         """The same with paths that hold wherever one stands."""
@@ -87,6 +94,7 @@ class Config:
             traces=tuple(map(absolute, self.traces)),
             hardware=tuple(profiles.absolute("hardware", machine) for machine in self.machines),
             model_profile=None if self.model_profile is None else profiles.absolute("models", self.model_profile),
+            expert_sizes=self.expert_sizes and absolute(self.expert_sizes),
         )
 
     def write(self, path: Path) -> None:

@@ -64,7 +64,7 @@ class Grid:
 
 
 def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
-    """Each number of slots once. InputError for a size or a policy that this trace cannot have."""
+    """Each size once. InputError for a size or a policy that this trace cannot have."""
     if not cache_sizes:
         raise InputError("--cache-sizes names none: write 10%,25% or 64 or 8GiB")
     if not policies:
@@ -147,7 +147,7 @@ def outcome(table: Table, store: Store) -> Outcome:
         table=table,
         rows=rows,
         bound=[row for (policy, _), row in cells if policy.text == BELADY],
-        winners=winner.choose(rows, table.grid.sizes),
+        winners=winner.choose(rows, {text: table.loaded.experts_in(n) for text, n in table.grid.sizes.items()}),
         judged_by=winner.metric(rows),
     )
 
@@ -160,7 +160,9 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
     written = [file for found in outcomes for file in _save(found, store)]
     if len(outcomes) > 1:
         written = [folder / RESULTS_FILE]
-        files.write_rows([row for found in outcomes for row in found.rows], RESULTS, written[0])
+        rows = [row for found in outcomes for row in found.rows]
+        files.write_rows(rows, RESULTS, written[0])
+        plot.draw_users(rows, folder)
     store.clear()
     return written
 
@@ -194,8 +196,7 @@ def summed(
     summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:
-        summary.add(log)
-        played(1)
+        played(summary.add(log))
 
     try:
         play(ended) if play else loaded.play(policy, slots, ended)

@@ -14,7 +14,8 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     found = []
     demand = loaded.token_experts
     shared = not all(policy.scope.cls.per_layer for policy in grid.policies)  # a layer's slots are used once a token
-    for slots in grid.sizes.values() if shared and loaded.trace.phases != "prefill" else ():
+    sizes = [loaded.experts_in(room) for room in grid.sizes.values()]
+    for slots in sizes if shared and loaded.trace.phases != "prefill" else ():
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k
             found.append(
@@ -23,8 +24,8 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
             )
     if loaded.hardware and loaded.profile:
         memory = loaded.hardware.memory_gib * 2**30
-        for slots in grid.sizes.values():
-            needed = slots * loaded.profile.expert_bytes + loaded.profile.dense_bytes
+        for slots in sizes:
+            needed = slots * loaded.mean_expert_bytes + loaded.profile.dense_bytes
             if needed > memory:
                 found.append(
                     f"a cache of {slots} experts and the dense weights need {show_bytes(needed)}, "

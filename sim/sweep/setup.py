@@ -7,28 +7,36 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import overload
 
-from policies.core.policy import Shape
+import numpy as np
+
+from policies.core.policy import Int, Shape
 from policies.core.spec import Policy, parse
 from sim.engines import engine
 from sim.loop.log import Ended, RunLog, joined
-from sim.loop.run import Run, gpu_run
+from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles import model_profile
+from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
-from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
-from sim.quantities import parse_cache_size
+from sim.quantities import parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.reader import open_folder
 from traces.schema import AGGREGATE
 from traces.shards import Shards
 from traces.steps import RequestSteps
 from traces.trace import Trace
+
+CLOSED, TRACE, POISSON = "closed", "trace", "poisson"
+ARRIVALS = (CLOSED, TRACE, POISSON)
+"""When requests arrive, where several run at a time: as soon as there is room (a closed loop), as recorded, drawn."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,16 @@ class Setup:
     seed: int = 0
     chunk_bytes: int | None = None  # None: the whole expert
     predictor_us: float | None = None  # of every policy; None: of each as measured (`policy_overhead`)
+    host_memory: str | None = None  # size of it over the disk (rule 17); None: it holds all experts
+    expert_sizes: str | None = None  # GGUF or safetensors whose header states them by layer (rule 19)
+    max_batch: int | None = None  # requests at a time (rule 18); None: one after another
+    arrivals: str = CLOSED  # when they come, one of `ARRIVALS`
+    arrival_rate: float | None = None  # requests a second, with `POISSON`
     engine: str = engine.AUTO  # that plays timed cells
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))
+        self._check_users()
         least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
         for option, value in least_zero.items():
             if not 0 <= value < math.inf:
@@ -59,6 +73,22 @@ class Setup:
         engine.check(self.engine)
         if self.chunk_bytes == 0:
             raise InputError("--chunk-bytes: a chunk has at least one byte")
+
+    def _check_users(self) -> None:
+        """InputError for users who cannot be."""
+        if self.arrivals not in ARRIVALS:
+            raise unknown("kind of arrivals", self.arrivals, ARRIVALS)
+        if self.max_batch is not None and self.max_batch < 1:
+            raise InputError(f"--max-batch {self.max_batch}: at least one request has to run")
+        if self.arrivals != CLOSED and self.max_batch is None:
+            raise InputError("requests that arrive by themselves need --max-batch: how many run at a time")
+        if (self.arrivals == POISSON) != (self.arrival_rate is not None):
+            raise InputError("--arrivals poisson and --arrival-rate, in requests a second, need each other")
+        if self.arrival_rate is not None and not 0 < self.arrival_rate < math.inf:
+            raise InputError(f"--arrival-rate {self.arrival_rate}: must be above 0 and finite")
+        timed = {"--max-batch": self.max_batch, "--host-memory": self.host_memory}
+        if self.untimed and (given := [option for option, value in timed.items() if value is not None]):
+            raise InputError(f"--untimed counts without a clock: it cannot have {' or '.join(given)}")
 
     def load(self) -> "Loaded":
         """Open everything. InputError for whatever cannot be used."""
@@ -74,8 +104,26 @@ class Setup:
         if self.warmup_requests >= len(trace.requests):
             raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
         if self.untimed:
-            return Loaded(self, trace, None, self._profile_if_any(trace))
-        return Loaded(self, trace, hardware(self.hardware), model_profile.of_trace(trace.meta, self.model_profile))
+            return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)))
+        profile = self._sized(model_profile.of_trace(trace.meta, self.model_profile))
+        assert profile
+        loaded = Loaded(self, trace, hardware(self.hardware), profile)
+        loaded.check_memory()
+        loaded.users()
+        return loaded
+
+    def _sized(self, profile: ModelProfile | None) -> ModelProfile | None:
+        """Return the profile with the sizes of experts that `expert_sizes` states."""
+        if self.expert_sizes is None:
+            return profile
+        if profile is None:
+            raise InputError("--expert-sizes needs a model profile beside it: name one with --model-profile")
+        sizes = tuple(expert_bytes_by_layer(Path(self.expert_sizes)).tolist())
+        if len(sizes) != profile.moe_layers:
+            raise InputError(
+                f"{self.expert_sizes} has {len(sizes)} MoE layers, {profile.name} has {profile.moe_layers}"
+            )
+        return replace(profile, layer_expert_bytes=sizes)
 
     def _profile_if_any(self, trace: Shards) -> ModelProfile | None:
         """Counting needs no sizes: do without them where none are known."""
@@ -118,9 +166,67 @@ class Loaded:
         """Of one expert; None if nothing states it."""
         return self.profile.expert_bytes if self.profile else self.trace.meta.expert_bytes
 
+    @property
+    def sizes(self) -> Int | None:
+        """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
+        layers = self.profile.layer_expert_bytes if self.profile else ()
+        return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if layers else None
+
     def slots(self, cache_size: str) -> int:
-        """Return the slots of a cache of this size: a share, a number of experts, or bytes. Raise InputError."""
-        return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
+        """Return the room of a cache of this size: slots, or bytes where experts differ in size. Raise InputError.
+
+        The size is a share, a number of experts (of mean size, where they differ), or bytes.
+        """
+        if self.sizes is None:
+            return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
+        return parse_cache_bytes(cache_size, self.sizes)
+
+    def experts_in(self, room: int) -> int:
+        """Return how many experts such a cache holds, of mean size where they differ."""
+        return room if self.sizes is None else round(room * self.all_experts / int(self.sizes.sum()))
+
+    @property
+    def mean_expert_bytes(self) -> float:
+        """Of one expert; of its layers' mean where they differ. Where a profile states it."""
+        assert self.profile
+        return self.profile.expert_bytes if self.sizes is None else float(self.sizes.mean())
+
+    def check_memory(self) -> None:
+        """InputError where the GPU's memory does not hold even what is no expert."""
+        assert self.hardware
+        assert self.profile
+        memory = self.hardware.memory_gib * 2**30
+        if memory < self.profile.dense_bytes:
+            raise InputError(
+                f"{self.hardware.name} has {show_bytes(memory)} of memory, and {self.profile.name} needs "
+                f"{show_bytes(self.profile.dense_bytes)} without any expert: choose another --hardware"
+            )
+
+    def users(self) -> Users | None:
+        """Return who asks, and when; None: one request after another. InputError for arrivals that cannot be."""
+        setup = self.setup
+        if setup.max_batch is None:
+            return None
+        if setup.arrivals == TRACE:
+            return Users(setup.max_batch, self._recorded_arrivals())
+        if setup.arrivals == POISSON:
+            assert setup.arrival_rate
+            draws = np.random.default_rng(setup.seed).exponential(1e9 / setup.arrival_rate, len(self.trace.requests))
+            return Users(setup.max_batch, tuple(np.cumsum(np.ceil(draws)).astype(np.int64).tolist()))
+        return Users(setup.max_batch)
+
+    def _recorded_arrivals(self) -> tuple[int, ...]:
+        """When each request of the trace arrived, counted from the first."""
+        recorded = self.trace.requests["arrival_ns"]
+        if recorded.isna().any():
+            raise InputError(f"{self.setup.trace} does not say when its requests arrived: use --arrival-rate")
+        ns = recorded.astype("int64").to_numpy()
+        if (back := np.flatnonzero(np.diff(ns) < 0)).size:
+            before, after = self.trace.requests["id"].iloc[[back[0], back[0] + 1]]
+            raise InputError(
+                f"{self.setup.trace}: request {after} arrives before {before}, which comes before it in the trace"
+            )
+        return tuple((ns - ns[0]).tolist())
 
     @property
     def token_experts(self) -> int:
@@ -148,7 +254,7 @@ class Loaded:
         assert self.profile
         predictor_ns = round((self.predictor_us(policy) or 0.0) * 1_000)
         if self.measured:
-            return self.measured.timing(predictor_ns)
+            return self.measured.timing(predictor_ns, Roofline(self.hardware, self.profile))
         return Roofline(self.hardware, self.profile, predictor_ns)
 
     @property
@@ -186,7 +292,7 @@ class Loaded:
                 ended(replace(log, expert_bytes=self.expert_bytes or 0))
 
             shape = self.trace.layers, self.trace.num_experts
-            return untimed.play(Requests(self.trace), *shape, slots, policy, sized, self.setup.cold)
+            return untimed.play(Requests(self.trace), *shape, slots, policy, sized, self.setup.cold, self.sizes)
         return engine.play(self.setup.engine, self.run(policy, slots), ended)
 
     def run(self, policy: Policy, slots: int) -> Run:
@@ -194,7 +300,20 @@ class Loaded:
         trace, timing, link = self.trace, self.timing(policy), self.link
         window = experts_per_layer(timing, link, trace.layers, trace.top_k)
         shape = Shape(trace.layers, trace.num_experts)
-        return gpu_run(Requests(trace), shape, slots, parse(policy), timing, link, self.setup.cold, window)
+        requests, cold, host, users = Requests(trace), self.setup.cold, self._host(), self.users()
+        return gpu_run(requests, shape, slots, parse(policy), timing, link, cold, window, host, users)
+
+    def _host(self) -> Tier | None:
+        """Host memory over the disk, if it does not hold all experts."""
+        if self.setup.host_memory is None:
+            return None
+        assert self.hardware
+        assert self.profile
+        try:
+            room = self.slots(self.setup.host_memory)
+        except InputError as error:
+            raise InputError(f"--host-memory: {error}") from None
+        return Tier(room, None, disk_link(self.hardware, self.profile))
 
     def log(self, policy: Policy, slots: int) -> RunLog:
         """The same, the log kept whole."""
@@ -221,8 +340,13 @@ class Loaded:
             model=self.profile.name if self.profile else self.trace.meta.model,
             hardware=self._machine,
             predictor_us=self.timing(policy).predictor_ns / 1_000 if self.hardware else None,
-            cache_experts=slots,
+            cache_experts=self.experts_in(slots),
+            cache_bytes=slots if self.sizes is not None else slots * self.expert_bytes if self.expert_bytes else None,
             all_experts=self.all_experts,
+            host_memory=self.setup.host_memory,
+            max_batch=self.setup.max_batch,
+            arrivals=self.setup.arrivals if self.setup.max_batch else None,
+            arrival_rate=self.setup.arrival_rate,
             cold=self.setup.cold,
             warmup_requests=self.setup.warmup_requests,
             seed=policy.seed,
