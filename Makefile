@@ -30,7 +30,7 @@ test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
 test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2 --dist worksteal
 
-fuzz: $(READY) ## both engines against each other and the oracle on 50,000 random runs each
+fuzz: $(READY) ## both engines against each other and the oracle on 50,000 random runs of each kind
 	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_model_equals_reference.py -k seeded
 
 lint: $(READY)

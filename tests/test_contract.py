@@ -100,7 +100,7 @@ def pages() -> list[Path]:
 def test_every_rule_has_an_owner_and_a_test_that_cite_it() -> None:
     assert list(complaints(CONTRACT, ROOT)) == []
     assert len(rules_of(CONTRACT)) == 19
-    assert [number for number, rule in rules_of(CONTRACT).items() if not rule.implemented] == [13, 17, 18, 19]
+    assert all(rule.implemented for rule in rules_of(CONTRACT).values())
 
 
 def test_every_rule_that_is_cited_exists() -> None:

@@ -180,6 +180,10 @@ class HostMemory:
         """Return whether `expert` is READY here."""
         return bool(self._m[core.BELOW, expert])
 
+    def demanded(self, expert: int) -> bool:
+        """Return whether a miss waits for `expert`."""
+        return bool(self.h[DEMANDED, expert])
+
     def demand(self, experts: Int) -> None:
         """Hear of an event after its lookup: its misses, fetched or computed on the host, are demanded."""
         demand(self.h, self._m, experts, 0, len(experts))

@@ -1,4 +1,6 @@
-"""Residency: which expert is where, what is pinned, what moves next. Rules 1, 2 and 4 to 10 live here.
+"""Residency: which expert is where, what is pinned, what moves next. Interface and theory of rules 1, 2, 4 to 7, 9, 10.
+
+The rules themselves are the compiled functions of `policies.core.residency_compiled`, to which this gives a class.
 
 Whatever decides about slots belongs here; whatever takes time belongs to an engine. Residency is a state machine that
 knows no clock, no bytes and no device: an engine reports what happened and gets the answer what to do. The loop
@@ -117,6 +119,9 @@ class ResidencyObserver:
 
     def interrupted(self, expert: int, victim: int) -> None:
         """`interrupt` has answered."""
+
+    def left(self, experts: list[int]) -> None:
+        """`victims` has answered: after `turned_to` or `interrupted`, whose victim is then the last of them."""
 
     def landed(self) -> None:
         """`land` has been called."""
@@ -324,7 +329,7 @@ class ObservedResidency:
 
         self.slots, self.slot, self.awaited = residency.slots, residency.slot, residency.awaited
         self.computed, self.counters, self.resident = residency.computed, residency.counters, residency.resident
-        self.victims = residency.victims
+        self.victims = told(residency.victims, lambda _, answer: observer.left(answer))
         self.route = told(residency.route, lambda given, answer: observer.routed(given[0], answer[0]))
         self.propose = told(residency.propose, lambda given, _: observer.proposed(*given))
         self.next_transfer = told(residency.next_transfer, lambda _, answer: observer.turned_to(*answer))

@@ -1,4 +1,4 @@
-"""Residency, compiled: states of experts, slots, pins, queues, victims. It owns rules 1, 2 and 4 to 10.
+"""Residency, compiled: states of experts, slots, pins, queues, victims. Rules 1, 2, 4 to 7, 9, 10 and 19 live here.
 
 All integers of a residency live in one array, so that a call from Python unboxes one array and costs well under a
 microsecond: `m[ROW, i]`, where i is an expert's id, a slot, or a place in a queue. Floats (keep scores, priorities)

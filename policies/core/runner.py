@@ -67,6 +67,7 @@ class PolicyRunner:
         """
         if sizes is not None and self._per_layer:
             raise InputError("scope layer divides a cache by slots: where experts differ in size, use scope global")
+        # rule 6: one scale only where both halves are one policy with the same options
         same = self.prefetcher.options == self.retention.options
         one_scale = same and self.prefetcher.one_scale_with == self.retention.name
         residency = PolicyResidency(self.shape, self._divide(self.shape, room), self.retention, one_scale, sizes)

@@ -22,10 +22,23 @@ def needed(run: Run) -> bool:
     return run.host is not None or run.policy.placement.cls.number != FETCH
 
 
+class HostObserver:
+    """Hears what host and disk begin; what ends is heard as a completion. Every method does nothing by default."""
+
+    def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
+        """The activations are on their way (HOP), or the host computes `expert` on its tokens (HOST)."""
+
+    def read_began(self, expert: int, demanded: bool) -> None:
+        """The disk reads `expert`, for a miss or a prefetch."""
+
+
 class Host:
     """The host of one run: the experts of the current event that it computes, and its memory over a disk."""
 
-    def __init__(self, run: Run, residency: PolicyResidency, device: Device) -> None:
+    def __init__(
+        self, run: Run, residency: PolicyResidency, device: Device, observer: HostObserver | None = None
+    ) -> None:
+        self._observer = observer or HostObserver()
         self._residency, self._device = residency, device
         self._timing, self._link = run.timing, run.gpu.link
         spec = run.policy.placement
@@ -60,6 +73,7 @@ class Host:
         self._queue.extend(expert for expert in self.tokens if self._has(expert))
         if self.tokens and self._device.hop():
             self._doing = HOPPING
+            self._observer.host_began(Kind.HOP, NOTHING, 0)
 
     def act(self) -> None:
         """Let disk and host start what they can; the link has been asked before."""
@@ -67,10 +81,12 @@ class Host:
             expert = self.memory.next_read()
             self.evictions += self.memory.victims()
             if expert >= 0:
+                self._observer.read_began(expert, self.memory.demanded(expert))
                 self._reading, self._read_began = expert, self._device.now()
                 self._device.read(expert)
         if self._queue and self._doing == NOTHING:
             expert = self._queue.popleft()
+            self._observer.host_began(Kind.HOST, expert, self.tokens[expert])
             self._doing, self._began = expert, self._device.now()
             if self.memory:
                 self.memory.touch(expert)

@@ -122,7 +122,8 @@ class OneAtATime:
 
     def steps(self, first: int = 0) -> Iterator[Step]:
         """Yield each request's prefill and then its decoded tokens, from the request with ordinal `first` on."""
-        last = len(self._requests) - 1
+        ordinals = range(len(self._requests))
+        last = next((ordinal for ordinal in reversed(ordinals) if len(self._requests[ordinal].phase)), -1)
         before = sum(len(self._requests[ordinal].phase) for ordinal in range(first)) * self._layers
         for ordinal in range(first, last + 1):
             events = RequestEvents(self._requests[ordinal], self._layers, before)

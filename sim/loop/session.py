@@ -16,7 +16,7 @@ from policies.core.residency import ObservedResidency, PolicyResidency, Residenc
 from policies.core.runner import PolicyRunner
 from sim.loop import host
 from sim.loop.device import Completion, Device, Kind, Work
-from sim.loop.host import Host
+from sim.loop.host import Host, HostObserver
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, DISK, HOST, LATE, PREDICTOR, SLOT, STALLS
 from sim.loop.pump import Pump, PumpObserver
 from sim.loop.run import Run
@@ -66,8 +66,8 @@ def decider_of(run: Run) -> PolicyRunner:
     return PolicyRunner(run.policy, run.shape, run.requests, experts_per_layer=run.gpu.experts_per_layer)
 
 
-class SessionObserver(ResidencyObserver, PumpObserver):
-    """Hears also of events, of the compute stream and of stalls; every method does nothing by default."""
+class SessionObserver(ResidencyObserver, PumpObserver, HostObserver):
+    """Hears also of events, of what all streams have ended and of stalls; every method does nothing by default."""
 
     def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
         """Nothing has been run yet; `now` asks for the device's time."""
@@ -79,7 +79,7 @@ class SessionObserver(ResidencyObserver, PumpObserver):
         """The compute stream is given work."""
 
     def ended(self, completion: Completion) -> None:
-        """Work of the compute stream has ended."""
+        """Work of the compute stream has ended, or of host or disk."""
 
     def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
         """The compute stream waited, for one of `STALLS`, while a piece of `on_link` was on the link (or NO_EXPERT)."""
@@ -108,7 +108,7 @@ class Session:
         self._host: Host | None = None
         if host.needed(run):
             assert isinstance(residency, PolicyResidency), "only policies decide what the host does"
-            self._host = Host(run, residency, device)
+            self._host = Host(run, residency, device, observer)
         self.pump = Pump(self.residency, device, link, experts, observer, self._host)
         self._tokens: dict[int, int] = {}  # of each expert of the current event that was not submitted yet
         self._proposal: tuple[Int, Float] | None = None

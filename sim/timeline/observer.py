@@ -1,5 +1,5 @@
 """A run of the loop put onto a timeline, on whatever device: steps, layers and stalls of the compute stream, every
-transfer on the link, which expert was in which slot, and what waits.
+transfer on the link, what host and disk do, which request had which seat, which expert which slot, and what waits.
 
 A part of a stream lasts from its submission, from the end of the part before or, an expert, from its arrival, whichever
 is latest, to its completion as the loop hears of it. On a clock of its own (SimPy) that is exact, and parts and stalls
@@ -14,6 +14,7 @@ from policies.core.policy import Float, Int, Shape
 from policies.core.residency import NO_EXPERT, PolicyResidency, Residency
 from sim.loop.device import Completion, Kind
 from sim.loop.driver import LoopObserver
+from sim.loop.host import needed
 from sim.loop.log import PREDICTOR, STALLS
 from sim.loop.pump import Transfer
 from sim.loop.run import Run
@@ -56,7 +57,10 @@ class TimelineObserver(LoopObserver):
         self._process = timeline.process(f"{self._group}: compute and link")
         self._stream = ComputeStream(ComputeTrack(timeline, self._process), shape)
         self._link = LinkTracks(timeline, self._process, residency, self._run, self._now)
-        self._residency = ResidencyTracks(timeline, residency, shape, self._now, self._group, self._with_slots)
+        self._host = HostTracks(timeline, self._process, self._run, self._now)
+        self._seats = SeatTracks(timeline, self._group, self._run, self._names)
+        sized = self._run.gpu.link.layer_bytes is not None
+        self._residency = ResidencyTracks(timeline, residency, shape, self._now, self._group, self._with_slots, sized)
         self._counters = residency.counters
 
     @property
@@ -68,6 +72,8 @@ class TimelineObserver(LoopObserver):
         """Show what is under way up to now, and nothing more."""
         if self._timeline.is_open:
             self._link.show_unfinished()
+            self._host.show_unfinished()
+            self._seats.show_unfinished(self._now())
             self._residency.show_unfinished()
             self._timeline.close()
 
@@ -83,6 +89,7 @@ class TimelineObserver(LoopObserver):
             self._timeline.open(began)
         self._began, self._before = began, self._counters()
         self._stream.begin(began)
+        self._seats.begin(step, began)
 
     def step_ended(self, step: Step, ended: int) -> None:
         """Show the step as a whole."""
@@ -98,6 +105,7 @@ class TimelineObserver(LoopObserver):
         }
         self._stream.track.end(f"decode {self._decoded}" if decodes else "prefill", args)
         self._timeline.counter(self._process, "lookups", self._began, lookups)
+        self._seats.end(step, ended - self._origin)
         self._decoded += decodes
         self._requests += len(step.ends)
         if self.is_over and self._window.of == "decode steps":
@@ -114,7 +122,10 @@ class TimelineObserver(LoopObserver):
         self._stream.submitted(self._now(), len(experts))
 
     def ended(self, completion: Completion) -> None:
-        """A part has ended."""
+        """A part has ended, or work of host or disk."""
+        if completion.kind >= Kind.READ:
+            self._host.ended(completion.kind)
+            return
         self._stream.ended(completion, self._now(), self._link.arrived_at(completion.expert))
 
     def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
@@ -123,6 +134,16 @@ class TimelineObserver(LoopObserver):
         if cause != PREDICTOR and on_link != NO_EXPERT:
             args = {"on_link": expert_name(on_link, self._run.shape), "expert": on_link}
         self._stream.track.stalled(STALLS[cause], began - self._origin, ended - self._origin, args)
+
+    # Host and disk
+
+    def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
+        """The hop, or the host's compute of an expert, begins."""
+        self._host.computes(kind, expert, tokens)
+
+    def read_began(self, expert: int, demanded: bool) -> None:
+        """A read begins."""
+        self._host.reads(expert, demanded)
 
     # The link and the residency
 
@@ -144,6 +165,11 @@ class TimelineObserver(LoopObserver):
         self._link.interrupted(expert, victim)
         self._residency.turned_to(expert, victim, False)
 
+    def left(self, experts: list[int]) -> None:
+        """All these left for the transfer that starts."""
+        self._link.left(experts)
+        self._residency.left(experts)
+
     def routed(self, experts: Int, hits: list[int]) -> None:
         """An event was looked up."""
         self._residency.routed(experts)
@@ -163,6 +189,7 @@ class TimelineObserver(LoopObserver):
     def cutting(self) -> None:
         """`--cold` discards what is under way."""
         self._link.cut()
+        self._host.cut()
 
     def request_ended(self, cold: bool) -> None:
         """No request remains active."""
@@ -224,12 +251,12 @@ class LinkTracks:
         self._pauses = timeline.track(process, "paused prefetch")
         self._residency = residency
         self._shape = run.shape
-        self._whole = run.gpu.link.expert_bytes
+        self._sized = run.gpu.link.layer_bytes is not None
         self._now = now
-        self._flying: deque[tuple[Transfer, int, int, int, int]] = deque()  # transfer, bytes, since when, victim
+        self._flying: deque[tuple[Transfer, int, int, int, list[int]]] = deque()  # transfer, bytes, since when, victims
         self._ended = 0
         self._arrived: dict[int, int] = {}
-        self._victim = NO_EXPERT  # of the transfer whose first piece comes next
+        self._victims: list[int] = []  # of the transfer whose first piece comes next
         self._running = NO_EXPERT  # the transfer chosen last
         self._pause: tuple[int, int] | None = None  # the paused expert, and since when
 
@@ -244,18 +271,27 @@ class LinkTracks:
         if self._pause and self._pause[0] == expert:
             self._show_pause()
             self._pause = None
-        self._running, self._victim = expert, victim
+        self._running = expert
+        self._take_from(victim)
+
+    def _take_from(self, victim: int) -> None:
+        self._victims = [victim] if victim >= 0 and not self._sized else []
+
+    def left(self, experts: list[int]) -> None:
+        """The transfer that starts takes the room of all these (rule 19)."""
+        self._victims = experts
 
     def interrupted(self, expert: int, victim: int) -> None:
         """A demand pauses what was running."""
         if expert >= 0:
             self._pause = self._running, self._now()
-            self._running, self._victim = expert, victim
+            self._running = expert
+            self._take_from(victim)
 
     def submitted(self, transfer: Transfer, first: int, upto: int) -> None:
         """A piece follows those under way."""
-        self._flying.append((transfer, first, upto, self._now(), self._victim))
-        self._victim = NO_EXPERT
+        self._flying.append((transfer, first, upto, self._now(), self._victims))
+        self._victims = []
 
     def ended(self) -> None:
         """The oldest piece has ended."""
@@ -275,8 +311,8 @@ class LinkTracks:
             self._show(self._flying[0], unfinished=True)
         self._show_pause()
 
-    def _show(self, piece: tuple[Transfer, int, int, int, int], unfinished: bool | None = None) -> None:
-        transfer, first, upto, since, victim = piece
+    def _show(self, piece: tuple[Transfer, int, int, int, list[int]], unfinished: bool | None = None) -> None:
+        transfer, first, upto, since, victims = piece
         expert = transfer.expert
         kind = "demand" if transfer.demand else "late" if self._residency.awaited(expert) else "prefetch"
         args = {
@@ -285,8 +321,8 @@ class LinkTracks:
             "slot": transfer.slot,
             "bytes": upto - first,
             "bytes_so_far": upto,
-            "bytes_of_expert": self._whole,
-            "victim": expert_name(victim, self._shape) if victim >= 0 else None,
+            "bytes_of_expert": transfer.size,
+            "victim": ", ".join(expert_name(victim, self._shape) for victim in victims) or None,
             "priority": None if transfer.demand else self._residency.priority(expert),
             "unfinished": unfinished,
         }
@@ -298,6 +334,81 @@ class LinkTracks:
             expert, since = self._pause
             name = f"paused {expert_name(expert, self._shape)}"
             self._timeline.slice(self._pauses, name, since, self._now(), expert_args(expert, self._shape))
+
+
+class HostTracks:
+    """What the host computes (rule 13) and what the disk reads (rule 17), in runs that do: one piece of work each."""
+
+    def __init__(self, timeline: Timeline, process: Process, run: Run, now: Callable[[], int]) -> None:
+        self._timeline = timeline
+        self._shape = run.shape
+        self._now = now
+        self._host = timeline.track(process, "host") if needed(run) else None
+        self._disk = timeline.track(process, "disk") if run.host else None
+        self._doing: dict[Track, tuple[str, int, dict[str, object]]] = {}  # by track: name, since when, and what of it
+
+    def computes(self, kind: Kind, expert: int, tokens: int) -> None:
+        """The hop begins, or the compute of an expert."""
+        if kind is Kind.HOP:
+            self._begin(self._host, "hop", {})
+        else:
+            args = {**expert_args(expert, self._shape), "tokens": tokens, "lookup": "miss"}
+            self._begin(self._host, f"host {expert_name(expert, self._shape)}", args)
+
+    def reads(self, expert: int, demanded: bool) -> None:
+        """A read begins."""
+        args = {**expert_args(expert, self._shape), "read": "demand" if demanded else "prefetch"}
+        self._begin(self._disk, f"read {expert_name(expert, self._shape)}", args)
+
+    def _begin(self, track: Track | None, name: str, args: dict[str, object]) -> None:
+        assert track
+        self._doing[track] = name, self._now(), args
+
+    def ended(self, kind: Kind) -> None:
+        """The work under way has ended; nothing of them has where an idle run has woken up."""
+        track = self._disk if kind is Kind.READ else self._host if kind in (Kind.HOP, Kind.HOST) else None
+        if track:
+            name, began, args = self._doing.pop(track)
+            self._timeline.slice(track, name, began, self._now(), args)
+
+    def cut(self) -> None:
+        """Everything under way is discarded."""
+        self.show_unfinished()
+        self._doing.clear()
+
+    def show_unfinished(self) -> None:
+        """Show what is under way, up to now."""
+        for track, (name, began, args) in self._doing.items():
+            self._timeline.slice(track, name, began, self._now(), {**args, "unfinished": True})
+
+
+class SeatTracks:
+    """A track for each seat of a batch (rule 18): its requests, from their admission to the end of their last head."""
+
+    def __init__(self, timeline: Timeline, group: str, run: Run, names: Sequence[str]) -> None:
+        self._timeline = timeline
+        self._names = names
+        self._tracks: list[Track] = []
+        if run.users:
+            process = timeline.process(f"{group}: requests")
+            self._tracks = [timeline.track(process, f"seat {seat}") for seat in range(run.users.max_batch)]
+        self._active: dict[int, tuple[str, int, dict[str, object]]] = {}  # by seat: name, since when, and what of it
+
+    def begin(self, step: Step, began: int) -> None:
+        """Requests may be admitted for a step."""
+        for place, waited_ns in zip(step.begins, step.waited_ns, strict=False):
+            self._active[place.seat] = self._names[place.request], began, {"waited_us": waited_ns / 1_000}
+
+    def end(self, step: Step, ended: int) -> None:
+        """Some may have had their last one."""
+        for place in step.ends if self._tracks else ():
+            name, began, args = self._active.pop(place.seat)
+            self._timeline.slice(self._tracks[place.seat], name, began, ended, {**args, "steps": place.step + 1})
+
+    def show_unfinished(self, now: int) -> None:
+        """The timeline is about to close: show who runs, up to now."""
+        for seat, (name, began, args) in self._active.items():
+            self._timeline.slice(self._tracks[seat], name, began, now, {**args, "unfinished": True})
 
 
 @dataclass(slots=True)
@@ -326,7 +437,10 @@ class ResidencyTracks:
         now: Callable[[], int],
         group: str,
         slots: bool,
+        sized: bool,
     ) -> None:
+        """sized: whether victims are heard by `left`, since several leave for one transfer (rule 19)."""
+        self._sized = sized
         self._timeline = timeline
         self._residency = residency
         self._shape = shape
@@ -359,8 +473,13 @@ class ResidencyTracks:
         if expert >= 0:
             self._arriving = expert
             if self._tracks and expert not in self._held:
-                self._take_slot(expert, victim, prefetch)
+                self._take_slot(expert, NO_EXPERT if self._sized else victim, prefetch)
         self.count()
+
+    def left(self, experts: list[int]) -> None:
+        """The link's transfer takes the room of all these (rule 19)."""
+        for expert in experts if self._tracks else ():
+            self._leave(expert, evicted_for=self._arriving)
 
     def _take_slot(self, expert: int, victim: int, prefetch: bool) -> None:
         if victim >= 0:

@@ -1,6 +1,6 @@
-"""A new compiled built-in takes one file and one line: the steps of policies/YOUR_OWN.md, followed in a copy.
+"""New compiled built-ins take one file and one line each: the steps of policies/YOUR_OWN.md, followed in a copy.
 
-The copy runs without compilation, in seconds, and with MOE_FUZZ_CASES (`make fuzz`) compiled, which takes a minute.
+The copy runs without compilation, in seconds, and with MOE_FUZZ_CASES compiled, which takes a minute.
 """
 
 import os
@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SECTION = (ROOT / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8").partition("## For others")[2]
-FILE = re.findall(r"This is `(policies/.*?\.py)`", SECTION)[0]
-LINE = re.findall(r'`("[\w.]+")` as its line in `BUILT_IN`', SECTION)[0]
-CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)[0]
+WALK_THROUGH = (ROOT / "policies" / "YOUR_OWN.md").read_text(encoding="utf-8")
+SECTION = WALK_THROUGH.partition("## For others")[2]
+FILES = re.findall(r"This is `(policies/.*?\.py)`", SECTION)
+LINES = re.findall(r'`("[\w.]+")` as its line in `BUILT_IN`', SECTION)
+CODES = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+PLAIN = re.findall(r"Save this as `fading\.py`:\n\n```python\n(.*?)```", WALK_THROUGH, re.DOTALL)[0]
 
 PLAYS = """
 import numpy as np
@@ -45,7 +47,14 @@ for policy in ("lru+again", "eamc+again:threshold=0.5", "belady+again:depth=1", 
     assert ours.prefetch_used.any()
     for column in ("step_ns", "hits", "late", "misses", "prefetch_used", "prefetch_wasted", "evictions"):
         np.testing.assert_array_equal(getattr(ours, column), getattr(theirs, column))
+times = FixedTiming(5, 2, 1, 1, 3), Link(1, 1, 2, 4)
+for options in ("", ":alpha=0.9"):
+    ours = compiled_engine.simulate(gpu_run(requests, Shape(3, 6), 5, f"fading{options}+again", *times))
+    theirs = simpy_engine.simulate(gpu_run(requests, Shape(3, 6), 5, f"fading.py:Fading{options}+again", *times))
+    assert ours.evictions.tolist() == theirs.evictions.tolist() != []
+    assert ours.step_ns.tolist() == theirs.step_ns.tolist()
 check("lru+again").require()
+check("fading").require()
 assert cost_us(parse("lru+again"), 3, 6) is None
 """
 
@@ -65,11 +74,15 @@ def copy(tmp_path_factory):
     for package in ("benchmarks", "policies", "sim", "tests", "traces"):
         shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", copy)
-    (copy / FILE).write_text(CODE, encoding="utf-8")
+    assert len(FILES) == len(LINES) == len(CODES) == 2
+    for file, code in zip(FILES, CODES, strict=True):
+        (copy / file).write_text(code, encoding="utf-8")
+    (copy / "fading.py").write_text(PLAIN, encoding="utf-8")
     (copy / "again.py").write_text("from policies.prefetch.again import Again as Base\nclass Again(Base): pass\n")
     registry = copy / "policies" / "core" / "registry.py"
     text = registry.read_text(encoding="utf-8")
-    registry.write_text(re.sub(r"(BUILT_IN = \(.*?)\n\)", rf"\1\n    {LINE},\n)", text, count=1, flags=re.DOTALL))
+    more = "".join(f"    {line},\n" for line in LINES)
+    registry.write_text(re.sub(r"(BUILT_IN = \(.*?\n)\)", rf"\1{more})", text, count=1, flags=re.DOTALL))
     return copy
 
 

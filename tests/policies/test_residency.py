@@ -102,7 +102,7 @@ class Drive:
         assert sorted(held) == np.flatnonzero(states >= core.LOADING).tolist()
         assert int((states == core.LOADING).sum()) <= 2, "one on the link and one paused, at most"
         assert {e for e in range(len(states)) if machine.awaited(e)} == todo
-        _, _, _, _, prefetched, used, wasted = machine.counters()
+        prefetched, used, wasted = machine.counters()[4:7]
         unused = [e for e in held if machine.is_prefetch(e)]
         assert prefetched == used + wasted + len(unused)
 
@@ -233,7 +233,7 @@ def test_a_cold_end_leaves_nothing_behind_and_wastes_what_was_not_used(run, choi
     drive.machine.end_request(cold=True)
     assert len(drive.machine.resident()) == 0
     assert not any(listed(drive.machine, core.AFTER)) or policy in ("lfu", "lifo")
-    _, _, _, _, prefetched, used, wasted = drive.machine.counters()
+    prefetched, used, wasted = drive.machine.counters()[4:7]
     assert prefetched == used + wasted
     assert drive.machine.next_transfer()[0] == NO_EXPERT
 

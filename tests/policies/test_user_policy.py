@@ -137,7 +137,7 @@ def test_a_class_in_a_file_is_a_policy_like_any_other(home, monkeypatch):
     monkeypatch.chdir(home)
     spec = parse("fading.py:Fading:alpha=0.9+again.py:Again")
     halves = {"evict": {"name": "Fading", "alpha": 0.9}, "prefetch": {"name": "Again"}}
-    assert spec.options() == {**halves, "scope": {"name": "global"}}
+    assert spec.options() == {**halves, "scope": {"name": "global"}, "placement": {"name": "fetch"}}
     keeper, prefetcher = pickle.loads(pickle.dumps(spec)).build(Shape(2, 4))
     assert (keeper.name, keeper.alpha, prefetcher.name) == ("Fading", 0.9, "Again")
     assert spec.without_prefetch() == parse("fading.py:Fading:alpha=0.9")

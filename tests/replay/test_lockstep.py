@@ -198,7 +198,7 @@ def test_a_prefetch_that_the_link_has_not_come_to_is_late_and_what_the_script_de
     assert machine.route(np.array([1, 2]))[0] == []
     assert machine.counters()[:3] == [0, 1, 1]
     assert machine.next_transfer() == (1, -1, True)
-    assert machine.counters()[3:] == [0, 1, 1, 0], "a prefetch that was looked up as it started"
+    assert machine.counters()[3:7] == [0, 1, 1, 0], "a prefetch that was looked up as it started"
     machine.arrived()
     assert machine.next_transfer() == (2, -1, False)
     machine.arrived()

@@ -96,7 +96,7 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
     """
     session, layers = Session(run, device), run.shape.layers
     rows: list[StepRow] = []
-    latest = len(run.requests) - 1
+    latest = max(ordinal for ordinal, request in enumerate(run.requests) if len(request.phase))
     for ordinal, request in enumerate(run.requests):
         session.decider.begin_request(ordinal)
         for number, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
@@ -123,7 +123,7 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
                 session.end_request(run.cold and ordinal < latest)
             spent = [now - then for now, then in zip(session.totals(), before, strict=True)]
             share = Share(request.request, tokens, ended - began)
-            rows.append(StepRow([phase, tokens, ended - began, *spent], [share]))
+            rows.append(StepRow([phase, tokens, ended - began, *spent], [share], ended))
     return RunLog.of_rows(rows, run.gpu.link.expert_bytes, session.pump.evictions)
 
 

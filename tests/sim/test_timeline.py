@@ -23,12 +23,13 @@ from sim.timeline import simulated
 from sim.timeline.file import Timeline, writing
 from sim.timeline.window import WHOLE, Window
 from tests.support.logs import assert_logs_equal
-from tests.support.runs import Drawn, draw_run
+from tests.support.runs import Drawn, draw_run, draw_tiers_run
 from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces.errors import InputError
 from traces.steps import DECODE
 
 SEEDS = range(400)
+TIERS = range(200)
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
 """Policies that name their victims in Python, which the generator does not draw."""
 
@@ -60,6 +61,16 @@ def watched(seed: int) -> tuple[Drawn, Shown, RunLog]:
 def log_of(parts: Sequence[RunLog]) -> RunLog:
     """The log of a run, which may have no steps."""
     return joined(parts or [RunLog.of_rows([], 1, [])])
+
+
+@cache
+def watched_tiers(seed: int) -> tuple[Drawn, Shown, RunLog]:
+    run = draw_tiers_run(random.Random(seed).randint)
+    if seed % 10 == 0:
+        placement = run.policy.partition("/")[2] if "model=" not in run.policy else "split"
+        run = run._replace(policy=f"{PLAIN[seed // 10 % len(PLAIN)]}/{placement}", one_scale=False)
+    shown, parts = watch(run)
+    return run, shown, log_of(parts)
 
 
 def each(check: Callable[[Drawn, Shown, RunLog], None]) -> None:
@@ -102,18 +113,18 @@ def fills_its_steps(run: Drawn, shown: Shown, log: RunLog) -> None:
     assert [step.lasted for step, _, _ in steps] == log.step_ns.tolist()
     clock = 0
     for row, (step, layers, parts) in enumerate(steps):
-        assert step.began == clock
+        assert step.began == clock or (run.users and step.began > clock)
         assert len(layers) == run.shape.layers
-        ends = [clock, *(part.ended for part in parts)]
+        ends = [step.began, *(part.ended for part in parts)]
         assert [part.began for part in parts] == ends[:-1]
-        clock += step.lasted
-        assert ends[-1] == step.ended == clock
+        clock = step.ended
+        assert ends[-1] == clock
         stalls = [part for part in parts if part.name.startswith("stall: ")]
         by_cause = [sum(part.lasted for part in stalls if part.name == f"stall: {cause}") for cause in STALLS]
         assert by_cause == log.stall_ns[row].tolist()
         assert sum(part.lasted for part in parts) - sum(by_cause) == log.compute_busy_ns[row]
         outcomes = Counter(part.args["lookup"] for part in parts if "lookup" in part.args)
-        counted = {"hit": log.hits[row], "late": log.late[row], "miss": log.misses[row]}
+        counted = {"hit": log.hits[row], "late": log.late[row], "miss": log.misses[row] - log.on_host[row]}
         assert {name: outcomes[name] for name in counted} == counted
 
 
@@ -162,20 +173,25 @@ def test_lookups_of_each_step_are_a_counter() -> None:
 # The link
 
 
+def busy_by_step(slices: Sequence[Slice], shown: Shown) -> list[int]:
+    """How long they last from the end of the step before to that of each."""
+    ends = [step.ended for step, _, _ in shown.steps]
+    return [
+        sum(max(0, min(one.ended, ended) - max(one.began, began)) for one in slices)
+        for began, ended in itertools.pairwise([0, *ends])
+    ]
+
+
 def agrees_on_the_link(run: Drawn, shown: Shown, log: RunLog) -> None:
     """Its slices sum to the log's busy time, step by step; transfers and bytes are the log's; a pause lasts."""
     chunks = shown.tracks["link"]
     assert all(a.ended <= b.began for a, b in itertools.pairwise(chunks))
-    busy = np.zeros(len(log.step_ns), np.int64)
-    ends = np.cumsum(log.step_ns).tolist()
-    for row, (began, ended) in enumerate(zip([0, *ends], ends, strict=False)):
-        busy[row] = sum(max(0, min(one.ended, ended) - max(one.began, began)) for one in chunks)
-    assert busy.tolist() == log.link_busy_ns.tolist()
+    assert busy_by_step(chunks, shown) == log.link_busy_ns.tolist()
     first = [one for one in chunks if one.args["bytes"] == one.args["bytes_so_far"]]
     started = Counter("demand" if one.args["transfer"] == "demand" else "prefetch" for one in first)
     assert started["demand"] == log.demand_transfers.sum()
     assert started["prefetch"] == log.prefetch_transfers.sum()
-    victims = [one.args["victim"] for one in chunks if "victim" in one.args]
+    victims = [name for one in chunks if "victim" in one.args for name in one.args["victim"].split(", ")]
     assert victims == [f"L{v // run.shape.experts} e{v % run.shape.experts}" for v in log.evictions.tolist()]
     ended_whole = [one for one in chunks if not one.args.get("unfinished")]
     arrived = [one for one in ended_whole if one.args["bytes_so_far"] == one.args["bytes_of_expert"]]
@@ -203,7 +219,7 @@ def agrees_on_slots(run: Drawn, shown: Shown, log: RunLog) -> None:
     """One expert a slot at a time, one slot an expert; evictions, transfers, first uses and waste are the log's."""
     slots = shown.slots
     tracks = sum(name.startswith("slot ") for name in shown.threads.values())
-    assert tracks == sum(run.run.policy.divide(run.shape, run.slots))
+    assert run.link.layer_bytes or tracks == sum(run.run.policy.divide(run.shape, run.slots))
     assert set(slots) <= {f"slot {i}" for i in range(tracks)}
     for slices in slots.values():
         assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
@@ -245,6 +261,73 @@ def test_queues_end_empty_and_at_most_two_transfers_are_under_way() -> None:
 
     each(check)
     assert all(seen[name, True] > 100 for name in ("queued demands", "queued prefetches", "transfers under way"))
+
+
+# Host, disk and seats
+
+
+def agrees_on_host_and_disk(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """Each computes or reads one expert after another, for as long as timing and disk say, and as often as the log."""
+    host, disk, E = shown.tracks["host"], shown.tracks["disk"], run.shape.experts
+    for slices in (host, disk):
+        assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
+    computes, hops = ([one for one in host if (one.name == "hop") is hop] for hop in (False, True))
+    assert len(computes) == log.on_host.sum()
+    assert all(one.lasted == run.timing.host_ns(one.args["tokens"], one.args["layer"]) for one in computes)
+    assert all(one.lasted == run.timing.hop_ns for one in hops)
+    assert busy_by_step(computes, shown) == log.host_busy_ns.tolist()
+    assert busy_by_step(disk, shown) == log.disk_busy_ns.tolist()
+    reads = Counter(one.args["read"] for one in disk)
+    assert reads == Counter(demand=log.reads_demand.sum(), prefetch=log.reads_prefetch.sum())
+    if run.host:
+        ended = [one for one in disk if not one.args.get("unfinished")]
+        assert all(one.lasted == run.host.link.used_ns(run.link.bytes_of(one.args["expert"] // E)) for one in ended)
+
+
+def agrees_on_seats(run: Drawn, shown: Shown, log: RunLog) -> None:
+    """A seat has one request at a time, from its admission to its end; each waited and lasted as the log says."""
+    seats = [slices for name, slices in shown.tracks.items() if name.startswith("seat ")]
+    assert len(seats) <= (run.users.max_batch if run.users else 0)
+    for slices in seats:
+        assert all(a.ended <= b.began for a, b in itertools.pairwise(slices))
+    rows = log.by_request
+    for one in itertools.chain(*seats):
+        own = rows.request == int(one.name.removeprefix("request "))
+        assert one.args["steps"] == own.sum()
+        assert one.lasted == rows.latency_ns[own].sum()
+        assert ns(one.args["waited_us"]) == rows.waited_ns[own].sum()
+    assert sum(map(len, seats)) == (len(np.unique(rows.request)) if run.users else 0)
+
+
+def test_with_tiers_and_users_every_stream_and_every_seat_agrees_with_the_log() -> None:
+    checks = (fills_its_steps, agrees_on_the_link, agrees_on_slots, agrees_on_host_and_disk, agrees_on_seats)
+    seen: Counter[str] = Counter()
+    for seed in TIERS:
+        run, shown, log = watched_tiers(seed)
+        for check in (*checks, is_well_formed):
+            check(run, shown, log)
+        assert_logs_equal(log, log_of(run.on(simpy_engine.play)))
+        seen.update(name.split()[0] for name, slices in shown.tracks.items() if slices)
+        seen["unfinished reads"] += any(one.args.get("unfinished") for one in shown.tracks["disk"])
+        seen["several victims"] += any(", " in one.args.get("victim", "") for one in shown.tracks["link"])
+        for cause in STALLS[:6]:
+            seen[f"stall: {cause}"] += any(one.name == f"stall: {cause}" for one in shown.tracks["compute"])
+    assert len(seen) >= 14
+    assert min(seen.values()) >= 4, seen
+
+
+def test_a_window_cuts_host_disk_and_seats_like_all_else() -> None:
+    compared = 0
+    for seed in TIERS:
+        run, full, _ = watched_tiers(seed)
+        ends = [0, *(step.ended for step, _, _ in full.steps if step.args["phase"] == "decode")]
+        if len(ends) < 4:
+            continue
+        part, _ = watch(run, Window("decode steps", 1, len(ends) - 2, stops=False))
+        for name in full.threads.values():
+            assert clipped(part.tracks[name], ends[1], ends[-2]) == clipped(full.tracks[name], ends[1], ends[-2]), seed
+        compared += sum(len(part.tracks[name]) for name in ("host", "disk", "seat 0"))
+    assert compared > 500
 
 
 # The file
