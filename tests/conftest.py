@@ -5,6 +5,7 @@ tiny models threads that wait for each other take several times as long.
 """
 
 import os
+from multiprocessing import get_context
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -18,8 +19,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "project")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Compile the engine once, before xdist's workers would all do."""
+    """Compile both versions of the engine once, one in a process of its own, before xdist's workers would all do."""
     if session.config.getoption("numprocesses", None):
         from sim.engines.compiled_engine import prepare
 
-        prepare()
+        plain = get_context("spawn").Process(target=prepare)
+        plain.start()
+        prepare([True])
+        plain.join()

@@ -272,7 +272,7 @@ class Loaded:
         return self.hardware is not None and engine.compiles(self.setup.engine, parse(policy), shape)
 
     def versions(self, policies: Iterable[Policy]) -> Iterator[bool]:
-        """Yield which version of the compiled engine plays a cell of each policy (`compiled_engine.tiered`), if it does."""
+        """Yield, of each policy that the compiled engine plays, which version does (`compiled_engine.tiered`)."""
         more = self.setup.host_memory is not None or self.sizes is not None
         for policy in map(parse, policies):
             if self.compiled(policy):

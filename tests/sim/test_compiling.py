@@ -38,19 +38,19 @@ def a_second() -> None:
     time.sleep(1)
 
 
-def for_long() -> None:
+def for_long(versions: list[bool]) -> None:
     time.sleep(60)
 
 
-def in_vain() -> None:
+def in_vain(versions: list[bool]) -> None:
     sys.exit(1)
 
 
 @pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[], None]], None]]:
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[list[bool]], None]], None]]:
     """Have the engine seem uncompiled, and something else compile it."""
 
-    def compile_with(other: Callable[[], None]) -> None:
+    def compile_with(other: Callable[[list[bool]], None]) -> None:
         monkeypatch.setattr(compiled_engine, "on_disk", lambda tiered: False)
         monkeypatch.setattr(compiled_engine, "prepare", other)
 
