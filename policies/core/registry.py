@@ -103,7 +103,8 @@ def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
     """Return the retention policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
-        raise unknown("policy", str(policy), [*_retention, *(preset.name for preset in PRESETS)])
+        known = [*_retention, *(preset.name for preset in PRESETS)]
+        raise _slip(str(policy)) or unknown("policy", str(policy), known)
     if not issubclass(cls, RetentionPolicy):
         how = f"lru+{policy}" if isinstance(policy, str) else f"PolicySpec.of(evict='lru', prefetch={cls.__name__})"
         called = getattr(policy, "__name__", policy)
@@ -154,6 +155,13 @@ def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetche
 def is_pair(name: str) -> bool:
     """Return whether `name` stands for a retention policy and a prefetcher."""
     return all(name in table for table in tables())
+
+
+def _slip(policy: str) -> InputError | None:
+    """Return what to say where what follows the last / was meant to be a placement."""
+    name, slash, last = policy.rpartition("/")
+    known = slash and (name in _retention or any(preset.name == name for preset in PRESETS))
+    return unknown("placement", last, PLACEMENTS) if known else None
 
 
 def _find(
