@@ -8,6 +8,7 @@ compute stream waits for an expert that is still arriving. What happens at one n
 from collections import deque
 from collections.abc import Generator, Sequence
 from functools import cache, lru_cache
+from heapq import heappop
 from typing import Any
 
 import simpy
@@ -218,12 +219,17 @@ class SimpyDevice(Device):
 
     def next_completion(self) -> Completion:
         """Let simulated time pass until something has ended."""
-        ended, step = self._ended, self.env.step
-        try:
-            while not ended:
-                step()
-        except simpy.core.EmptySchedule:
-            raise nothing_under_way() from None
+        ended, env = self._ended, self.env
+        queue = env._queue
+        while not ended:  # env.step(), without a call for each event
+            if not queue:
+                raise nothing_under_way()
+            env._now, _, _, event = heappop(queue)
+            callbacks, event.callbacks = event.callbacks, None
+            for callback in callbacks:
+                callback(event)
+            if not event._ok and not hasattr(event, "_defused"):
+                raise event._value
         return ended.popleft()
 
     def poll(self) -> Completion | None:

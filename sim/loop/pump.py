@@ -126,6 +126,10 @@ class Pump:
         """Return whether a demand is queued that the link could take."""
         return self.demands > 0 and (self._host is None or self._host.can_send())
 
+    def busy_with_more(self) -> bool:
+        """Return whether there may be anything to submit."""
+        return self.demands > 0 or self.proposed or self._active is not None
+
     def act(self) -> list[int]:
         """Submit pieces until the link has enough; behind the last one of a transfer goes the next transfer.
 
@@ -189,6 +193,8 @@ class Pump:
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
         chunk, size = self._link.chunk_bytes, transfer.size
+        if not self._tail_bytes and (chunk is None or transfer.demand):
+            return size, False
         chunk_end = size
         if chunk is not None and not transfer.demand:
             chunk_end = min((transfer.sent // chunk + 1) * chunk, size)

@@ -24,7 +24,7 @@ from sim.loop.schedule import Routing
 
 NO_EXPERT = -1  # in the compute stream's queue: other work
 
-COPY, EXPERT, PREDICTOR_ENDED = Kind.COPY, Kind.EXPERT, Kind.PREDICTOR
+COPY, EXPERT, PREDICTOR_ENDED, ROUTER = Kind.COPY, Kind.EXPERT, Kind.PREDICTOR, Kind.ROUTER
 
 NO_CAUSE = -1
 
@@ -198,7 +198,7 @@ class Session:
         if kind is COPY:
             self._piece_ended()
             return
-        if kind >= Kind.READ:
+        if kind > ROUTER:  # of no stream that every run has
             self._host_ended(completion)
             return
         if self._observer:
@@ -318,7 +318,8 @@ class Session:
             self._landing.discard(arrived)
             if self._doing == WAITING and self._computing[0] == arrived:
                 self._turn(COMPUTING)
-        self._pump()
+        if self.pump.busy_with_more():
+            self._pump()
         if self._host:
             self._host.act()
 
