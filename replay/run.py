@@ -69,6 +69,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         check_pin(self.pin)
+        simulated = self.loaded.simulated_alone(self.policy)
+        if simulated:
+            raise InputError(f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it")
         if self.dense not in DENSE:
             raise unknown("--dense", self.dense, DENSE)
         ignored = {"--host-dedup": self.host_dedup, "--verify": self.verify, "--weights": self.weights}

@@ -225,7 +225,7 @@ class SimpyDevice(Device):
             if not queue:
                 raise nothing_under_way()
             env._now, _, _, event = heappop(queue)
-            callbacks, event.callbacks = event.callbacks, None
+            callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]  # as in SimPy
             for callback in callbacks:
                 callback(event)
             if not event._ok and not hasattr(event, "_defused"):

@@ -271,6 +271,16 @@ class Loaded:
         shape = Shape(self.trace.layers, self.trace.num_experts)
         return self.hardware is not None and engine.compiles(self.setup.engine, parse(policy), shape)
 
+    def simulated_alone(self, policy: Policy) -> str | None:
+        """Return what of a cell no real device runs so far; None: nothing."""
+        found = {
+            f"the placement {parse(policy).placement.term}": parse(policy).placement != FETCHED,
+            "a disk below host memory (--host-memory)": self.setup.host_memory is not None,
+            "several users (--max-batch)": self.setup.max_batch is not None,
+            "experts of several sizes": self.sizes is not None,
+        }
+        return next((what for what, asked in found.items() if asked), None)
+
     def versions(self, policies: Iterable[Policy]) -> Iterator[bool]:
         """Yield, of each policy that the compiled engine plays, which version does (`compiled_engine.tiered`)."""
         more = self.setup.host_memory is not None or self.sizes is not None
