@@ -193,16 +193,38 @@ class _WholeCompiler(Compiler):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.state.library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
+        self.state.library = library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
+        library.large = any(_selects(each) for each in self.state.args)
         self.state.library.enable_object_caching()
+
+
+def _selects(argument: types.Type) -> bool:
+    """Whether a type selects the larger version of a function: a NamedTuple with a tuple in it that is not empty."""
+    held = argument.types if isinstance(argument, types.NamedTuple) else ()
+    return any(isinstance(each, types.UniTuple) and not isinstance(each, types.NamedUniTuple) for each in held)
+
+
+SMALL = 60
+"""Instructions of a part that a large function may have as a piece of itself."""
+
+
+def _instructions(function: Any) -> int:
+    """How many a function has; none of one that is compiled into its callers anyway."""
+    if any(b"alwaysinline" in each.split() for each in function.attributes):
+        return 0
+    return sum(1 for block in function.blocks for _ in block.instructions)
 
 
 class _WholeLibrary(JITCodeLibrary):
     """A function that Python calls, with its parts."""
+
+    large = False  # LLVM would take minutes to make one function of it
 
     def _optimize_final_module(self) -> None:
         """As numba's; LLVM first learns that nothing else calls the parts, and so leaves out unread arguments."""
         for function in self._final_module.functions:
             if not function.is_declaration and function.name in _PARTS:
                 function.linkage = "internal"
+                if self.large and _instructions(function) > SMALL:
+                    function.add_function_attribute("noinline")
         super()._optimize_final_module()

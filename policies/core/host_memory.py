@@ -8,7 +8,7 @@ which experts the link can take. Room is counted as there, in slots or in bytes 
 import numpy as np
 
 from policies.core import residency_compiled as core
-from policies.core.compiled import apart, compiled
+from policies.core.compiled import compiled
 from policies.core.policy import Float, Int
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 
@@ -33,7 +33,6 @@ def new(m: Int, total: int, room: int) -> Int:
     return h
 
 
-@apart
 @compiled
 def demand(h: Int, m: Int, experts: Int, first: int, last: int) -> None:
     """An event has been looked up: its misses in experts[first:last] (ascending ids) are demanded of host memory."""
@@ -70,7 +69,6 @@ def evictable(h: Int, m: Int, expert: int, demanded: bool) -> bool:
     return free
 
 
-@apart
 @compiled
 def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
     """Have the least recent leave until there is room for `expert`; False, and nobody leaves, if that cannot be."""
@@ -111,7 +109,6 @@ def best_prefetch(h: Int, m: Int, keep: Float) -> int:
     return best
 
 
-@apart
 @compiled
 def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
     """Return what the free disk reads; NO_EXPERT where nothing is to be read, BLOCKED where there is no room."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.core.compiled import allocating, apart, compiled
+from policies.core.compiled import allocating, compiled
 from policies.core.policy import Float, Int
 from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
@@ -301,7 +301,6 @@ def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_sca
     return ASK if rule == NAMES_VICTIMS and keep[0, victim] != NAMED else victim
 
 
-@apart
 @compiled
 def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
     """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or nobody."""

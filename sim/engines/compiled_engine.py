@@ -158,7 +158,6 @@ def act(run: Streams) -> None:
         take(run)
 
 
-@apart
 @compiled
 def act_all(run: Streams) -> None:
     """Link, disk, then host: what is free starts what comes next."""
@@ -167,7 +166,6 @@ def act_all(run: Streams) -> None:
     act_below(run)
 
 
-@apart
 @compiled
 def act_below(run: Streams) -> None:
     """Disk, then host: what is free starts what comes next."""
@@ -235,7 +233,6 @@ def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         n[LINK_END] = n[NOW] + n[WHOLE_NS]
 
 
-@apart
 @compiled
 def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """The same where experts differ in size, or lie on a disk: all who left, the transfer's size, its recency."""
@@ -287,7 +284,6 @@ def account(run: Streams) -> None:
         n[WAITING_SINCE] = now
 
 
-@apart
 @compiled
 def account_tiers(run: Streams, before: int) -> None:
     """Anything ends now: unpin the hits that ended before a time, charge the time to what compute waited for."""
@@ -348,7 +344,6 @@ def link_event(run: Streams) -> None:
         act_below(run)
 
 
-@apart
 @compiled
 def read_event(run: Streams) -> None:
     """The read has ended."""
@@ -365,7 +360,6 @@ def read_event(run: Streams) -> None:
     act(run)
 
 
-@apart
 @compiled
 def host_event(run: Streams) -> None:
     """The hop has ended, or an expert's compute on the host."""
@@ -410,7 +404,6 @@ def advance(run: Streams, until: int, rank: int) -> None:
     n[NOW] = until
 
 
-@apart
 @compiled
 def happens(run: Streams, until: int, rank: int) -> bool:
     """Handle what ends next, if that comes before an end of `rank` at `until`."""
@@ -453,7 +446,6 @@ def wait_until(run: Streams, until: int) -> None:
     advance(run, until, WAKE)
 
 
-@apart
 @compiled
 def place(run: Streams, routing: Routing, first: int, last: int, layer: int, expert_ns: Int, host_ns: Int) -> None:
     """Rule 13, before the lookup: which misses of the event the host computes (`policies.core.placement`)."""
@@ -485,7 +477,6 @@ def place(run: Streams, routing: Routing, first: int, last: int, layer: int, exp
         n[HOST_LEFT] += 1
 
 
-@apart
 @compiled
 def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
     """The event has been looked up: demands of host memory, the host's queue, its hop."""

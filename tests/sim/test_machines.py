@@ -1,0 +1,188 @@
+"""Host, disk, several users and experts of several sizes as a user asks for them: setups, sweeps and their results."""
+
+import json
+from collections import OrderedDict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from replay.run import Choice
+from sim.sweep.grid import Grid, played
+from sim.sweep.setup import Setup
+from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
+from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.trace import Trace
+from traces.writer import write_trace
+
+L, E, K = 3, 16, 2
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    made = synthetic(6, tokens=8, layers=L, experts=E, top_k=K, seed=3)
+    made = replace(made, meta=replace(made.meta, model="tiny", **SIZES))
+    write_trace(made, home / "tiny")
+    for name, arrivals in (("arriving", [0, 0, 10**6, 10**6, 10**7, 10**9]), ("backward", [0, 5, 4, 6, 7, 8])):
+        requests = made.requests.assign(arrival_ns=pd.array(arrivals, dtype="Int64"))
+        write_trace(replace(made, requests=requests), home / name)
+    return home
+
+
+def row_of(setup: Setup, policy: str, size: str = "50%") -> dict[str, object]:
+    loaded = setup.load()
+    (row,) = played(loaded, Grid((policy,), {size: loaded.slots(size)})).rows
+    return {name: value for name, value in row.items() if name != "cell"}
+
+
+ASKED = {
+    "placement": ({}, "lru/split"),
+    "host": ({}, "eamc/host"),
+    "disk": ({"host_memory": "60%"}, "lru+popular"),
+    "both": ({"host_memory": "20"}, "lfu/split"),
+    "closed": ({"max_batch": 3}, "eamc-blend"),
+    "poisson": ({"max_batch": 2, "arrivals": "poisson", "arrival_rate": 500.0}, "lru+markov"),
+    "everything": ({"max_batch": 2, "host_memory": "60%", "cold": True}, "lru+oracle/split"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_both_engines_give_the_same_row(home: Path, asked: str) -> None:
+    options, policy = ASKED[asked]
+    rows = [row_of(Setup(str(home / "tiny"), engine=engine, **options), policy) for engine in ("simpy", "compiled")]
+    assert rows[0] == rows[1]
+
+
+def test_what_the_host_the_disk_and_the_queue_did_is_in_the_row(home: Path) -> None:
+    plain, host = (row_of(Setup(str(home / "tiny")), policy) for policy in ("lru", "lru/host"))
+    assert plain["on_host"] == 0 == plain["host_busy_ms"] == plain["disk_busy_ms"]
+    assert host["on_host"] == host["misses"] == host["lookups"], "nothing ever comes to the GPU"
+    assert host["bytes_demand"] == 0 < host["stall_host_ms"]
+    disk = row_of(Setup(str(home / "tiny"), host_memory="100%"), "lru")
+    assert disk["reads_demand"] == len(used_experts(home)), "each is read once, and never leaves"
+    assert disk["stall_disk_ms"] > 0
+    assert plain["queue_mean_ms"] is None
+    closed = row_of(Setup(str(home / "tiny"), max_batch=2), "lru")
+    assert closed["queue_max_ms"] == 0 < closed["tokens_per_s"]
+    crowd = row_of(Setup(str(home / "tiny"), max_batch=1, arrivals="poisson", arrival_rate=1e6), "lru")
+    assert crowd["queue_max_ms"] > crowd["queue_mean_ms"] > 0
+
+
+def used_experts(home: Path) -> set[int]:
+    trace = Trace.read(home / "tiny")
+    return {int(expert) for i in range(len(trace.requests)) for expert in trace.steps(i).experts}
+
+
+def test_recorded_arrivals_are_those_of_the_trace(home: Path) -> None:
+    users = Setup(str(home / "arriving"), max_batch=2, arrivals="trace").load().users()
+    assert users is not None
+    assert users.arrival_ns == (0, 0, 10**6, 10**6, 10**7, 10**9)
+
+
+def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
+    def arrivals(seed: int) -> tuple[int, ...]:
+        setup = Setup(str(home / "tiny"), max_batch=2, arrivals="poisson", arrival_rate=1000.0, seed=seed)
+        users = setup.load().users()
+        assert users is not None
+        assert users.arrival_ns
+        return users.arrival_ns
+
+    assert arrivals(1) == arrivals(1) != arrivals(2)
+    drawn = np.diff([each for seed in range(200) for each in (0, *arrivals(seed))])
+    assert drawn[drawn > 0].mean() == pytest.approx(1e6, rel=0.1), "1,000 a second, in ns"
+
+
+REFUSED = {
+    "--max-batch 0": {"max_batch": 0},
+    "need --max-batch": {"arrivals": "trace"},
+    "need each other": {"max_batch": 2, "arrivals": "poisson"},
+    "above 0 and finite": {"max_batch": 2, "arrivals": "poisson", "arrival_rate": 0.0},
+    "kind of arrivals": {"max_batch": 2, "arrivals": "closd"},
+    "without a clock": {"untimed": True, "max_batch": 2},
+    "--host-memory": {"host_memory": "3B"},
+    "does not say when": {"max_batch": 2, "arrivals": "trace"},
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_cannot_be_is_refused_in_one_line(home: Path, says: str) -> None:
+    with pytest.raises(InputError, match=says) as refused:
+        row_of(Setup(str(home / "tiny"), **REFUSED[says]), "lru")
+    assert "\n" not in str(refused.value)
+
+
+def test_arrivals_that_go_back_are_refused_by_the_requests_names(home: Path) -> None:
+    names = Trace.read(home / "backward").requests["id"]
+    with pytest.raises(InputError, match=f"request {names[2]} arrives before {names[1]}"):
+        Setup(str(home / "backward"), max_batch=2, arrivals="trace").load()
+
+
+def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_path: Path) -> None:
+    shipped = (Path(__file__).parents[2] / "sim/profiles/hardware/a5000.toml").read_text(encoding="utf-8")
+    tiny = tmp_path / "tiny.toml"
+    tiny.write_text(shipped.replace("memory_gib = 24.0", "memory_gib = 0.001"), encoding="utf-8")
+    with pytest.raises(InputError, match="without any expert"):
+        Setup(str(home / "tiny"), hardware=str(tiny)).load()
+    tiny.write_text(shipped.replace("disk_bandwidth_gb_per_s = 6.5", "disk_bandwidth_gb_per_s = 0"), encoding="utf-8")
+    with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0: must be above 0"):
+        Setup(str(home / "tiny"), hardware=str(tiny)).load()
+
+
+@pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])
+def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: Path, capacity: str) -> None:
+    sizes = [40_000, 73_728, 55_555]
+    loaded = replace(Setup(str(home / "tiny"), untimed=True).load())
+    assert loaded.profile
+    loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=tuple(sizes)))
+    room = loaded.slots(capacity)
+    log = loaded.log("lru", room)
+    held: OrderedDict[int, int] = OrderedDict()
+    hits = moved = 0
+    trace = Trace.read(home / "tiny")
+    for expert in np.concatenate([trace.steps(i).experts for i in range(len(trace.requests))]).tolist():
+        size = sizes[expert // E]
+        if expert in held:
+            hits += 1
+            held.move_to_end(expert)
+            continue
+        while sum(held.values()) + size > room:
+            held.popitem(last=False)
+        held[expert] = size
+        moved += size
+    assert (log.hits.sum(), log.demand_bytes.sum()) == (hits, moved)
+
+
+def test_a_sweep_over_users_draws_them_and_has_a_folder_for_each(home: Path) -> None:
+    arguments = ["sweep", "tiny", "--policies", "lru,lru/host", "--cache-sizes", "50%", "--max-batch", "1,2,3"]
+    done = moe_sim(*arguments, "--out", "users", "--workers", "1", "--engine", "simpy", "--json", cwd=home)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    assert [row["max_batch"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert {file.name for file in (home / "users").iterdir()} >= {"users-1", "users-3", "users.png", "results.parquet"}
+    requests = pd.read_parquet(home / "users" / "users-3" / "requests.parquet")
+    assert requests["hits"].isna().all(), "three requests share a step, and its hits are no single one's"
+    assert (requests["tpot_mean_ms"] > 0).all()
+    alone = pd.read_parquet(home / "users" / "users-1" / "requests.parquet")
+    assert alone["hits"].sum() == next(row["hits"] for row in rows) + 0
+
+
+def test_one_user_is_the_run_without_users(home: Path) -> None:
+    plain, one = (row_of(Setup(str(home / "tiny"), max_batch=batch), "lru+popular") for batch in (None, 1))
+    changed = {name for name, value in plain.items() if one[name] != value}
+    assert changed == {"max_batch", "arrivals", "queue_mean_ms", "queue_p99_ms", "queue_max_ms"}
+
+
+@pytest.mark.parametrize(
+    "options, policy", [({}, "lru/host"), ({"max_batch": 2}, "lru"), ({"host_memory": "9"}, "lru")]
+)
+def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, object], policy: str) -> None:
+    from policies.core.spec import parse
+
+    loaded = Setup(str(home / "tiny"), **options).load()
+    with pytest.raises(InputError, match="moe-sim simulates it"):
+        Choice(loaded, parse(policy), 10, "virtual")
