@@ -1,0 +1,136 @@
+"""From what is known of a machine to the rates of a run, and to the hardware profile that is simulated.
+
+What is stated comes first, measured before data sheet; what is not comes from the machine's hardware profile, and then
+from the general factors (`data/factors.toml`). A framework's overheads are its system's (`data/systems.toml`).
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sim.backtest.file import Machine
+from sim.profiles.hardware_profile import Hardware, hardware
+from traces.errors import InputError, unknown
+
+DATA = Path(__file__).parent / "data"
+
+
+@cache
+def table(name: str) -> Mapping[str, Any]:
+    """Return a shipped table: `factors` or `systems`."""
+    return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a run goes by. 0: the machine has none, or nothing is known of it. One of these may be fitted."""
+
+    gpu_gb_per_s: float  # that GPU kernels reach
+    gpu_tflop_per_s: float
+    launch_us: float
+    host_gb_per_s: float  # that expert kernels on the CPU reach
+    hop_us: float
+    cpu_us_per_layer: float
+    link_gb_per_s: float
+    link_latency_us: float
+    disk_gb_per_s: float
+    disk_latency_us: float
+    us_per_layer: float
+    us_per_expert: float
+    us_per_token: float
+
+    def hardware(self, cpu: bool, disk_link: bool) -> Hardware:
+        """Return the machine to simulate. cpu: the CPU computes everything; disk_link: misses come from the disk."""
+        needed = {"host_gb_per_s": cpu, "gpu_gb_per_s": not cpu, "disk_gb_per_s": disk_link}
+        for key, wanted in needed.items():
+            if wanted and not getattr(self, key):
+                raise InputError(f"its machine states nothing from which {key} follows")
+        return Hardware(
+            name="back-test",
+            title="back-test",
+            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s or 1.0,
+            link_latency_us=self.disk_latency_us if disk_link else self.link_latency_us,
+            memory_gib=1.0,
+            memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
+            compute_tflop_per_s=table("factors")["host_tflop_per_s"] if cpu else self.gpu_tflop_per_s,
+            launch_us=0.0 if cpu else self.launch_us,
+            framework_us_per_layer=self.cpu_us_per_layer if cpu else self.us_per_layer,
+            framework_us_per_expert=0.0 if cpu else self.us_per_expert,
+            framework_us_per_token=self.us_per_token,
+            host_compute_tflop_per_s=table("factors")["host_tflop_per_s"],
+            host_memory_bandwidth_gb_per_s=self.host_gb_per_s or 1.0,
+            host_expert_share=1.0,
+            host_hop_us=self.hop_us,
+            disk_bandwidth_gb_per_s=self.disk_gb_per_s or 1.0,
+            disk_latency_us=self.disk_latency_us,
+        )
+
+
+FITTED = tuple(field.name for field in fields(Rates))
+"""What a machine may have fitted."""
+
+
+def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = None) -> Rates:
+    """Return the rates of a machine under a system; InputError for a link or fit_parameter that is not known."""
+    factors = factors or table("factors")
+    base = hardware(machine.profile) if machine.profile else None
+    if machine.fit_parameter and machine.fit_parameter not in FITTED:
+        raise unknown("fit_parameter", machine.fit_parameter, FITTED)
+    if machine.link and machine.link not in factors["links"]:
+        raise unknown("link", machine.link, factors["links"])
+    overheads = overheads_of(system)
+
+    def stated(key: str, general: float) -> float:
+        value = float(getattr(machine, key))
+        return value if value >= 0 else general
+
+    return Rates(
+        gpu_gb_per_s=_gpu(machine, base, factors),
+        gpu_tflop_per_s=machine.gpu_tflop_per_s or (base.compute_tflop_per_s if base else factors["gpu_tflop_per_s"]),
+        launch_us=machine.launch_us or factors["launch_us"],
+        host_gb_per_s=_host(machine, base, factors),
+        hop_us=stated("hop_us", factors["hop_us"]),
+        cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
+        link_gb_per_s=machine.link_gb_per_s
+        or (factors["links"][machine.link] if machine.link else base.link_bandwidth_gb_per_s if base else 0.0),
+        link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
+        disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
+        disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
+        us_per_layer=stated("us_per_layer", overheads.get("us_per_layer", 0.0)),
+        us_per_expert=stated("us_per_expert", overheads.get("us_per_expert", 0.0)),
+        us_per_token=stated("us_per_token", overheads.get("us_per_token", 0.0)),
+    )
+
+
+def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.gpu_gb_per_s:
+        return machine.gpu_gb_per_s
+    read = machine.gpu_read_gb_per_s or machine.gpu_data_sheet_gb_per_s * factors["gpu_read_of_data_sheet"]
+    read = read or (base.memory_bandwidth_gb_per_s if base else 0.0)
+    return float(read * factors["gpu_kernels_of_read"])
+
+
+def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    """Memory or cores, whichever is slower."""
+    if machine.host_gb_per_s:
+        return machine.host_gb_per_s
+    stream = machine.host_stream_gb_per_s or machine.host_peak_gb_per_s * factors["host_stream_of_peak"]
+    stream = stream or (base.host_memory_bandwidth_gb_per_s if base else 0.0)
+    reading = stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"])
+    each = machine.host_gb_per_s_per_thread or factors["host_gb_per_s_per_thread"]
+    return float(min(reading, machine.host_threads * each) if machine.host_threads else reading)
+
+
+def overheads_of(system: str) -> Mapping[str, float]:
+    """Return the overheads of a system: those of the longest name that its own begins with."""
+    found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
+    chosen = table("systems")[max(found, key=len) if found else "default"]
+    return {key: value for key, value in chosen.items() if key != "about"}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())
