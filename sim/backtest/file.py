@@ -21,6 +21,8 @@ UNITS = {
 }
 """Metrics, with their units in the metric's own: tokens/s, seconds a token, share of lookups, bytes a token."""
 
+PROMPTS = ("counted", "played", "decoded")
+
 QUALITIES = ("A", "B", "C")
 """How well a row is specified: fully, with one or two assumptions, with more."""
 
@@ -44,7 +46,7 @@ class Machine:
     host_gb_per_s: float = 0.0  # what its expert kernels reach
     host_experts_of_stream: float = 0.0
     host_threads: int = 0
-    host_gb_per_s_per_thread: float = 0.0
+    host_gflop_per_s_per_thread: float = 0.0
     hop_us: float = field(default=-1.0, metadata=profiles.MAY_BE_ZERO)
     cpu_us_per_layer: float = field(default=-1.0, metadata=profiles.MAY_BE_ZERO)
     link: str = ""  # as in factors.toml: "PCIe 4.0 x16"
@@ -95,7 +97,7 @@ class Setting:
     hit_rate: float = field(default=-1.0, metadata=profiles.MAY_BE_ZERO)  # measured; the routing is made to reach it
     like: str = ""  # model of data/reuse.toml whose routing stands in; else the nearest one
     trace: str = ""  # path or name of the very routing
-    phase: str = ""  # of the trace: "decode", "as-decode"; else all
+    prompts: str = "counted"  # of the trace, in hit rates; "played": only as what comes before; "decoded": as if so
     requests: int = 0  # of the trace, the first ones; 0: all
     tokens: int = 48  # decoded
     context: int = 0
@@ -228,6 +230,8 @@ def _check(row: Row) -> None:
         raise unknown("all_on", setting.all_on, ("gpu", "cpu"))
     if setting.misses_from not in ("", "host", "disk"):
         raise unknown("misses_from", setting.misses_from, ("host", "disk"))
+    if setting.prompts not in PROMPTS:
+        raise unknown("prompts", setting.prompts, PROMPTS)
     if setting.hit_rate > 1 or setting.host_share > 1:
         raise InputError("setting: hit_rate and host_share are shares, at most 1")
     if setting.policy and not (setting.cache or setting.slots_per_layer):

@@ -32,11 +32,13 @@ class Rates:
     gpu_gb_per_s: float  # that GPU kernels reach
     gpu_tflop_per_s: float
     launch_us: float
-    host_gb_per_s: float  # that expert kernels on the CPU reach
+    host_gb_per_s: float  # that expert kernels on the CPU reach, as far as memory goes
+    host_tflop_per_s: float  # as far as its cores go
     hop_us: float
     cpu_us_per_layer: float
     link_gb_per_s: float
     link_latency_us: float
+    copies: float  # how many times an expert crosses the link
     disk_gb_per_s: float
     disk_latency_us: float
     us_per_layer: float
@@ -52,16 +54,16 @@ class Rates:
         return Hardware(
             name="back-test",
             title="back-test",
-            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s or 1.0,
+            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s / self.copies or 1.0,
             link_latency_us=self.disk_latency_us if disk_link else self.link_latency_us,
             memory_gib=1.0,
             memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
-            compute_tflop_per_s=table("factors")["host_tflop_per_s"] if cpu else self.gpu_tflop_per_s,
+            compute_tflop_per_s=self.host_tflop_per_s if cpu else self.gpu_tflop_per_s,
             launch_us=0.0 if cpu else self.launch_us,
             framework_us_per_layer=self.cpu_us_per_layer if cpu else self.us_per_layer,
             framework_us_per_expert=0.0 if cpu else self.us_per_expert,
             framework_us_per_token=self.us_per_token,
-            host_compute_tflop_per_s=table("factors")["host_tflop_per_s"],
+            host_compute_tflop_per_s=self.host_tflop_per_s,
             host_memory_bandwidth_gb_per_s=self.host_gb_per_s or 1.0,
             host_expert_share=1.0,
             host_hop_us=self.hop_us,
@@ -92,12 +94,13 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
         gpu_gb_per_s=_gpu(machine, base, factors),
         gpu_tflop_per_s=machine.gpu_tflop_per_s or (base.compute_tflop_per_s if base else factors["gpu_tflop_per_s"]),
         launch_us=machine.launch_us or factors["launch_us"],
-        host_gb_per_s=_host(machine, base, factors),
+        host_gb_per_s=_host(machine, base, factors) * overheads.get("host_kernels", 1.0),
+        host_tflop_per_s=_cores(machine, base, factors),
         hop_us=stated("hop_us", factors["hop_us"]),
         cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
-        link_gb_per_s=machine.link_gb_per_s
-        or (factors["links"][machine.link] if machine.link else base.link_bandwidth_gb_per_s if base else 0.0),
+        link_gb_per_s=_link(machine, base, factors) * overheads.get("link", 1.0),
         link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
+        copies=overheads.get("copies", 1.0),
         disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
         disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
         us_per_layer=stated("us_per_layer", overheads.get("us_per_layer", 0.0)),
@@ -114,19 +117,29 @@ def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) ->
     return float(read * factors["gpu_kernels_of_read"])
 
 
+def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.link and not machine.link_gb_per_s:
+        return float(factors["links"][machine.link])
+    return machine.link_gb_per_s or (base.link_bandwidth_gb_per_s if base else 0.0)
+
+
 def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    """Memory or cores, whichever is slower."""
     if machine.host_gb_per_s:
         return machine.host_gb_per_s
     stream = machine.host_stream_gb_per_s or machine.host_peak_gb_per_s * factors["host_stream_of_peak"]
     stream = stream or (base.host_memory_bandwidth_gb_per_s if base else 0.0)
-    reading = stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"])
-    each = machine.host_gb_per_s_per_thread or factors["host_gb_per_s_per_thread"]
-    return float(min(reading, machine.host_threads * each) if machine.host_threads else reading)
+    return float(stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"]))
+
+
+def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.host_threads:
+        each = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
+        return float(machine.host_threads * each / 1_000)
+    return base.host_compute_tflop_per_s if base else float(factors["host_tflop_per_s"])
 
 
 def overheads_of(system: str) -> Mapping[str, float]:
-    """Return the overheads of a system: those of the longest name that its own begins with."""
+    """Return what a system's framework takes, and how it copies and computes: the longest name that its own begins with."""
     found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
     chosen = table("systems")[max(found, key=len) if found else "default"]
     return {key: value for key, value in chosen.items() if key != "about"}

@@ -32,6 +32,9 @@ FREE = Link(0, 1, 10**12, 1)
 SETTLING = 8
 """Decoded tokens after the one that fills the cache that are not counted, where a cache is played."""
 
+CORRECTIONS, NEAR = 2, 0.005
+"""How often routing is made again for a hit rate, and how near to it is near enough."""
+
 STILL = 4
 """Tokens of a run in which every token is like the one before it."""
 
@@ -86,9 +89,10 @@ class Blocking:
 
 @dataclass(frozen=True)
 class Case:
-    """A row, ready to be played."""
+    """A row, ready to be played. aim: the hit rate that its routing is made for, where it states one."""
 
     row: Row
+    aim: float = -1.0
 
     @cached_property
     def profile(self) -> ModelProfile:
@@ -171,14 +175,14 @@ class Case:
         L, E, k = profile.moe_layers, profile.experts, profile.top_k
         context = setting.context or table("factors")["context"]
         if setting.trace:
-            return routing.traced(setting.trace, setting.phase, (L, E, k), setting.requests)
+            return routing.traced(setting.trace, setting.prompts == "decoded", (L, E, k), setting.requests)
         if setting.whole_layers:
             return [routing.all_experts(L, E, STILL, context)]
         if self.static:
             still = routing.same_each_time(E, k)
             return [routing.made(still, L, k, STILL, k, context, i) for i in range(setting.batch)]
         if setting.hit_rate >= 0:
-            reuse = routing.of_hit_rate(setting.hit_rate, self.slots_per_layer, E, k)
+            reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
         elif self.stand_in:
             reuse = routing.like(self.stand_in, E, k)
         else:
@@ -199,6 +203,23 @@ class Case:
         with located(self.row.where):
             log = self._untimed() if rates is None else engine.simulate(engine_name, self.run(rates))
         return self._summary(log, rates is not None)
+
+    def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
+        """Return the case whose routing reaches the measured hit rate, if there is one, in play.
+
+        Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
+        """
+        wanted, case = self.row.setting.hit_rate, replace(self, aim=self.row.setting.hit_rate)
+        if wanted < 0 or self.static or self.row.setting.host_cache:
+            return case
+        for _ in range(CORRECTIONS):
+            with located(self.row.where):
+                missing = wanted - case.played(rates, engine_name).hit_rate
+                most = min(1.0, case.slots_per_layer / case.profile.top_k)
+                if abs(missing) < NEAR or case.aim + missing > most:
+                    break
+                case = replace(self, aim=max(case.aim + missing, 0.0))
+        return case
 
     def _untimed(self) -> RunLog:
         parts: list[RunLog] = []
@@ -231,7 +252,8 @@ class Case:
 
     def _summary(self, log: RunLog, timed: bool) -> Played:
         decoded = (log.phase == DECODE) & (np.arange(len(log.step_ns)) >= self.uncounted)
-        counted = decoded if timed or not self.row.setting.trace else np.ones(len(decoded), bool)
+        prompts = self.row.setting.trace and self.row.setting.prompts == "counted"
+        counted = np.ones(len(decoded), bool) if prompts and not timed else decoded
         tokens = int(log.tokens[decoded].sum())
         lookups = (log.hits + log.late + log.misses)[counted].sum()
         reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes

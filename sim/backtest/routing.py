@@ -15,14 +15,13 @@ from numpy.typing import NDArray
 from sim.backtest.machine import DATA, table
 from traces.errors import InputError, unknown
 from traces.importers import Options, import_dump
-from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
+from traces.steps import DECODE, RequestSteps, steps_of_rows
 from traces.trace import Trace
 
 Float = NDArray[np.float64]
 Reuse = Float
 """float64[E]: by place in the recency order, experts of a token; the sum is top-k."""
 
-PHASES = ("", "decode", "as-decode")
 PHONE, PHONE_PROMPT, PHONE_SHAPE = "bigmoeonedge-qwen3-30b", 28, (48, 128, 6)
 
 
@@ -105,41 +104,22 @@ def all_experts(layers: int, experts: int, tokens: int, context: int) -> Request
     return made(np.ones(experts), layers, experts, tokens, experts, context)
 
 
-def traced(name: str, phase: str, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
+def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
     """Return the first `most` requests (0: all) of a trace: a folder, an imported dump, or the shipped phone run.
 
-    phase: "" for all steps, "decode" without prefills, "as-decode": prompts played token by token. shape: layers,
-    experts and top-k, which must be the trace's.
+    as_decode: play prompts token by token. shape: layers, experts and top-k, which must be the trace's.
     """
-    if phase not in PHASES:
-        raise unknown("phase", phase, PHASES)
     if name == PHONE:
         theirs, requests = PHONE_SHAPE, [phone()]
     else:
         trace = _read(Path(name).expanduser())
-        if phase == "as-decode" and trace.phases != "decode":
+        if as_decode and trace.phases != "decode":
             trace = trace.as_decode()
         theirs = trace.layers, trace.num_experts, trace.top_k
         requests = [trace.steps(i) for i in range(min(most or len(trace.requests), len(trace.requests)))]
     if theirs != shape:
         raise InputError(f"setting: trace {name} has {theirs} layers, experts and top-k, the row's model {shape}")
-    return [_decoded(request) for request in requests] if phase == "decode" else requests
-
-
-def _decoded(request: RequestSteps) -> RequestSteps:
-    """The same without its prefill, which comes first."""
-    layers = (len(request.offsets) - 1) // max(len(request.phase), 1)
-    skipped = int(np.count_nonzero(request.phase == PREFILL))
-    offsets = request.offsets[skipped * layers :]
-    return RequestSteps(
-        request=request.request,
-        phase=request.phase[skipped:],
-        tokens=request.tokens[skipped:],
-        context=request.context[skipped:],
-        offsets=offsets - offsets[0],
-        experts=request.experts[offsets[0] :],
-        counts=request.counts[offsets[0] :],
-    )
+    return requests
 
 
 def _read(path: Path) -> Trace:

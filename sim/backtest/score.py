@@ -19,9 +19,11 @@ from traces.errors import located
 
 TIMED = ("speed", "latency")
 SEARCH = 8.0
-"""A parameter is searched between its value over and times this."""
+"""A rate is searched between its value over and times this."""
+OVERHEADS_US = 1.0, 30_000.0
+"""Between these an overhead is searched, whatever its value."""
 STEPS = 24
-"""Of a golden-section search: finds it to 0.004%."""
+"""Of a golden-section search: finds a rate to 0.004%."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -109,7 +111,8 @@ def backtest(
     blind = {name: rates_of(case.row, factors) for name, case in cases.items()}
     played = {}
     for name, case in cases.items():
-        played[name] = case.played(blind[name], engine)
+        cases[name] = case.aimed(blind[name], engine)
+        played[name] = cases[name].played(blind[name], engine)
         ended()
     fits = [_fit(machine, fitted, cases, blind, engine) for machine, fitted in _fitted(rows).items()]
     values = {fit.machine: fit for fit in fits}
@@ -171,12 +174,12 @@ def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str,
             squares.append(math.log(predicted / row.measured) ** 2)
         return float(np.mean(squares))
 
-    middle = math.log(max(before, 1e-3))
+    low, high = OVERHEADS_US if "us" in parameter.split("_") else (before / SEARCH, before * SEARCH)
     return Fit(
         machine,
         parameter,
         before,
-        math.exp(least(loss, middle - math.log(SEARCH), middle + math.log(SEARCH))),
+        math.exp(least(loss, math.log(low), math.log(high))),
         tuple(row.figure for row in rows),
     )
 
