@@ -160,8 +160,7 @@ def read(path: Path) -> list[Row]:
         if not isinstance(listed, list) or not all(isinstance(row, dict) for row in listed) or not listed:
             raise InputError("rows: must be a list of tables, each headed [[rows]]")
         defaults = _table("defaults", held.get("defaults", {}))
-        rows = [_row(path, place, defaults, row, machines, models) for place, row in enumerate(listed, 1)]
-    return rows
+        return [_row(path, place, defaults, row, machines, models) for place, row in enumerate(listed, 1)]
 
 
 def unique(rows: list[Row]) -> list[Row]:
@@ -251,11 +250,13 @@ def _table(key: str, held: object) -> dict[str, Any]:
 
 
 def _machine(key: str, name: str, held: object) -> Machine:
-    return _part(key, held, Machine, name=name)
+    machine: Machine = _part(key, held, Machine, name=name)
+    return machine
 
 
 def _model(key: str, name: str, held: object) -> Model:
-    return _part(key, held, Model, name=name)
+    model: Model = _part(key, held, Model, name=name)
+    return model
 
 
 def _part(key: str, held: object, cls: type[Any], **given: Any) -> Any:

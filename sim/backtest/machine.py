@@ -139,7 +139,7 @@ def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) 
 
 
 def overheads_of(system: str) -> Mapping[str, float]:
-    """Return what a system's framework takes, and how it copies and computes: the longest name that its own begins with."""
+    """Return a system's entry in systems.toml: that of the longest name with which its own begins."""
     found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
     chosen = table("systems")[max(found, key=len) if found else "default"]
     return {key: value for key, value in chosen.items() if key != "about"}

@@ -24,8 +24,12 @@ def profile_of(given: Model) -> ModelProfile:
         base = base.at(bytes_per_parameter(given.precision), bytes_per_parameter(given.precision) if whole else None)
     if given.dense_precision:
         base = base.at(dense=bytes_per_parameter(given.dense_precision))
-    shape = {"moe_layers": given.layers, "experts": given.experts, "top_k": given.top_k}
-    base = replace(base, **{key: value for key, value in shape.items() if value})
+    base = replace(
+        base,
+        moe_layers=given.layers or base.moe_layers,
+        experts=given.experts or base.experts,
+        top_k=given.top_k or base.top_k,
+    )
     expert_bytes = given.expert_bytes or given.expert_mb * 1e6
     if expert_bytes:
         base = base.at(expert_bytes / base.expert_parameters)
@@ -48,10 +52,8 @@ def profile_of(given: Model) -> ModelProfile:
 def _of_bytes(given: Model) -> ModelProfile:
     """Return the profile of a model of which sizes are stated and no more."""
     size = given.expert_bytes or given.expert_mb * 1e6 or max(given.layer_expert_bytes, default=0)
-    stated = {
-        **{"layers": given.layers, "experts": given.experts, "top_k": given.top_k},
-        **{"expert_bytes": size, "dense_bytes": given.dense_bytes},
-    }
+    shape = {"layers": given.layers, "experts": given.experts, "top_k": given.top_k}
+    stated = {**shape, "expert_bytes": size, "dense_bytes": given.dense_bytes}
     if missing := [key for key, value in stated.items() if not value]:
         raise InputError(
             f"no model profile is known for {given.name!r}: name one (profile), or state {', '.join(missing)}"

@@ -1,7 +1,7 @@
 """One row, played: its machine's rates, its model's sizes and its routing go to the simulator, and a figure comes out.
 
-A row of hit rates or bytes is counted without a clock where its policy needs none, one expert at a time, as devices
-do. All others run on an engine. The first step, which fills the cache, is not counted.
+A row of hit rates or bytes needs no machine: it is played on one where nothing takes time. The first step, which fills
+the cache, is not counted, nor are a few after it.
 """
 
 from collections.abc import Sequence
@@ -16,18 +16,20 @@ from sim.backtest import routing
 from sim.backtest.file import Row
 from sim.backtest.machine import Rates, table
 from sim.backtest.model import profile_of
-from sim.engines import engine, untimed
-from sim.loop.log import RunLog, joined
+from sim.engines import engine
+from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
-from sim.profiles.timing import Link, Timing
+from sim.profiles.timing import FixedTiming, Link, Timing
 from sim.quantities import parse_bytes
 from traces.errors import InputError, located
 from traces.steps import DECODE, RequestSteps
 
 FREE = Link(0, 1, 10**12, 1)
 """A link on which copies take no time."""
+
+NO_TIME = FixedTiming(0, 0, 0, 0, 0)
 
 SETTLING = 8
 """Decoded tokens after the one that fills the cache that are not counted, where a cache is played."""
@@ -201,7 +203,7 @@ class Case:
     def played(self, rates: Rates | None, engine_name: str = engine.AUTO) -> Played:
         """Play it on these rates; None: without a clock."""
         with located(self.row.where):
-            log = self._untimed() if rates is None else engine.simulate(engine_name, self.run(rates))
+            log = engine.simulate(engine_name, self.run(rates))
         return self._summary(log, rates is not None)
 
     def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
@@ -221,22 +223,16 @@ class Case:
                 case = replace(self, aim=max(case.aim + missing, 0.0))
         return case
 
-    def _untimed(self) -> RunLog:
-        parts: list[RunLog] = []
-        shape, sizes = self.shape, self._link(FREE).sizes(self.profile.experts)
-        untimed.play(self.requests, shape.layers, shape.experts, self.room, self.policy, parts.append, sizes=sizes)
-        return joined(parts)
-
-    def run(self, rates: Rates) -> Run:
-        """What an engine takes."""
+    def run(self, rates: Rates | None) -> Run:
+        """What an engine takes; None: nothing takes time."""
         setting, profile = self.row.setting, self.profile
+        if rates is None:
+            return gpu_run(self.requests, self.shape, self.room, self.policy, NO_TIME, self._link(FREE))
         cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
         timing: Timing = Roofline(hardware, profile)
-        if setting.blocking:
-            timing = Blocking(timing, profile.top_k)
-        if setting.whole_layers:
+        if setting.blocking or setting.whole_layers:
             timing = Blocking(timing, profile.top_k)
         link = self._link(FREE if setting.free_copies else host_link(hardware, profile))
         host = None
@@ -283,7 +279,7 @@ def _number(text: str, whole: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"setting: cache {whole!r}: write a share (25%), a number of experts (64) or bytes (8GiB)") from None
+        raise InputError(f"setting: cache {whole!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
 
 
 def parsed(case: Case) -> None:

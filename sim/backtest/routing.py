@@ -1,6 +1,6 @@
 """The routing that a row is played with: the very trace, or one made to reuse experts as it is known to.
 
-Made routing draws each token's experts from the places of its layer's recency order: reuse[i] is how often the expert at
+Made routing draws each token's experts from the places of its layer's recency order: reuse[i] is how often the one at
 place i is chosen. Under LRU with C slots a layer its hit rate is sum(reuse[:C]) / top-k, by construction. So a measured
 hit rate is reached, and a real model's statistics (`data/reuse.toml`) are carried over to another cache size or model.
 Where every expert is computed where it lies, no routing matters: the same experts are chosen each time.
@@ -35,7 +35,7 @@ def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reus
     inside = min(max(round(slots), 1), experts)
     hits, misses = hit_rate * top_k, (1 - hit_rate) * top_k
     if hits > inside + 1e-9 or misses > experts - inside + 1e-9:
-        raise InputError(f"setting: no routing of {top_k} of {experts} experts hits {hit_rate} in {inside} slots a layer")
+        raise InputError(f"setting: {top_k} of {experts} experts never hit {hit_rate} in {inside} slots a layer")
     reuse = np.zeros(experts)
     reuse[:inside] = hits / inside
     reuse[inside:] = misses / max(experts - inside, 1)
@@ -71,7 +71,7 @@ def _at_most_one(reuse: Reuse) -> Reuse:
 def made(
     reuse: Reuse, layers: int, top_k: int, tokens: int, loaded: int, context: int, request: int = 0, seed: int = 0
 ) -> RequestSteps:
-    """Return a request of 1 + `tokens` decode steps; the first uses `loaded` experts of each layer, to fill the cache."""
+    """Return a request of 1 + `tokens` decode steps; the first fills the cache with `loaded` experts of each layer."""
     E, rng = len(reuse), np.random.default_rng([seed, request])
     bounds = np.cumsum(reuse) * top_k / reuse.sum()
     order = [list(range(E)) for _ in range(layers)]

@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from sim.backtest import phone
 from sim.backtest.file import Row
 from sim.backtest.machine import Rates, rates
 from sim.backtest.play import Case, Played, parsed
+from sim.backtest.routing import PHONE
 from traces.errors import located
 
 TIMED = ("speed", "latency")
@@ -86,6 +88,7 @@ class Backtest:
 
     results: list[Result]
     fits: list[Fit]
+    token_by_token: dict[str, Any] | None = None  # of the phone run, where a row times it
 
 
 def figure(row: Row, played: Played) -> float:
@@ -133,7 +136,12 @@ def backtest(
                 cases[row.figure].stand_in,
             )
         )
-    return Backtest(results, [replace(fit, machine=fit.machine.split("\0")[1]) for fit in fits])
+    of_phone = next((played[row.figure] for row in rows if row.setting.trace == PHONE and row.metric in TIMED), None)
+    return Backtest(
+        results,
+        [replace(fit, machine=fit.machine.split("\0")[1]) for fit in fits],
+        phone.token_by_token(of_phone) if of_phone else None,
+    )
 
 
 def rates_of(row: Row, factors: Mapping[str, Any] | None = None) -> Rates | None:

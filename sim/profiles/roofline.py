@@ -88,7 +88,7 @@ class Roofline:
         return math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """Trailing layers (their context taken as the step's tokens), then the vocabulary for a token of each request."""
+        """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
         weights = self.model.vocabulary * self.model.hidden_size
         vocabulary = self._slower(self.model.head_bytes, 2 * weights * requests)
         trailing = self._stretch_ns(self._trailing, tokens, tokens, window=0)

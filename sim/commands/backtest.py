@@ -1,0 +1,46 @@
+"""The command `moe-sim backtest`: published measurements, predicted, with the errors."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+
+
+def backtest(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: those that are shipped.")] = None,
+    every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows and summary as JSON.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print Markdown, every row included: the tables of docs/backtest.md.")
+    ] = False,
+    engine: options.Engine = None,
+) -> None:
+    """Predict published measurements of other people's systems, and print predicted, measured and the errors.
+
+    docs/backtest.md says what a file of rows holds. Errors are predicted / measured - 1; of hit rates, the difference.
+    A row with `fit = true` fits its machine's parameter and is in no score.
+
+    [b]moe-sim backtest[/b]
+
+    [b]moe-sim backtest my-rows.toml --rows[/b]
+    """
+    import json
+
+    from sim.backtest import file, report, score
+    from sim.engines import engine as engines
+    from traces import console
+    from traces.errors import InputError
+
+    if as_json and as_markdown:
+        raise InputError("--json and --markdown: choose one")
+    engines.check(engine or engines.AUTO)
+    rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
+    test = score.backtest(rows, engine or engines.AUTO)
+    if as_json:
+        told = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
+        return print(json.dumps(told, indent=1))
+    if as_markdown:
+        return print(report.markdown(test), end="")
+    return console.say(report.text(test, every_row))
