@@ -43,7 +43,7 @@ STILL = 4
 
 @dataclass(frozen=True)
 class Played:
-    """What came out. seconds: of a decoded token, of all requests of a batch."""
+    """What came out. seconds: of a step, which decodes a token of each request of the batch; None without a clock."""
 
     seconds: float | None
     hit_rate: float
@@ -255,7 +255,7 @@ class Case:
         reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes
         sent = (log.demand_room + log.prefetch_room)[decoded].sum() * log.room_bytes
         return Played(
-            seconds=float(log.step_ns[decoded].sum() / tokens / 1e9) if timed else None,
+            seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
             hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),
             bytes_read=float((reads if self.row.setting.host_cache else sent) / max(tokens, 1)),
             log=log,

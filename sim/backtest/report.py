@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from sim.backtest.file import UNITS
 from sim.backtest.score import Backtest, Result, errors, grouped, summary
+from traces.errors import InputError
 
 Cells = list[str]
 
@@ -154,6 +156,22 @@ def text(test: Backtest, every: bool = False) -> str:
         ]
         parts.append("\n".join([heading, *(f"  {line}  {row[-1]}" for line, row in zip(lines, rows, strict=True))]))
     return "\n\n".join(parts)
+
+
+BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
+"""In a document, the report stands between these."""
+
+
+def put_into(document: Path, test: Backtest) -> None:
+    """Replace the report between its marks in a Markdown document; InputError where they are not there."""
+    if not document.is_file():
+        raise InputError(f"no file {document} to put the report into")
+    held = document.read_text("utf-8")
+    before, begins, rest = held.partition(BEGINS)
+    _, ends, after = rest.partition(ENDS)
+    if not (begins and ends):
+        raise InputError(f"{document} has no lines {BEGINS} and {ENDS}, between which the report would stand")
+    document.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
 
 
 def markdown(test: Backtest) -> str:

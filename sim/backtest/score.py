@@ -24,8 +24,8 @@ SEARCH = 8.0
 """A rate is searched between its value over and times this."""
 OVERHEADS_US = 1.0, 30_000.0
 """Between these an overhead is searched, whatever its value."""
-STEPS = 24
-"""Of a golden-section search: finds a rate to 0.004%."""
+STEPS = 18
+"""Of a golden-section search: finds a rate to 0.1%."""
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 

@@ -9,18 +9,19 @@ from sim.commands import options
 
 
 def backtest(
-    files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: those that are shipped.")] = None,
+    files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: the shipped ones.")] = None,
     every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print rows and summary as JSON.")] = False,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print Markdown, every row included: the tables of docs/backtest.md.")
-    ] = False,
+    update: Annotated[
+        Path | None, typer.Option(help="Markdown file in which the report is replaced, such as docs/backtest.md.")
+    ] = None,
     engine: options.Engine = None,
 ) -> None:
     """Predict published measurements of other people's systems, and print predicted, measured and the errors.
 
     docs/backtest.md says what a file of rows holds. Errors are predicted / measured - 1; of hit rates, the difference.
-    A row with `fit = true` fits its machine's parameter and is in no score.
+    A row with `fit = true` fits its machine's parameter and is in no score. Runs are short: SimPy plays them, unless
+    --engine says otherwise.
 
     [b]moe-sim backtest[/b]
 
@@ -31,16 +32,15 @@ def backtest(
     from sim.backtest import file, report, score
     from sim.engines import engine as engines
     from traces import console
-    from traces.errors import InputError
 
-    if as_json and as_markdown:
-        raise InputError("--json and --markdown: choose one")
-    engines.check(engine or engines.AUTO)
+    engine = engine or engines.SIMPY
+    engines.check(engine)
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
-    test = score.backtest(rows, engine or engines.AUTO)
+    test = score.backtest(rows, engine)
+    if update:
+        report.put_into(update, test)
     if as_json:
         told = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
-        return print(json.dumps(told, indent=1))
-    if as_markdown:
-        return print(report.markdown(test), end="")
-    return console.say(report.text(test, every_row))
+        print(json.dumps(told, indent=1))
+    else:
+        console.say(report.text(test, every_row))
