@@ -102,8 +102,9 @@ class Setting:
     tokens: int = 48  # decoded
     context: int = 0
     batch: int = 1
+    copy_back: bool = False  # a victim is copied to host memory before another takes its place
     whole_layers: bool = False  # a layer is copied with all its experts
-    blocking: bool = False  # nothing is computed while experts arrive
+    blocking: bool = False  # no expert of a layer is computed before all have arrived
     free_copies: bool = False  # copies into the cache run beside and take no time
 
 

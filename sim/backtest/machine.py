@@ -38,7 +38,6 @@ class Rates:
     cpu_us_per_layer: float
     link_gb_per_s: float
     link_latency_us: float
-    copies: float  # how many times an expert crosses the link
     disk_gb_per_s: float
     disk_latency_us: float
     us_per_layer: float
@@ -54,7 +53,7 @@ class Rates:
         return Hardware(
             name="back-test",
             title="back-test",
-            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s / self.copies or 1.0,
+            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s or 1.0,
             link_latency_us=self.disk_latency_us if disk_link else self.link_latency_us,
             memory_gib=1.0,
             memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
@@ -100,7 +99,6 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
         cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
         link_gb_per_s=_link(machine, base, factors) * overheads.get("link", 1.0),
         link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
-        copies=overheads.get("copies", 1.0),
         disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
         disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
         us_per_layer=stated("us_per_layer", overheads.get("us_per_layer", 0.0)),
@@ -138,7 +136,7 @@ def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) 
     return base.host_compute_tflop_per_s if base else float(factors["host_tflop_per_s"])
 
 
-def overheads_of(system: str) -> Mapping[str, float]:
+def overheads_of(system: str) -> Mapping[str, Any]:
     """Return a system's entry in systems.toml: that of the longest name with which its own begins."""
     found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
     chosen = table("systems")[max(found, key=len) if found else "default"]

@@ -14,7 +14,7 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.backtest import routing
 from sim.backtest.file import Row
-from sim.backtest.machine import Rates, table
+from sim.backtest.machine import Rates, overheads_of, table
 from sim.backtest.model import profile_of
 from sim.engines import engine
 from sim.loop.log import RunLog
@@ -30,6 +30,9 @@ FREE = Link(0, 1, 10**12, 1)
 """A link on which copies take no time."""
 
 NO_TIME = FixedTiming(0, 0, 0, 0, 0)
+
+WHOLE = 2
+"""Bytes of a parameter that is not quantised."""
 
 SETTLING = 8
 """Decoded tokens after the one that fills the cache that are not counted, where a cache is played."""
@@ -213,7 +216,7 @@ class Case:
         """
         wanted, case = self.row.setting.hit_rate, replace(self, aim=self.row.setting.hit_rate)
         if wanted < 0 or self.static or self.row.setting.host_cache:
-            return case
+            return case  # of host memory, the log counts reads, not hits
         for _ in range(CORRECTIONS):
             with located(self.row.where):
                 missing = wanted - case.played(rates, engine_name).hit_rate
@@ -230,9 +233,15 @@ class Case:
             return gpu_run(self.requests, self.shape, self.room, self.policy, NO_TIME, self._link(FREE))
         cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
+        system = overheads_of(self.row.system)
+        if setting.copy_back:
+            rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
+        if system.get("dequantises") and profile.expert_bytes_per_parameter < WHOLE and rates.gpu_gb_per_s:
+            moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
+            rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
         timing: Timing = Roofline(hardware, profile)
-        if setting.blocking or setting.whole_layers:
+        if setting.blocking or setting.whole_layers or system.get("blocking"):
             timing = Blocking(timing, profile.top_k)
         link = self._link(FREE if setting.free_copies else host_link(hardware, profile))
         host = None
