@@ -19,7 +19,7 @@ def token_by_token(played: Played) -> dict[str, Any]:
     """Compare a timed play of the run with what the device measured; totals in bytes and in seconds of the disk."""
     log = played.log
     decoded = log.phase == DECODE
-    measured = pd.read_parquet(DATA / PHONE / "tokens.parquet")
+    measured = pd.read_parquet(DATA / f"{PHONE}.tokens.parquet")
     hit_rate = float(log.hits.sum() / (log.hits + log.late + log.misses).sum())
     return {
         "tokens": len(measured),

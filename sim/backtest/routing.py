@@ -134,7 +134,7 @@ def _read(path: Path) -> Trace:
 
 def phone() -> RequestSteps:
     """Return the phone run: one request of a prompt and 128 decoded tokens."""
-    rows = pq.read_table(DATA / PHONE / "routing.parquet")
+    rows = pq.read_table(DATA / f"{PHONE}.routing.parquet")
     step, layer, expert = (rows[name].to_numpy().astype(np.int64) for name in ("step", "layer", "expert"))
     L, E, k = PHONE_SHAPE
     experts = np.full((step.max() + 1, L, k), E, np.int64)  # E: nothing routed, as in the last layer of a prompt

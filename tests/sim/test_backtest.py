@@ -294,6 +294,15 @@ def test_made_routing_hits_under_lru_as_its_statistics_say():
     assert hits / (400 * 4 * 4) == pytest.approx(reuse[:8].sum() / 4, abs=0.01)
 
 
+def test_a_trace_in_a_file_is_played_as_it_is(tmp_path):
+    experts = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 3]], [[0, 1], [0, 3]]], np.uint8)
+    np.savez(tmp_path / "short.npz", experts=experts, offsets=np.array([0, 3]))
+    setting = {"policy": "lru@layer", "slots_per_layer": 2, "trace": str(tmp_path / "short.npz")}
+    small = {**MODEL, "layers": 2, "experts": 4, "top_k": 2}
+    played = case(tmp_path, metric="hit rate", unit="share", model=small, setting=setting)
+    assert played.played(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
+
+
 def test_statistics_carry_over_to_another_shape():
     reuse = routing.like("gpt-oss-20b", 128, 8)
     theirs = np.array(table("reuse")["gpt-oss-20b"]["reuse"])
@@ -320,7 +329,7 @@ def test_hit_rates_of_the_phone_agree_to_a_thousandth(phone):
 
 def test_bytes_of_the_phone_agree_token_by_token(phone):
     told = phone.token_by_token
-    measured = pd.read_parquet(DATA / routing.PHONE / "tokens.parquet")
+    measured = pd.read_parquet(DATA / f"{routing.PHONE}.tokens.parquet")
     assert told["tokens"] == len(measured) == 128
     assert told["hit_rate"]["predicted"] == pytest.approx(told["hit_rate"]["measured"], abs=0.001)
     assert told["bytes_read"]["measured"] == measured.read_bytes.sum()
