@@ -31,7 +31,6 @@ class Rates:
 
     gpu_gb_per_s: float  # that GPU kernels reach
     gpu_tflop_per_s: float
-    launch_us: float
     host_gb_per_s: float  # that expert kernels on the CPU reach, as far as memory goes
     host_tflop_per_s: float  # as far as its cores go
     hop_us: float
@@ -58,7 +57,7 @@ class Rates:
             memory_gib=1.0,
             memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
             compute_tflop_per_s=self.host_tflop_per_s if cpu else self.gpu_tflop_per_s,
-            launch_us=0.0 if cpu else self.launch_us,
+            launch_us=0.0,  # a layer's are in its overhead: one kernel computes all experts of a token
             framework_us_per_layer=self.cpu_us_per_layer if cpu else self.us_per_layer,
             framework_us_per_expert=0.0 if cpu else self.us_per_expert,
             framework_us_per_token=self.us_per_token,
@@ -84,6 +83,7 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
     if machine.link and machine.link not in factors["links"]:
         raise unknown("link", machine.link, factors["links"])
     overheads = overheads_of(system)
+    launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
 
     def stated(key: str, general: float) -> float:
         value = float(getattr(machine, key))
@@ -92,7 +92,6 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
     return Rates(
         gpu_gb_per_s=_gpu(machine, base, factors),
         gpu_tflop_per_s=machine.gpu_tflop_per_s or (base.compute_tflop_per_s if base else factors["gpu_tflop_per_s"]),
-        launch_us=machine.launch_us or factors["launch_us"],
         host_gb_per_s=_host(machine, base, factors) * overheads.get("host_kernels", 1.0),
         host_tflop_per_s=_cores(machine, base, factors),
         hop_us=stated("hop_us", factors["hop_us"]),
@@ -101,7 +100,7 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
         link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
         disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
         disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
-        us_per_layer=stated("us_per_layer", overheads.get("us_per_layer", 0.0)),
+        us_per_layer=stated("us_per_layer", launches_us + overheads.get("us_per_layer", 0.0)),
         us_per_expert=stated("us_per_expert", overheads.get("us_per_expert", 0.0)),
         us_per_token=stated("us_per_token", overheads.get("us_per_token", 0.0)),
     )

@@ -55,9 +55,9 @@ class _Compiling(ProgressColumn):
 
 
 @contextmanager
-def progress(total: int, quiet: bool) -> Iterator[Advance]:
-    """A bar on standard error that counts requests played; yields what advances it."""
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("requests played"), TimeRemainingColumn(), _Compiling())
+def progress(total: int, quiet: bool, what: str = "requests") -> Iterator[Advance]:
+    """A bar on standard error that counts requests played, or other things; yields what advances it."""
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn(f"{what} played"), TimeRemainingColumn(), _Compiling())
     with Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
         task = bar.add_task("played", total=total)
         yield lambda played: bar.advance(task, played)

@@ -183,7 +183,9 @@ def test_a_systems_overheads_are_those_of_the_longest_name_with_which_its_own_be
     machine, systems = Machine("m"), table("systems")
     assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
     assert rates(machine, "accelerate").link_gb_per_s == 0
-    assert rates(machine, "nobody's").us_per_layer == systems["default"]["us_per_layer"]
+    launches = table("factors")["kernels_per_layer"] * table("factors")["launch_us"]
+    assert rates(machine, "nobody's").us_per_layer == launches
+    assert rates(machine, "vLLM 0.9").us_per_layer == launches + systems["vLLM"]["us_per_layer"]
 
 
 def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
@@ -199,7 +201,7 @@ def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
 def test_stated_bytes_are_what_is_read():
     profile = profile_of(Model("x", **MODEL))
     hardware = rates(Machine("m", gpu_gb_per_s=100.0, us_per_layer=0.0), "x").hardware(cpu=False, disk_link=False)
-    timing = Roofline(replace(hardware, launch_us=0.0), profile)
+    timing = Roofline(hardware, profile)
     assert sum(timing.dense_ns(layer, 1, 0) for layer in range(6)) == pytest.approx(60e6 / 100, rel=1e-3)
     assert timing.head_ns(1) == pytest.approx(10e6 / 100, rel=1e-3)
     assert timing.expert_ns(1) == pytest.approx(5e6 / 100, rel=1e-3)
