@@ -184,8 +184,9 @@ class Case:
         if setting.whole_layers:
             return [routing.all_experts(L, E, STILL, context)]
         if self.static:
-            still = routing.same_each_time(E, k)
-            return [routing.made(still, L, k, STILL, k, context, i) for i in range(setting.batch)]
+            alone = setting.batch == 1
+            reuse = routing.same_each_time(E, k) if alone else np.full(E, k / E)  # of several, each its own experts
+            return [routing.made(reuse, L, k, STILL, k if alone else E, context, i) for i in range(setting.batch)]
         if setting.hit_rate >= 0:
             reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
         elif self.stand_in:
