@@ -36,11 +36,13 @@ class Machine:
     name: str
     title: str = ""
     profile: str = ""  # a hardware profile, for what is not stated here
+    gpu: str = ""  # as in gpus.toml: "RTX 3090", for its data sheet and its link
     gpu_data_sheet_gb_per_s: float = 0.0
     gpu_read_gb_per_s: float = 0.0  # a large read, measured
     gpu_gb_per_s: float = 0.0  # what its kernels reach
     gpu_tflop_per_s: float = 0.0
     launch_us: float = 0.0
+    ram: str = ""  # channels and kind, "2 x DDR5-6000", for the peak
     host_peak_gb_per_s: float = 0.0  # channels x MT/s x 8 bytes, of the sockets that a run uses
     host_stream_gb_per_s: float = 0.0  # STREAM Triad or the like, measured
     host_gb_per_s: float = 0.0  # what its expert kernels reach

@@ -109,21 +109,43 @@ def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = Non
 def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
     if machine.gpu_gb_per_s:
         return machine.gpu_gb_per_s
-    read = machine.gpu_read_gb_per_s or machine.gpu_data_sheet_gb_per_s * factors["gpu_read_of_data_sheet"]
+    data_sheet = machine.gpu_data_sheet_gb_per_s or _data_sheet(machine).get("gb_per_s", 0.0)
+    read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
     read = read or (base.memory_bandwidth_gb_per_s if base else 0.0)
     return float(read * factors["gpu_kernels_of_read"])
 
 
 def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
-    if machine.link and not machine.link_gb_per_s:
-        return float(factors["links"][machine.link])
-    return machine.link_gb_per_s or (base.link_bandwidth_gb_per_s if base else 0.0)
+    if machine.link_gb_per_s:
+        return machine.link_gb_per_s
+    link = machine.link or ("" if base else _data_sheet(machine).get("link", ""))
+    return float(factors["links"][link]) if link else base.link_bandwidth_gb_per_s if base else 0.0
+
+
+def _data_sheet(machine: Machine) -> Mapping[str, Any]:
+    """Return what gpus.toml says of the machine's GPU; InputError with near names where it does not know it."""
+    if not machine.gpu:
+        return {}
+    for name, known in table("gpus").items():
+        if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", machine.gpu)):
+            return dict(known)
+    raise unknown("gpu", machine.gpu, table("gpus"))
+
+
+def _peak(machine: Machine) -> float:
+    """Return the peak of the machine's memory: channels x MT/s x 8 bytes; InputError for text that says neither."""
+    if not machine.ram or machine.host_peak_gb_per_s:
+        return machine.host_peak_gb_per_s
+    found = re.fullmatch(r"(\d+)\s*x\s*(?:LP)?DDR\dX?-(\d+)", machine.ram.strip(), re.IGNORECASE)
+    if not found:
+        raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
+    return int(found[1]) * int(found[2]) * 8 / 1_000
 
 
 def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
     if machine.host_gb_per_s:
         return machine.host_gb_per_s
-    stream = machine.host_stream_gb_per_s or machine.host_peak_gb_per_s * factors["host_stream_of_peak"]
+    stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
     stream = stream or (base.host_memory_bandwidth_gb_per_s if base else 0.0)
     return float(stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"]))
 

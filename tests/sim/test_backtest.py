@@ -101,6 +101,8 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"model": {**MODEL, "layer_expert_bytes": [1, 2]}}, "layer_expert_bytes: 2 for 6 layers"),
         ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
         ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
+        ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
+        ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
         ({"machine": {"link_gb_per_s": 20.0}, "setting": {"all_on": "cpu"}}, "from which host_gb_per_s follows"),
         ({"machine": {**MACHINE, "fit_parameter": "speed"}}, "unknown fit_parameter 'speed'"),
         ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "its machine names no fit_parameter"),
@@ -183,6 +185,12 @@ def test_measured_figures_come_before_data_sheets_and_those_before_factors():
     )
     assert measured.gpu_gb_per_s == pytest.approx(800 * factors["gpu_kernels_of_read"])
     assert (measured.host_gb_per_s, measured.hop_us) == (7.0, 0.0)
+
+
+def test_names_stand_for_data_sheets():
+    named = rates(Machine("m", gpu="NVIDIA GeForce RTX-3090", ram="2 x DDR4-3200"), "x")
+    stated = rates(Machine("m", gpu_data_sheet_gb_per_s=936.0, host_peak_gb_per_s=51.2, link="PCIe 4.0 x16"), "x")
+    assert named == stated
 
 
 def test_a_systems_overheads_are_those_of_the_longest_name_with_which_its_own_begins():
