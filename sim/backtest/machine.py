@@ -43,12 +43,14 @@ class Rates:
     us_per_expert: float
     us_per_token: float
 
+    def require(self, *needed: str) -> None:
+        """InputError where one of these is not known."""
+        for key in needed:
+            if not getattr(self, key):
+                raise InputError(f"its machine states nothing from which {key} follows")
+
     def hardware(self, cpu: bool, disk_link: bool) -> Hardware:
         """Return the machine to simulate. cpu: the CPU computes everything; disk_link: misses come from the disk."""
-        needed = {"host_gb_per_s": cpu, "gpu_gb_per_s": not cpu, "disk_gb_per_s": disk_link}
-        for key, wanted in needed.items():
-            if wanted and not getattr(self, key):
-                raise InputError(f"its machine states nothing from which {key} follows")
         return Hardware(
             name="back-test",
             title="back-test",

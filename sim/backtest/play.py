@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from policies.core.placement import FETCH
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.backtest import routing
@@ -234,6 +235,7 @@ class Case:
             return gpu_run(self.requests, self.shape, self.room, self.policy, NO_TIME, self._link(FREE))
         cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
+        rates.require(*self._needed(cpu, disk))
         system = overheads_of(self.row.system)
         if setting.copy_back:
             rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
@@ -251,6 +253,19 @@ class Case:
             host = Tier(self._host_slots, None, self._link(below))
         users = Users(setting.batch) if setting.batch > 1 else None
         return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
+
+    def _needed(self, cpu: bool, disk: bool) -> list[str]:
+        """Rates that the run goes by."""
+        setting = self.row.setting
+        host = cpu or (parse(self.policy).placement.cls.number != FETCH and setting.host_layers != 0)
+        link = not (self.static or setting.free_copies or (disk and not setting.host_cache))
+        wanted = {
+            "gpu_gb_per_s": not cpu,
+            "host_gb_per_s": host,
+            "link_gb_per_s": link,
+            "disk_gb_per_s": disk or bool(setting.host_cache),
+        }
+        return [key for key, needed in wanted.items() if needed]
 
     def _link(self, link: Link) -> Link:
         sizes = self.profile.layer_expert_bytes or None
@@ -295,4 +310,6 @@ def _number(text: str, whole: str) -> float:
 def parsed(case: Case) -> None:
     """InputError where the row's policy is none."""
     with located(case.row.where):
-        parse(case.policy)
+        policy = parse(case.policy)
+        if policy.needs_lookahead:
+            raise InputError(f"setting: {policy.text} needs what routers would pick early, which no routing here has")

@@ -17,7 +17,7 @@ from sim.backtest.file import Row
 from sim.backtest.machine import Rates, rates
 from sim.backtest.play import Case, Played, parsed
 from sim.backtest.routing import PHONE
-from traces.errors import located
+from traces.errors import InputError, located
 
 TIMED = ("speed", "latency")
 SEARCH = 8.0
@@ -171,6 +171,10 @@ def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str,
     parameter = rows[0].machine.fit_parameter
     own = {row.figure: blind[row.figure] for row in rows}
     before = float(getattr(next(iter(own.values())), parameter))
+    if not before and not _is_overhead(parameter):
+        raise InputError(
+            f"{rows[0].where}: its machine states nothing from which {parameter} follows, which is to be fitted"
+        )
 
     def loss(log_value: float) -> float:
         value = math.exp(log_value)
@@ -182,7 +186,7 @@ def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str,
             squares.append(math.log(predicted / row.measured) ** 2)
         return float(np.mean(squares))
 
-    low, high = OVERHEADS_US if "us" in parameter.split("_") else (before / SEARCH, before * SEARCH)
+    low, high = OVERHEADS_US if _is_overhead(parameter) else (before / SEARCH, before * SEARCH)
     return Fit(
         machine,
         parameter,
@@ -190,6 +194,10 @@ def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str,
         math.exp(least(loss, math.log(low), math.log(high))),
         tuple(row.figure for row in rows),
     )
+
+
+def _is_overhead(parameter: str) -> bool:
+    return "us" in parameter.split("_")
 
 
 def least(f: Callable[[float], float], low: float, high: float) -> float:

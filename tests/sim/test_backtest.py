@@ -104,6 +104,20 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
         ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
         ({"machine": {"link_gb_per_s": 20.0}, "setting": {"all_on": "cpu"}}, "from which host_gb_per_s follows"),
+        ({"machine": {"gpu": "L4"}}, "from which host_gb_per_s follows"),
+        (
+            {"machine": {"gpu": "M3 Max"}, "setting": {"policy": "lru", "cache": "0"}},
+            "from which link_gb_per_s follows",
+        ),
+        (
+            {"machine": {"gpu": "L4"}, "setting": {"policy": "lru", "cache": "0", "misses_from": "disk"}},
+            "disk_gb_per_s",
+        ),
+        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs what routers would pick early"),
+        (
+            {"fit": True, "machine": {"gpu": "L4", "fit_parameter": "disk_gb_per_s"}, "setting": {"all_on": "gpu"}},
+            "from which disk_gb_per_s follows, which is to be fitted",
+        ),
         ({"machine": {**MACHINE, "fit_parameter": "speed"}}, "unknown fit_parameter 'speed'"),
         ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "its machine names no fit_parameter"),
         ({"fit": "yes"}, "fit = 'yes': must be true or false"),
