@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from sim.commands import options
 from sim.commands.adapt import adapt
 from sim.commands.analysis import analyze, compare
+from sim.commands.backtest import backtest
 from sim.commands.eamc import eamc
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
@@ -143,6 +144,7 @@ app.command()(tune)
 app.command()(adapt)
 app.command()(train_stride)
 app.command()(compare)
+app.command()(backtest)
 app.add_typer(eamc, name="eamc")
 
 

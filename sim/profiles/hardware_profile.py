@@ -44,6 +44,8 @@ class Hardware:
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
     host_expert_share: float = 0.73  # of host memory's bandwidth, at which its cores read the experts that they compute
     host_hop_us: float = field(default=30.0, metadata=profiles.MAY_BE_ZERO)  # activations there and back, once an event
+    framework_us_per_expert: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)  # computed on the GPU
+    framework_us_per_token: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)  # once a step
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 

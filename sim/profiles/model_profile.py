@@ -5,7 +5,7 @@ Figures of all shipped models: the configurations that their authors published.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sim import profiles
@@ -39,6 +39,7 @@ class ModelProfile:
     kv_heads: int = _none()  # 0: as many as heads
     kv_latent_size: int = _none()  # MLA; 0: keys and values by head
     rope_head_size: int = _none()  # MLA: beside head_size
+    query_latent_size: int = _none()  # MLA whose queries pass a latent too; 0: they do not
     sliding_window: int = _none()  # of layers 0, 2, 4, ...; 0: none
     shared_intermediate_size: int = _none()  # of all shared experts
     dense_intermediate_size: int = _none()  # of a layer without experts
@@ -47,6 +48,9 @@ class ModelProfile:
     dense_layers_before_each: int = _none()  # each MoE layer
     trailing_dense_layers: int = _none()
     layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer, where they differ (rule 19)
+    kv_bytes_per_value: float = _none()  # 0: as the dense weights
+    stated_dense_bytes: int = _none()  # of what a token reads beside routed experts and head; 0: as the shape says
+    stated_head_bytes: int = _none()  # of the vocabulary matmul; 0: as the shape says
 
     @property
     def expert_parameters(self) -> int:
@@ -78,6 +82,8 @@ class ModelProfile:
     def attention_parameters(self) -> int:
         """Of one self-attention."""
         query = self.hidden_size * self.heads * (self.head_size + self.rope_head_size)
+        if self.query_latent_size:
+            query = self.query_latent_size * (self.hidden_size + query // self.hidden_size)
         output = self.heads * self.head_size * self.hidden_size
         if self.kv_latent_size:
             down = self.hidden_size * (self.kv_latent_size + self.rope_head_size)
@@ -90,7 +96,19 @@ class ModelProfile:
         """That one token leaves in the KV cache of one layer."""
         latent = self.kv_latent_size + self.rope_head_size
         by_head = 2 * (self.kv_heads or self.heads) * self.head_size
-        return (latent if self.kv_latent_size else by_head) * self.dense_bytes_per_parameter
+        width = self.kv_bytes_per_value or self.dense_bytes_per_parameter
+        return (latent if self.kv_latent_size else by_head) * width
+
+    @property
+    def head_bytes(self) -> float:
+        """Of the vocabulary matmul."""
+        return self.stated_head_bytes or self.vocabulary * self.hidden_size * self.dense_bytes_per_parameter
+
+    @property
+    def dense_scale(self) -> float:
+        """What the dense weights of all layers are stated to have, by what the shape says."""
+        shape = self._layers_parameters * self.dense_bytes_per_parameter
+        return self.stated_dense_bytes / shape if self.stated_dense_bytes else 1.0
 
     @property
     def dense_layer_parameters(self) -> int:
@@ -105,11 +123,33 @@ class ModelProfile:
     @property
     def dense_bytes(self) -> float:
         """Of everything but the routed experts: layers, embedding and vocabulary matmul."""
+        layers = self._layers_parameters * self.dense_bytes_per_parameter * self.dense_scale
+        return layers + 2 * self.head_bytes
+
+    @property
+    def _layers_parameters(self) -> int:
+        """Of all layers, without routed experts."""
         without = self.leading_dense_layers + self.moe_layers * self.dense_layers_before_each
         without += self.trailing_dense_layers
         parameters = self.moe_layers * self.moe_layer_parameters + without * self.dense_layer_parameters
-        parameters += (self.moe_layers + without) * self.attention_parameters
-        return (parameters + 2 * self.vocabulary * self.hidden_size) * self.dense_bytes_per_parameter
+        return parameters + (self.moe_layers + without) * self.attention_parameters
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model, embedding and vocabulary matmul included."""
+        experts = self.moe_layers * self.experts * self.expert_parameters
+        return experts + self._layers_parameters + 2 * self.vocabulary * self.hidden_size
+
+    def at(self, experts: float | None = None, dense: float | None = None) -> "ModelProfile":
+        """Return the same model with so many bytes a parameter of experts and of all else; None: as they are."""
+        quantised = dense is not None and dense < self.dense_bytes_per_parameter
+        return replace(
+            self,
+            expert_bytes_per_parameter=experts or self.expert_bytes_per_parameter,
+            layer_expert_bytes=() if experts else self.layer_expert_bytes,
+            dense_bytes_per_parameter=dense or self.dense_bytes_per_parameter,
+            kv_bytes_per_value=self.kv_bytes_per_value or (self.dense_bytes_per_parameter if quantised else 0),
+        )
 
 
 def model(text: str) -> ModelProfile:

@@ -77,7 +77,8 @@ class Roofline:
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """The expert's weights are read once, from GPU memory."""
         flop = 2 * self.model.expert_parameters * tokens
-        return math.ceil(self._slower(self.model.bytes_of(layer), flop) + self._launched(EXPERT_KERNELS))
+        framework = self.hardware.framework_us_per_expert * 1_000
+        return math.ceil(self._slower(self.model.bytes_of(layer), flop) + self._launched(EXPERT_KERNELS) + framework)
 
     @property
     def hop_ns(self) -> int:
@@ -99,9 +100,10 @@ class Roofline:
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
         weights = self.model.vocabulary * self.model.hidden_size
-        vocabulary = self._slower(weights * self.model.dense_bytes_per_parameter, 2 * weights * requests)
+        vocabulary = self._slower(self.model.head_bytes, 2 * weights * requests)
         trailing = self._stretch_ns(self._trailing, tokens, tokens, window=0)
-        return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS))
+        framework = self.hardware.framework_us_per_token * 1_000
+        return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
 
     def _before_router(self, layer: int) -> _Stretch:
         """What the compute stream does from one MoE layer's combine to the next one's router."""
@@ -126,7 +128,8 @@ class Roofline:
         seen = min(context, window * requests or context)
         mean = context / requests
         attended = min(mean - (tokens / requests - 1) / 2, window or mean)  # by the mean token of the step
-        read = stretch.parameters * model.dense_bytes_per_parameter + stretch.layers * model.kv_bytes * seen
+        weights = stretch.parameters * model.dense_bytes_per_parameter * model.dense_scale
+        read = weights + stretch.layers * model.kv_bytes * seen
         pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
         flop = 2 * stretch.parameters * tokens + stretch.layers * pair * tokens * attended
         framework = stretch.layers * self.hardware.framework_us_per_layer * 1_000

@@ -1,0 +1,170 @@
+"""From what is known of a machine to the rates of a run, and to the hardware profile that is simulated.
+
+What is stated comes first, measured before data sheet; what is not comes from the machine's hardware profile, and then
+from the general factors (`data/factors.toml`). A framework's overheads are its system's (`data/systems.toml`).
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from sim.backtest.file import Machine
+from sim.profiles.hardware_profile import Hardware, hardware
+from traces.errors import InputError, unknown
+
+DATA = Path(__file__).parent / "data"
+
+
+@cache
+def table(name: str) -> Mapping[str, Any]:
+    """Return a shipped table: `factors` or `systems`."""
+    return tomllib.loads((DATA / f"{name}.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a run goes by. 0: the machine has none, or nothing is known of it. One of these may be fitted."""
+
+    gpu_gb_per_s: float  # that GPU kernels reach
+    gpu_tflop_per_s: float
+    host_gb_per_s: float  # that expert kernels on the CPU reach, as far as memory goes
+    host_tflop_per_s: float  # as far as its cores go
+    hop_us: float
+    cpu_us_per_layer: float
+    link_gb_per_s: float
+    link_latency_us: float
+    disk_gb_per_s: float
+    disk_latency_us: float
+    us_per_layer: float
+    us_per_expert: float
+    us_per_token: float
+
+    def require(self, *needed: str) -> None:
+        """InputError where one of these is not known."""
+        for key in needed:
+            if not getattr(self, key):
+                raise InputError(f"its machine states nothing from which {key} follows")
+
+    def hardware(self, cpu: bool, disk_link: bool) -> Hardware:
+        """Return the machine to simulate. cpu: the CPU computes everything; disk_link: misses come from the disk."""
+        return Hardware(
+            name="back-test",
+            title="back-test",
+            link_bandwidth_gb_per_s=self.disk_gb_per_s if disk_link else self.link_gb_per_s or 1.0,
+            link_latency_us=self.disk_latency_us if disk_link else self.link_latency_us,
+            memory_gib=1.0,
+            memory_bandwidth_gb_per_s=self.host_gb_per_s if cpu else self.gpu_gb_per_s,
+            compute_tflop_per_s=self.host_tflop_per_s if cpu else self.gpu_tflop_per_s,
+            launch_us=0.0,  # a layer's are in its overhead: one kernel computes all experts of a token
+            framework_us_per_layer=self.cpu_us_per_layer if cpu else self.us_per_layer,
+            framework_us_per_expert=0.0 if cpu else self.us_per_expert,
+            framework_us_per_token=self.us_per_token,
+            host_compute_tflop_per_s=self.host_tflop_per_s,
+            host_memory_bandwidth_gb_per_s=self.host_gb_per_s or 1.0,
+            host_expert_share=1.0,
+            host_hop_us=self.hop_us,
+            disk_bandwidth_gb_per_s=self.disk_gb_per_s or 1.0,
+            disk_latency_us=self.disk_latency_us,
+        )
+
+
+FITTED = tuple(field.name for field in fields(Rates))
+"""What a machine may have fitted."""
+
+
+def rates(machine: Machine, system: str, factors: Mapping[str, Any] | None = None) -> Rates:
+    """Return the rates of a machine under a system; InputError for a link or fit_parameter that is not known."""
+    factors = factors or table("factors")
+    base = hardware(machine.profile) if machine.profile else None
+    if machine.fit_parameter and machine.fit_parameter not in FITTED:
+        raise unknown("fit_parameter", machine.fit_parameter, FITTED)
+    if machine.link and machine.link not in factors["links"]:
+        raise unknown("link", machine.link, factors["links"])
+    overheads = overheads_of(system)
+    launches_us = factors["kernels_per_layer"] * (machine.launch_us or factors["launch_us"])
+
+    def stated(key: str, general: float) -> float:
+        value = float(getattr(machine, key))
+        return value if value >= 0 else general
+
+    return Rates(
+        gpu_gb_per_s=_gpu(machine, base, factors),
+        gpu_tflop_per_s=machine.gpu_tflop_per_s or (base.compute_tflop_per_s if base else factors["gpu_tflop_per_s"]),
+        host_gb_per_s=_host(machine, base, factors) * overheads.get("host_kernels", 1.0),
+        host_tflop_per_s=_cores(machine, base, factors),
+        hop_us=stated("hop_us", factors["hop_us"]),
+        cpu_us_per_layer=stated("cpu_us_per_layer", factors["cpu_us_per_layer"]),
+        link_gb_per_s=_link(machine, base, factors) * overheads.get("link", 1.0),
+        link_latency_us=stated("link_latency_us", factors["link_latency_us"]),
+        disk_gb_per_s=machine.disk_gb_per_s or (base.disk_bandwidth_gb_per_s if base else 0.0),
+        disk_latency_us=stated("disk_latency_us", factors["disk_latency_us"]),
+        us_per_layer=stated("us_per_layer", launches_us + overheads.get("us_per_layer", 0.0)),
+        us_per_expert=stated("us_per_expert", overheads.get("us_per_expert", 0.0)),
+        us_per_token=stated("us_per_token", overheads.get("us_per_token", 0.0)),
+    )
+
+
+def _gpu(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.gpu_gb_per_s:
+        return machine.gpu_gb_per_s
+    data_sheet = machine.gpu_data_sheet_gb_per_s or _data_sheet(machine).get("gb_per_s", 0.0)
+    read = machine.gpu_read_gb_per_s or data_sheet * factors["gpu_read_of_data_sheet"]
+    read = read or (base.memory_bandwidth_gb_per_s if base else 0.0)
+    return float(read * factors["gpu_kernels_of_read"])
+
+
+def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.link_gb_per_s:
+        return machine.link_gb_per_s
+    link = machine.link or ("" if base else _data_sheet(machine).get("link", ""))
+    return float(factors["links"][link]) if link else base.link_bandwidth_gb_per_s if base else 0.0
+
+
+def _data_sheet(machine: Machine) -> Mapping[str, Any]:
+    """Return what gpus.toml says of the machine's GPU; InputError with near names where it does not know it."""
+    if not machine.gpu:
+        return {}
+    for name, known in table("gpus").items():
+        if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", machine.gpu)):
+            return dict(known)
+    raise unknown("gpu", machine.gpu, table("gpus"))
+
+
+def _peak(machine: Machine) -> float:
+    """Return the peak of the machine's memory: channels x MT/s x 8 bytes; InputError for text that says neither."""
+    if not machine.ram or machine.host_peak_gb_per_s:
+        return machine.host_peak_gb_per_s
+    found = re.fullmatch(r"(\d+)\s*x\s*(?:LP)?DDR\dX?-(\d+)", machine.ram.strip(), re.IGNORECASE)
+    if not found:
+        raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
+    return int(found[1]) * int(found[2]) * 8 / 1_000
+
+
+def _host(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.host_gb_per_s:
+        return machine.host_gb_per_s
+    stream = machine.host_stream_gb_per_s or _peak(machine) * factors["host_stream_of_peak"]
+    stream = stream or (base.host_memory_bandwidth_gb_per_s if base else 0.0)
+    return float(stream * (machine.host_experts_of_stream or factors["host_experts_of_stream"]))
+
+
+def _cores(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -> float:
+    if machine.host_threads:
+        each = machine.host_gflop_per_s_per_thread or factors["host_gflop_per_s_per_thread"]
+        return float(machine.host_threads * each / 1_000)
+    return base.host_compute_tflop_per_s if base else float(factors["host_tflop_per_s"])
+
+
+def overheads_of(system: str) -> Mapping[str, Any]:
+    """Return a system's entry in systems.toml: that of the longest name with which its own begins."""
+    found = [name for name in table("systems") if _plain(system).startswith(_plain(name))]
+    chosen = table("systems")[max(found, key=len) if found else "default"]
+    return {key: value for key, value in chosen.items() if key != "about"}
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", text.lower())

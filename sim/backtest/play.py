@@ -1,0 +1,315 @@
+"""One row, played: its machine's rates, its model's sizes and its routing go to the simulator, and a figure comes out.
+
+A row of hit rates or bytes needs no machine: it is played on one where nothing takes time. The first step, which fills
+the cache, is not counted, nor are a few after it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from policies.core.placement import FETCH
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from sim.backtest import routing
+from sim.backtest.file import Row
+from sim.backtest.machine import Rates, overheads_of, table
+from sim.backtest.model import profile_of
+from sim.engines import engine
+from sim.loop.log import RunLog
+from sim.loop.run import Run, Tier, Users, gpu_run
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.timing import FixedTiming, Link, Timing
+from sim.quantities import parse_bytes
+from traces.errors import InputError, located
+from traces.steps import DECODE, RequestSteps
+
+FREE = Link(0, 1, 10**12, 1)
+"""A link on which copies take no time."""
+
+NO_TIME = FixedTiming(0, 0, 0, 0, 0)
+
+WHOLE = 2
+"""Bytes of a parameter that is not quantised."""
+
+SETTLING = 8
+"""Decoded tokens after the one that fills the cache that are not counted, where a cache is played."""
+
+CORRECTIONS, NEAR = 2, 0.005
+"""How often routing is made again for a hit rate, and how near to it is near enough."""
+
+STILL = 4
+"""Tokens of a run in which every token is like the one before it."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came out. seconds: of a step, which decodes a token of each request of the batch; None without a clock."""
+
+    seconds: float | None
+    hit_rate: float
+    bytes_read: float  # a token, over the link or from the disk
+    log: RunLog
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """The times of a system that computes no expert before all of a layer have arrived."""
+
+    timing: Timing
+    top_k: int
+
+    @property
+    def predictor_ns(self) -> int:
+        """As it is."""
+        return self.timing.predictor_ns
+
+    @property
+    def hop_ns(self) -> int:
+        """As it is."""
+        return self.timing.hop_ns
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """As it is."""
+        return self.timing.dense_ns(layer, tokens, context, requests)
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """Nothing: it comes with the combine."""
+        return 0
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """As it is."""
+        return self.timing.host_ns(tokens, layer)
+
+    def combine_ns(self, tokens: int) -> int:
+        """After all experts of the token, those of the largest layer."""
+        return self.timing.combine_ns(tokens) + self.top_k * self.timing.expert_ns(tokens)
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """As it is."""
+        return self.timing.head_ns(tokens, requests)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row, ready to be played. aim: the hit rate that its routing is made for, where it states one."""
+
+    row: Row
+    aim: float = -1.0
+
+    @cached_property
+    def profile(self) -> ModelProfile:
+        """Its model's, at its sizes."""
+        assert self.row.model
+        return profile_of(self.row.model)
+
+    @property
+    def shape(self) -> Shape:
+        """Layers and experts."""
+        return Shape(self.profile.moe_layers, self.profile.experts)
+
+    @property
+    def static(self) -> bool:
+        """Whether every expert is computed where it lies, so that routing does not matter."""
+        return not self.row.setting.policy
+
+    @cached_property
+    def policy(self) -> str:
+        """As typed."""
+        setting, layers = self.row.setting, self.profile.moe_layers
+        if setting.all_on:
+            return "lru"
+        if self.static:
+            n = setting.host_layers if setting.host_layers >= 0 else round(setting.host_share * layers)
+            if n > layers:
+                raise InputError(f"setting: host_layers {n} of {layers} layers")
+            return f"lru/layers:n={n}"
+        return "belady" if setting.whole_layers else setting.policy
+
+    @cached_property
+    def room(self) -> int:
+        """Of the cache: slots, or bytes where layers differ in size."""
+        setting, profile = self.row.setting, self.profile
+        everything = sum(map(profile.bytes_of, range(profile.moe_layers))) * profile.experts
+        if self.static:
+            wanted: float = everything
+        elif setting.slots_per_layer:
+            wanted = setting.slots_per_layer / profile.experts * everything
+        else:
+            wanted = _bytes_of_cache(setting.cache, everything, profile)
+        least = profile.top_k * profile.expert_bytes  # what one event needs to be computed at once
+        wanted = min(max(wanted, least), everything)
+        return round(wanted) if profile.layer_expert_bytes else max(1, int(wanted / profile.expert_bytes + 1e-6))
+
+    @property
+    def _host_slots(self) -> int:
+        """Of experts in host memory over the disk."""
+        profile = self.profile
+        everything = profile.moe_layers * profile.experts * profile.expert_bytes
+        size = _bytes_of_cache(self.row.setting.host_cache, everything, profile)
+        return min(max(profile.top_k, int(size / profile.expert_bytes)), profile.moe_layers * profile.experts)
+
+    @property
+    def slots_per_layer(self) -> float:
+        """Of the cache, in the mean; of host memory, where that is over a disk."""
+        profile = self.profile
+        if self.row.setting.host_cache:
+            return self._host_slots / profile.moe_layers
+        slots = self.room / (np.mean(profile.layer_expert_bytes) if profile.layer_expert_bytes else 1)
+        return float(slots / profile.moe_layers)
+
+    @property
+    def stand_in(self) -> str:
+        """The model whose routing statistics stand for the row's; empty where none do."""
+        setting = self.row.setting
+        if self.static or setting.whole_layers or setting.trace or setting.hit_rate >= 0 or not self._caches:
+            return ""
+        return setting.like or routing.nearest(self.profile.experts)
+
+    @property
+    def _caches(self) -> bool:
+        """Whether the cache holds more than a token's experts of a layer, and less than all."""
+        return self.profile.top_k <= self.slots_per_layer and self.slots_per_layer < self.profile.experts
+
+    @cached_property
+    def requests(self) -> Sequence[RequestSteps]:
+        """The routing."""
+        setting, profile = self.row.setting, self.profile
+        L, E, k = profile.moe_layers, profile.experts, profile.top_k
+        context = setting.context or table("factors")["context"]
+        if setting.trace:
+            return routing.traced(setting.trace, setting.prompts == "decoded", (L, E, k), setting.requests)
+        if setting.whole_layers:
+            return [routing.all_experts(L, E, STILL, context)]
+        if self.static:
+            alone = setting.batch == 1
+            reuse = routing.same_each_time(E, k) if alone else np.full(E, k / E)  # of several, each its own experts
+            return [routing.made(reuse, L, k, STILL, k if alone else E, context, i) for i in range(setting.batch)]
+        if setting.hit_rate >= 0:
+            reuse = routing.of_hit_rate(self.aim, self.slots_per_layer, E, k)
+        elif self.stand_in:
+            reuse = routing.like(self.stand_in, E, k)
+        else:
+            reuse = np.full(E, k / E)
+        loaded = min(int(self.slots_per_layer + 1e-6), E)
+        tokens = SETTLING + setting.tokens
+        return [routing.made(reuse, L, k, tokens, loaded, context, i) for i in range(setting.batch)]
+
+    @property
+    def uncounted(self) -> int:
+        """Steps at the beginning that are not counted."""
+        if self.row.setting.trace:
+            return 0
+        return 1 if self.static or self.row.setting.whole_layers else 1 + SETTLING
+
+    def played(self, rates: Rates | None, engine_name: str = engine.AUTO) -> Played:
+        """Play it on these rates; None: without a clock."""
+        with located(self.row.where):
+            log = engine.simulate(engine_name, self.run(rates))
+        return self._summary(log, rates is not None)
+
+    def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
+        """Return the case whose routing reaches the measured hit rate, if there is one, in play.
+
+        Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
+        """
+        wanted, case = self.row.setting.hit_rate, replace(self, aim=self.row.setting.hit_rate)
+        if wanted < 0 or self.static or self.row.setting.host_cache:
+            return case  # of host memory, the log counts reads, not hits
+        for _ in range(CORRECTIONS):
+            with located(self.row.where):
+                missing = wanted - case.played(rates, engine_name).hit_rate
+                most = min(1.0, case.slots_per_layer / case.profile.top_k)
+                if abs(missing) < NEAR or case.aim + missing > most:
+                    break
+                case = replace(self, aim=max(case.aim + missing, 0.0))
+        return case
+
+    def run(self, rates: Rates | None) -> Run:
+        """What an engine takes; None: nothing takes time."""
+        setting, profile = self.row.setting, self.profile
+        if rates is None:
+            return gpu_run(self.requests, self.shape, self.room, self.policy, NO_TIME, self._link(FREE))
+        cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
+        disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
+        rates.require(*self._needed(cpu, disk))
+        system = overheads_of(self.row.system)
+        if setting.copy_back:
+            rates = replace(rates, link_gb_per_s=rates.link_gb_per_s / 2)
+        if system.get("dequantises") and profile.expert_bytes_per_parameter < WHOLE and rates.gpu_gb_per_s:
+            moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
+            rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
+        hardware = rates.hardware(cpu, disk and not setting.host_cache)
+        timing: Timing = Roofline(hardware, profile)
+        if setting.blocking or setting.whole_layers or system.get("blocking"):
+            timing = Blocking(timing, profile.top_k)
+        link = self._link(FREE if setting.free_copies else host_link(hardware, profile))
+        host = None
+        if setting.host_cache:
+            below = host_link(rates.hardware(cpu, disk_link=True), profile)
+            host = Tier(self._host_slots, None, self._link(below))
+        users = Users(setting.batch) if setting.batch > 1 else None
+        return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
+
+    def _needed(self, cpu: bool, disk: bool) -> list[str]:
+        """Rates that the run goes by."""
+        setting = self.row.setting
+        host = cpu or (parse(self.policy).placement.cls.number != FETCH and setting.host_layers != 0)
+        link = not (self.static or setting.free_copies or (disk and not setting.host_cache))
+        wanted = {
+            "gpu_gb_per_s": not cpu,
+            "host_gb_per_s": host,
+            "link_gb_per_s": link,
+            "disk_gb_per_s": disk or bool(setting.host_cache),
+        }
+        return [key for key, needed in wanted.items() if needed]
+
+    def _link(self, link: Link) -> Link:
+        sizes = self.profile.layer_expert_bytes or None
+        return replace(link, expert_bytes=self.profile.expert_bytes, layer_bytes=sizes)
+
+    def _summary(self, log: RunLog, timed: bool) -> Played:
+        decoded = (log.phase == DECODE) & (np.arange(len(log.step_ns)) >= self.uncounted)
+        prompts = self.row.setting.trace and self.row.setting.prompts == "counted"
+        counted = np.ones(len(decoded), bool) if prompts and not timed else decoded
+        tokens = int(log.tokens[decoded].sum())
+        lookups = (log.hits + log.late + log.misses)[counted].sum()
+        reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes
+        sent = (log.demand_room + log.prefetch_room)[decoded].sum() * log.room_bytes
+        return Played(
+            seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
+            hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),
+            bytes_read=float((reads if self.row.setting.host_cache else sent) / max(tokens, 1)),
+            log=log,
+        )
+
+
+def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:
+    """`25%`, `64` experts or `8GiB`; 0 is possible."""
+    text = text.strip()
+    if text.endswith("%"):
+        share = _number(text[:-1], text)
+        if not 0 <= share <= 100:
+            raise InputError(f"setting: a cache of {text}: a share is 0% to 100%")
+        return share / 100 * everything
+    if text.replace(".", "", 1).isdigit():
+        return _number(text, text) * everything / profile.moe_layers / profile.experts
+    return parse_bytes(text, "setting: cache")
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"setting: cache {whole!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
+
+
+def parsed(case: Case) -> None:
+    """InputError where the row's policy is none."""
+    with located(case.row.where):
+        policy = parse(case.policy)
+        if policy.needs_lookahead:
+            raise InputError(f"setting: {policy.text} needs what routers would pick early, which no routing here has")

@@ -1,0 +1,189 @@
+"""The back-test as people read it: tables of text, the same as Markdown for docs/backtest.md, and rows for JSON."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sim.backtest.file import UNITS
+from sim.backtest.score import Backtest, Result, errors, grouped, summary
+from traces.errors import InputError
+
+Cells = list[str]
+
+
+def rows_of(test: Backtest) -> list[dict[str, Any]]:
+    """Return each row with its prediction and error, for JSON."""
+    return [_row(result) for result in test.results]
+
+
+def _row(result: Result) -> dict[str, Any]:
+    row = result.row
+    unit = UNITS[row.metric][row.unit]
+    in_unit = {
+        key: None if value is None else value / unit
+        for key, value in (("predicted", result.predicted), ("blind", result.blind))
+    }
+    return {
+        "figure": row.figure,
+        "group": row.group,
+        "system": row.system,
+        "model": row.model.name if row.model else None,
+        "machine": row.machine.name if row.machine else None,
+        "metric": row.metric,
+        "unit": row.unit,
+        "measured": row.value,
+        **in_unit,
+        "error": result.error,
+        "blind_error": result.blind_error,
+        "hit_rate": result.hit_rate,
+        "fit": row.fit,
+        "scored": result.scored,
+        "quality": row.quality,
+        "assumed": list(row.assumed),
+        "stand_in": result.stand_in or None,
+        "unsimulated": row.unsimulated or None,
+        "source": row.source,
+    }
+
+
+def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
+    """Return the tables of the report: a heading, and rows of cells of which the first holds the columns' names."""
+    timed = [result for result in test.results if result.scored and result.timed]
+    found = [
+        ("By source", _grouped(timed, lambda result: result.row.group)),
+        ("By system", _grouped(timed, lambda result: result.row.system)),
+    ]
+    if test.fits:
+        fits: list[Cells] = [["machine", "fitted", "general", "fitted to", "on"]]
+        fits += [[f.machine, f.parameter, f"{f.before:.4g}", f"{f.after:.4g}", ", ".join(f.figures)] for f in test.fits]
+        found.append(("One fitted parameter a machine", fits))
+    others = [result for result in test.results if result.scored and not result.timed]
+    if others:
+        found.append(("Hit rates and bytes, without a clock", [_FIGURES, *map(_figures, others)]))
+    if test.token_by_token:
+        found.append(("The phone run, token by token", _tokens(test.token_by_token)))
+    if unsimulated := [result.row for result in test.results if result.row.unsimulated]:
+        found.append(("Not simulated", [["figure", "reason"], *([row.figure, row.unsimulated] for row in unsimulated)]))
+    return found
+
+
+_FIGURES = ["figure", "measured", "predicted", "error", "blind", "assumed"]
+
+
+def every_row(test: Backtest) -> list[tuple[str, list[Cells]]]:
+    """Return a table for each source: every simulated speed and latency, those that fit included."""
+    timed = [result for result in test.results if result.timed and result.predicted is not None]
+    return [(name, [_FIGURES, *map(_figures, part)]) for name, part in grouped(timed, lambda r: r.row.group).items()]
+
+
+def _figures(result: Result) -> Cells:
+    row, unit = result.row, UNITS[result.row.metric][result.row.unit]
+    assert result.predicted is not None
+    assumed = [*row.assumed, *([f"routing like {result.stand_in}"] if result.stand_in else [])]
+    return [
+        row.figure,
+        f"{row.value:.4g} {row.unit}",
+        f"{result.predicted / unit:.4g}",
+        "fits" if row.fit else _error(result, result.error),
+        _error(result, result.blind_error),
+        "; ".join(assumed) or "-",
+    ]
+
+
+def _error(result: Result, error: float | None) -> str:
+    if error is None:
+        return "-"
+    return f"{100 * error:+.1f} points" if result.row.metric == "hit rate" else f"{error:+.1%}"
+
+
+def headline(test: Backtest) -> str:
+    """Return the one line that everything comes to."""
+    told = summary(test)
+    blind, after, before = told["blind"], told["after_fit"], told["same_rows_blind"]
+    lines = f"{_errors(told)} over {told['rows']} speeds and latencies, {told['fit_rows']} fit, "
+    lines += f"{told['unsimulated']} not simulated; blind {_errors(blind)} over {blind['rows']}"
+    if after["rows"]:
+        lines += f"; of {after['rows']} rows on fitted machines {_errors(after)}, blind {_errors(before)}"
+    return lines
+
+
+def _errors(told: dict[str, Any]) -> str:
+    return f"median {_percent(told['median_abs_error'])}, worst {_percent(told['worst_abs_error'])}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _grouped(results: Sequence[Result], key: Callable[[Result], str]) -> list[Cells]:
+    found: list[Cells] = [["", "rows", "median", "worst", "without assumptions", "median", "worst", "blind median"]]
+    for name, part in [*grouped(results, key).items(), ("all", list(results))]:
+        alone = [result for result in part if not result.assumes]
+        found.append([name, *_three(part), *_three(alone), _percent(_blind(part))])
+    return found
+
+
+def _blind(results: Iterable[Result]) -> float | None:
+    median: float | None = errors(replace(each, predicted=each.blind) for each in results)["median_abs_error"]
+    return median
+
+
+def _three(results: Iterable[Result]) -> Cells:
+    told = errors(results)
+    return [str(told["rows"]), _percent(told["median_abs_error"]), _percent(told["worst_abs_error"])]
+
+
+def _tokens(told: dict[str, Any]) -> list[Cells]:
+    found = [["of 128 tokens", "predicted", "measured", "correlation", "median error of a token"]]
+    found.append(["hit rate", *(f"{told['hit_rate'][key]:.4f}" for key in ("predicted", "measured")), "-", "-"])
+    for key, name in (("bytes_read", "bytes read"), ("io_s", "seconds of I/O"), ("wall_s", "seconds")):
+        each = told[key]
+        places = 0 if key == "bytes_read" else 2
+        totals = [f"{each[part]:,.{places}f}" for part in ("predicted", "measured")]
+        found.append([name, *totals, f"{each['correlation']:.5f}", f"{each['median_abs_error']:.1%}"])
+    return found
+
+
+def text(test: Backtest, every: bool = False) -> str:
+    """Return the report as text; every: every row included."""
+    parts = [headline(test)]
+    for heading, rows in [*tables(test), *(every_row(test) if every else [])]:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in columns).rstrip()
+            for columns in (list(enumerate(zip(row[:-1], widths, strict=False))) for row in rows)
+        ]
+        parts.append("\n".join([heading, *(f"  {line}  {row[-1]}" for line, row in zip(lines, rows, strict=True))]))
+    return "\n\n".join(parts)
+
+
+BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
+"""In a document, the report stands between these."""
+
+
+def put_into(document: Path, test: Backtest) -> None:
+    """Replace the report between its marks in a Markdown document; InputError where they are not there."""
+    if not document.is_file():
+        raise InputError(f"no file {document} to put the report into")
+    held = document.read_text("utf-8")
+    before, begins, rest = held.partition(BEGINS)
+    _, ends, after = rest.partition(ENDS)
+    if not (begins and ends):
+        raise InputError(f"{document} has no lines {BEGINS} and {ENDS}, between which the report would stand")
+    document.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
+
+
+def markdown(test: Backtest) -> str:
+    """Return the whole report as Markdown, every row included."""
+    parts = [headline(test) + "."]
+    for heading, rows in [*tables(test), *((f"Rows: {name}", rows) for name, rows in every_row(test))]:
+        parts.append(f"### {heading}\n\n" + _markdown_table(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(rows: list[Cells]) -> str:
+    def line(cells: Cells) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    return "\n".join([line(rows[0]), line(["---"] * len(rows[0])), *map(line, rows[1:])])

@@ -1,0 +1,142 @@
+"""The routing that a row is played with: the very trace, or one made to reuse experts as it is known to.
+
+Made routing draws each token's experts from the places of its layer's recency order: reuse[i] is how often the one at
+place i is chosen. Under LRU with C slots a layer its hit rate is sum(reuse[:C]) / top-k, by construction. So a measured
+hit rate is reached, and a real model's statistics (`data/reuse.toml`) are carried over to another cache size or model.
+Where every expert is computed where it lies, no routing matters: the same experts are chosen each time.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from sim.backtest.machine import DATA, table
+from traces.errors import InputError, unknown
+from traces.importers import Options, import_dump
+from traces.steps import DECODE, RequestSteps, steps_of_rows
+from traces.trace import Trace
+
+Float = NDArray[np.float64]
+Reuse = Float
+"""float64[E]: by place in the recency order, experts of a token; the sum is top-k."""
+
+PHONE, PHONE_PROMPT, PHONE_SHAPE = "bigmoeonedge-qwen3-30b", 28, (48, 128, 6)
+
+
+def same_each_time(experts: int, top_k: int) -> Reuse:
+    """Every token chooses the experts of the token before it."""
+    return (np.arange(experts) < top_k).astype(np.float64)
+
+
+def of_hit_rate(hit_rate: float, slots: float, experts: int, top_k: int) -> Reuse:
+    """A cache of so many slots a layer hits at this rate; InputError where that cannot be."""
+    inside = min(max(round(slots), 1), experts)
+    hits, misses = hit_rate * top_k, (1 - hit_rate) * top_k
+    if hits > inside + 1e-9 or misses > experts - inside + 1e-9:
+        raise InputError(f"setting: {top_k} of {experts} experts never hit {hit_rate} in {inside} slots a layer")
+    reuse = np.zeros(experts)
+    reuse[:inside] = hits / inside
+    reuse[inside:] = misses / max(experts - inside, 1)
+    return reuse
+
+
+def like(name: str, experts: int, top_k: int) -> Reuse:
+    """As a real model, by the share of a layer's experts that a cache holds; InputError for an unknown name."""
+    known = table("reuse")
+    if name not in known:
+        raise unknown("routing statistics", name, known)
+    theirs = np.array(known[name]["reuse"])
+    hits = np.concatenate([[0.0], np.cumsum(theirs) / theirs.sum()])
+    ours = np.interp(np.linspace(0, 1, experts + 1), np.linspace(0, 1, len(hits)), hits)
+    return _at_most_one(np.diff(ours) * top_k)
+
+
+def nearest(experts: int) -> str:
+    """Return the model with statistics whose number of experts a layer is nearest, as a ratio."""
+    return min(table("reuse"), key=lambda name: abs(np.log(len(table("reuse")[name]["reuse"]) / experts)))
+
+
+def _at_most_one(reuse: Reuse) -> Reuse:
+    """Move what is above 1 to the places behind."""
+    over = 0.0
+    for place in range(len(reuse)):
+        wanted = reuse[place] + over
+        reuse[place] = min(wanted, 1.0)
+        over = wanted - reuse[place]
+    return reuse
+
+
+def made(
+    reuse: Reuse, layers: int, top_k: int, tokens: int, loaded: int, context: int, request: int = 0, seed: int = 0
+) -> RequestSteps:
+    """Return a request of 1 + `tokens` decode steps; the first fills the cache with `loaded` experts of each layer."""
+    E, rng = len(reuse), np.random.default_rng([seed, request])
+    bounds = np.cumsum(reuse) * top_k / reuse.sum()
+    order = [list(range(E)) for _ in range(layers)]
+    chosen = [np.sort(np.arange(max(loaded, 1)))] * layers
+    for _ in range(tokens):
+        for layer in range(layers):
+            places = np.searchsorted(bounds, rng.random() + np.arange(top_k), side="right")
+            places = np.unique(np.minimum(places, E - 1))
+            ids = [order[layer][place] for place in places]
+            for place in places[::-1]:
+                del order[layer][place]
+            order[layer][:0] = ids
+            chosen.append(np.sort(ids))
+    sizes = np.array([len(ids) for ids in chosen])
+    of_layer = np.tile(np.arange(layers), tokens + 1)
+    experts = np.concatenate(chosen) + np.repeat(of_layer * E, sizes)
+    return RequestSteps(
+        request=request,
+        phase=np.full(tokens + 1, DECODE, np.uint8),
+        tokens=np.ones(tokens + 1, np.int64),
+        context=np.full(tokens + 1, context, np.int64),
+        offsets=np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64),
+        experts=experts.astype(np.int64),
+        counts=np.ones(len(experts), np.int64),
+    )
+
+
+def all_experts(layers: int, experts: int, tokens: int, context: int) -> RequestSteps:
+    """Every step uses every expert: layers are copied whole."""
+    return made(np.ones(experts), layers, experts, tokens, experts, context)
+
+
+def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
+    """Return the first `most` requests (0: all) of a trace: a folder, an imported dump, or the shipped phone run.
+
+    as_decode: play prompts token by token. shape: layers, experts and top-k, which must be the trace's.
+    """
+    if name == PHONE:
+        theirs, requests = PHONE_SHAPE, [phone()]
+    else:
+        trace = _read(Path(name).expanduser())
+        if as_decode and trace.phases != "decode":
+            trace = trace.as_decode()
+        theirs = trace.layers, trace.num_experts, trace.top_k
+        requests = [trace.steps(i) for i in range(min(most or len(trace.requests), len(trace.requests)))]
+    if theirs != shape:
+        raise InputError(f"setting: trace {name} has {theirs} layers, experts and top-k, the row's model {shape}")
+    return requests
+
+
+def _read(path: Path) -> Trace:
+    if path.is_dir():
+        return Trace.read(str(path))
+    if not path.exists():
+        raise InputError(f"setting: no trace at {path}")
+    beside = path.with_suffix(".json")
+    told = beside if beside.is_file() else None
+    return import_dump(path, told, None if told else Options(phase="decode"))[0]
+
+
+def phone() -> RequestSteps:
+    """Return the phone run: one request of a prompt and 128 decoded tokens."""
+    rows = pq.read_table(DATA / f"{PHONE}.routing.parquet")
+    step, layer, expert = (rows[name].to_numpy().astype(np.int64) for name in ("step", "layer", "expert"))
+    L, E, k = PHONE_SHAPE
+    experts = np.full((step.max() + 1, L, k), E, np.int64)  # E: nothing routed, as in the last layer of a prompt
+    experts[step, layer, np.arange(len(step)) % k] = expert
+    return steps_of_rows(0, experts, np.arange(len(experts)), PHONE_PROMPT, E, E)

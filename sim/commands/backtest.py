@@ -1,0 +1,48 @@
+"""The command `moe-sim backtest`: published measurements, predicted, with the errors."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+
+
+def backtest(
+    files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: the shipped ones.")] = None,
+    every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print rows and summary as JSON.")] = False,
+    update: Annotated[
+        Path | None, typer.Option(help="Markdown file in which the report is replaced, such as docs/backtest.md.")
+    ] = None,
+    engine: options.Engine = None,
+) -> None:
+    """Predict published measurements of other people's systems, and print predicted, measured and the errors.
+
+    docs/backtest.md says what a file of rows holds. Errors are predicted / measured - 1; of hit rates, the difference.
+    A row with `fit = true` fits its machine's parameter and is in no score. Runs are short: SimPy plays them, unless
+    --engine says otherwise.
+
+    [b]moe-sim backtest[/b]
+
+    [b]moe-sim backtest my-rows.toml --rows[/b]
+    """
+    import json
+
+    from sim.backtest import file, report, score
+    from sim.engines import engine as engines
+    from sim.sweep.report import progress
+    from traces import console
+
+    engine = engine or engines.SIMPY
+    engines.check(engine)
+    rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
+    with progress(sum(not row.unsimulated for row in rows), as_json, "rows") as advance:
+        test = score.backtest(rows, engine, ended=lambda: advance(1))
+    if update:
+        report.put_into(update, test)
+    if as_json:
+        told = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
+        print(json.dumps(told, indent=1))
+    else:
+        console.say(report.text(test, every_row))

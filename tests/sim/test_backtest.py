@@ -1,0 +1,474 @@
+"""The back-test: files that cannot be used, closed forms of what is played, scores, fits, and the document's numbers.
+
+The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
+"""
+
+import json
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import tomli_w
+from typer.testing import CliRunner
+
+from sim.backtest import file, report, routing, score
+from sim.backtest.file import Machine, Model, Setting
+from sim.backtest.machine import DATA, Rates, rates, table
+from sim.backtest.model import profile_of
+from sim.backtest.play import Case
+from sim.cli import app
+from sim.engines.engine import SIMPY
+from sim.profiles.model_profile import model
+from sim.profiles.precision import bytes_per_parameter
+from sim.profiles.roofline import Roofline
+from traces.errors import InputError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "backtest.md"
+
+MACHINE = {
+    "gpu_gb_per_s": 500.0,
+    "host_gb_per_s": 50.0,
+    "link_gb_per_s": 20.0,
+    "hop_us": 40.0,
+    "link_latency_us": 0.0,
+    "fit_parameter": "host_gb_per_s",
+}
+MODEL = {
+    "layers": 6,
+    "experts": 16,
+    "top_k": 4,
+    "expert_bytes": 5_000_000,
+    "dense_bytes": 60_000_000,
+    "head_bytes": 10_000_000,
+}
+ROW = {
+    "figure": "one",
+    "system": "llama.cpp",
+    "metric": "speed",
+    "value": 100.0,
+    "unit": "tok/s",
+    "source": "here",
+    "machine": "mine",
+    "model": "small",
+    "setting": {"host_layers": 2},
+}
+
+
+def written(folder: Path, *rows: dict, **held) -> Path:
+    path = folder / "rows.toml"
+    content = {"machines": {"mine": MACHINE}, "models": {"small": MODEL}, **held, "rows": list(rows)}
+    path.write_text(tomli_w.dumps(content))
+    return path
+
+
+def case(folder: Path, **changed) -> Case:
+    return Case(file.read(written(folder, {**ROW, **changed}))[0])
+
+
+def rates_of(played: Case) -> Rates:
+    found = score.rates_of(played.row)
+    assert found
+    return found
+
+
+def seconds(played: Case, own: Rates | None = None) -> float:
+    taken = played.played(own or rates_of(played), SIMPY).seconds
+    assert taken
+    return taken
+
+
+# Files
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"metric": "sped"}, "unknown metric 'sped'; did you mean speed?"),
+        ({"unit": "ms"}, "unknown unit of speed 'ms'"),
+        ({"value": 0}, "value = 0"),
+        ({"value": "fast"}, "value = 'fast': must be a number"),
+        ({"quality": "D"}, "unknown quality 'D'"),
+        ({"sauce": "here"}, "unknown key 'sauce'; did you mean source"),
+        ({"machine": "yours"}, "unknown machine 'yours'"),
+        ({"model": "large"}, "no model profile is known for 'large'"),
+        ({"model": {**MODEL, "top_k": 20}}, "top_k 20 is above 16 experts"),
+        ({"model": {"layers": 3}}, "state experts, top_k, expert_bytes, dense_bytes"),
+        ({"model": {"profile": "gpt-oss-20b", "precision": "q4_k_n"}}, "unknown precision 'q4_k_n'"),
+        ({"model": {**MODEL, "layer_expert_bytes": [1, 2]}}, "layer_expert_bytes: 2 for 6 layers"),
+        ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
+        ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
+        ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
+        ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
+        ({"machine": {"link_gb_per_s": 20.0}, "setting": {"all_on": "cpu"}}, "from which host_gb_per_s follows"),
+        ({"machine": {"gpu": "L4"}}, "from which host_gb_per_s follows"),
+        (
+            {"machine": {"gpu": "M3 Max"}, "setting": {"policy": "lru", "cache": "0"}},
+            "from which link_gb_per_s follows",
+        ),
+        (
+            {"machine": {"gpu": "L4"}, "setting": {"policy": "lru", "cache": "0", "misses_from": "disk"}},
+            "disk_gb_per_s",
+        ),
+        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs what routers would pick early"),
+        (
+            {"fit": True, "machine": {"gpu": "L4", "fit_parameter": "disk_gb_per_s"}, "setting": {"all_on": "gpu"}},
+            "from which disk_gb_per_s follows, which is to be fitted",
+        ),
+        ({"machine": {**MACHINE, "fit_parameter": "speed"}}, "unknown fit_parameter 'speed'"),
+        ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "its machine names no fit_parameter"),
+        ({"fit": "yes"}, "fit = 'yes': must be true or false"),
+        ({"setting": {}}, "give one of all_on, host_layers, host_share, policy, not none"),
+        ({"setting": {"all_on": "gpu", "host_layers": 3}}, "not all_on and host_layers"),
+        ({"setting": {"all_on": "tpu"}}, "unknown all_on 'tpu'"),
+        ({"setting": {"host_layers": 9}}, "host_layers 9 of 6 layers"),
+        ({"setting": {"policy": "lru"}}, "policy needs a cache"),
+        ({"setting": {"policy": "lruu", "cache": "25%"}}, "lruu"),
+        ({"setting": {"policy": "lru", "cache": "150%"}}, "a share is 0% to 100%"),
+        ({"setting": {"policy": "lru", "cache": "much"}}, "'much'"),
+        ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
+        ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
+        ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
+        ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
+        ({"setting": {"policy": "lru", "cache": "50%", "trace": routing.PHONE}}, "layers, experts and top-k"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, changed, said):
+    path = written(tmp_path, {**ROW, **changed})
+    with pytest.raises(InputError) as told:
+        score.backtest(file.read(path), SIMPY)
+    text = str(told.value)
+    assert "\n" not in text
+    assert text.startswith(f"{path}: row one: ")
+    assert said in text
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("rows = 3", "rows: must be a list of tables"),
+        ("[[rows]\n", "cannot be read as TOML"),
+        ("[[lines]]\n", "unknown key 'lines'"),
+        ('machines = "a10"\n[[rows]]\n', "machines: must be a table"),
+        ("[machines.x]\nspeed = 3\n[[rows]]\n", "machines.x: unknown key 'speed'"),
+        ('[[rows]]\nsystem = "x"\n', "row 1: the key 'figure' is missing"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line(tmp_path, content, said):
+    path = tmp_path / "bad.toml"
+    path.write_text(content)
+    with pytest.raises(InputError) as told:
+        file.read(path)
+    assert str(path) in str(told.value)
+    assert said in str(told.value)
+
+
+def test_two_rows_of_one_name_are_refused(tmp_path):
+    with pytest.raises(InputError, match="figure 'one' is there twice"):
+        file.unique(file.read(written(tmp_path, ROW, ROW)))
+
+
+def test_the_command_ends_with_one_line_on_a_bad_file(tmp_path):
+    ended = CliRunner().invoke(app, ["backtest", str(written(tmp_path, {**ROW, "unit": "km/h"}))])
+    assert isinstance(ended.exception, InputError)
+
+
+def test_the_shipped_rows_are_those_that_were_published():
+    rows = file.unique([row for path in file.shipped() for row in file.read(path)])
+    assert len(rows) == 143
+    assert all(row.source for row in rows)
+
+
+# Machines and models
+
+
+def test_measured_figures_come_before_data_sheets_and_those_before_factors():
+    factors = table("factors")
+    told = rates(
+        Machine("m", gpu_data_sheet_gb_per_s=1000.0, host_peak_gb_per_s=100.0, link="PCIe 4.0 x16"), "llama.cpp"
+    )
+    share = factors["gpu_read_of_data_sheet"] * factors["gpu_kernels_of_read"]
+    assert told.gpu_gb_per_s == pytest.approx(1000 * share)
+    assert told.host_gb_per_s == pytest.approx(100 * factors["host_stream_of_peak"] * factors["host_experts_of_stream"])
+    assert told.link_gb_per_s == factors["links"]["PCIe 4.0 x16"]
+    measured = rates(
+        Machine("m", gpu_data_sheet_gb_per_s=1000.0, gpu_read_gb_per_s=800.0, host_gb_per_s=7.0, hop_us=0.0), "x"
+    )
+    assert measured.gpu_gb_per_s == pytest.approx(800 * factors["gpu_kernels_of_read"])
+    assert (measured.host_gb_per_s, measured.hop_us) == (7.0, 0.0)
+
+
+def test_names_stand_for_data_sheets():
+    named = rates(Machine("m", gpu="NVIDIA GeForce RTX-3090", ram="2 x DDR4-3200"), "x")
+    stated = rates(Machine("m", gpu_data_sheet_gb_per_s=936.0, host_peak_gb_per_s=51.2, link="PCIe 4.0 x16"), "x")
+    assert named == stated
+
+
+def test_a_systems_overheads_are_those_of_the_longest_name_with_which_its_own_begins():
+    machine, systems = Machine("m"), table("systems")
+    assert rates(machine, "MoE Infinity (2026)").us_per_expert == systems["MoE-Infinity"]["us_per_expert"]
+    assert rates(machine, "accelerate").link_gb_per_s == 0
+    launches = table("factors")["kernels_per_layer"] * table("factors")["launch_us"]
+    assert rates(machine, "nobody's").us_per_layer == launches
+    assert rates(machine, "vLLM 0.9").us_per_layer == launches + systems["vLLM"]["us_per_layer"]
+
+
+def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
+    base, quantised = model("qwen3-30b-a3b"), profile_of(Model("qwen3-30b-a3b", precision="Q8_0"))
+    assert bytes_per_parameter("UD-Q4_K_M") == bytes_per_parameter("q4 k-m")
+    assert quantised.expert_bytes == round(base.expert_parameters * 8.5 / 8)
+    assert quantised.dense_bytes == pytest.approx(base.dense_bytes * 8.5 / 16)
+    assert quantised.kv_bytes == base.kv_bytes
+    experts_alone = profile_of(Model("qwen3-30b-a3b", precision="mxfp4"))
+    assert experts_alone.dense_bytes == base.dense_bytes
+
+
+def test_stated_bytes_are_what_is_read(tmp_path):
+    profile = case(tmp_path).profile
+    hardware = rates(Machine("m", gpu_gb_per_s=100.0, us_per_layer=0.0), "x").hardware(cpu=False, disk_link=False)
+    timing = Roofline(hardware, profile)
+    assert sum(timing.dense_ns(layer, 1, 0) for layer in range(6)) == pytest.approx(60e6 / 100, rel=1e-3)
+    assert timing.head_ns(1) == pytest.approx(10e6 / 100, rel=1e-3)
+    assert timing.expert_ns(1) == pytest.approx(5e6 / 100, rel=1e-3)
+
+
+# What is played
+
+
+def closed_form(played: Case, host_layers: int) -> float:
+    """Seconds of a token whose first layers' experts the host computes, everything else the GPU."""
+    own, profile = rates_of(played), played.profile
+    timing = Roofline(own.hardware(cpu=False, disk_link=False), profile)
+    context, k = table("factors")["context"], profile.top_k
+    ns = timing.head_ns(1)
+    for layer in range(profile.moe_layers):
+        ns += timing.dense_ns(layer, 1, context) + timing.combine_ns(1)
+        ns += timing.hop_ns + k * timing.host_ns(1) if layer < host_layers else k * timing.expert_ns(1)
+    return ns / 1e9
+
+
+@pytest.mark.parametrize("host_layers", [0, 1, 4, 6])
+def test_a_static_split_takes_what_its_closed_form_says(tmp_path, host_layers):
+    played = case(tmp_path, setting={"host_layers": host_layers})
+    assert seconds(played) == pytest.approx(closed_form(played, host_layers), abs=1e-9)
+
+
+def test_all_on_the_gpu_is_a_split_of_no_layer(tmp_path):
+    everything, none = (case(tmp_path, setting=setting) for setting in ({"all_on": "gpu"}, {"host_layers": 0}))
+    assert seconds(everything) == seconds(none)
+
+
+def test_a_share_of_layers_rounds_to_layers(tmp_path):
+    assert case(tmp_path, setting={"host_share": 0.5}).policy == "lru/layers:n=3"
+
+
+def test_all_on_the_cpu_reads_every_byte_once_from_host_memory(tmp_path):
+    played = case(tmp_path, setting={"all_on": "cpu", "context": 1})
+    own = replace(rates_of(played), cpu_us_per_layer=0.0)
+    assert seconds(played, own) == pytest.approx((60e6 + 10e6 + 6 * 4 * 5e6) / 50e9, rel=2e-3)
+
+
+def test_without_a_cache_every_expert_crosses_the_link(tmp_path):
+    played = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
+    out = played.played(rates_of(played), SIMPY)
+    compute = closed_form(played, 0)
+    assert out.hit_rate == 0
+    assert out.bytes_read == 6 * 4 * 5_000_000
+    assert out.seconds == pytest.approx(compute + 6 * 4 * 5e6 / 20e9, rel=1e-3)
+
+
+def test_whole_layers_move_all_experts_but_those_that_stay(tmp_path):
+    played = case(tmp_path, setting={"policy": "lru", "cache": "50%", "whole_layers": True})
+    out = played.played(rates_of(played), SIMPY)
+    assert out.bytes_read == pytest.approx((6 * 16 - 48) * 5_000_000, rel=0.05)
+
+
+def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
+    machine = {**MACHINE, "disk_gb_per_s": 2.0, "disk_latency_us": 0.0}
+    fast = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
+    slow = case(
+        tmp_path, machine=machine, setting={"policy": "lru", "cache": "0", "blocking": True, "misses_from": "disk"}
+    )
+    assert seconds(slow) - seconds(fast) == pytest.approx(6 * 4 * 5e6 * (1 / 2e9 - 1 / 20e9), rel=1e-3)
+
+
+def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
+    alone, four = (case(tmp_path, setting={"all_on": "gpu", "batch": batch}) for batch in (1, 4))
+    speeds = [score.figure(each.row, each.played(rates_of(each), SIMPY)) for each in (alone, four)]
+    assert 1.2 < speeds[1] / speeds[0] < 3.5
+
+
+@pytest.mark.parametrize("policy", ["lru", "lru@layer", "lru+previous:depth=0@layer/host"])
+@pytest.mark.parametrize("hit_rate", [0.3, 0.7, 0.9])
+def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
+    setting = {"policy": policy, "cache": "50%", "hit_rate": hit_rate, "free_copies": True}
+    played = case(tmp_path, setting=setting)
+    own = rates_of(played)
+    assert played.aimed(own, SIMPY).played(own, SIMPY).hit_rate == pytest.approx(hit_rate, abs=0.025)
+
+
+def test_made_routing_hits_under_lru_as_its_statistics_say():
+    reuse = routing.like("gpt-oss-20b", 32, 4)
+    request = routing.made(reuse, layers=4, top_k=4, tokens=400, loaded=8, context=1)
+    hits, orders = 0, [list(range(32)) for _ in range(4)]
+    for event in range(4, 401 * 4):
+        ids = request.experts[request.offsets[event] : request.offsets[event + 1]] % 32
+        order = orders[event % 4]
+        hits += sum(order.index(expert) < 8 for expert in ids)
+        orders[event % 4] = [*ids, *(expert for expert in order if expert not in ids)]
+    assert hits / (400 * 4 * 4) == pytest.approx(reuse[:8].sum() / 4, abs=0.01)
+
+
+def test_a_trace_in_a_file_is_played_as_it_is(tmp_path):
+    experts = np.array([[[0, 1], [2, 3]], [[0, 2], [2, 3]], [[0, 1], [0, 3]]], np.uint8)
+    np.savez(tmp_path / "short.npz", experts=experts, offsets=np.array([0, 3]))
+    setting = {"policy": "lru@layer", "slots_per_layer": 2, "trace": str(tmp_path / "short.npz")}
+    small = {**MODEL, "layers": 2, "experts": 4, "top_k": 2}
+    played = case(tmp_path, metric="hit rate", unit="share", model=small, setting=setting)
+    assert played.played(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
+
+
+def test_statistics_carry_over_to_another_shape():
+    reuse = routing.like("gpt-oss-20b", 128, 8)
+    theirs = np.array(table("reuse")["gpt-oss-20b"]["reuse"])
+    assert reuse.sum() == pytest.approx(8)
+    assert reuse.max() <= 1
+    assert reuse[:32].sum() / 8 == pytest.approx(theirs[:8].sum() / 4, abs=0.01)
+
+
+# Where the routing of the very run is known
+
+
+@pytest.fixture(scope="module")
+def phone():
+    rows = [row for row in file.read(Path(file.__file__).parent / "bigmoeonedge.toml") if row.setting.trace]
+    return score.backtest(rows, SIMPY)
+
+
+def test_hit_rates_of_the_phone_agree_to_a_thousandth(phone):
+    found = [result for result in phone.results if result.row.metric == "hit rate"]
+    assert len(found) == 10
+    assert max(abs(result.error) for result in found) < 0.001
+    assert found[0].row.value == 0.749
+
+
+def test_bytes_of_the_phone_agree_token_by_token(phone):
+    told = phone.token_by_token
+    measured = pd.read_parquet(DATA / f"{routing.PHONE}.tokens.parquet")
+    assert told["tokens"] == len(measured) == 128
+    assert told["hit_rate"]["predicted"] == pytest.approx(told["hit_rate"]["measured"], abs=0.001)
+    assert told["bytes_read"]["measured"] == measured.read_bytes.sum()
+    assert told["bytes_read"]["predicted"] == pytest.approx(told["bytes_read"]["measured"], rel=0.005)
+    assert told["bytes_read"]["correlation"] > 0.9999
+    assert told["io_s"]["correlation"] > 0.99
+
+
+# Scores and fits
+
+
+def test_scores_are_arithmetic(tmp_path):
+    rows = file.read(written(tmp_path, *({**ROW, "figure": name} for name in "abc"), {**ROW, "figure": "d"}))
+    rows[3] = replace(rows[3], metric="hit rate", unit="%", value=40.0)
+    wrong = [
+        score.Result(rows[0], predicted=110.0, blind=50.0),
+        score.Result(replace(rows[1], assumed=("a",)), predicted=80.0, blind=80.0),
+        score.Result(replace(rows[2], unsimulated="no")),
+        score.Result(rows[3], predicted=0.43, blind=0.43),
+    ]
+    told = score.summary(score.Backtest(wrong, []))
+    assert told["rows"] == 2
+    assert told["unsimulated"] == 1
+    assert told["median_abs_error"] == pytest.approx(0.15)
+    assert told["worst_abs_error"] == pytest.approx(0.2)
+    assert told["blind"]["worst_abs_error"] == pytest.approx(0.5)
+    assert told["without_assumptions"]["rows"] == 1
+    assert told["hit_rates"] == {
+        "rows": 1,
+        "median_abs_error": pytest.approx(0.03),
+        "worst_abs_error": pytest.approx(0.03),
+    }
+
+
+def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_path):
+    truth = {}
+    for n in (1, 3, 5):
+        played = case(tmp_path, setting={"host_layers": n})
+        truth[n] = 1 / seconds(played, replace(rates_of(played), host_gb_per_s=31.0))
+    rows = [
+        {**ROW, "figure": f"n={n}", "setting": {"host_layers": n}, "value": value, "fit": n == 3}
+        for n, value in truth.items()
+    ]
+    test = score.backtest(file.read(written(tmp_path, *rows)), SIMPY)
+    (fit,) = test.fits
+    assert (fit.machine, fit.parameter, fit.before, fit.figures) == ("mine", "host_gb_per_s", 50.0, ("n=3",))
+    assert fit.after == pytest.approx(31.0, rel=0.005)
+    told = score.summary(test)
+    assert (told["rows"], told["fit_rows"]) == (2, 1)
+    assert told["worst_abs_error"] < 0.005 < told["same_rows_blind"]["median_abs_error"]
+
+
+def test_least_finds_the_bottom_of_a_valley():
+    assert score.least(lambda x: (x - 1.234) ** 2, 0, 4) == pytest.approx(1.234, abs=1e-3)
+
+
+# What is printed
+
+
+def test_json_holds_rows_and_summary(tmp_path):
+    path = written(tmp_path, ROW, {**ROW, "figure": "two", "unsimulated": "its disk is not stated"})
+    ended = CliRunner().invoke(app, ["backtest", str(path), "--json"], catch_exceptions=False)
+    told = json.loads(ended.stdout)
+    one, two = told["rows"]
+    assert one["error"] == pytest.approx(one["predicted"] / one["measured"] - 1)
+    assert two["predicted"] is None
+    assert two["unsimulated"] == "its disk is not stated"
+    assert told["summary"]["rows"] == 1
+    assert told["summary"]["unsimulated"] == 1
+    assert told["summary"]["median_abs_error"] == told["summary"]["worst_abs_error"] == abs(one["error"])
+
+
+def test_text_names_every_row_and_every_reason(tmp_path):
+    path = written(tmp_path, ROW, {**ROW, "figure": "two", "unsimulated": "its disk is not stated"})
+    printed = CliRunner().invoke(app, ["backtest", str(path), "--rows"], catch_exceptions=False).stdout
+    assert "its disk is not stated" in printed
+    assert "100 tok/s" in printed
+
+
+def test_a_report_is_put_between_its_marks(tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
+    test = score.backtest(file.read(written(tmp_path, ROW)), SIMPY)
+    report.put_into(document, test)
+    held = document.read_text()
+    assert held.startswith("before\n")
+    assert held.endswith("after\n")
+    assert "old" not in held
+    assert report.markdown(test) in held
+    with pytest.raises(InputError, match="has no lines"):
+        report.put_into(written(tmp_path, ROW), test)
+
+
+def test_the_document_has_a_line_for_every_key_of_the_format():
+    text = DOCUMENT.read_text()
+    for cls in (Machine, Model, Setting, file.Row):
+        for key in cls.__dataclass_fields__:
+            assert f"`{key}" in text or key in ("name", "title", "file"), key
+
+
+def test_the_document_shows_a_file_that_is_valid(tmp_path):
+    shown = DOCUMENT.read_text().split("```toml\n")[1].split("```")[0]
+    assert tomllib.loads(shown)
+    path = tmp_path / "shown.toml"
+    path.write_text(shown)
+    told = score.summary(score.backtest(file.read(path), SIMPY))
+    assert told["rows"] == 2
+    assert math.isfinite(told["worst_abs_error"])
+
+
+@pytest.mark.slow
+def test_the_documents_numbers_are_what_the_command_prints():
+    rows = [row for path in file.shipped() for row in file.read(path)]
+    assert report.markdown(score.backtest(rows, SIMPY)) in DOCUMENT.read_text()
