@@ -1,0 +1,20 @@
+"""How many bytes a parameter takes, by the name of a precision: one table, `precisions.toml`."""
+
+import tomllib
+from functools import cache
+from pathlib import Path
+
+from traces.errors import unknown
+
+
+@cache
+def _bits() -> dict[str, float]:
+    return tomllib.loads((Path(__file__).parent / "precisions.toml").read_text("utf-8"))
+
+
+def bytes_per_parameter(name: str) -> float:
+    """Return the bytes of one parameter at a precision such as `bf16` or `Q4_K_M`; InputError with near names."""
+    key = name.strip().lower().replace("-", "_").replace(" ", "_").removeprefix("ud_")
+    if key not in _bits():
+        raise unknown("precision", name, _bits())
+    return _bits()[key] / 8
