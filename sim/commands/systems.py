@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sim.commands import options
-from sim.commands.printed import milliseconds, progress, table
+from sim.commands.printed import progress, table
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,14 +120,14 @@ def _notes(setting: "Setting") -> list[str]:
 
 
 def _table(found: "list[Prediction]") -> "Table":
-    shown = table("system", "policy", "TPOT ms", "p99 ms", "GPU idle ms", "hit rate", "MB a token", left=2, gap=1)
+    shown = table("system", "TPOT ms", "p99 ms", "GPU idle ms", "hit rate", "MB a token", gap=1)
     for each in found:
         if each.tpot_mean_ms is None:
             continue
         times = (each.tpot_mean_ms, each.tpot_p99_ms or 0.0, each.idle_ms or 0.0)
-        policy = (each.policy or "").split(":profile=")[0]
-        shares = f"{each.hit_rate:.1%}", f"{each.mb_per_token:,.0f}"
-        shown.add_row(each.system.name, policy, *map(milliseconds, times), *shares)
+        shown.add_row(
+            each.system.name, *(f"{ms:,.1f}" for ms in times), f"{each.hit_rate:.1%}", f"{each.mb_per_token:,.0f}"
+        )
     return shown
 
 
@@ -141,7 +141,7 @@ def _paper(rows: "list[Row]") -> "list[str | Table]":
 
     if not rows:
         return []
-    shown = table("Table 1", "mean ms", "paper", "", "idle ms", "paper", "", "tail ms", "paper", "", gap=1)
+    shown = table("predicted / Table 1", "mean ms     ", "GPU idle ms     ", "tail ms     ", gap=1)
     for row in rows:
         paper, one = row.paper, row.prediction
         parts = (
@@ -149,10 +149,7 @@ def _paper(rows: "list[Row]") -> "list[str | Table]":
             (one.idle_ms, paper.idle_ms, row.idle_deviation),
             (one.tpot_p99_ms, paper.tail_ms, row.tail_deviation),
         )
-        cells = []
-        for ours, theirs, deviation in parts:
-            cells += [f"{ours:,.0f}", f"{theirs:,.0f}" if theirs else "-", _percent(deviation)]
-        shown.add_row(paper.name, *cells)
+        shown.add_row(paper.name, *(_beside(*part) for part in parts))
     named = [f"{row.paper.name} is {_percent(row.deviation)}: {row.paper.cause}" for row in rows if row.beyond]
     lines: list[str | Table] = [shown, *named]
     if found := table1.ratios(rows):
@@ -163,6 +160,10 @@ def _paper(rows: "list[Row]") -> "list[str | Table]":
             f"{min(printed):.1f} to {max(printed):.1f}x for these rows; the paper's headline: {least} to {most}x"
         )
     return lines
+
+
+def _beside(ours: float | None, theirs: float, deviation: float | None) -> str:
+    return f"{ours:,.0f} / {theirs:,.0f} {_percent(deviation):>5}" if theirs else f"{ours:,.0f} / -      "
 
 
 def _percent(deviation: float | None) -> str:

@@ -173,14 +173,14 @@ class Preloaded(Derived):
 
 
 def preload(ids: Int, layers: int, experts: int, mark: int) -> RequestSteps:
-    """Return a request of one step that chooses these experts, with `mark` tokens each. ids: [n], ascending."""
+    """Return a request of one step of `mark` tokens, which all choose these experts. ids: [n], ascending."""
     offsets = np.searchsorted(ids, np.arange(layers + 1) * experts)
-    one = np.ones(1, np.int64)
+    marked = np.full(1, mark, np.int64)
     return RequestSteps(
         request=0,
         phase=np.array([DECODE], np.uint8),
-        tokens=one,
-        context=one,
+        tokens=marked,
+        context=marked,
         offsets=offsets.astype(np.int64),
         experts=ids.astype(np.int64),
         counts=np.full(len(ids), mark, np.int64),
