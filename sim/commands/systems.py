@@ -88,9 +88,10 @@ def systems(
             found.append(setting.predicted(each))
             advance(1)
     beside = paper.rows(found) if paper.applies(loaded) and not precision else []
+    other = paper.of_other_model(loaded, found) if not precision else None
     output.show(
-        lambda: _json(setting, found, beside),
-        lambda: [_title(setting), *_notes(setting), _table(found), *_missing(found), *_paper(beside)],
+        lambda: _json(setting, found, beside, other),
+        lambda: [_title(setting), *_notes(setting), _table(found), *_missing(found), *_paper(beside), *_other(other)],
     )
 
 
@@ -162,6 +163,13 @@ def _paper(rows: "list[Row]") -> "list[str | Table]":
     return lines
 
 
+def _other(pair: tuple[float, float] | None) -> list[str]:
+    if pair is None:
+        return []
+    ours, theirs = pair
+    return [f"moe-infinity: predicted {ours:,.0f} ms, the paper prints {theirs:,.0f} ({_percent(ours / theirs - 1)})"]
+
+
 def _beside(ours: float | None, theirs: float, deviation: float | None) -> str:
     return f"{ours:,.0f} / {theirs:,.0f} {_percent(deviation):>5}" if theirs else f"{ours:,.0f} / -      "
 
@@ -170,7 +178,9 @@ def _percent(deviation: float | None) -> str:
     return "-" if deviation is None else f"{deviation:+.0%}"
 
 
-def _json(setting: "Setting", found: "list[Prediction]", rows: "list[Row]") -> dict[str, Any]:
+def _json(
+    setting: "Setting", found: "list[Prediction]", rows: "list[Row]", other: tuple[float, float] | None
+) -> dict[str, Any]:
     from sim.systems import table1
 
     model = setting.model()
@@ -183,6 +193,8 @@ def _json(setting: "Setting", found: "list[Prediction]", rows: "list[Row]") -> d
         "notes": _notes(setting),
         "systems": [{**asdict(each), "system": each.system.name, "title": each.system.title} for each in found],
     }
+    if other:
+        shown["paper_moe_infinity_ms"] = other[1]
     if rows:
         shown["table1"] = [
             {

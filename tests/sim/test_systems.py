@@ -218,7 +218,7 @@ def test_table_1_is_printed_beside_the_predictions_of_its_model(moe_sim_systems,
 def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_systems, home):
     """They depend on no routing, so that any trace of the model gives them."""
     text = (Path(__file__).parents[2] / "docs/systems.md").read_text("utf-8")
-    names = ["vllm", "ollama", "llama-cpp", "accelerate", "ktransformers"]
+    names = ["vllm", "vllm-uva", "deepspeed", "ollama", "llama-cpp", "accelerate", "ktransformers", "resident-q4"]
     _, out, _ = moe_sim_systems(home / "deepseek", "--systems", ",".join(names), "--engine", "simpy", "--json")
     for row in json.loads(out)["systems"]:
         found = re.search(rf"^\| {row['system']} \| ([\d.,]+) \|", text, re.MULTILINE)
