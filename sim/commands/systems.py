@@ -58,6 +58,8 @@ def systems(
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
     """
     from policies.core.grammar import split_list
+    from sim.engines import compiling
+    from sim.engines.engine import SIMPY
     from sim.systems import table1 as paper
     from sim.systems.play import Setting
     from sim.systems.system import chosen
@@ -83,9 +85,10 @@ def systems(
         )
     )
     found = []
+    compiling.start_if_needed([setup.engine != SIMPY], output.quiet)
     with progress(len(wanted), output.quiet, "systems") as advance:
         for each in wanted:
-            found.append(setting.predicted(each))
+            found.append(setting.predicted(each, SIMPY if compiling.going() else setup.engine))
             advance(1)
     beside = paper.rows(found) if paper.applies(loaded) and not precision else []
     other = paper.of_other_model(loaded, found) if not precision else None
@@ -93,6 +96,7 @@ def systems(
         lambda: _json(setting, found, beside, other),
         lambda: [_title(setting), *_notes(setting), _table(found), *_missing(found), *_paper(beside), *_other(other)],
     )
+    compiling.finish(output.quiet)
 
 
 def _title(setting: "Setting") -> str:

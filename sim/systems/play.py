@@ -124,13 +124,13 @@ class Setting:
         """Tokens of an expert that is only loaded before the run: more than any step of the trace has."""
         return 1 + max(int(steps.tokens.max(initial=0)) for steps in Requests(self.loaded.trace))
 
-    def predicted(self, system: System) -> Prediction:
-        """Return what a system takes. Raise InputError for what the user can mend."""
+    def predicted(self, system: System, played_on: str | None = None) -> Prediction:
+        """Return what a system takes. played_on: the engine, None for the setup's. Raise InputError for bad input."""
         try:
             played = Played.of(system, self)
         except CannotRunError as cannot:
             return Prediction(system, reason=str(cannot))
-        return played.prediction(engine.simulate(self.loaded.setup.engine, played.run))
+        return played.prediction(engine.simulate(played_on or self.loaded.setup.engine, played.run))
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class Played:
 
     @classmethod
     def of(cls, system: System, setting: Setting) -> "Played":
-        """Raise CannotRunError where the system cannot run so, InputError for what the user can mend."""
+        """Raise CannotRunError where the system cannot run so, InputError for bad input."""
         shape, slots, model = setting.shape, setting.slots(system), setting.model(system)
         if system.preload == "all" and slots < shape.total:
             raise CannotRunError(
