@@ -68,8 +68,9 @@ def systems(
     loaded = setup.load()
     if table1:
         paper.require(loaded)
-        if systems:
-            raise InputError("--table1 names the systems itself: leave out --systems")
+        for option, given in (("--systems", systems), ("--precision", precision)):
+            if given:
+                raise InputError(f"--table1 says which systems and which precision: leave out {option}")
     wanted = chosen(list(paper.printed()) if table1 else split_list(systems))
     setting = Setting(loaded, cache_size, profile or "", predictor, host_memory, precision)
     slots = setting.slots()

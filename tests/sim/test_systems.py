@@ -50,6 +50,8 @@ def home(tmp_path_factory, trace):
     write_trace(trace, home / "tiny")
     deepseek = synthetic(2, tokens=6, layers=26, experts=64, top_k=6, seed=1)
     write_trace(replace(deepseek, meta=replace(deepseek.meta, model="DeepSeek-V2-Lite")), home / "deepseek")
+    prompts = synthetic(2, tokens=0, layers=L, experts=E, top_k=K, seed=3, prompt_tokens=3)
+    write_trace(replace(prompts, meta=trace.meta), home / "prompts")
     return home
 
 
@@ -253,6 +255,8 @@ def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home
         (["tiny", "--table1"], "--table1 is of deepseek-v2-lite, and the trace tiny is of tiny"),
         (["deepseek", "--table1", "--hardware", "h100"], "--table1 was measured on a5000"),
         (["deepseek", "--table1", "--systems", "vllm"], "leave out --systems"),
+        (["deepseek", "--table1", "--precision", "fp8"], "leave out --precision"),
+        (["prompts"], "holds no decoded tokens to count; --as-decode"),
         (["tiny", "--precision", "Q4_K_L"], "unknown precision 'Q4_K_L'"),
         (["deepseek", "--profile", "tiny", "--systems", "brainstorm"], "the profile"),
         (["deepseek", "--host-memory", "1MB", "--systems", "llama-cpp-mmap"], "--host-memory 1MB"),
