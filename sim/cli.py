@@ -17,6 +17,7 @@ from sim.commands.eamc import eamc
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
 from sim.commands.sweep import sweep
+from sim.commands.systems import systems
 from sim.commands.train import train_stride
 from sim.commands.tune import tune
 from traces import console
@@ -145,6 +146,7 @@ app.command()(adapt)
 app.command()(train_stride)
 app.command()(compare)
 app.command()(backtest)
+app.command()(systems)
 app.add_typer(eamc, name="eamc")
 
 

@@ -31,13 +31,13 @@ def backtest(
 
     from sim.backtest import file, report, score
     from sim.engines import engine as engines
-    from sim.sweep.report import progress
+    from sim.commands.printed import progress
     from traces import console
 
     engine = engine or engines.SIMPY
     engines.check(engine)
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
-    with progress(sum(not row.unsimulated for row in rows), as_json, "rows") as advance:
+    with progress(sum(not row.unsimulated for row in rows), as_json, "rows played") as advance:
         test = score.backtest(rows, engine, ended=lambda: advance(1))
     if update:
         report.put_into(update, test)

@@ -4,6 +4,7 @@ import json
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,13 +35,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def row_of(setup: Setup, policy: str, size: str = "50%") -> dict[str, object]:
+def row_of(setup: Setup, policy: str, size: str = "50%") -> dict[str, Any]:
     loaded = setup.load()
     (row,) = played(loaded, Grid((policy,), {size: loaded.slots(size)})).rows
     return {name: value for name, value in row.items() if name != "cell"}
 
 
-ASKED = {
+ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "placement": ({}, "lru/split"),
     "host": ({}, "eamc/host"),
     "disk": ({"host_memory": "60%"}, "lru+popular"),
@@ -97,7 +98,7 @@ def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
     assert drawn[drawn > 0].mean() == pytest.approx(1e6, rel=0.1), "1,000 a second, in ns"
 
 
-REFUSED = {
+REFUSED: dict[str, dict[str, Any]] = {
     "--max-batch 0": {"max_batch": 0},
     "need --max-batch": {"arrivals": "trace"},
     "need each other": {"max_batch": 2, "arrivals": "poisson"},

@@ -1,0 +1,277 @@
+"""Play systems over one trace, on one machine, with one GPU budget: what each would take a token.
+
+The budget is room for experts in GPU memory, in bytes, the same for all systems: a cache size as typed, else what the
+dense part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from policies.core.policy import Shape
+from policies.core.scope import read_profile
+from policies.core.spec import PolicySpec, parse
+from sim.engines import engine
+from sim.loop.log import RunLog
+from sim.loop.run import Run, Tier, gpu_run
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.precision import bytes_per_parameter
+from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.timing import Timing, experts_per_layer
+from sim.quantities import parse_bytes, show_bytes
+from sim.sweep.setup import Loaded, Requests
+from sim.systems import transforms
+from sim.systems.system import System
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL, RequestSteps
+
+CONTEXT = 512 + 32
+"""Tokens in the KV cache, as in the evaluation of the MoE-Infinity paper: prompt and answer."""
+
+HOST_MEMORY = "16GiB"
+
+
+class CannotRunError(Exception):
+    """A system cannot run this; its text says why."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a system takes, of decoded tokens; all None where it cannot run, and `reason` says why."""
+
+    system: System
+    policy: str | None = None  # as typed
+    tpot_mean_ms: float | None = None
+    tpot_p99_ms: float | None = None
+    idle_ms: float | None = None  # of the GPU, a token
+    hit_rate: float | None = None  # of expert uses, found in GPU memory
+    mb_per_token: float | None = None  # over the link, both ways
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all systems share.
+
+    cache_size: as typed, None for what GPU memory leaves. profile: a trace to take popularity from. predictor: a file
+    of `moe-sim train-stride`, or None. precision: of the experts, for systems that name none, or None.
+    """
+
+    loaded: Loaded
+    cache_size: str | None = None
+    profile: str = ""
+    predictor: str | None = None
+    host_memory: str = HOST_MEMORY
+    precision: str | None = None
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine."""
+        assert self.loaded.hardware
+        return self.loaded.hardware
+
+    @property
+    def shape(self) -> Shape:
+        """Of the model."""
+        return Shape(self.loaded.trace.layers, self.loaded.trace.num_experts)
+
+    def model(self, system: System | None = None) -> ModelProfile:
+        """Return the model in the precision of a system, or of all. Raise InputError for an unknown precision."""
+        profile = self.loaded.profile
+        assert profile
+        experts = (system and system.precision) or self.precision
+        dense = system and system.dense_precision
+        return replace(
+            profile,
+            expert_bytes_per_parameter=bytes_per_parameter(experts) if experts else profile.expert_bytes_per_parameter,
+            layer_expert_bytes=() if experts else profile.layer_expert_bytes,
+            dense_bytes_per_parameter=bytes_per_parameter(dense) if dense else profile.dense_bytes_per_parameter,
+        )
+
+    def budget(self, model: ModelProfile) -> float:
+        """Return the bytes of GPU memory for experts. Raise InputError where there are none."""
+        if self.cache_size:
+            base = self.model()
+            return replace(self.loaded, profile=base).slots(self.cache_size) * base.expert_bytes
+        memory = self.hardware.memory_gib * 2**30
+        layers = model.moe_layers * (1 + model.dense_layers_before_each)
+        layers += model.leading_dense_layers + model.trailing_dense_layers
+        kept = model.dense_bytes + layers * model.kv_bytes * CONTEXT
+        if memory - kept < model.expert_bytes:
+            raise InputError(
+                f"{show_bytes(memory)} of GPU memory on {self.hardware.name} do not hold the dense part and the KV "
+                f"cache of {model.name} ({show_bytes(kept)}) and one expert: choose another --hardware"
+            )
+        return memory - kept
+
+    def slots(self, system: System | None = None) -> int:
+        """Return how many experts the budget holds, all at most."""
+        model = self.model(system)
+        return min(self.shape.total, int(self.budget(model) / model.expert_bytes))
+
+    @cached_property
+    def popularity(self) -> transforms.Int:
+        """int64[L*E]: tokens of the profile that chose each expert. Raise InputError for a profile of another model."""
+        trace = read_profile(self.profile or self.loaded.setup.trace, self.shape)
+        counts: transforms.Int = (trace.eams(PREFILL) + trace.eams(DECODE)).sum(axis=0).ravel()
+        return counts
+
+    @cached_property
+    def mark(self) -> int:
+        """Tokens of an expert that is only loaded before the run: more than any step of the trace has."""
+        return 1 + max(int(steps.tokens.max(initial=0)) for steps in Requests(self.loaded.trace))
+
+    def predicted(self, system: System, played_on: str | None = None) -> Prediction:
+        """Return what a system takes. played_on: the engine, None for the setup's. Raise InputError for bad input."""
+        try:
+            played = Played.of(system, self)
+        except CannotRunError as cannot:
+            return Prediction(system, reason=str(cannot))
+        return played.prediction(engine.simulate(played_on or self.loaded.setup.engine, played.run))
+
+
+@dataclass(frozen=True)
+class Played:
+    """A system in a setting, as an engine takes it."""
+
+    system: System
+    setting: Setting
+    spec: PolicySpec
+    run: Run
+    resident_layers: int  # of whole layers
+    host_layers: int  # that do not fit
+    loads: int  # requests of one step before the trace's that only load experts
+
+    @classmethod
+    def of(cls, system: System, setting: Setting) -> "Played":
+        """Raise CannotRunError where the system cannot run so, InputError for bad input."""
+        shape, slots, model = setting.shape, setting.slots(system), setting.model(system)
+        if system.preload == "all" and slots < shape.total:
+            raise CannotRunError(
+                f"{show_bytes(shape.total * model.expert_bytes)} of experts, room for "
+                f"{show_bytes(setting.budget(model))}"
+            )
+        fitting = shape.layers if slots == shape.total else slots // shape.experts
+        host_layers = shape.layers - fitting
+        if system.whole_layers and not fitting:
+            raise CannotRunError(f"room for {slots} experts, a layer has {shape.experts}")
+        hardware = transforms.from_disk(setting.hardware) if system.disk else setting.hardware
+        loaded = replace(setting.loaded, profile=model, hardware=hardware)
+        spec = _policy(system, setting, host_layers)
+        loaded.require(spec, slots)
+        link = loaded.link
+        timing = _timing(system, setting, loaded, spec, host_layers)
+        if system.copy_back:
+            link = transforms.copying_back(link)
+        first = _preload(system, setting, slots, host_layers)
+        requests: Sequence[RequestSteps] = Requests(loaded.trace)
+        resident = 0
+        if system.whole_layers:
+            buffers = min(system.buffers, fitting)
+            resident = shape.layers if not host_layers else fitting - buffers
+            requests = transforms.Changed(requests, lambda steps: transforms.streamed(steps, shape.layers, resident))
+            link = transforms.of_whole_layers(link, shape.experts)
+            shape, slots = Shape(shape.layers, 1), buffers
+        if first:
+            requests = transforms.Changed(requests, first=first)
+        window = experts_per_layer(timing, link, shape.layers, min(loaded.trace.top_k, shape.experts))
+        host = _host(setting, model) if system.mmap else None
+        run = gpu_run(requests, shape, slots, spec, timing, link, experts_per_layer=window, host=host)
+        return cls(system, setting, spec, run, resident, host_layers, len(first))
+
+    def prediction(self, log: RunLog) -> Prediction:
+        """Sum up the log of the run, decoded tokens alone, without what loads and what warms up."""
+        first = self.loads + self.setting.loaded.setup.warmup_requests
+        counted = (log.phase == DECODE) & (log.request >= first)
+        if not counted.any():
+            raise InputError(
+                f"{self.setting.loaded.trace.name} holds no decoded tokens to count; --as-decode plays a prefill so"
+            )
+        ns = log.step_ns[counted]
+        lookups = int((log.hits + log.late + log.misses)[counted].sum())
+        moved = int((log.demand_bytes + log.prefetch_bytes)[counted].sum())
+        if self.system.zero_copy:
+            moved += int(log.on_host[counted].sum()) * log.expert_bytes
+        hit_rate = float(log.hits[counted].sum() / lookups) if lookups else 1.0
+        if self.system.whole_layers:
+            hit_rate = self.resident_layers / self.setting.shape.layers
+        return Prediction(
+            system=self.system,
+            policy=self.spec.text,
+            tpot_mean_ms=float(ns.mean()) / 1e6,
+            tpot_p99_ms=float(np.percentile(ns, 99)) / 1e6,
+            idle_ms=(float(log.stall_ns[counted].sum(axis=1).mean()) + self._cpu_dense_ns(first)) / 1e6,
+            hit_rate=hit_rate,
+            mb_per_token=moved * (2 if self.system.copy_back else 1) / len(ns) / 1e6,
+        )
+
+    def _cpu_dense_ns(self, first: int) -> float:
+        """Of a decoded token in the mean: while the CPU computes the dense part of layers, the GPU is idle."""
+        if not self.system.cpu_layers or not self.host_layers:
+            return 0.0
+        cpu = Roofline(transforms.as_cpu(self.setting.hardware), self.setting.model(self.system))
+        steps = [self.run.requests[i] for i in range(first, len(self.run.requests))]
+        contexts = np.concatenate([each.context[each.phase == DECODE] for each in steps])
+        found, times = np.unique(contexts, return_counts=True)
+        ns = [sum(cpu.dense_ns(layer, 1, context) for layer in range(self.host_layers)) for context in found.tolist()]
+        return float(np.average(ns, weights=times))
+
+
+def _policy(system: System, setting: Setting, host_layers: int) -> PolicySpec:
+    text = system.policy
+    if "{predictor}" in text and not setting.predictor:
+        raise CannotRunError("needs --predictor, a file of moe-sim train-stride")
+    names = {
+        "profile": setting.profile or setting.loaded.setup.trace,
+        "predictor": setting.predictor,
+        "host_layers": host_layers,
+    }
+    spec = parse(text.format(**names))
+    if spec.needs_lookahead and not setting.loaded.trace.has_lookahead:
+        if not system.without_lookahead:
+            raise CannotRunError("needs a trace with lookahead (moe-trace record --lookahead)")
+        spec = parse(system.without_lookahead.format(**names))
+    if spec.scope.cls.per_layer and setting.slots(system) < setting.shape.layers:
+        raise CannotRunError(f"needs an expert of each of {setting.shape.layers} layers in GPU memory")
+    return spec
+
+
+def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, host_layers: int) -> Timing:
+    assert loaded.hardware
+    assert loaded.profile
+    timing = loaded.timing(spec)
+    if system.cpu_layers:
+        cpu = Roofline(transforms.as_cpu(loaded.hardware), loaded.profile)
+        timing = transforms.FirstLayersElsewhere(timing, cpu, host_layers)
+    if system.zero_copy:
+        timing = transforms.ZeroCopy(timing, loaded.link)
+    if system.blocking or system.whole_layers:
+        timing = transforms.Blocking(timing, loaded.trace.num_experts, loaded.trace.top_k)
+    if system.preload:
+        timing = transforms.Preloaded(timing, setting.mark)
+    if system.us_per_layer or system.us_per_token:
+        timing = transforms.Overhead(timing, round(system.us_per_layer * 1_000), round(system.us_per_token * 1_000))
+    return timing
+
+
+def _preload(system: System, setting: Setting, slots: int, host_layers: int) -> list[RequestSteps]:
+    L, E = setting.shape.layers, setting.shape.experts
+    if not system.preload:
+        return []
+    if system.preload == "popular":
+        ids = transforms.popular(setting.popularity, slots)
+    else:
+        ids = transforms.of_layers(host_layers if system.preload == "layers" else 0, L, E)
+    return [transforms.preload(ids, L, E, setting.mark)]
+
+
+def _host(setting: Setting, model: ModelProfile) -> Tier:
+    """Return host memory as a cache over the disk. Raise InputError where it does not hold a layer's experts."""
+    slots = parse_bytes(setting.host_memory, "--host-memory") // model.expert_bytes
+    if slots < setting.shape.experts:
+        raise InputError(f"--host-memory {setting.host_memory}: does not hold the experts of one layer")
+    link = host_link(transforms.from_disk(setting.hardware), model)
+    return Tier(min(slots, setting.shape.total), None, link)

@@ -1,0 +1,242 @@
+"""Options of systems as pure transforms: of the requests, the times and the link of a run, before it starts.
+
+Each is exact in what it says and says nothing else. Times are whole nanoseconds, as everywhere.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.core.policy import NO_INTS
+from sim.profiles.hardware_profile import Hardware
+from sim.profiles.timing import Link, Timing
+from traces.steps import DECODE, RequestSteps
+
+Int = NDArray[np.int64]
+
+NOT_HERE_NS = 2**40
+"""What the host takes for an expert that is preloaded: so long that `split` has it fetched."""
+
+
+def copying_back(link: Link) -> Link:
+    """Return a link on which each transfer also moves a victim the other way, first: it takes twice as long."""
+    return replace(link, latency_ns=2 * link.latency_ns, ns_per_byte_num=2 * link.ns_per_byte_num)
+
+
+def of_whole_layers(link: Link, experts: int) -> Link:
+    """Return a link whose unit is a layer with all its experts."""
+    sizes = tuple(size * experts for size in link.layer_bytes) if link.layer_bytes else None
+    return replace(link, expert_bytes=link.expert_bytes * experts, layer_bytes=sizes, chunk_bytes=None)
+
+
+def from_disk(hardware: Hardware) -> Hardware:
+    """Return the machine with its disk in place of its link: experts are never in host memory."""
+    return replace(
+        hardware,
+        link_bandwidth_gb_per_s=hardware.disk_bandwidth_gb_per_s,
+        link_latency_us=hardware.disk_latency_us,
+        measured=(),
+    )
+
+
+def as_cpu(hardware: Hardware) -> Hardware:
+    """Return a machine whose GPU is the host's cores, for what they compute of whole layers: no launches."""
+    return replace(
+        hardware,
+        memory_bandwidth_gb_per_s=hardware.host_expert_bandwidth_gb_per_s,
+        compute_tflop_per_s=hardware.host_compute_tflop_per_s,
+        launch_us=0.0,
+        measured=(),
+    )
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Times that are another's, but for what a subclass changes."""
+
+    timing: Timing
+
+    @property
+    def predictor_ns(self) -> int:
+        """Of the policy."""
+        return self.timing.predictor_ns
+
+    @property
+    def hop_ns(self) -> int:
+        """To the host and back."""
+        return self.timing.hop_ns
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """Before the router."""
+        return self.timing.dense_ns(layer, tokens, context, requests)
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert on the GPU."""
+        return self.timing.expert_ns(tokens, layer)
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert on the host."""
+        return self.timing.host_ns(tokens, layer)
+
+    def combine_ns(self, tokens: int) -> int:
+        """After the experts."""
+        return self.timing.combine_ns(tokens)
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """After the last layer."""
+        return self.timing.head_ns(tokens, requests)
+
+
+@dataclass(frozen=True)
+class Overhead(Derived):
+    """A framework's own time: so much in each MoE layer, and so much in each forward pass."""
+
+    layer_ns: int
+    token_ns: int
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """And the framework."""
+        return self.timing.dense_ns(layer, tokens, context, requests) + self.layer_ns
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """And the framework."""
+        return self.timing.head_ns(tokens, requests) + self.token_ns
+
+
+@dataclass(frozen=True)
+class Blocking(Derived):
+    """No expert is computed before all of its layer have arrived: their compute comes with the combine.
+
+    Of n tokens that choose k of E experts, min(E, n k) are computed, with as many tokens each.
+    """
+
+    experts: int
+    top_k: int
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """Nothing yet."""
+        return 0
+
+    def combine_ns(self, tokens: int) -> int:
+        """After the experts' compute, those of the first layer."""
+        computed = min(self.experts, tokens * self.top_k)
+        each = -(-tokens * self.top_k // max(computed, 1))
+        return computed * self.timing.expert_ns(each) + self.timing.combine_ns(tokens)
+
+
+@dataclass(frozen=True)
+class ZeroCopy(Derived):
+    """What lies on the host is computed by the GPU, whose kernels read it over the link: no hop, no latency."""
+
+    link: Link
+
+    @property
+    def hop_ns(self) -> int:
+        """The activations stay."""
+        return 0
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """Read over the link, or compute, whichever takes longer."""
+        reading = self.link.used_ns(self.link.bytes_of(layer)) - self.link.latency_ns
+        return max(reading, self.timing.expert_ns(tokens, layer))
+
+
+@dataclass(frozen=True)
+class FirstLayersElsewhere(Derived):
+    """The first `layers` have their dense part computed by another device."""
+
+    other: Timing
+    layers: int
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """There or here."""
+        timing = self.other if layer < self.layers else self.timing
+        return timing.dense_ns(layer, tokens, context, requests)
+
+
+@dataclass(frozen=True)
+class Preloaded(Derived):
+    """An expert of `mark` tokens, more than any step has, is only loaded: it computes nothing, nowhere."""
+
+    mark: int
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """Nothing where it is only loaded."""
+        return 0 if tokens == self.mark else self.timing.expert_ns(tokens, layer)
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """Next to forever where it is only to be loaded."""
+        return NOT_HERE_NS if tokens == self.mark else self.timing.host_ns(tokens, layer)
+
+
+def preload(ids: Int, layers: int, experts: int, mark: int) -> RequestSteps:
+    """Return a request of one step of `mark` tokens, which all choose these experts. ids: [n], ascending."""
+    offsets = np.searchsorted(ids, np.arange(layers + 1) * experts)
+    marked = np.full(1, mark, np.int64)
+    return RequestSteps(
+        request=0,
+        phase=np.array([DECODE], np.uint8),
+        tokens=marked,
+        context=marked,
+        offsets=offsets.astype(np.int64),
+        experts=ids.astype(np.int64),
+        counts=np.full(len(ids), mark, np.int64),
+    )
+
+
+def streamed(steps: RequestSteps, layers: int, resident: int) -> RequestSteps:
+    """Return the steps of a model with one expert a layer, which all tokens choose that pass the layer.
+
+    The first `resident` layers choose none: theirs is always there. Their compute is `Blocking`'s.
+    """
+    passed = np.diff(steps.offsets).reshape(-1, layers) > 0  # [S, L]
+    moved = passed & (np.arange(layers) >= resident)
+    step, ids = np.nonzero(moved)
+    offsets = np.concatenate([[0], np.cumsum(moved.ravel())]).astype(np.int64)
+    return replace(steps, offsets=offsets, experts=ids, counts=steps.tokens[step], lookahead=None)
+
+
+class Changed(Sequence[RequestSteps]):
+    """Requests, each changed when it is asked for, behind those that come first. They are numbered anew."""
+
+    def __init__(
+        self,
+        requests: Sequence[RequestSteps],
+        change: Callable[[RequestSteps], RequestSteps] | None = None,
+        first: Sequence[RequestSteps] = (),
+    ) -> None:
+        self._requests, self._change, self._first = requests, change, first
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._requests)
+
+    @overload
+    def __getitem__(self, i: int) -> RequestSteps: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
+    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        if i < len(self._first):
+            return replace(self._first[i], request=i)
+        steps = self._requests[i - len(self._first)]
+        return replace(self._change(steps) if self._change else steps, request=i)
+
+    def __iter__(self) -> Iterator[RequestSteps]:
+        return (self[i] for i in range(len(self)))
+
+
+def popular(counts: Int, n: int) -> Int:
+    """Return the ids of the n most used experts, ascending; ties go to the higher id, as in `static`. counts: [L*E]."""
+    order = np.lexsort((-np.arange(len(counts)), -counts))
+    return np.sort(order[:n])
+
+
+def of_layers(first: int, layers: int, experts: int) -> Int:
+    """Return the ids of all experts of the layers from `first` on."""
+    return np.arange(first * experts, layers * experts) if first < layers else NO_INTS

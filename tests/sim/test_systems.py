@@ -1,0 +1,288 @@
+"""Systems: presets on both engines, options against closed forms, Table 1, and bad input of the command."""
+
+import json
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from sim.cli import main
+from sim.engines import engine
+from sim.loop.run import gpu_run
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import model
+from sim.profiles.precision import bytes_per_parameter
+from sim.profiles.roofline import Roofline
+from sim.profiles.timing import FixedTiming, Link
+from sim.sweep.setup import Setup
+from sim.systems import table1, transforms
+from sim.systems.play import CannotRunError, Played, Setting
+from sim.systems.system import chosen, read, systems
+from tests.support.logs import assert_logs_equal
+from tests.support.tiny import SIZES
+from traces.errors import InputError
+from traces.steps import DECODE
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+TIMES = FixedTiming(dense=100, expert=7, expert_per_token=3, combine=11, head=13, hop_ns=5, host=40, host_per_token=10)
+LINK = Link(latency_ns=9, ns_per_byte_num=3, ns_per_byte_den=2, expert_bytes=50)
+L, E, K = 3, 16, 2
+
+REFUSED = {"promoe": "--predictor", "resident": "room for"}
+"""Systems that cannot run the tiny trace with half of its experts in GPU memory, and why."""
+
+
+@pytest.fixture(scope="module")
+def trace():
+    made = synthetic(4, tokens=8, layers=L, experts=E, top_k=K, seed=3, prompt_tokens=3)
+    return replace(made, meta=replace(made.meta, model="tiny", **SIZES))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory, trace):
+    home = tmp_path_factory.mktemp("home")
+    write_trace(trace, home / "tiny")
+    deepseek = synthetic(2, tokens=6, layers=26, experts=64, top_k=6, seed=1)
+    write_trace(replace(deepseek, meta=replace(deepseek.meta, model="DeepSeek-V2-Lite")), home / "deepseek")
+    prompts = synthetic(2, tokens=0, layers=L, experts=E, top_k=K, seed=3, prompt_tokens=3)
+    write_trace(replace(prompts, meta=trace.meta), home / "prompts")
+    return home
+
+
+@pytest.fixture
+def moe_sim_systems(home, monkeypatch, capsys):
+    """Runs the command; status, standard output, standard error."""
+
+    def command(*arguments):
+        monkeypatch.setattr(sys, "argv", ["moe-sim", "systems", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return ended.value.code, told.out, " ".join(told.err.split())
+
+    return command
+
+
+def setting_of(home, name="tiny", size="25%", played_on="simpy", **more):
+    return Setting(Setup(trace=str(home / name), engine=played_on).load(), size, **more)
+
+
+def played(requests, shape, slots, policy, timing, link):
+    return engine.simulate("simpy", gpu_run(requests, shape, slots, parse(policy), timing, link))
+
+
+@pytest.mark.parametrize("name", [name for name in systems() if name not in REFUSED])
+def test_each_system_plays_alike_on_both_engines(home, name):
+    run = Played.of(systems()[name], setting_of(home, size="50%")).run
+    assert_logs_equal(engine.simulate("simpy", run), engine.simulate("auto", run), name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_system_that_cannot_run_says_why(home, name):
+    with pytest.raises(CannotRunError, match=REFUSED[name]):
+        Played.of(systems()[name], setting_of(home, size="50%"))
+
+
+def test_every_system_declares_its_assumptions_and_a_source():
+    for system in systems().values():
+        assert system.assumptions.endswith(".")
+        assert system.sources or system.name == "resident"
+        assert "  " not in system.assumptions
+
+
+def test_copying_back_doubles_the_time_of_a_transfer():
+    back = transforms.copying_back(LINK)
+    assert back.used_ns(50) == 2 * LINK.used_ns(50)
+
+
+def test_with_copying_back_a_run_that_misses_always_waits_twice_as_long(trace):
+    requests, shape = [trace.steps(0)], Shape(L, E)
+    nothing = replace(TIMES, expert=0, expert_per_token=0)
+    once = played(requests, shape, 1, "lru", nothing, LINK)
+    twice = played(requests, shape, 1, "lru", nothing, transforms.copying_back(LINK))
+    assert twice.stall_ns.sum() == 2 * once.stall_ns.sum()
+
+
+def test_blocking_adds_the_compute_of_all_experts_behind_their_transfers(trace):
+    steps = trace.steps(0)
+    log = played([steps], Shape(L, E), 1, "lru", transforms.Blocking(TIMES, E, K), LINK)
+    decoded = log.phase == DECODE
+    moving = log.demand_transfers[decoded] * LINK.used_ns(50)
+    expected = L * (100 + 11 + K * TIMES.expert_ns(1)) + 13 + moving
+    np.testing.assert_array_equal(log.step_ns[decoded], expected)
+
+
+def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_layers(trace):
+    steps, resident = trace.steps(0), 1
+    streamed = transforms.streamed(steps, L, resident)
+    link = transforms.of_whole_layers(LINK, E)
+    log = played([streamed], Shape(L, 1), 1, "lru", transforms.Blocking(TIMES, E, K), link)
+    assert link.expert_bytes == E * 50
+    np.testing.assert_array_equal(log.demand_bytes, (L - resident) * E * 50)
+    decoded = log.phase == DECODE
+    expected = L * (100 + 11 + K * TIMES.expert_ns(1)) + 13 + (L - resident) * link.used_ns(E * 50)
+    np.testing.assert_array_equal(log.step_ns[decoded], expected)
+
+
+def test_streaming_ahead_hides_the_compute_of_the_layers_before(trace):
+    """Every layer is copied while the one before computes, so where copies take longer they alone count."""
+    streamed, link = transforms.streamed(trace.steps(0), L, 0), transforms.of_whole_layers(LINK, E)
+    timing = transforms.Blocking(replace(TIMES, dense=1, combine=0, head=0), E, K)
+    log = played([streamed], Shape(L, 1), 2, "fifo+oracle:horizon=1", timing, link)
+    steady = log.step_ns[2:-1]
+    np.testing.assert_array_equal(steady, L * link.used_ns(E * 50))
+
+
+def test_zero_copy_reads_every_use_at_the_links_bandwidth_and_keeps_nothing(trace):
+    timing = transforms.ZeroCopy(TIMES, LINK)
+    log = played([trace.steps(0)], Shape(L, E), 4, f"lru/layers:n={L}", timing, LINK)
+    decoded = log.phase == DECODE
+    assert not log.demand_transfers.any()
+    expected = L * (100 + 11 + K * (LINK.used_ns(50) - LINK.latency_ns)) + 13
+    np.testing.assert_array_equal(log.step_ns[decoded], expected)
+
+
+def test_preloaded_experts_are_hits_from_the_first_token_on(trace):
+    shape, mark = Shape(L, E), 99
+    first = transforms.preload(np.arange(L * E), L, E, mark)
+    requests = transforms.Changed([trace.steps(0)], first=[first])
+    log = played(requests, shape, L * E, "lru/split", transforms.Preloaded(TIMES, mark), LINK)
+    assert log.demand_transfers.tolist() == [L * E] + [0] * (len(log.phase) - 1)
+    assert not log.misses[1:].any()
+
+
+def test_a_frameworks_overhead_is_paid_in_each_layer_and_once_a_token(trace):
+    plain = played([trace.steps(0)], Shape(L, E), L * E, "lru", TIMES, LINK)
+    slower = played([trace.steps(0)], Shape(L, E), L * E, "lru", transforms.Overhead(TIMES, 1_000, 30), LINK)
+    np.testing.assert_array_equal(slower.step_ns - plain.step_ns, L * 1_000 + 30)
+
+
+def test_the_dense_part_of_the_first_layers_goes_to_the_cpu():
+    machine, profile = hardware("a5000"), model("deepseek-v2-lite")
+    gpu, cpu = Roofline(machine, profile), Roofline(transforms.as_cpu(machine), profile)
+    timing = transforms.FirstLayersElsewhere(gpu, cpu, 2)
+    found = [timing.dense_ns(layer, 1, 64) for layer in range(4)]
+    assert found == [cpu.dense_ns(0, 1, 64), cpu.dense_ns(1, 1, 64), gpu.dense_ns(2, 1, 64), gpu.dense_ns(3, 1, 64)]
+    assert cpu.dense_ns(1, 1, 64) > gpu.dense_ns(1, 1, 64)
+
+
+def test_popular_experts_are_those_that_static_keeps():
+    assert transforms.popular(np.array([3, 5, 5, 1, 5]), 2).tolist() == [2, 4]
+
+
+def test_a_precision_changes_the_bytes_of_an_expert_and_what_fits(home):
+    setting = setting_of(home, "deepseek", size=None)
+    quantised = replace(setting, precision="Q8_0")
+    assert quantised.model().expert_bytes == round(setting.model().expert_parameters * bytes_per_parameter("Q8_0"))
+    assert setting.slots() < quantised.slots() == 26 * 64
+
+
+def test_the_default_budget_is_what_dense_part_and_kv_cache_leave(home):
+    setting = setting_of(home, "deepseek", size=None)
+    profile = setting.model()
+    left = 24 * 2**30 - profile.dense_bytes - 27 * 544 * profile.kv_bytes
+    assert setting.slots() == int(left // profile.expert_bytes) == 1336
+
+
+def test_the_declared_overheads_are_table_1s_mean_less_idle_less_our_compute():
+    timing = Roofline(hardware("a5000"), model("deepseek-v2-lite"))
+    layers = sum(timing.dense_ns(layer, 1, 528) for layer in range(26))
+    compute_ms = (layers + 26 * (6 * timing.expert_ns(1) + timing.combine_ns(1)) + timing.head_ns(1)) / 1e6
+    for name, row in table1.printed().items():
+        if row.idle_ms:
+            declared_ms = systems()[name].us_per_layer * 26 / 1e3
+            assert declared_ms == pytest.approx(row.mean_ms - row.idle_ms - compute_ms, abs=0.05), name
+
+
+def test_the_papers_headline_follows_from_its_rows():
+    printed = table1.printed()
+    ratios = [row.mean_ms / printed["moe-infinity"].mean_ms for name, row in printed.items() if name != "moe-infinity"]
+    assert (round(min(ratios), 1), round(max(ratios), 1)) == table1.HEADLINE
+
+
+def test_table_1_is_printed_beside_the_predictions_of_its_model(moe_sim_systems, home):
+    code, out, _ = moe_sim_systems(home / "deepseek", "--table1", "--engine", "simpy", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert [row["system"] for row in shown["table1"]] == list(table1.printed())
+    predicted = {row["system"]: row["tpot_mean_ms"] for row in shown["systems"]}
+    for row in shown["table1"]:
+        assert row["deviation"] == pytest.approx(predicted[row["system"]] / row["paper_mean_ms"] - 1)
+        assert bool(row["cause"]) == (abs(row["deviation"]) > 0.15)
+
+
+def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_systems, home):
+    """They depend on no routing, so that any trace of the model gives them."""
+    text = (Path(__file__).parents[2] / "docs/systems.md").read_text("utf-8")
+    names = ["vllm", "vllm-uva", "deepspeed", "ollama", "llama-cpp", "accelerate", "ktransformers", "resident-q4"]
+    _, out, _ = moe_sim_systems(home / "deepseek", "--systems", ",".join(names), "--engine", "simpy", "--json")
+    for row in json.loads(out)["systems"]:
+        found = re.search(rf"^\| {row['system']} \| ([\d.,]+) \|", text, re.MULTILINE)
+        assert found, row["system"]
+        assert float(found[1].replace(",", "")) == pytest.approx(row["tpot_mean_ms"], rel=0.01)
+
+
+def test_the_shipped_trace_works(moe_sim_systems):
+    code, out, told = moe_sim_systems("--requests", 1, "--systems", "vllm,ktransformers", "--engine", "simpy")
+    assert code == 0
+    assert "all experts fit" in out
+    assert "taking the shipped trace" in told
+
+
+def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home):
+    wanted = "resident,promoe,vllm"
+    code, out, _ = moe_sim_systems(
+        home / "tiny", "--systems", wanted, "--cache-size", "25%", "--engine", "simpy", "--json"
+    )
+    resident, promoe, vllm = json.loads(out)["systems"]
+    assert code == 0
+    assert "room for" in resident["reason"]
+    assert "--predictor" in promoe["reason"]
+    assert vllm["tpot_mean_ms"] is None
+    assert "a layer has 16" in vllm["reason"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["tiny", "--systems", "vlm"], "unknown system 'vlm'; did you mean vllm"),
+        (["tiny", "--table1"], "--table1 is of deepseek-v2-lite, and the trace tiny is of tiny"),
+        (["deepseek", "--table1", "--hardware", "h100"], "--table1 was measured on a5000"),
+        (["deepseek", "--table1", "--systems", "vllm"], "leave out --systems"),
+        (["deepseek", "--table1", "--precision", "fp8"], "leave out --precision"),
+        (["prompts"], "holds no decoded tokens to count; --as-decode"),
+        (["tiny", "--precision", "Q4_K_L"], "unknown precision 'Q4_K_L'"),
+        (["deepseek", "--profile", "tiny", "--systems", "brainstorm"], "the profile"),
+        (["deepseek", "--host-memory", "1MB", "--systems", "llama-cpp-mmap"], "--host-memory 1MB"),
+        (["tiny", "--cache-size", "0%"], "a cache of 0%"),
+    ],
+)
+def test_bad_input_is_one_line(moe_sim_systems, home, monkeypatch, arguments, told):
+    monkeypatch.chdir(home)
+    code, _, error = moe_sim_systems(*arguments, "--engine", "simpy")
+    assert code == 2
+    assert told in error
+
+
+def test_memory_that_holds_not_even_the_dense_part_is_one_line(moe_sim_systems, home, tmp_path):
+    shipped = Path(sys.modules["sim.profiles"].__file__ or "").parent / "hardware/a5000.toml"
+    small = tmp_path / "small.toml"
+    small.write_text(shipped.read_text("utf-8").replace("memory_gib = 24.0", "memory_gib = 2.0"))
+    code, _, error = moe_sim_systems(home / "deepseek", "--hardware", small)
+    assert code == 2
+    assert "choose another --hardware" in error
+
+
+def test_a_file_of_systems_is_checked_key_by_key(tmp_path):
+    file = tmp_path / "systems.toml"
+    file.write_text('[mine]\ntitle = "x"\npolicy = "lru"\nassumptions = "y."\nsources = []\npreload = "some"\n')
+    with pytest.raises(InputError, match=r"mine: unknown preload 'some'"):
+        read(file)
+    with pytest.raises(InputError, match="unknown system 'olama'; did you mean ollama"):
+        chosen(["olama"])
