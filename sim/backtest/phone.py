@@ -24,7 +24,7 @@ def token_by_token(played: Played) -> dict[str, Any]:
     return {
         "tokens": len(measured),
         "hit_rate": {"predicted": hit_rate, "measured": float(measured.cache_hit_pct.iloc[-1] / 100)},
-        "bytes_read": _compared(log.demand_room[decoded] * log.room_bytes, measured.read_bytes.to_numpy()),
+        "bytes_read": _compared(log.demand_bytes[decoded], measured.read_bytes.to_numpy()),
         "io_s": _compared(log.link_busy_ns[decoded] / 1e9, measured.io_ms.to_numpy() / 1e3 / LANES),
         "wall_s": _compared(log.step_ns[decoded] / 1e9, measured.wall_ms.to_numpy() / 1e3),
     }

@@ -278,7 +278,7 @@ class Case:
         tokens = int(log.tokens[decoded].sum())
         lookups = (log.hits + log.late + log.misses)[counted].sum()
         reads = (log.reads_demand + log.reads_prefetch)[decoded].sum() * log.expert_bytes
-        sent = (log.demand_room + log.prefetch_room)[decoded].sum() * log.room_bytes
+        sent = (log.demand_bytes + log.prefetch_bytes)[decoded].sum()
         return Played(
             seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
             hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),

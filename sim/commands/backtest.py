@@ -30,8 +30,8 @@ def backtest(
     import json
 
     from sim.backtest import file, report, score
-    from sim.engines import engine as engines
     from sim.commands.printed import progress
+    from sim.engines import engine as engines
     from traces import console
 
     engine = engine or engines.SIMPY

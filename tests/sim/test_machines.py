@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from policies.core.spec import parse
 from replay.run import Choice
 from sim.sweep.grid import Grid, played
 from sim.sweep.setup import Setup
@@ -37,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def row_of(setup: Setup, policy: str, size: str = "50%") -> dict[str, Any]:
     loaded = setup.load()
-    (row,) = played(loaded, Grid((policy,), {size: loaded.slots(size)})).rows
+    (row,) = played(loaded, Grid((parse(policy),), {size: loaded.slots(size)})).rows
     return {name: value for name, value in row.items() if name != "cell"}
 
 
@@ -179,11 +180,9 @@ def test_one_user_is_the_run_without_users(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, policy", [({}, "lru/host"), ({"max_batch": 2}, "lru"), ({"host_memory": "9"}, "lru")]
+    ("options", "policy"), [({}, "lru/host"), ({"max_batch": 2}, "lru"), ({"host_memory": "9"}, "lru")]
 )
-def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, object], policy: str) -> None:
-    from policies.core.spec import parse
-
+def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, Any], policy: str) -> None:
     loaded = Setup(str(home / "tiny"), **options).load()
     with pytest.raises(InputError, match="moe-sim simulates it"):
         Choice(loaded, parse(policy), 10, "virtual")
