@@ -50,7 +50,7 @@ from traces.writer import write_trace
 
 CASES = int(os.environ.get("MOE_FUZZ_CASES", "2000"))
 BATCHES = 40
-TIERS = int(os.environ.get("MOE_FUZZ_CASES", "600"))
+TIERS = int(os.environ.get("MOE_FUZZ_CASES", "150"))
 
 
 def difference(run: Drawn) -> list[str]:
