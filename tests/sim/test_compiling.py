@@ -34,7 +34,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def a_second() -> None:
+def a_second(versions: list[bool]) -> None:
     time.sleep(1)
 
 
@@ -111,7 +111,7 @@ def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
     assert played == ["lfu"]
 
 
-def until_a_request_is_played() -> None:
+def until_a_request_is_played(versions: list[bool]) -> None:
     while not Path("played").exists():
         time.sleep(0.1)
 
