@@ -549,7 +549,9 @@ def play_steps(
     fetches = plan.fetches != NONE
     experts, counts = routing.experts, routing.counts
     # Of a step: each proposal starts at once, and each expert of an event; and may be read, or push out smaller ones.
-    most_evictions = (L + 1) * (L * E + E) * (2 if len(run.tiers) else 1) + L * E
+    most_evictions = (L + 1) * (L * E + E)
+    if len(run.tiers):
+        most_evictions = 2 * most_evictions + L * E
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
         combine_ns = durations.combine[step]
         for layer in range(L):
