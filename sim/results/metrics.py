@@ -165,7 +165,7 @@ class Summary:
         for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
             self._sums[f"stall_{cause}"] += ns
         step, request, tokens, latency, waited = (getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS)
-        begun = int(np.count_nonzero(self._seen(rows.request)))
+        begun = len(self._seen(rows.request))
         prefill = log.phase[step] == PREFILL
         # A request's first token comes as long after its arrival as it waited, and its first step took.
         waits = np.where(prefill, waited, 0)
