@@ -29,11 +29,13 @@ def play(
     policy: Policy,
     ended: Ended,
     cold: bool = False,
+    expert_bytes: int = 0,
     sizes: Int | None = None,
 ) -> None:
     """The same; `ended` takes the log of each request as it ends.
 
-    sizes: bytes of each expert, int64[L*E], where they differ; `slots` are bytes then (rule 19).
+    expert_bytes: of one, 0 where it is not known. sizes: bytes of each expert, int64[L*E], where they differ; `slots`
+    are bytes then (rule 19).
     """
     runner = PolicyRunner(parse(policy), Shape(layers, experts), requests, per_access=True)
     residency = runner.residency(slots, sizes)
@@ -46,7 +48,7 @@ def play(
         rows = _play(runner, residency, events, evictions, sized=sizes is not None)
         runner.end_request()
         residency.end_request(cold and ordinal != last)
-        ended(RunLog.of_rows(rows, 0, evictions, sized=sizes is not None))
+        ended(RunLog.of_rows(rows, expert_bytes, evictions, sized=sizes is not None))
 
 
 def _play(

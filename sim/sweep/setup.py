@@ -305,11 +305,8 @@ class Loaded:
         if self.hardware is None:
             from sim.engines import untimed
 
-            def sized(log: RunLog) -> None:
-                ended(replace(log, expert_bytes=self.expert_bytes or 0))
-
-            shape = self.trace.layers, self.trace.num_experts
-            return untimed.play(Requests(self.trace), *shape, slots, policy, sized, self.setup.cold, self.sizes)
+            shape, size = (self.trace.layers, self.trace.num_experts), self.expert_bytes or 0
+            return untimed.play(Requests(self.trace), *shape, slots, policy, ended, self.setup.cold, size, self.sizes)
         return engine.play(self.setup.engine, self.run(policy, slots), ended)
 
     def run(self, policy: Policy, slots: int) -> Run:
