@@ -673,6 +673,7 @@ class Engine:
     """One run: the residency, the policies' states, and the rows that requests leave behind."""
 
     def __init__(self, run: Run, runner: PolicyRunner) -> None:
+        _check_transfers(run)
         shape, timing, link = runner.shape, run.timing, run.gpu.link
         L, E = shape.layers, shape.experts
         self.run = run
@@ -831,14 +832,18 @@ def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
     )
 
 
-def _numbers(run: Run) -> Int:
-    """The streams at rest."""
+def _check_transfers(run: Run) -> None:
+    """Raise OverflowError where one transfer takes longer than compiled numbers can count."""
     for tier in run.tiers:
         link = tier.link
         if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > MOST:
             raise OverflowError(
                 f"a transfer of {link.expert_bytes} bytes takes more nanoseconds than there are numbers of 62 bits"
             )
+
+
+def _numbers(run: Run) -> Int:
+    """The streams at rest."""
     link, placement = run.gpu.link, run.policy.placement
     whole = link.expert_bytes
     n = np.zeros(NUMBERS, np.int64)
