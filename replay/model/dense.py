@@ -125,16 +125,26 @@ class CrossAttention:
 
 
 class LatentAttention:
-    """MLA as in DeepSeek-V2 without compressed queries: a token leaves one latent and one shared key part behind."""
+    """MLA as in DeepSeek-V2: a token leaves one latent and one shared key part behind.
+
+    Where the profile has a `query_latent_size`, queries pass a latent of their own; without, one projection makes them.
+    """
 
     def __init__(self, profile: ModelProfile, source: Source, name: str, positions: int) -> None:
         H, self.heads, self.head_size = profile.hidden_size, profile.heads, profile.head_size
         self.shared, self.latent = profile.rope_head_size, profile.kv_latent_size
         query = self.head_size + self.shared
-        self.parts = [self.heads * query, self.latent, self.shared]
-        cached = self.latent + self.shared
-        self.projection = source.linear(H, {f"{name}.q_proj": self.parts[0], f"{name}.kv_a_proj_with_mqa": cached})
-        self.projection[: self.parts[0]] *= query**-0.5  # the scale of the scores
+        cached, compressed = self.latent + self.shared, profile.query_latent_size
+        self.parts = [compressed or self.heads * query, self.latent, self.shared]
+        first = f"{name}.q_a_proj" if compressed else f"{name}.q_proj"
+        self.projection = source.linear(H, {first: self.parts[0], f"{name}.kv_a_proj_with_mqa": cached})
+        self.query_norm = source.norm(f"{name}.q_a_layernorm", compressed) if compressed else None
+        self.query = (
+            source.linear(compressed, {f"{name}.q_b_proj": self.heads * query})
+            if compressed
+            else self.projection[: self.parts[0]]
+        )
+        self.query *= query**-0.5  # the scale of the scores
         self.norm = source.norm(f"{name}.kv_a_layernorm", self.latent)
         self.expand = source.linear(self.latent, {f"{name}.kv_b_proj": self.heads * 2 * self.head_size})
         by_part = self.expand.view(self.heads, 2 * self.head_size, self.latent)
@@ -146,6 +156,8 @@ class LatentAttention:
         """residual [n, H] += attention of tokens [n, H]."""
         n = len(tokens)
         queries, latent, shared = torch.split(functional.linear(tokens, self.projection), self.parts, dim=-1)
+        if self.query_norm is not None:
+            queries = functional.linear(rms_norm(queries, self.query_norm), self.query)
         new = torch.cat([rms_norm(latent, self.norm), shared], dim=-1)
         self.cache[context - n : context] = new
         attend, keys = (self._plain, new) if n == context else (self._absorbed, self.cache[:context])

@@ -32,6 +32,7 @@ PLAIN = ModelProfile(
 GROUPED = replace(PLAIN, name="grouped", kv_heads=2)
 WINDOWED = replace(GROUPED, name="windowed", sliding_window=100)
 LATENT = replace(PLAIN, name="latent", kv_latent_size=12, rope_head_size=8, shared_intermediate_size=20)
+LATENT_QUERIES = replace(LATENT, name="latent-queries", query_latent_size=20)
 MIXED = replace(
     GROUPED,
     name="mixed",
@@ -50,7 +51,7 @@ ENCODER = replace(
     dense_intermediate_size=40,
     dense_layers_before_each=1,
 )
-DECODERS = (PLAIN, GROUPED, WINDOWED, LATENT, MIXED)
+DECODERS = (PLAIN, GROUPED, WINDOWED, LATENT, LATENT_QUERIES, MIXED)
 ALL = (*DECODERS, ENCODER)
 
 
@@ -78,9 +79,11 @@ def through(network: Network, tokens: int, context: int, ids: torch.Tensor | Non
 
 
 def shipped() -> list[ModelProfile]:
+    """All profiles, those of fewer bytes in bfloat16: replay multiplies no others."""
     known = map(model_profile.model, profiles.names("models"))
     return [
-        replace(profile, expert_bytes_per_parameter=max(2.0, profile.expert_bytes_per_parameter)) for profile in known
+        profile.at(max(2.0, profile.expert_bytes_per_parameter), max(2.0, profile.dense_bytes_per_parameter))
+        for profile in known
     ]
 
 
