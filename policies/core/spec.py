@@ -166,6 +166,11 @@ class PolicySpec:
         return self.evict.importable and self.prefetch.importable
 
     @property
+    def uses_host(self) -> bool:
+        """Whether its placement may have the host compute misses (rule 13)."""
+        return self.placement.cls is not Fetch
+
+    @property
     def seed(self) -> int | None:
         """The option of that name, of a policy that draws."""
         return next((half.values[SEED] for half in (self.evict, self.prefetch) if SEED in half.values), None)

@@ -169,13 +169,27 @@ MACHINE = {
     "compute_tflop_per_s": ("compute", "TFLOP/s"),
     "launch_us": ("kernel launch", "us"),
     "framework_us_per_layer": ("framework", "us/layer"),
+    "framework_us_per_expert": ("framework by expert", "us"),
+    "framework_us_per_token": ("framework by step", "us"),
 }
 """Fields of a hardware profile that durations depend on (`sim.profiles.timing`): what they are called, their units."""
+
+HOST = {
+    "host_compute_tflop_per_s": ("host compute", "TFLOP/s"),
+    "host_memory_bandwidth_gb_per_s": ("host memory bandwidth", "GB/s"),
+    "host_expert_share": ("host bandwidth share", ""),
+    "host_hop_us": ("host hop", "us"),
+}
+"""More of them where a placement lets the host compute."""
+
+DISK = {"disk_bandwidth_gb_per_s": ("disk bandwidth", "GB/s"), "disk_latency_us": ("disk latency", "us")}
+"""More of them where host memory lies over a disk."""
 
 
 def parameters(point: Point) -> list[Parameter]:
     """All that a cell has."""
-    found = [_field(*told, f"loaded.hardware.{field}") for field, told in MACHINE.items()]
+    fields = MACHINE | (HOST if point.policy.uses_host else {}) | (DISK if point.loaded.setup.host_memory else {})
+    found = [_field(*told, f"loaded.hardware.{field}") for field, told in fields.items()]
     found += [
         Parameter("cache size", "slots", lambda at: at.slots, _with_slots, whole=True),
         Parameter("expert size", "MB", lambda at: at.profile.expert_bytes / 1e6, _with_expert_size),
@@ -300,8 +314,13 @@ def _with_slots(point: Point, slots: float) -> Point:
 
 
 def _with_expert_size(point: Point, megabytes: float) -> Point:
-    size = megabytes * 1e6 / point.profile.expert_parameters
-    return cast(Point, _with(point, "loaded.profile.expert_bytes_per_parameter", size))
+    """The largest of so many MB; where layers differ, all by the same factor."""
+    profile = point.profile
+    factor = megabytes * 1e6 / profile.expert_bytes
+    sizes = tuple(round(size * factor) for size in profile.layer_expert_bytes)
+    parameter = megabytes * 1e6 / profile.expert_parameters
+    sized = replace(profile, expert_bytes_per_parameter=parameter, layer_expert_bytes=sizes)
+    return cast(Point, _with(point, "loaded.profile", sized))
 
 
 def _with_predictor(point: Point, us: float) -> Point:

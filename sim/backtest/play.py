@@ -10,7 +10,6 @@ from functools import cached_property
 
 import numpy as np
 
-from policies.core.placement import FETCH
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.backtest import routing
@@ -257,7 +256,7 @@ class Case:
     def _needed(self, cpu: bool, disk: bool) -> list[str]:
         """Rates that the run goes by."""
         setting = self.row.setting
-        host = cpu or (parse(self.policy).placement.cls.number != FETCH and setting.host_layers != 0)
+        host = cpu or (parse(self.policy).uses_host and setting.host_layers != 0)
         link = not (self.static or setting.free_copies or (disk and not setting.host_cache))
         wanted = {
             "gpu_gb_per_s": not cpu,

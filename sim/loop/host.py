@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable
 from functools import partial
 
-from policies.core.placement import FETCH, Costs, Placement
+from policies.core.placement import Costs, Placement
 from policies.core.policy import Int
 from policies.core.residency import PolicyResidency
 from sim.loop.device import Device, Kind
@@ -19,7 +19,7 @@ NOTHING, HOPPING = -1, -2
 
 def needed(run: Run) -> bool:
     """Return whether anything of it matters to this run."""
-    return run.host is not None or run.policy.placement.cls.number != FETCH
+    return run.host is not None or run.policy.uses_host
 
 
 class HostObserver:

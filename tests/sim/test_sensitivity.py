@@ -12,11 +12,11 @@ import pytest
 
 from policies.core.grammar import value_text
 from policies.core.spec import parse
-from sim.analysis.sensitivity import MACHINE, ROWS, plan, point_of, save, sensitivity
+from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, plan, point_of, save, sensitivity
 from sim.cli import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.roofline import Roofline, host_link
+from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.sweep.setup import Setup
 from tests.support.tiny import SIZES
 from traces.errors import InputError
@@ -81,7 +81,7 @@ def test_where_all_misses_and_only_bytes_take_time_tpot_is_bytes_over_bandwidth(
     assert all(effect.largest < 1e-3 for effect in found.effects[2:])
     assert "cache size" in {effect.parameter.name for effect in found.idle}
     assert [text.split(" is 0, ")[0] for text in left_out] == [
-        *("link latency", "kernel launch", "framework"),
+        *("link latency", "kernel launch", "framework", "framework by expert", "framework by step"),
         "predictor",
     ]
 
@@ -120,24 +120,37 @@ def test_with_the_whole_model_cached_the_link_has_no_effect_at_all(home):
 
 
 def test_the_machines_parameters_are_the_fields_that_durations_depend_on(home):
-    """Of a profile's numbers, moving one of MACHINE changes some duration; moving any other changes none."""
+    """Of a profile's numbers, moving one of MACHINE, HOST or DISK changes some duration; moving any other, none."""
     loaded = Setup(home / "some").load()
     machine, profile = hardware("a5000"), loaded.profile
+    machine = replace(machine, framework_us_per_expert=1.0, framework_us_per_token=1.0)
     assert profile
 
     def durations(one):
         timing = Roofline(one, profile)
         computed = [(timing.dense_ns(0, n, n), timing.expert_ns(n), timing.combine_ns(n)) for n in (1, 10**7)]
-        return computed, timing.head_ns(1), host_link(one, profile)
+        of_host = timing.host_ns(1), timing.host_ns(10**7), timing.hop_ns
+        return computed, timing.head_ns(1), host_link(one, profile), of_host, disk_link(one, profile)
 
     numbers = [field.name for field in dataclasses.fields(machine) if isinstance(getattr(machine, field.name), float)]
-    assert len(numbers) == 11
+    assert len(numbers) == 15
     read = {
         name
         for name in numbers
         if durations(replace(machine, **{name: 2 * getattr(machine, name)})) != durations(machine)
     }
-    assert read == set(MACHINE)
+    assert read == {*MACHINE, *HOST, *DISK}
+
+
+def test_host_and_disk_are_moved_where_they_are_used(home):
+    """Without them they are not parameters; with them they are felt, and a placement's host at its own rate."""
+    plain, *_ = measured(home, "some")
+    names = {name for told in (HOST, DISK) for name, _ in told.values()}
+    assert not names & set(plain)
+    felt, *_ = measured(home, "some", "lru/host", 16, host_memory="50%")
+    assert names <= set(felt)
+    assert felt["host memory bandwidth"].elasticity == pytest.approx(felt["host bandwidth share"].elasticity)
+    assert felt["host memory bandwidth"].elasticity < 0 > felt["disk bandwidth"].elasticity
 
 
 def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
