@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from replay.commands.calibrate import calibrate
 from replay.commands.compare import compare
 from replay.commands.run import run
+from replay.commands.store import store
 from traces import console
 
 
@@ -44,6 +45,7 @@ def replay() -> None:
 app.command()(run)
 app.command()(calibrate)
 app.command()(compare)
+app.command()(store)
 
 
 def main() -> None:

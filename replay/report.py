@@ -24,6 +24,8 @@ SCHEMA = pa.schema(
         *RESULTS,
         *[(name, TEXT) for name in ("device", "device_name", "driver", "torch")],
         ("torch_threads", COUNT),
+        ("lanes", COUNT),  # threads that read the disk
+        ("past_cache", pa.bool_()),  # whether they read past the operating system's page cache
         ("host_pinned", pa.bool_()),
         ("host_experts", COUNT),  # distinct buffers; fewer than the model's experts: --host-dedup
         ("chunk_bytes", COUNT),
@@ -38,6 +40,7 @@ SCHEMA = pa.schema(
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
         ("predicted_hit_rate", SHARE),
+        *[(f"predicted_tpot_{end}_ms", MS) for end in ("low", "high")],  # by the calibrations before and after the run
     ]
 )
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
@@ -189,8 +192,10 @@ def last_line(outcome: Outcome) -> str:
     measured = _found(row)
     expected = outcome.predictions[0]
     off = expected.row[column] / row[column] - 1 if row[column] else 0.0
+    low, high = expected.interval_ms or (0.0, 0.0)
+    apart = f" ({low:.4g} to {high:.4g} by the calibrations before and after)" if expected.interval_ms else ""
     return (
-        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms ({off:+.1%}), "
+        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms{apart}, {off:+.1%}, "
         f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms, "
         f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
     )
@@ -207,6 +212,11 @@ def notes(outcome: Outcome) -> list[str]:
             "to take turns (much, where experts are small)"
         )
         found.append(note)
+    if row.get("past_cache") is False:
+        found.append(
+            "the file is read through the operating system's page cache, since its file system knows no direct reads: "
+            "the link's figures may be those of memory"
+        )
     if row.get("fallbacks"):
         found.append(f"launched kernel by kernel, and slower: {row['fallbacks']}")
     if (loaded := row.get("dense_loaded")) is not None and loaded < 1:

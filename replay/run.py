@@ -1,7 +1,8 @@
 """One replay: open the device, measure it, play the trace in closed loop, and ask the simulator for the same cell.
 
-What a real device is compared with is the simulator on this machine as measured just before, not on the profile named
-by `--hardware`, which describes another one; that prediction is told beside it. The policy's own work differs likewise:
+What a real device is compared with is the simulator on this machine as measured just before and just after, not on the
+profile named by `--hardware`, which describes another one; that prediction is told beside it. How far both calibrations
+disagree is the interval of the prediction. The policy's own work differs likewise:
 on a real device it is done, on this host, and predicted from what its first events took; for a profile, and on its
 logical clock, it takes what the simulator charges (`sim.profiles.policy_overhead`).
 """
@@ -43,10 +44,15 @@ from traces.shards import Shards
 if TYPE_CHECKING:
     from replay.devices.stage import Needs
 
-DEVICES = ("auto", "virtual", "cpu", "cuda")
+DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
 
 DEFAULT_STEPS = 1_000
 """Where nobody says how many requests, a real device plays the first ones that hold so many steps."""
+
+DISK_TOKENS = 100
+
+MOST_THREADS = 256
+"""More of them is a slip."""
 
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""
@@ -65,6 +71,9 @@ class Choice:
     dense: str = "real"  # one of DENSE
     weights: Path | None = None  # a checkpoint; None: random ones
     pin: str = REQUIRE  # host memory for a GPU
+    store: Path | None = None  # the file of experts that a disk reads
+    lanes: int | None = None  # threads that read it; None: as many as it takes
+    threads: int | None = None  # that compute on a CPU; None: one less than torch takes
     nvtx: bool = False
 
     def __post_init__(self) -> None:
@@ -78,8 +87,28 @@ class Choice:
         ignored["--dense none"] = self.dense != DENSE[0]
         if self.device == "virtual" and (given := [option for option, value in ignored.items() if value]):
             raise InputError(f"{given[0]}: a logical clock moves and computes nothing; leave it out")
+        self._check_disk()
         if self.nvtx and self.device != "cuda":
             raise InputError(f"--nvtx marks what a GPU is given, and the device is {self.device}")
+
+    def _check_disk(self) -> None:
+        """InputError for options of another device, and for numbers of threads that there cannot be."""
+        if self.device == "disk":
+            if self.store is None:
+                name = self.loaded.profile.name if self.loaded.profile else "NAME"
+                raise InputError(
+                    "--device disk reads experts from a file: write it with "
+                    f"moe-replay store FILE --model-profile {name}, and name it with --store FILE"
+                )
+            if self.host_dedup:
+                raise InputError("--host-dedup is of experts in host memory: moe-replay store --dedup writes a file so")
+        elif given := [name for name, value in {"--store": self.store, "--lanes": self.lanes}.items() if value]:
+            raise InputError(f"{given[0]} belongs to --device disk, and the device is {self.device}")
+        if self.threads and self.device in ("virtual", "cuda"):
+            raise InputError(f"--threads compute on the CPU, and the device is {self.device}")
+        for name, value in {"--lanes": self.lanes, "--threads": self.threads}.items():
+            if value is not None and not 1 <= value <= MOST_THREADS:
+                raise InputError(f"{name} {value}: must be 1 to {MOST_THREADS}")
 
     @property
     def machine(self) -> str | None:
@@ -96,8 +125,13 @@ class Choice:
         from replay.comparison.record import key_of
         from sim.sweep import grid
 
-        device = [self.device, self.machine, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
-        return key_of(cell=grid.key(self.loaded, self.policy, self.slots), device=device)
+        return key_of(cell=grid.key(self.loaded, self.policy, self.slots), device=[self.machine, *self.how])
+
+    @property
+    def how(self) -> list[object]:
+        """All options of the device that decide what is measured."""
+        device = [self.device, self.host_dedup, self.verify, self.dense, self.weights, self.pin]
+        return [*device, self.store, self.lanes, self.threads]
 
     @property
     def needs(self) -> "Needs":
@@ -115,6 +149,9 @@ class Choice:
             dense=self.dense,
             weights=self.weights,
             pin=self.pin,
+            store=self.store,
+            lanes=self.lanes,
+            threads=self.threads,
         )
 
     @property
@@ -154,12 +191,17 @@ class Choice:
         return found
 
 
+Described = tuple[Timing, Link]
+"""A machine, as the simulator takes it."""
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What the simulator says of the same cell."""
 
     machine: str
     row: ResultRow
+    interval_ms: tuple[float, float] | None = None  # of its TPOT mean, by either of two calibrations
 
 
 @dataclass(frozen=True)
@@ -176,7 +218,7 @@ def choose_device(text: str) -> str:
     """`auto` is CUDA where there is one, else the CPU. InputError for a device that cannot be had."""
     if text not in DEVICES:
         raise unknown("device", text, DEVICES)
-    if text in ("virtual", "cpu"):
+    if text in ("virtual", "cpu", "disk"):
         return text
     import torch
 
@@ -196,6 +238,18 @@ def first_steps(loaded: Loaded, steps: int) -> Loaded:
     if enough >= len(trace.requests):
         return loaded
     return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
+
+
+def first_part(loaded: Loaded, device: str) -> Loaded:
+    """What a device plays where nobody says how much: all on a logical clock, else about DEFAULT_STEPS steps.
+
+    A disk is so slow that it decodes DISK_TOKENS tokens.
+    """
+    if device == "virtual":
+        return loaded
+    if device == "disk" and loaded.trace.phases != "prefill":
+        return first_tokens(loaded, DISK_TOKENS)
+    return first_steps(loaded, DEFAULT_STEPS)
 
 
 def first_tokens(loaded: Loaded, tokens: int) -> Loaded:
@@ -230,13 +284,13 @@ def replay(
     cell = loaded.cell(choice.policy, choice.slots)
     with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
-        measured: tuple[Timing, Link] | None = None
+        calibrations: Sequence[Described] = ()
         if choice.device != "virtual":
-            from replay.calibration.measure import measure
+            from replay.calibration.measure import around, measure
 
-            measured = measure(device, run, choice.most_tokens)
-            cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=measured[0].predictor_ns / 1_000)
-            run = choice.on(*measured)
+            timing, link = measure(device, run, choice.most_tokens)
+            cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=timing.predictor_ns / 1_000)
+            run = choice.on(timing, link)
         if choice.nvtx:
             from replay.devices.nvtx import marked
 
@@ -246,21 +300,24 @@ def replay(
         log = driver.run(on_step or (lambda row: None), done)
         if observer:
             observer.close()
+        if choice.device != "virtual":
+            calibrations = around(opened, run, choice.most_tokens, timing)
     row, by_request = summarise(log, cell, loaded.trace.requests)
     link = run.gpu.link
     row |= {"device": choice.device, **facts, "chunk_bytes": link.chunk_bytes or link.expert_bytes}
     row["copy_gb_per_s"] = copy_gb_per_s(log, run)
     row["host_ms"] = host_ms(log, log.request >= cell.warmup_requests)
-    if measured:
+    if calibrations:
         row["copy_gb_per_s_alone"] = link.expert_bytes / max(1, link.used_ns(link.expert_bytes))
         row["host_us_per_layer"] = bookkeeping_us(driver, log, len(done))
         row["resumed_steps"] = len(done)
     if timeline:
         _show_prediction(choice, run, timeline, slots)
-    predictions = _predict(choice, cell, measured)
+    predictions = _predict(choice, cell, calibrations)
     first = predictions[0]
     row["predicted_for"] = first.machine
     row |= {f"predicted_{name}": first.row[name] for name in PREDICTED}
+    row["predicted_tpot_low_ms"], row["predicted_tpot_high_ms"] = first.interval_ms or (None, None)
     return Outcome(row, log, by_request, predictions)
 
 
@@ -323,17 +380,27 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
         yield device, stage.facts
 
 
-def _predict(choice: Choice, cell: Cell, measured: tuple[Timing, Link] | None) -> list[Prediction]:
-    """Return what the simulator says on this machine as measured, and on the hardware profile."""
+def _predict(choice: Choice, cell: Cell, calibrations: Sequence[Described]) -> list[Prediction]:
+    """Return what the simulator says on this machine as measured, and on the hardware profile.
+
+    calibrations: before the run, between both, and after it; none on a logical clock.
+    """
     loaded = choice.loaded
     assert loaded.hardware
-    machines: list[tuple[str, Timing, Link]] = [(loaded.hardware.name, loaded.timing(choice.policy), loaded.link)]
-    if measured:
-        machines.insert(0, ("this machine as measured", *measured))
 
-    def predicted(machine: str, timing: Timing, link: Link) -> Prediction:
+    def predicted(timing: Timing, link: Link, machine: str) -> ResultRow:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
         log = engine.simulate(engine.AUTO, choice.on(timing, link))
-        return Prediction(machine, summarise(log, there, loaded.trace.requests)[0])
+        return summarise(log, there, loaded.trace.requests)[0]
 
-    return [predicted(*each) for each in machines]
+    profile = loaded.hardware.name
+    found = [Prediction(profile, predicted(loaded.timing(choice.policy), loaded.link, profile))]
+    if calibrations:
+        here = "this machine as measured"
+        before, between, after = (predicted(*each, here) for each in calibrations)
+        interval = None
+        if between["tpot_mean_ms"] is not None:
+            low, high = sorted((before["tpot_mean_ms"], after["tpot_mean_ms"]))
+            interval = low, high
+        found.insert(0, Prediction(here, between, interval))
+    return found

@@ -17,7 +17,7 @@ import torch
 from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.host_time import parts_ns
-from replay.calibration.measure import Measurement, measure_model, policy_ns, top_k
+from replay.calibration.measure import Measurement, between, measure_model, middle, policy_ns, top_k
 from replay.calibration.rates import Rates, rates
 from replay.devices.gpu import Gpu
 from replay.model.network import dtype_of
@@ -68,8 +68,8 @@ class Found:
 
     def settled(self, name: str) -> MeasuredModel:
         """The model's medians over the passes."""
-        values = middle([asdict(each.model) for each in self.models[name]])
-        return MeasuredModel(**{**values, "predictor_us": self.costs.get(name, {})})
+        found = between([each.model for each in self.models[name]])
+        return replace(found, predictor_us=self.costs.get(name, {}))
 
     def disagreement(self) -> tuple[float, str]:
         """By what share passes differ at most, and in what."""
@@ -96,21 +96,6 @@ def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
     most = model.expert[-1][0]
     found = {"a token": step(decode[0]), "a token of the longest context": step(decode[-1])}
     return found | ({"the longest step": step(most, most)} if most > 1 else {})
-
-
-def middle(values: Sequence[Any]) -> Any:
-    """The median of each number in structures that are alike; whole numbers stay whole, other things are the first's.
-
-    values: passes of the same thing, nested in any way.
-    """
-    first = values[0]
-    if isinstance(first, Mapping):
-        return {key: middle([each[key] for each in values]) for key in first}
-    if isinstance(first, list | tuple):
-        return type(first)(middle(list(several)) for several in zip(*values, strict=True))
-    if isinstance(first, int | float) and not isinstance(first, bool):
-        return round(median(values)) if isinstance(first, int) else float(median(values))
-    return first
 
 
 # What is measured

@@ -10,12 +10,13 @@ lie from their median, in the mean over all figures, is the noise.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
-from statistics import mean
+from statistics import mean, median
 from time import monotonic, perf_counter_ns
+from typing import Any
 
 import numpy as np
 
@@ -63,6 +64,16 @@ def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming,
     return model.timing(policy_ns(run, model.timing(), link)), link
 
 
+def around(device: Device, run: Run, most_tokens: int, before: MeasuredTiming) -> list[tuple[MeasuredTiming, Link]]:
+    """Measure again behind a run; return the calibrations before it, between both, and after it.
+
+    The policy's work is that of before.
+    """
+    after = measure_model(device, run, most_tokens, "this machine").model
+    models = before.model, between([before.model, after]), after
+    return [(model.timing(before.predictor_ns), model.link(run.gpu.link.chunk_bytes)) for model in models]
+
+
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
     """Measure everything but policies. Leaves whole experts in some slots."""
     meter = Meter(device)
@@ -97,6 +108,27 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
         head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
     )
     return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads))
+
+
+def between(models: Sequence[MeasuredModel]) -> MeasuredModel:
+    """The medians of a model's passes; of two, what lies between them."""
+    values = middle([asdict(each) for each in models])
+    return MeasuredModel(**values)
+
+
+def middle(values: Sequence[Any]) -> Any:
+    """The median of each number in structures that are alike; whole numbers stay whole, other things are the first's.
+
+    values: passes of the same thing, nested in any way.
+    """
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: middle([each[key] for each in values]) for key in first}
+    if isinstance(first, list | tuple):
+        return type(first)(middle(list(several)) for several in zip(*values, strict=True))
+    if isinstance(first, int | float) and not isinstance(first, bool):
+        return round(median(values)) if isinstance(first, int) else float(median(values))
+    return first
 
 
 # Which points

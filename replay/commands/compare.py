@@ -63,7 +63,7 @@ def compare(
     from policies.core.grammar import split_list
     from replay.comparison.record import Record
     from replay.comparison.sweep import RECORD, Comparison
-    from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
+    from replay.run import Choice, choose_device, first_part
     from sim.sweep.grid import grid_of
     from sim.sweep.store import only_one
 
@@ -76,8 +76,8 @@ def compare(
     loaded = setup.load()
     if is_calibrated:
         _require_calibrated(loaded)
-    if played.requests is None and chosen != "virtual":
-        loaded = first_steps(loaded, DEFAULT_STEPS)
+    if played.requests is None:
+        loaded = first_part(loaded, chosen)
     grid = grid_of(loaded, list(dict.fromkeys(split_list(policies))), split_list(cache_sizes))
     first, slots = grid.asked()[0]
     choice = Choice(loaded, first, slots, **{**vars(on), "device": chosen})

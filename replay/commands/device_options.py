@@ -26,7 +26,16 @@ class ReplayOptions(options.TimedOptions):
 class DeviceOptions:
     """How a device runs them: fields of Choice."""
 
-    device: Annotated[str, typer.Option(help="auto (cuda, or cpu without it), virtual, cpu or cuda.")] = "auto"
+    device: Annotated[str, typer.Option(help="auto (cuda, or cpu without it), virtual, cpu, disk or cuda.")] = "auto"
+    store: Annotated[
+        Path | None, typer.Option(help="File of experts for --device disk (moe-replay store writes it).")
+    ] = None
+    lanes: Annotated[
+        int | None, typer.Option(help="Threads that read the disk. Default: measured, the fewest that are fast.")
+    ] = None
+    threads: Annotated[
+        int | None, typer.Option(help="Threads that compute on the CPU. Default: one less than there are cores.")
+    ] = None
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts. Default: one buffer per expert.")
     ] = None

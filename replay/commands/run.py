@@ -130,7 +130,7 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
 def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
     from policies.core.spec import parse
-    from replay.run import DEFAULT_STEPS, Choice, choose_device, first_steps
+    from replay.run import Choice, choose_device, first_part
 
     policy = parse(request.policy)
     chosen = choose_device(on.device)
@@ -142,8 +142,8 @@ def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
             f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {slots} with "
             "this trace: it is of another model"
         )
-    if not request.whole and chosen != "virtual":
-        loaded = first_steps(loaded, DEFAULT_STEPS)
+    if not request.whole:
+        loaded = first_part(loaded, chosen)
     return Choice(loaded, policy, slots, **{**vars(on), "device": chosen}, **others)
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from policies.core.policy import Int
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, LoopRecorder
-from replay.run import Choice, bookkeeping_us, copy_gb_per_s, host_ms
+from replay.run import Choice, Described, bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -75,6 +75,8 @@ class CellOutcome:
     predicted: Played
     predicted_without_host: Row | None  # None: the timing knows no host
     noise: float | None  # (greatest - least) / mean TPOT mean of several plays; None of a single one
+    decider: Decider | None = None  # of a run in lockstep: the decisions
+    interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted by either of two calibrations
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
@@ -102,6 +104,34 @@ class CellOutcome:
             "evictions": errors.evictions_differ(*evictions),
         }
 
+    def predicted_again(self, before: Described, between: Described, after: Described) -> "CellOutcome":
+        """Return the same cell, predicted by the calibrations before and after it was played: by what lies between.
+
+        What either of them predicts alone is the interval. Lockstep keeps its decisions.
+        """
+        first, middle, last = (self._predict(*each) for each in (before, between, after))
+        ends = sorted(one.row["tpot_mean_ms"] for one in (first, last))
+        return replace(
+            self,
+            predicted=middle,
+            predicted_without_host=_without_host(self.choice, *between, self.decider),
+            interval_ms=(ends[0], ends[1]),
+        )
+
+    def _predict(self, timing: Timing, link: Link) -> Played:
+        if self.decider is None:
+            return _simulate(self.choice, self.choice.on(timing, link))
+        timing = WithoutPolicy(timing)
+        return play_on(self.choice, self.choice.on(timing, link), SimpyDevice(timing, link), self.decider)
+
+    @property
+    def disagreement(self) -> float | None:
+        """How far apart the two calibrations predict, as a share."""
+        if self.interval_ms is None:
+            return None
+        low, high = self.interval_ms
+        return 2 * (high - low) / (high + low)
+
     def figures(self) -> Row:
         """What `replay.comparison.record` keeps of the cell, beside what it is."""
         return {
@@ -112,6 +142,8 @@ class CellOutcome:
             "errors": self.errors,
             "divergence": self.divergence,
             "noise": self.noise,
+            "predicted_interval_ms": self.interval_ms,
+            "calibrations_disagree": self.disagreement,
         }
 
     def per_token(self) -> pd.DataFrame:
@@ -179,6 +211,7 @@ def play_cell(
         predicted=predicted,
         predicted_without_host=_without_host(choice, timing, link, script),
         noise=(means[-1] - means[0]) / mean(means) if repeat > 1 and mean(means) else None,
+        decider=script,
     )
 
 

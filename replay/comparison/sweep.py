@@ -1,7 +1,8 @@
 """A comparison: policies x cache sizes x modes of one trace on one machine, each cell kept as it ends.
 
-The stage is opened once, the machine measured once (unless a calibrated profile describes it), and neither if nothing
-is left to play. The ceiling of the link is a large copy by plain calls in the same process, before and after.
+The stage is opened once. Unless a calibrated profile describes the machine, it is measured before the first cell and
+behind each: a cell is predicted by what was measured on both sides of it, so that a machine that drifts is seen. The
+ceiling of the link is a large copy by plain calls in the same process, before and after.
 """
 
 import re
@@ -14,9 +15,8 @@ from typing import TYPE_CHECKING
 from policies.core.spec import parse
 from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
 from replay.comparison.record import Record, key_of
-from replay.run import Choice
+from replay.run import Choice, Described
 from sim.profiles.measured import MeasuredModel
-from sim.profiles.timing import Link, Timing
 from sim.results.files import replacing, writable
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, key
@@ -68,6 +68,9 @@ class Comparison:
                 told(f"{choice.policy.text}, {choice.slots} experts, {mode}")
                 try:
                     outcome = play_cell(choice, mode, *machine.under(choice), stage, on_step, self.repeat)
+                    if machine.is_measured:
+                        machine.measure()
+                        outcome = outcome.predicted_again(*machine.around(choice))
                 except InputError as error:
                     record.fail(key, head, error)
                     continue
@@ -84,7 +87,7 @@ class Comparison:
         return key_of(
             cell=key(choice.loaded, choice.policy, choice.slots),
             mode=mode,
-            device=[choice.device, choice.host_dedup, choice.verify, choice.dense, choice.weights, choice.pin],
+            device=choice.how,
             calibrated=self.is_calibrated,
             repeat=self.repeat,
         )
@@ -117,34 +120,55 @@ class Machine:
 
     def __init__(self, choice: Choice, stage: "Stage | None", is_calibrated: bool, slots: int) -> None:
         """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""
-        self._stage = stage
-        self._model: MeasuredModel | None = None
+        self._choice = replace(choice, policy=parse("lru"), slots=slots)
+        self._stage = None if is_calibrated else stage
+        self._models: list[MeasuredModel] = []
         self._policy_ns: dict[str, int] = {}
-        if stage is None or is_calibrated:
+        if self._stage is None:
             hardware = choice.loaded.hardware
             assert hardware
             self.facts: Row = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
             return
+        self.facts = {"name": "this machine as measured", "noise": self.measure()}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it was measured here, not described by a profile."""
+        return self._stage is not None
+
+    def measure(self) -> float:
+        """Measure the machine once more; return the noise."""
         from replay.calibration.measure import measure_model
 
-        measured_with = replace(choice, policy=parse("lru"), slots=slots)
-        with stage.device(slots, choice.contexts) as device:
-            found = measure_model(device, measured_with.run, choice.most_tokens, "this machine")
-        self._model = found.model
-        self.facts = {"name": "this machine as measured", "noise": found.noise}
+        assert self._stage
+        choice = self._choice
+        with self._stage.device(choice.slots, choice.contexts) as device:
+            found = measure_model(device, choice.run, choice.most_tokens, "this machine")
+        self._models = [*self._models[-1:], found.model]
+        return found.noise
 
-    def under(self, choice: Choice) -> tuple[Timing, Link]:
-        """Under that cell's policy."""
-        if self._model is None:
+    def under(self, choice: Choice) -> Described:
+        """Return it under that cell's policy, as measured last."""
+        if not self._models:
             return choice.loaded.timing(choice.policy), choice.loaded.link
-        link = self._model.link(choice.loaded.setup.chunk_bytes)
+        return self._described(choice, self._models[-1])
+
+    def around(self, choice: Choice) -> tuple[Described, Described, Described]:
+        """Return it as measured before the latest cell, between both calibrations, and behind that cell."""
+        from replay.calibration.measure import between
+
+        before, after = self._models[0], self._models[-1]
+        one, two, three = (self._described(choice, model) for model in (before, between([before, after]), after))
+        return one, two, three
+
+    def _described(self, choice: Choice, model: MeasuredModel) -> Described:
+        link = model.link(choice.loaded.setup.chunk_bytes)
         if choice.policy.text not in self._policy_ns:
             from replay.calibration.measure import policy_ns
 
-            free = self._model.timing()
-            run = choice.on(free, link)
-            self._policy_ns[choice.policy.text] = policy_ns(run, free, link)
-        return self._model.timing(self._policy_ns[choice.policy.text]), link
+            free = model.timing()
+            self._policy_ns[choice.policy.text] = policy_ns(choice.on(free, link), free, link)
+        return model.timing(self._policy_ns[choice.policy.text]), link
 
 
 def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
@@ -193,12 +217,18 @@ def copy_gb_per_s(record: Record) -> float | None:
 
 
 def ceiling_gb_per_s(stage: "Stage") -> float | None:
-    """GB/s of large copies from the stage's host memory, one behind another, by plain calls; None where none fits."""
+    """GB/s of large copies from where the stage's experts lie, one behind another, by plain calls.
+
+    Of a disk: of whole experts, by as many lanes as the device has. None where none fits on the GPU.
+    """
     import torch
 
     from replay.calibration.rates import seconds
+    from replay.devices.lanes import rates
 
-    slab = stage.store.memory.slabs[0]
+    if stage.needs.store:
+        return rates(stage.store, stage.store.expert_bytes, (stage.lanes,))[stage.lanes]
+    slab = stage.host.memory.slabs[0]
     size = min(len(slab), CEILING_BYTES)
     device, wait = torch.device("cpu"), lambda: None
     if stage.gpu:

@@ -1,7 +1,8 @@
-"""The CPU device: one thread copies expert weights from the host store into slots, one multiplies with them.
+"""Devices that compute on the CPU: `cpu`, whose link is memcpy, and `disk`, whose link reads a file of experts.
 
-Copies and matmuls release the interpreter's lock, so both run beside the driver. "GPU memory" is a pool of slots
-allocated once; the link is memcpy. It exercises everything but the CUDA calls; its times are those of this machine.
+One thread multiplies, one or more lanes bring expert weights from the store into slots; a piece of a transfer is cut
+into a part for each lane, and ends when all parts have. Matmuls, copies and reads release the interpreter's lock, so
+all run beside the driver. The slots ("GPU memory") are allocated once.
 """
 
 import time
@@ -10,39 +11,39 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
-from threading import Thread
+from threading import Lock, Thread
 
-import numpy as np
 import torch
 
-from replay.devices.store import HostStore
+from replay.devices.lanes import parts
+from replay.devices.store import ExpertStore, anonymous
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
-Item = tuple[Completion, Callable[[], None], Flag | None]
 Outcomes = SimpleQueue[Completion | Exception]
 
 
 TAIL_BYTES = 256 << 10
-"""memcpy takes some 50 us for it, about what threads take to hand over."""
+"""memcpy takes some 50 us for it, about what threads take to hand over; a disk takes longer."""
 
 
 class CpuDevice(Device):
-    """Threads and memcpy. With `verify`, each expert's bytes are compared with the store's when it computes."""
+    """Threads. With `verify`, each expert's bytes are compared with the store's when it computes."""
 
     tail_bytes = TAIL_BYTES
     watchdog_s = WATCHDOG_S
 
-    def __init__(self, store: HostStore, network: Network, slots: int, verify: bool = False) -> None:
+    def __init__(self, store: ExpertStore, network: Network, slots: int, verify: bool = False, lanes: int = 1) -> None:
         self.store = store
         self._network = network
         self._verify = verify
-        self.pool = np.empty((slots, store.stride), np.uint8)
+        self.pool = anonymous(slots * store.stride).reshape(slots, store.stride)
         self.pool.fill(1)  # touch every page now
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._outcomes: Outcomes = SimpleQueue()
-        self._link, self._compute = Stream("link", self._outcomes), Stream("compute", self._outcomes)
+        self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
+        self._compute = Stream("compute")
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
@@ -54,14 +55,14 @@ class CpuDevice(Device):
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        """memcpy on the link's thread."""
-        target, source = self.pool[slot, first:last], self.store[expert][first:last]
+        """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        landed = Flag()
+        report = Report(completion, self._outcomes, len(self._lanes))
         if last == self.store.expert_bytes:
-            self._landing[expert] = landed
-        self._link.submit(completion, lambda: np.copyto(target, source), landed)
+            self._landing[expert] = report.ended
+        for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
+            lane.submit(partial(self.store.read, expert, *part, self.pool[slot]), report)
 
     @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
@@ -120,13 +121,13 @@ class CpuDevice(Device):
             self.next_completion()
 
     def close(self) -> None:
-        """End both threads, but for one that is stuck: nobody can end that, and it ends with the process."""
-        self._link.close(wait=not self._stuck)
-        self._compute.close(wait=not self._stuck)
+        """End all threads, but for one that is stuck: nobody can end that, and it ends with the process."""
+        for stream in (*self._lanes, self._compute):
+            stream.close(wait=not self._stuck)
 
     def _multiply(self, completion: Completion, work: Callable[[], None]) -> None:
         self._computes.append(completion)
-        self._compute.submit(completion, work)
+        self._compute.submit(work, Report(completion, self._outcomes))
 
     def _expert(self, expert: int, slot: int, tokens: int, landed: Flag | None) -> None:
         """On the compute thread."""
@@ -143,18 +144,37 @@ class CpuDevice(Device):
             raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
 
 
+class Report:
+    """What is told once all parts of a piece of work have ended: its completion, or what a part raised."""
+
+    def __init__(self, completion: Completion, outcomes: Outcomes, parts: int = 1) -> None:
+        self.ended = Flag()
+        self._completion, self._outcomes, self._left = completion, outcomes, parts
+        self._error: Exception | None = None
+        self._lock = Lock()
+
+    def part_ended(self, error: Exception | None = None) -> None:
+        """On the thread of that part, before it begins another one: so pieces end in the order of submission."""
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if self._left:
+                return
+        self._outcomes.put(self._error or self._completion)
+        self.ended.set()
+
+
 class Stream(Thread):
     """Work in the order of submission, one piece at a time."""
 
-    def __init__(self, name: str, outcomes: Outcomes) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._work: SimpleQueue[Item | None] = SimpleQueue()
-        self._outcomes = outcomes
+        self._work: SimpleQueue[tuple[Callable[[], None], Report] | None] = SimpleQueue()
         self.start()
 
-    def submit(self, completion: Completion, work: Callable[[], None], flag: Flag | None = None) -> None:
-        """Do `work`, then report `completion`, then set the flag, also where the work fails."""
-        self._work.put((completion, work, flag))
+    def submit(self, work: Callable[[], None], report: Report) -> None:
+        """Do `work`, then tell the report, also where it fails."""
+        self._work.put((work, report))
 
     def close(self, wait: bool) -> None:
         """End once what was submitted is done."""
@@ -167,11 +187,9 @@ class Stream(Thread):
         torch.set_num_threads(torch.get_num_threads())
         with torch.inference_mode():
             while item := self._work.get():
-                completion, work, flag = item
+                work, report = item
                 try:
                     work()
-                    self._outcomes.put(completion)
+                    report.part_ended()
                 except Exception as error:
-                    self._outcomes.put(error)
-                if flag:
-                    flag.set()
+                    report.part_ended(error)

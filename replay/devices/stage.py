@@ -1,4 +1,5 @@
-"""What a model needs on a machine before a run: host memory, pinned for a GPU, its network, and devices over both.
+"""What a model needs on a machine before a run: its experts in host memory, pinned for a GPU, or in a file on a disk;
+its network; and devices over both.
 
 A stage is opened once for a model and serves one run after another, each with a device of its own number of slots.
 """
@@ -6,7 +7,7 @@ A stage is opened once for a model and serves one run after another, each with a
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch
 from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import facts
+from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
+from replay.devices.lanes import knee, rates
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
@@ -33,7 +36,7 @@ class Needs:
     """What a stage is opened for."""
 
     profile: ModelProfile
-    device: str  # cpu or cuda
+    device: str  # cpu, disk or cuda
     most_tokens: int  # of a step
     most_context: int
     seed: int = 0
@@ -41,6 +44,9 @@ class Needs:
     dense: str = "real"  # or none: experts alone
     weights: Path | None = None  # a checkpoint; None: random ones
     pin: str = REQUIRE
+    store: Path | None = None  # the file of experts that a disk reads
+    lanes: int | None = None  # threads that read it; None: as many as it takes
+    threads: int | None = None  # that compute on a CPU; None: one less than torch takes
 
     @property
     def experts(self) -> int:
@@ -53,11 +59,18 @@ class Stage:
     """Open: `device` makes one device after another over the same store and network."""
 
     needs: Needs
-    store: HostStore
+    store: HostStore | ExpertFile
     network: Network
     is_pinned: bool
     gpu: Gpu | None = None
     launches: Launches | None = None
+    lanes: int = 1
+
+    @property
+    def host(self) -> HostStore:
+        """The experts, where they lie in host memory."""
+        assert isinstance(self.store, HostStore)
+        return self.store
 
     @property
     def facts(self) -> Row:
@@ -66,6 +79,8 @@ class Stage:
             **facts(self.gpu, self.store),
             "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
             "host_pinned": self.is_pinned,
+            "lanes": self.lanes if self.needs.store else None,
+            "past_cache": self.store.past_cache if isinstance(self.store, ExpertFile) else None,
             "dense": self.needs.dense,
             "dense_loaded": self.network.loaded_share if self.needs.weights else None,
         }
@@ -84,9 +99,9 @@ class Stage:
         try:
             self._require_gpu_memory(gpu_bytes, needed)
             if self.gpu and self.launches:
-                device: Device = path(self.store, self.network, slots, self.gpu, self.launches, verify)
+                device: Device = path(self.host, self.network, slots, self.gpu, self.launches, verify)
             else:
-                device = CpuDevice(self.store, self.network, slots, verify)
+                device = CpuDevice(self.store, self.network, slots, verify, self.lanes)
             try:
                 device.prepare(contexts)
                 yield device
@@ -122,34 +137,64 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: Gpu | None =
     checkpoint = Checkpoint(needs.weights, profile) if needs.weights else None
     if needs.device == "cuda" and gpu is None:
         gpu = Gpu()
-    if memory:
-        store = HostStore(memory, needs.experts, profile.expert_bytes)
-    else:
+    if memory is None:
         _require_host_memory(needs)
-        store = HostStore.of(needs.experts, profile.expert_bytes, needs.seed, needs.host_dedup)
+    with ExitStack() as opened:
+        is_pinned, lanes = gpu is not None, 1
+        if needs.store:
+            store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(needs.store, profile)))
+            lanes = needs.lanes or knee(rates(store, store.expert_bytes))
+        else:
+            store = _host_store(needs, checkpoint, memory)
+            if gpu and not memory:
+                is_pinned = opened.enter_context(pinned(store.memory, needs.pin, gpu))
+        device = gpu.device if gpu else torch.device("cpu")
+        if gpu is None:
+            opened.enter_context(_threads(needs.threads))
+        sizes = needs.most_tokens, needs.most_context
+        try:
+            opened.enter_context(torch.inference_mode())
+            network = Network(profile, device, *sizes, needs.seed, needs.dense, checkpoint)
+            yield Stage(needs, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise _out_of_memory("the dense weights and the KV cache", _network_bytes(needs), advice=FEWER) from None
+
+
+def _host_store(needs: Needs, checkpoint: Checkpoint | None, memory: HostMemory | None) -> HostStore:
+    """Every expert in host memory, with the checkpoint's weights."""
+    size = needs.profile.expert_bytes
+    store = (
+        HostStore(memory, needs.experts, size)
+        if memory
+        else HostStore.of(needs.experts, size, needs.seed, needs.host_dedup)
+    )
     if checkpoint:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda expert: checkpoint.fill(expert, store[expert]), range(store.distinct)))
-    device = gpu.device if gpu else torch.device("cpu")
-    if gpu is None:
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # one core is the link's
-    pin = pinned(store.memory, needs.pin, gpu) if gpu and not memory else nullcontext(gpu is not None)
-    sizes = needs.most_tokens, needs.most_context
+    return store
+
+
+@contextmanager
+def _threads(asked: int | None) -> Iterator[None]:
+    """Let so many threads compute; None: all but one, which is left to the driver and the link."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(asked or max(1, before - 1))
     try:
-        with torch.inference_mode(), pin as is_pinned:
-            network = Network(profile, device, *sizes, needs.seed, needs.dense, checkpoint)
-            yield Stage(needs, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise _out_of_memory("the dense weights and the KV cache", _network_bytes(needs), advice=FEWER) from None
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _require_host_memory(needs: Needs) -> None:
     """InputError before anything is taken."""
+    network_bytes = _network_bytes(needs)
+    if needs.store:
+        require_host_memory(network_bytes, "the dense part with its KV cache", FEWER)
+        return
     buffers = needs.host_dedup or needs.experts
     nbytes: float = buffers * stride_of(needs.profile.expert_bytes)
     what, advice = f"a host store of {buffers} of {needs.experts} experts", "--host-dedup N shares N between them all"
     if needs.device == "cpu":
-        network_bytes = _network_bytes(needs)
         what += f", beside dense weights and KV cache of {show_bytes(network_bytes)},"
         nbytes += network_bytes
     require_host_memory(nbytes, what, advice)

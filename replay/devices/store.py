@@ -12,6 +12,7 @@ import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,40 @@ RESERVE_BYTES = 512 << 20
 """Host memory left to everything else."""
 
 
+class ExpertStore(Protocol):
+    """Where a link takes experts from: host memory (`HostStore`) or a file (`replay.devices.expert_file`)."""
+
+    expert_bytes: int
+    stride: int  # bytes of a slot: those of an expert, and what its alignment adds
+    distinct: int  # buffers; fewer than experts where these share them
+
+    def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
+        """Write the expert's bytes from `first` to `last` to the same place in its slot, uint8[stride].
+
+        Raise InputError where the store cannot give them.
+        """
+
+    def holds(self, expert: int, content: Bytes) -> bool:
+        """Return whether `content`, uint8[expert_bytes], is `expert`."""
+        ...
+
+
+class Stamps:
+    """Contents of `buffers` random experts of `stride` bytes: bfloat16 numbers, finite as float32 too.
+
+    Windows of one sequence of normal numbers that begin STAMP_BYTES after each other: all differ, none is zero, and
+    activations stay finite.
+    """
+
+    def __init__(self, buffers: int, stride: int, seed: int) -> None:
+        numbers = np.random.default_rng(seed).standard_normal((stride + buffers * STAMP_BYTES) // 2 + 1, np.float32)
+        self._sequence = torch.from_numpy(numbers * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
+
+    def write(self, buffer: int, target: Bytes, /) -> None:
+        """Fill `target`, uint8[at most stride]."""
+        np.copyto(target, self._sequence[buffer * STAMP_BYTES :][: len(target)])
+
+
 class HostMemory:
     """`buffers` of `stride` bytes each, none across two slabs; filled with bfloat16 numbers, finite as float32 too."""
 
@@ -36,7 +71,7 @@ class HostMemory:
         per_slab = max(1, SLAB_BYTES // stride)
         sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
         try:
-            self.slabs = [_anonymous(size) for size in sizes]
+            self.slabs = [anonymous(size) for size in sizes]
         except (OSError, MemoryError) as error:
             raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
         self.nbytes = sum(sizes)
@@ -47,16 +82,10 @@ class HostMemory:
         return [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab) - stride + 1, stride)]
 
     def _fill(self, stride: int, seed: int) -> None:
-        """Normal numbers of a size that keeps activations finite, in windows that differ by buffer."""
         places = self.cut(stride)
-        numbers = np.random.default_rng(seed).standard_normal((stride + len(places) * STAMP_BYTES) // 2 + 1, np.float32)
-        sequence = torch.from_numpy(numbers * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
-
-        def write(place: int) -> None:
-            np.copyto(places[place], sequence[place * STAMP_BYTES : place * STAMP_BYTES + stride])
-
+        stamps = Stamps(len(places), stride, seed)
         with ThreadPoolExecutor(os.cpu_count()) as threads:
-            list(threads.map(write, range(len(places))))
+            list(threads.map(stamps.write, range(len(places)), places))
 
 
 class HostStore:
@@ -94,6 +123,10 @@ class HostStore:
         """Of all buffers."""
         return self.distinct * self.stride
 
+    def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
+        """memcpy."""
+        np.copyto(slot[first:last], self[expert][first:last])
+
     def holds(self, expert: int, content: Bytes) -> bool:
         """Whether `content` is `expert`, to the byte."""
         return np.array_equal(self[expert], content)
@@ -104,7 +137,8 @@ def stride_of(expert_bytes: int) -> int:
     return -(-expert_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _anonymous(size: int) -> Bytes:
+def anonymous(size: int) -> Bytes:
+    """Return memory that begins at a page, in huge pages where there are some: uint8[size]."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, size, **private)  # shared memory, the default, has no huge pages
     if hasattr(mmap, "MADV_HUGEPAGE"):

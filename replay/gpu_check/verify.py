@@ -39,7 +39,7 @@ def verify(stage: Stage, device: CudaDevice, experts: int) -> Row:
     token = hidden.to(network.expert_dtype).double()[None]
     exact = torch.zeros(profile.hidden_size, dtype=torch.float64)
     for expert in range(experts):
-        first, down = network.weights(torch.from_numpy(stage.store[expert]))
+        first, down = network.weights(torch.from_numpy(stage.host[expert]))
         exact += expert_output((first.double(), down.double()), token, profile.expert_matrices)[0]
     exact *= network.router_weight
     error = float((found - exact).norm() / exact.norm())

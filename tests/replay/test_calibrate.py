@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from policies.core.spec import parse
 from replay import cli
 from replay.calibration import calibrate, rates, toml
-from replay.calibration.calibrate import Found, choices, made_up, middle, profile, steps_ns
-from replay.calibration.measure import Measurement
+from replay.calibration.calibrate import Found, choices, made_up, profile, steps_ns
+from replay.calibration.measure import Measurement, middle
 from sim import cli as sim_cli
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware

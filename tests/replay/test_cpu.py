@@ -30,6 +30,8 @@ from traces.synthetic import synthetic
 class WatchedCpu(Watching, CpuDevice):
     """Checks every submission and completion."""
 
+    store: HostStore
+
 
 @contextmanager
 def device(slots: int, profile: ModelProfile = PROFILE, dedup: int | None = None) -> Iterator[WatchedCpu]:

@@ -1,0 +1,67 @@
+"""The command `moe-replay store`: write a model's experts to a file that `--device disk` reads."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+from sim.commands.printed import progress
+from sim.quantities import show_bytes
+from traces.errors import InputError
+
+
+@options.expanded
+def store(
+    file: Annotated[Path, typer.Argument(help="File to write.")],
+    model_profile: Annotated[
+        str | None, typer.Option(help="Model profile or TOML file, whose shapes are used.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of the shapes.")
+    ] = None,
+    dedup: Annotated[
+        int | None, typer.Option(help="Write N experts only, which all others share. Default: all of the model.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
+    *,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
+) -> None:
+    """Write the experts of a model to one file, each with a checksum, as moe-replay --device disk reads them.
+
+    The file is of the safetensors format, written whole or not at all.
+
+    [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b[/b]
+
+    [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b --weights ~/models/OLMoE-1B-7B[/b]
+
+    [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
+    """
+    from replay.devices.expert_file import Fill, stride_of, write
+    from replay.devices.store import Stamps
+    from replay.model.weights import Checkpoint
+    from sim.profiles.model_profile import model
+    from traces import console
+
+    if model_profile is None:
+        raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
+    if file.exists() and not overwrite:
+        raise InputError(f"{file} exists: --overwrite replaces it")
+    if not file.parent.is_dir():
+        raise InputError(f"there is no folder {file.parent}")
+    profile = model(model_profile)
+    experts = profile.moe_layers * profile.experts
+    distinct = experts if dedup is None else dedup
+    if not 1 <= distinct <= experts:
+        raise InputError(f"--dedup {dedup}: {profile.name} has {experts} experts, of which 1 or more are written")
+    fill: Fill
+    if weights:
+        fill, source = Checkpoint(weights, profile).fill, f"weights of {weights.name}"
+    else:
+        fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
+    with progress(distinct, quiet, "experts written") as advance:
+        write(file, profile, fill, source, distinct, lambda: advance(1))
+    if not quiet:
+        size = show_bytes(distinct * stride_of(profile.expert_bytes))
+        console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

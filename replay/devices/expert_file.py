@@ -1,0 +1,208 @@
+"""The experts of a model in one file, for a disk that is read past the operating system's page cache.
+
+The container is safetensors (github.com/huggingface/safetensors, "Format"): tensors `expert.0`, `expert.1`, ... of type
+U8, each an expert in the layout of `replay.model.network.Network.weights` (gate, up and down, or up and down), and what
+fills it up to a multiple of 4,096 bytes, so that each expert begins at such a multiple: what O_DIRECT asks for. The
+metadata says which model it is, and has a CRC-32 of each expert. Experts e, e + N, e + 2N, ... share the tensor of e
+where the file holds N of them (`moe-replay store --dedup N`).
+"""
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from replay.devices.lanes import PAGE, page_up
+from replay.devices.store import Bytes, anonymous
+from sim.profiles.model_profile import ModelProfile
+from sim.quantities import show_bytes
+from traces.errors import InputError, located
+
+FORMAT = "moe-expert-cache experts 1"
+CHECKSUM = "{:08x}"
+LONGEST_HEADER = 100_000_000
+"""Bytes, as in the format's own reader."""
+
+Fill = Callable[[int, Bytes], None]
+"""Writes an expert's bytes into a buffer, uint8[expert_bytes]."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a file says of itself: safetensors' metadata, all of it text there."""
+
+    format: str
+    model: str  # the model profile's name
+    weights: str  # where they are from
+    experts: int  # of the model, in all MoE layers
+    distinct: int  # in the file
+    expert_bytes: int
+    checksums: str  # eight hexadecimal digits an expert
+
+
+class ExpertFile:
+    """An open file of experts (an `ExpertStore`). `past_cache`: its bytes come from the disk at every read."""
+
+    def __init__(self, path: Path, profile: ModelProfile) -> None:
+        """Raise InputError where the file is none, is damaged, or is of another model."""
+        self.path = path
+        with located(str(path)):
+            if not path.is_file():
+                raise InputError("there is no such file; moe-replay store writes one")
+            self.facts, self._begin = _header(path)
+            _require(self.facts, profile)
+            self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
+            self.stride = stride_of(self.expert_bytes)
+            size = self._begin + self.distinct * self.stride
+            if path.stat().st_size != size:
+                raise InputError(f"has {path.stat().st_size} bytes instead of {size}: write it again")
+            self._file, self.past_cache = _open(path)
+
+    def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
+        """Read whole pages: those that begin at or behind `first`, and before `last`."""
+        begin, end = page_up(first), min(page_up(last), self.stride)
+        at, target = self._begin + expert % self.distinct * self.stride, slot.data
+        while begin < end:
+            try:
+                got = os.preadv(self._file, [target[begin:end]], at + begin)
+            except OSError as error:
+                raise InputError(f"{self.path}: expert {expert} cannot be read: {error.strerror}") from error
+            if got == 0:
+                raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
+            begin += got if begin + got >= end else got // PAGE * PAGE
+            if got < PAGE and begin < end:
+                raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
+
+    def holds(self, expert: int, content: Bytes) -> bool:
+        """By the checksum."""
+        place = expert % self.distinct * 8
+        return CHECKSUM.format(zlib.crc32(content.data)) == self.facts.checksums[place : place + 8]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all experts in the file."""
+        return self.distinct * self.stride
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def stride_of(expert_bytes: int) -> int:
+    """From one expert's first byte to the next one's."""
+    return page_up(expert_bytes)
+
+
+def write(
+    path: Path,
+    profile: ModelProfile,
+    fill: Fill,
+    weights: str,
+    distinct: int,
+    told: Callable[[], None] = lambda: None,
+) -> None:
+    """Write a file whole or not at all.
+
+    fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
+    holds, at least 1. told: is called after each. Raise InputError where the disk has no room.
+    """
+    experts = profile.moe_layers * profile.experts
+    size, stride = profile.expert_bytes, stride_of(profile.expert_bytes)
+    facts = Facts(FORMAT, profile.name, weights, experts, distinct, size, "0" * 8 * distinct)
+    begin = len(_header_of(facts))
+    buffer = anonymous(stride)
+    buffer[:] = 0
+    checksums = []
+    part = path.with_name(path.name + ".part")
+    try:
+        with part.open("wb", buffering=0) as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
+            file.seek(begin)
+            for expert in range(distinct):
+                fill(expert, buffer[:size])
+                checksums.append(CHECKSUM.format(zlib.crc32(buffer[:size].data)))
+                _write_all(file.fileno(), buffer.data)
+                told()
+            file.seek(0)
+            _write_all(file.fileno(), _header_of(Facts(**{**asdict(facts), "checksums": "".join(checksums)})))
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        needed = show_bytes(begin + distinct * stride)
+        raise InputError(
+            f"cannot write {path} of {needed}: {error.strerror}; --dedup N writes N experts that all share"
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _write_all(file: int, content: bytes | memoryview) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def _header_of(facts: Facts) -> bytes:
+    """The length of the header, and the header, filled up with spaces to whole pages."""
+    stride = stride_of(facts.expert_bytes)
+    header: dict[str, object] = {"__metadata__": {name: str(value) for name, value in asdict(facts).items()}}
+    for expert in range(facts.distinct):
+        offsets = [expert * stride, (expert + 1) * stride]
+        header[f"expert.{expert}"] = {"dtype": "U8", "shape": [stride], "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    length = page_up(8 + len(text)) - 8
+    return struct.pack("<Q", length) + text.ljust(length)
+
+
+def _header(path: Path) -> tuple[Facts, int]:
+    """What the file says of itself, and where its experts begin."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= LONGEST_HEADER:
+                raise InputError("does not begin as a file of experts does; moe-replay store writes one")
+            told = json.loads(file.read(length))["__metadata__"]
+            numbers = {name: int(told[name]) for name in ("experts", "distinct", "expert_bytes")}
+            texts = {name: str(told[name]) for name in ("format", "model", "weights", "checksums")}
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError("does not begin as a file of experts does; moe-replay store writes one") from error
+    facts = Facts(**texts, **numbers)  # type: ignore[arg-type]  # by name, each of its type
+    if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct or min(numbers.values()) < 1:
+        raise InputError("is not a file of experts of this version: write it again with moe-replay store")
+    return facts, 8 + length
+
+
+def _require(facts: Facts, profile: ModelProfile) -> None:
+    """Raise InputError where the file's experts are not the profile's."""
+    experts = profile.moe_layers * profile.experts
+    if (facts.experts, facts.expert_bytes) != (experts, profile.expert_bytes):
+        raise InputError(
+            f"holds {facts.model}: {facts.experts} experts of {facts.expert_bytes} bytes; {profile.name} has {experts} "
+            f"of {profile.expert_bytes}"
+        )
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor, and whether what it reads passes by the page cache."""
+    if hasattr(os, "O_DIRECT"):
+        with suppress(OSError):  # some file systems know it not
+            return os.open(path, os.O_RDONLY | os.O_DIRECT), True
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}") from error
+    with suppress(ImportError, AttributeError, OSError):  # macOS
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
+        return file, True
+    return file, False

@@ -1,0 +1,66 @@
+"""Lanes: threads that read one expert together, each its part, for disks that are fast only with several reads at once.
+
+How many it takes is measured: the fewest whose rate is close to the best one's (the knee).
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
+
+from replay.devices.store import Bytes, ExpertStore, anonymous
+
+PAGE = 4_096
+"""Places and lengths of direct reads are multiples of this, on every disk in use."""
+
+TRIED = (1, 2, 4, 8)
+CLOSE = 0.95
+"""Of the best rate: more lanes than it takes for this are not worth their threads."""
+SERIES, SERIES_S = 3, 0.15
+
+
+def page_up(size: int) -> int:
+    """Round up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
+def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
+    """Cut bytes `first` to `last` into a part for each lane, at pages; parts may be empty."""
+    cuts = [min(max(first, page_up(first + (last - first) * lane // lanes)), last) for lane in range(1, lanes)]
+    return list(zip([first, *cuts], [*cuts, last], strict=True))
+
+
+def rates(store: ExpertStore, size: int, lanes: Sequence[int] = TRIED) -> dict[int, float]:
+    """Return GB/s by number of lanes, of reads of `size` bytes (at most an expert's), one expert behind another.
+
+    The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
+    """
+    slot = anonymous(store.stride)
+    found: dict[int, list[float]] = {count: [] for count in lanes}
+    at = 0
+    for _ in range(SERIES):
+        for count in lanes:
+            with ThreadPoolExecutor(count) as threads:
+                at, rate = _series(store, size, slot, threads, parts(0, size, count), at)
+            found[count].append(rate)
+    return {count: median(each) for count, each in found.items()}
+
+
+def knee(found: dict[int, float]) -> int:
+    """Return the fewest lanes whose rate is close to the best."""
+    best = max(found.values())
+    return min(lanes for lanes, rate in found.items() if rate >= CLOSE * best)
+
+
+def _series(
+    store: ExpertStore, size: int, slot: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
+) -> tuple[int, float]:
+    """Read for SERIES_S from expert `at` on; return the next expert, and bytes a ns."""
+    reads, began = 0, time.perf_counter()
+    while reads == 0 or time.perf_counter() - began < SERIES_S:
+        expert = (at + reads) % store.distinct
+        reading = [threads.submit(store.read, expert, first, last, slot) for first, last in cut]
+        for each in reading:
+            each.result()
+        reads += 1
+    return at + reads, reads * size / (time.perf_counter() - began) / 1e9
