@@ -30,6 +30,7 @@ from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import PREDICTOR, RunLog, StepRow
 from sim.loop.run import Run
+from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.results.metrics import Row as ResultRow
@@ -56,6 +57,10 @@ MOST_THREADS = 256
 
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""
+
+
+Described = tuple[Timing, Link]
+"""A machine, as the simulator takes it."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,18 @@ class Choice:
         """Return the run on a machine with this timing and link."""
         return self.run.on(timing, link, self.window(timing, link))
 
+    def felt(self, model: MeasuredModel, predictor_ns: int) -> Described:
+        """Return the machine of that model as this run's decoded tokens feel it, contention included."""
+        from replay.calibration.contention import felt
+
+        chunk_bytes = self.loaded.setup.chunk_bytes
+
+        def play(on: MeasuredModel) -> RunLog:
+            return engine.simulate(engine.AUTO, self.on(on.timing(predictor_ns), on.link(chunk_bytes)))
+
+        found = felt(model, play)
+        return found.timing(predictor_ns), found.link(chunk_bytes)
+
     def window(self, timing: Timing, link: Link) -> float:
         """What a prefetch budget is a share of, on that machine."""
         return experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
@@ -189,10 +206,6 @@ class Choice:
         """At which single tokens are decoded."""
         found: list[int] = self.steps[self.steps[:, 0] == 1, 1].tolist()
         return found
-
-
-Described = tuple[Timing, Link]
-"""A machine, as the simulator takes it."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +297,7 @@ def replay(
     cell = loaded.cell(choice.policy, choice.slots)
     with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
-        calibrations: Sequence[Described] = ()
+        calibrations: Sequence[MeasuredModel] = ()
         if choice.device != "virtual":
             from replay.calibration.measure import around, measure
 
@@ -301,7 +314,7 @@ def replay(
         if observer:
             observer.close()
         if choice.device != "virtual":
-            calibrations = around(opened, run, choice.most_tokens, timing)
+            calibrations = around(opened, run, choice.most_tokens, timing.model)
     row, by_request = summarise(log, cell, loaded.trace.requests)
     link = run.gpu.link
     row |= {"device": choice.device, **facts, "chunk_bytes": link.chunk_bytes or link.expert_bytes}
@@ -380,7 +393,7 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
         yield device, stage.facts
 
 
-def _predict(choice: Choice, cell: Cell, calibrations: Sequence[Described]) -> list[Prediction]:
+def _predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> list[Prediction]:
     """Return what the simulator says on this machine as measured, and on the hardware profile.
 
     calibrations: before the run, between both, and after it; none on a logical clock.
@@ -397,7 +410,8 @@ def _predict(choice: Choice, cell: Cell, calibrations: Sequence[Described]) -> l
     found = [Prediction(profile, predicted(loaded.timing(choice.policy), loaded.link, profile))]
     if calibrations:
         here = "this machine as measured"
-        before, between, after = (predicted(*each, here) for each in calibrations)
+        predictor_ns = round((cell.predictor_us or 0.0) * 1_000)
+        before, between, after = (predicted(*choice.felt(each, predictor_ns), here) for each in calibrations)
         interval = None
         if between["tpot_mean_ms"] is not None:
             low, high = sorted((before["tpot_mean_ms"], after["tpot_mean_ms"]))

@@ -5,13 +5,12 @@ miss nothing and tokens that miss everything (`host_time`): what those take beyo
 a turnaround for each layer (from the end of a router to the start of what is submitted in answer) and a launch for each
 expert. So the tables give both as they were measured.
 
-Medians count, not minima: the run to be predicted is disturbed as the measurement is. How far the repeats of a figure
-lie from their median, in the mean over all figures, is the noise.
+How far the repeats of a figure lie from their mean, in the mean over all figures, is the noise.
 """
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from statistics import mean, median
@@ -22,8 +21,9 @@ import numpy as np
 
 from policies.core.policy import NO_INTS
 from policies.core.residency import BLOCKED, NO_EXPERT
+from replay.calibration.contention import slowed
 from replay.calibration.host_time import with_host
-from replay.calibration.meter import AT_LEAST, ENOUGH_NS, Meter, rising
+from replay.calibration.meter import Meter, rising
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
 from sim.loop.driver import Driver
@@ -37,7 +37,8 @@ from traces.steps import DECODE
 
 CYCLE_BYTES = 1 << 30
 """Repeats go round so many bytes of slots (and all layers), so that caches hold no more than in a run."""
-TRANSFERS, TRANSFER_REPEATS = 8, 7
+TRANSFERS = 8
+"""Of a series."""
 CONTEXTS = 6
 LADDER = 4
 """From one number of tokens to the next."""
@@ -64,14 +65,10 @@ def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming,
     return model.timing(policy_ns(run, model.timing(), link)), link
 
 
-def around(device: Device, run: Run, most_tokens: int, before: MeasuredTiming) -> list[tuple[MeasuredTiming, Link]]:
-    """Measure again behind a run; return the calibrations before it, between both, and after it.
-
-    The policy's work is that of before.
-    """
+def around(device: Device, run: Run, most_tokens: int, before: MeasuredModel) -> list[MeasuredModel]:
+    """Measure again behind a run; return the model as measured before it, between both, and after it."""
     after = measure_model(device, run, most_tokens, "this machine").model
-    models = before.model, between([before.model, after]), after
-    return [(model.timing(before.predictor_ns), model.link(run.gpu.link.chunk_bytes)) for model in models]
+    return [before, between([before, after]), after]
 
 
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
@@ -107,6 +104,8 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
         ),  # of the experts: it takes their sum away
         head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
     )
+    compute, transfer = slowed(meter, run.gpu.link.expert_bytes, places, transfer_ns, model.expert[0][1])
+    model = replace(model, compute_slowed=compute, transfer_slowed=transfer)
     return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads))
 
 
@@ -258,11 +257,12 @@ def _transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
 def _transfer_ns(meter: Meter, size: int, places: int) -> int:
     """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
     _pumped(meter.device, size, places, 2)
-    took: list[int] = []
-    while len(took) < AT_LEAST or (len(took) < TRANSFER_REPEATS and sum(took) * TRANSFERS < 4 * ENOUGH_NS):
+
+    def series() -> int:
         ends = _pumped(meter.device, size, places, TRANSFERS + 1)
-        took.append((ends[-1] - ends[0]) // TRANSFERS)
-    return meter.settled(took)
+        return (ends[-1] - ends[0]) // TRANSFERS
+
+    return meter.repeated(series, TRANSFERS)
 
 
 def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:

@@ -2,11 +2,15 @@
 
 Work comes in series. Where the host submits a decoded token's no faster than the device works, heads go before, which
 keep the device busy until all is submitted: so it is the device's time that is found, not the host's.
+
+Means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is. So a figure is
+repeated until its mean is sure, or has taken long enough.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from statistics import median_low
+from math import sqrt
+from statistics import fmean, median_low, stdev
 
 from sim.loop.device import Device
 
@@ -18,6 +22,10 @@ SERIES_NS = 2_000_000
 REPEATS, AT_LEAST = 15, 3
 ENOUGH_NS = 40_000_000
 """Of one figure: work that takes long is repeated less often than REPEATS, but AT_LEAST times."""
+SURE = 0.01
+"""Standard error of a mean that needs no more repeats."""
+LONGEST_NS, MOST_REPEATS = 4 * ENOUGH_NS, 24
+"""Of a figure that is not sure: it is repeated for so long, or for so many of it where that takes longer."""
 
 
 class Meter:
@@ -38,17 +46,26 @@ class Meter:
         length, number = min(max(SERIES_NS // max(one_ns, 1), 1), LONGEST_SERIES), warm_up + PROBE
         heads = 1 + int(HEAD_START * length * host_ns / self._head_ns) if tokens == 1 and 2 * host_ns > one_ns else 0
         heads = heads if heads <= MOST_HEADS else 0  # what cannot be hidden is measured as it shows
-        took: list[int] = []
-        while len(took) < AT_LEAST or (len(took) < REPEATS and sum(took) * length < ENOUGH_NS):
-            took.append(self._series(submit, number, length, each, heads) // length)
+
+        def series() -> int:
+            nonlocal number
             number += length
+            return self._series(submit, number - length, length, each, heads) // length
+
+        return self.repeated(series, length)
+
+    def repeated(self, series: Callable[[], int], length: int) -> int:
+        """Return the mean of what `series` returns: ns of one of the `length` that it times."""
+        took: list[int] = []
+        while not _is_sure(took, length):
+            took.append(series())
         return self.settled(took)
 
     def settled(self, took: Sequence[int]) -> int:
-        """The median of repeats."""
-        middle = median_low(took)
-        self.spreads.append(median_low([abs(each - middle) for each in took]) / max(middle, 1))
-        return middle
+        """The mean of repeats."""
+        mean = fmean(took)
+        self.spreads.append(median_low([abs(each - mean) for each in took]) / max(mean, 1))
+        return round(mean)
 
     @cached_property
     def _head_ns(self) -> int:
@@ -74,6 +91,16 @@ class Meter:
     def _await(self, completions: int) -> None:
         for _ in range(completions):
             self.device.next_completion()
+
+
+def _is_sure(took: Sequence[int], length: int) -> bool:
+    """Whether repeats suffice."""
+    spent_ns = sum(took) * length
+    if len(took) < AT_LEAST or (len(took) < REPEATS and spent_ns < ENOUGH_NS):
+        return False
+    if stdev(took) <= SURE * fmean(took) * sqrt(len(took)):
+        return True
+    return spent_ns >= max(LONGEST_NS, MOST_REPEATS * fmean(took) * length)
 
 
 def rising(took: Sequence[int]) -> list[int]:

@@ -150,7 +150,10 @@ class Machine:
     def under(self, choice: Choice) -> Described:
         """Return it under that cell's policy, as measured last."""
         if not self._models:
-            return choice.loaded.timing(choice.policy), choice.loaded.link
+            timing = choice.loaded.timing(choice.policy)
+            if known := choice.loaded.measured:
+                return choice.felt(known, timing.predictor_ns)
+            return timing, choice.loaded.link
         return self._described(choice, self._models[-1])
 
     def around(self, choice: Choice) -> tuple[Described, Described, Described]:
@@ -168,7 +171,7 @@ class Machine:
 
             free = model.timing()
             self._policy_ns[choice.policy.text] = policy_ns(choice.on(free, link), free, link)
-        return model.timing(self._policy_ns[choice.policy.text]), link
+        return choice.felt(model, self._policy_ns[choice.policy.text])
 
 
 def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:

@@ -43,6 +43,8 @@ class MeasuredModel:
     expert: Curve  # one of top-k that are launched together
     combine: Curve
     head: Curve
+    compute_slowed: float = 1.0  # beside transfers, an expert's compute for a token takes so many times as long
+    transfer_slowed: float = 1.0  # beside compute, a transfer does
     predictor_us: Mapping[str, float] = field(default_factory=dict)  # an event, by policies as typed
 
     def __post_init__(self) -> None:
@@ -54,6 +56,9 @@ class MeasuredModel:
             raise InputError(f"latency_ns = {self.latency_ns}: must be at least 0, at most transfer_ns")
         if self.turnaround_ns < 0:
             raise InputError(f"turnaround_ns = {self.turnaround_ns}: must be at least 0")
+        for key in ("compute_slowed", "transfer_slowed"):
+            if not 1 <= getattr(self, key) <= profiles.MOST:
+                raise InputError(f"{key} = {getattr(self, key)}: must be at least 1, and finite")
         for key in TABLES:
             _check_rows(key, getattr(self, key))
         for policy, us in self.predictor_us.items():

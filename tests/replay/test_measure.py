@@ -312,11 +312,11 @@ def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwar
         made.close()
 
 
-def test_the_noise_is_how_far_repeats_lie_from_their_median() -> None:
+def test_means_count_and_the_noise_is_how_far_repeats_lie_from_them() -> None:
     meter = Meter(SimpyDevice(TIMING, LINK))
-    assert meter.settled([100, 90, 100, 130, 110]) == 100
+    assert meter.settled([100, 90, 100, 110, 150]) == 110
     assert meter.settled([50, 50, 50]) == 50
-    assert meter.spreads == [0.1, 0.0]
+    assert meter.spreads == [10 / 110, 0.0]
     assert measure_model(SimpyDevice(TIMING, LINK), plan_of(), 4, "quiet").noise == 0
 
 

@@ -1,0 +1,106 @@
+"""How much transfers and compute slow each other down, and what a run feels of it.
+
+Parts are timed alone, and the simulator knows constant durations alone. What a run's decoded tokens feel is therefore
+put into its tables: the run is simulated, the share of compute that a transfer goes on beside is read off its log, its
+durations grow by that share of the slow-down, and so again until they settle. Most of what overlaps is the compute of
+experts that are there while others of their event come; the rest is that of dense parts, beside prefetches.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from replay.calibration.meter import Meter
+from sim.loop.device import Kind
+from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, RunLog
+from sim.profiles.measured import TABLES, MeasuredModel
+from traces.steps import DECODE
+
+ROUNDS, SETTLING = 8, 3
+EXPERTS, TRANSFERS = 16, 3
+"""Of a round: what is timed."""
+
+LEAST, MOST = 1.0, 10.0
+"""Of a slow-down: below is noise, and above something else goes on."""
+
+Play = Callable[[MeasuredModel], RunLog]
+
+
+def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, expert_ns: int) -> tuple[float, float]:
+    """Return by what factors an expert's compute for one token, and a transfer, take longer beside each other.
+
+    places: slots that hold their own experts. Both are timed alone and together in turn.
+    """
+    half = places // 2
+    if half < 1:
+        return LEAST, LEAST
+    device = meter.device
+
+    def compute(number: int) -> None:
+        device.experts([(number % half, number % half, 1)])
+
+    def move(number: int) -> None:
+        place = half + number % (places - half)
+        device.copy(place, place, 0, expert_bytes)
+
+    def timed(kind: Kind, computes: int, moves: int) -> int:
+        """Submit both; ns until the last of that kind has ended, each of them."""
+        began, ended = device.now(), 0
+        left = {Kind.COPY: moves, Kind.EXPERT: computes}
+        for number in range(moves):
+            move(number)
+        for number in range(computes):
+            compute(number)
+        for _ in range(moves + computes):
+            completed = device.next_completion().kind
+            left[completed] -= 1
+            if completed is kind and not left[kind]:
+                ended = device.now()
+        return max(ended - began, 1)
+
+    enough_moves = 2 + 2 * EXPERTS * expert_ns // transfer_ns
+    enough_computes = 2 + 2 * TRANSFERS * transfer_ns // max(expert_ns, 1)
+    took = [0, 0, 0, 0]
+    for _ in range(ROUNDS):
+        took[0] += timed(Kind.EXPERT, EXPERTS, 0)
+        took[1] += timed(Kind.EXPERT, EXPERTS, enough_moves)
+        took[2] += timed(Kind.COPY, 0, TRANSFERS)
+        took[3] += timed(Kind.COPY, enough_computes, TRANSFERS)
+    return _factor(took[1] / took[0]), _factor(took[3] / took[2])
+
+
+def felt(model: MeasuredModel, play: Play) -> MeasuredModel:
+    """Return the model's tables as the decoded tokens of a run feel them; `play` simulates the run on a model."""
+    found = model
+    if (model.compute_slowed, model.transfer_slowed) == (LEAST, LEAST):
+        return model
+    for _ in range(SETTLING):
+        found = _slower(model, found, play(found))
+    return found
+
+
+def _slower(model: MeasuredModel, played: MeasuredModel, log: RunLog) -> MeasuredModel:
+    """`model`, slowed by what overlapped in the log of a run on `played`."""
+    decoded = log.phase == DECODE
+    link, compute = int(log.link_busy_ns[decoded].sum()), int(log.compute_busy_ns[decoded].sum())
+    exposed = int(log.stall_ns[decoded][:, [DEMAND, LATE, BEHIND_PREFETCH]].sum())
+    together = min(max(0, link - exposed), compute)
+    lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
+    experts = min(lookups * played.timing().expert_ns(1), compute)
+    of_experts = min(1.0, together / experts) if experts else 0.0
+    of_others = max(0, together - experts) / max(1, compute - experts)
+    of_link = together / link if link else 0.0
+
+    def longer(rows: tuple[tuple[int, ...], ...], share: float) -> tuple[tuple[int, ...], ...]:
+        factor = 1 + (model.compute_slowed - 1) * share
+        return tuple((*row[:-1], round(row[-1] * factor)) if row[0] == 1 else row for row in rows)
+
+    tables: dict[str, Any] = {
+        key: longer(getattr(model, key), of_experts if key == "expert" else of_others) for key in TABLES
+    }
+    transfer = round(model.transfer_ns * (1 + (model.transfer_slowed - 1) * of_link))
+    return replace(model, **tables, transfer_ns=transfer)
+
+
+def _factor(found: float) -> float:
+    return round(min(max(found, LEAST), MOST), 4)
