@@ -24,7 +24,7 @@ ENOUGH_NS = 40_000_000
 """Of one figure: work that takes long is repeated less often than REPEATS, but AT_LEAST times."""
 SURE = 0.01
 """Standard error of a mean that needs no more repeats."""
-LONGEST_NS, MOST_REPEATS = 4 * ENOUGH_NS, 24
+LONGEST_NS, MOST_REPEATS = 2 * ENOUGH_NS, 16
 """Of a figure that is not sure: it is repeated for so long, or for so many of it where that takes longer."""
 
 

@@ -13,7 +13,9 @@ from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replay.devices.lanes import parts
 from replay.devices.store import ExpertStore, anonymous
@@ -38,8 +40,7 @@ class CpuDevice(Device):
         self.store = store
         self._network = network
         self._verify = verify
-        self.pool = anonymous(slots * store.stride).reshape(slots, store.stride)
-        self.pool.fill(1)  # touch every page now
+        self.pool = self._slots(slots)
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._outcomes: Outcomes = SimpleQueue()
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
@@ -48,6 +49,12 @@ class CpuDevice(Device):
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
         self._stuck = False
+
+    def _slots(self, slots: int) -> NDArray[np.uint8]:
+        """Return uint8[slots, stride]."""
+        pool = anonymous(slots * self.store.stride).reshape(slots, self.store.stride)
+        pool.fill(1)  # touch every page now
+        return pool
 
     def now(self) -> int:
         """Wall clock."""

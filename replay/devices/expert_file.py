@@ -18,6 +18,7 @@ from pathlib import Path
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
+from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from traces.errors import InputError, located
@@ -45,7 +46,10 @@ class Facts:
 
 
 class ExpertFile:
-    """An open file of experts (an `ExpertStore`). `past_cache`: its bytes come from the disk at every read."""
+    """An open file of experts (an `ExpertStore`), of which the first one begins at byte `begin`.
+
+    past_cache: whether its bytes come from the disk at every read.
+    """
 
     def __init__(self, path: Path, profile: ModelProfile) -> None:
         """Raise InputError where the file is none, is damaged, or is of another model."""
@@ -53,11 +57,11 @@ class ExpertFile:
         with located(str(path)):
             if not path.is_file():
                 raise InputError("there is no such file; moe-replay store writes one")
-            self.facts, self._begin = _header(path)
+            self.facts, self.begin = _header(path)
             _require(self.facts, profile)
             self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
             self.stride = stride_of(self.expert_bytes)
-            size = self._begin + self.distinct * self.stride
+            size = self.begin + self.distinct * self.stride
             if path.stat().st_size != size:
                 raise InputError(f"has {path.stat().st_size} bytes instead of {size}: write it again")
             self._file, self.past_cache = _open(path)
@@ -65,7 +69,7 @@ class ExpertFile:
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
         begin, end = page_up(first), min(page_up(last), self.stride)
-        at, target = self._begin + expert % self.distinct * self.stride, slot.data
+        at, target = self.begin + expert % self.distinct * self.stride, slot.data
         while begin < end:
             try:
                 got = os.preadv(self._file, [target[begin:end]], at + begin)
@@ -110,6 +114,7 @@ def write(
     fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
     holds, at least 1. told: is called after each. Raise InputError where the disk has no room.
     """
+    dtype_of(profile.expert_bytes_per_parameter, "an expert's")  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
     size, stride = profile.expert_bytes, stride_of(profile.expert_bytes)
     facts = Facts(FORMAT, profile.name, weights, experts, distinct, size, "0" * 8 * distinct)

@@ -1,12 +1,15 @@
 """A real peer: accelerate's offload of a transformers model of the same shape, decoding on the same machine.
 
-Everything stays in ordinary host memory, as users have it; before each module runs, accelerate copies its weights to
-the GPU, all experts of a layer at once, and drops them after. Weights are random: speed depends on shapes alone.
+Everything stays in ordinary host memory, or in files on a disk, as users have it; before each module runs, accelerate
+copies its weights to the device, all experts of a layer at once, and drops them after. Weights are random: speed
+depends on shapes alone.
 """
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -106,20 +109,31 @@ def _filled(parameter: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return flat.view(parameter.shape)
 
 
-def accelerate_offload(profile: ModelProfile, device: torch.device, tokens: int, context: int = 64) -> Decoded:
+def accelerate_offload(
+    profile: ModelProfile,
+    device: torch.device,
+    tokens: int,
+    context: int = 64,
+    folder: Path | None = None,
+    within: AbstractContextManager[None] | None = None,
+) -> Decoded:
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens, with `accelerate.cpu_offload`.
 
-    InputError where accelerate is missing or memory does not suffice.
+    folder: with `accelerate.disk_offload` to files there instead. within: what it decodes in, such as a limit of
+    memory. InputError where accelerate is missing or memory does not suffice.
     """
     try:
         model = build(profile)
         import accelerate
 
         weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-        accelerate.cpu_offload(model, execution_device=device)
-        return Decoded(
-            "accelerate", accelerate.__version__, profile.name, _decode(model, device, tokens, context), weight_bytes
-        )
+        if folder:
+            accelerate.disk_offload(model, str(folder), execution_device=device)
+        else:
+            accelerate.cpu_offload(model, execution_device=device)
+        with within or nullcontext():
+            took = _decode(model, device, tokens, context)
+        return Decoded("accelerate", accelerate.__version__, profile.name, took, weight_bytes)
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError(f"out of memory: accelerate's offload of {profile.name}") from None
 

@@ -1,0 +1,290 @@
+"""The disk device: the bytes of a real file, read past the page cache where the file system can, or a clear line."""
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from replay.cli import main
+from replay.devices.cpu import CpuDevice
+from replay.devices.expert_file import ExpertFile, stride_of, write
+from replay.devices.lanes import PAGE, knee, page_up, parts, rates
+from replay.devices.stage import Needs, open_stage
+from replay.devices.store import HostStore, Stamps, anonymous
+from replay.model.network import Network
+from sim.engines.untimed import count
+from sim.loop.driver import play
+from sim.profiles.model_profile import ModelProfile, model
+from sim.sweep.setup import Requests
+from tests.support.devices import Watch, Watching, run_of
+from tests.support.tiny import PROFILE, SIZE, E, K, L
+from traces.errors import InputError
+from traces.synthetic import synthetic
+
+BIG = replace(PROFILE, name="big", hidden_size=64, expert_intermediate_size=57)
+"""Its experts are of eleven pages, the last one not full."""
+
+
+class WatchedDisk(Watching, CpuDevice):
+    """Checks every submission and completion."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny`, `big`, and `shared`, which holds five of the tiny model's experts."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, profile, distinct in (("tiny", PROFILE, L * E), ("big", BIG, L * E), ("shared", PROFILE, 5)):
+        made(folder / name, profile, distinct)
+    return folder
+
+
+def made(path: Path, profile: ModelProfile = PROFILE, distinct: int = L * E) -> Path:
+    write(path, profile, Stamps(distinct, profile.expert_bytes, seed=0).write, "random weights, seed 0", distinct)
+    return path
+
+
+@contextmanager
+def device(path: Path, slots: int, profile: ModelProfile = PROFILE, lanes: int = 1) -> Iterator[WatchedDisk]:
+    network = Network(profile, torch.device("cpu"), max_tokens=16, max_context=16, seed=0)
+    with closing(ExpertFile(path, profile)) as store:
+        opened = WatchedDisk(store, network, slots, verify=True, lanes=lanes)
+        opened.tail_bytes = profile.expert_bytes // 8
+        opened.watch = Watch(Shape(L, E), slots, profile.expert_bytes, opened.tail_bytes)
+        try:
+            yield opened
+            assert network.finite()
+        finally:
+            opened.close()
+
+
+@pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=4", "belady+oracle1"])
+@pytest.mark.parametrize(("slots", "lanes"), [(1, 1), (2, 3), (9, 2), (L * E, 4)])
+@pytest.mark.parametrize("name", ["tiny", "big", "shared"])
+def test_every_slot_holds_its_expert_whenever_it_computes(
+    files: Path, policy: str, slots: int, lanes: int, name: str
+) -> None:
+    """Compared with its checksum before and after each compute, whatever the lanes cut and the policy discards."""
+    profile = BIG if name == "big" else PROFILE
+    requests, chunk = Requests(synthetic(3, 8, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=3)), 5_000
+    with device(files / name, slots, profile, lanes) as opened:
+        plan = run_of(requests, Shape(L, E), slots, parse(policy), profile.expert_bytes, chunk, slots == 9)
+        log = play(plan, opened)
+        assert opened.watch.computed == (log.hits + log.late + log.misses).sum()
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_hits_misses_and_evictions_are_those_of_the_untimed_analysis(files: Path, policy: str) -> None:
+    requests = Requests(synthetic(4, 10, layers=L, experts=E, top_k=1, seed=1))
+    expected = count(requests, L, E, 7, parse(policy))
+    with device(files / "tiny", 7, lanes=2) as opened:
+        log = play(run_of(requests, Shape(L, E), 7, parse(policy), SIZE), opened)
+    np.testing.assert_array_equal(log.hits, expected.hits)
+    np.testing.assert_array_equal(log.misses, expected.misses)
+    np.testing.assert_array_equal(log.evictions, expected.evictions)
+
+
+def test_the_file_is_read_by_safetensors_and_holds_what_host_memory_would(files: Path) -> None:
+    store = HostStore.of(L * E, BIG.expert_bytes, seed=0)
+    with safe_open(files / "big", framework="np") as opened, closing(ExpertFile(files / "big", BIG)) as own:
+        assert opened.metadata()["model"] == "big"
+        assert len(opened.keys()) == L * E
+        slot = anonymous(own.stride)
+        for expert in range(L * E):
+            told = opened.get_tensor(f"expert.{expert}")
+            own.read(expert, 0, BIG.expert_bytes, slot)
+            np.testing.assert_array_equal(told[: BIG.expert_bytes], store[expert])
+            np.testing.assert_array_equal(slot, told)
+            assert own.holds(expert, slot[: BIG.expert_bytes])
+            assert not own.holds((expert + 1) % (L * E), slot[: BIG.expert_bytes])
+
+
+def test_experts_share_what_the_file_holds(files: Path) -> None:
+    with closing(ExpertFile(files / "shared", PROFILE)) as store:
+        first, second = anonymous(store.stride), anonymous(store.stride)
+        store.read(2, 0, SIZE, first)
+        store.read(12, 0, SIZE, second)
+        np.testing.assert_array_equal(first, second)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**6), st.integers(1, 9))
+def test_lanes_read_a_piece_whole_and_nothing_twice(size: int, begin: int, lanes: int) -> None:
+    begin = min(begin, size)
+    cut = parts(begin, size, lanes)
+    assert (cut[0][0], cut[-1][1]) == (begin, size)
+    assert all(before[1] == after[0] for before, after in zip(cut[:-1], cut[1:], strict=True))
+    assert all(first <= last for first, last in cut)
+    pages = [page for first, last in cut for page in range(page_up(first) // PAGE, page_up(last) // PAGE)]
+    assert pages == list(range(page_up(begin) // PAGE, page_up(size) // PAGE))
+
+
+def test_lanes_are_as_many_as_make_the_disk_fast(files: Path) -> None:
+    assert knee({1: 1.0, 2: 1.9, 4: 2.0, 8: 1.99}) == 2
+    assert knee({1: 1.0, 2: 0.9}) == 1
+    with closing(ExpertFile(files / "big", BIG)) as store:
+        found = rates(store, BIG.expert_bytes, (1, 2))
+    assert set(found) == {1, 2}
+    assert min(found.values()) > 0
+
+
+def test_reads_that_end_early_go_on_where_they_ended(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, sizes = os.preadv, []
+
+    def short(file: int, buffers: list[memoryview], at: int) -> int:
+        sizes.append(len(buffers[0]))
+        return real(file, [buffers[0][: max(PAGE, len(buffers[0]) // 2 // PAGE * PAGE)]], at)
+
+    monkeypatch.setattr(os, "preadv", short)
+    with closing(ExpertFile(files / "big", BIG)) as store:
+        slot = anonymous(store.stride)
+        store.read(3, 0, BIG.expert_bytes, slot)
+        assert store.holds(3, slot[: BIG.expert_bytes])
+    assert len(sizes) > 2
+
+
+def test_an_error_of_the_disk_ends_the_run_in_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = os.preadv, [20]
+
+    def failing(file: int, buffers: list[memoryview], at: int) -> int:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, buffers, at)
+
+    requests = Requests(synthetic(1, 20, layers=L, experts=E, top_k=K, seed=1))
+    monkeypatch.setattr(os, "preadv", failing)
+    with (
+        pytest.raises(InputError, match=r"expert \d+ cannot be read: Input/output error"),
+        device(files / "tiny", 4, lanes=2) as opened,
+    ):
+        play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
+
+
+def test_a_file_that_shrinks_is_told_and_one_that_is_replaced_is_read_as_it_was(tmp_path: Path) -> None:
+    path = made(tmp_path / "file", BIG)
+    with closing(ExpertFile(path, BIG)) as store:
+        slot = anonymous(store.stride)
+        made(tmp_path / "other", BIG).replace(path)
+        store.read(0, 0, BIG.expert_bytes, slot)
+        assert store.holds(0, slot[: BIG.expert_bytes])
+    with closing(ExpertFile(path, BIG)) as store:
+        os.truncate(path, path.stat().st_size - 3 * PAGE)
+        with pytest.raises(InputError, match=f"expert {L * E - 1} is cut off"):
+            store.read(L * E - 1, 0, BIG.expert_bytes, slot)
+
+
+def test_bytes_that_changed_since_are_noticed_before_they_are_computed(tmp_path: Path) -> None:
+    path = made(tmp_path / "file")
+    with path.open("r+b") as file:
+        file.seek(-PAGE * 2 * L * E // 3, os.SEEK_END)
+        file.write(b"damaged" * 5_000)
+    requests = Requests(synthetic(2, 20, layers=L, experts=E, top_k=K, seed=1))
+    with pytest.raises(RuntimeError, match="holds other bytes"), device(path, 4) as opened:
+        play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
+
+
+@pytest.mark.parametrize("where", ["posix_fallocate", "write", "fsync"])
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, where, full)
+    with pytest.raises(InputError, match="No space left on device; --dedup N"):
+        made(tmp_path / "file")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path) -> None:
+    damaged = {"empty": b"", "text": b"hello, this is no file of experts", "long": b"\xff" * 64}
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InputError, match="moe-replay store writes one"):
+            ExpertFile(tmp_path / name, PROFILE)
+    with pytest.raises(InputError, match="there is no such file"):
+        ExpertFile(tmp_path / "nowhere", PROFILE)
+    with pytest.raises(InputError, match="holds olmoe-1b-7b: .* big has"):
+        ExpertFile(files / "tiny", BIG)
+    cut = tmp_path / "cut"
+    cut.write_bytes((files / "tiny").read_bytes()[:-1])
+    with pytest.raises(InputError, match="instead of"):
+        ExpertFile(cut, PROFILE)
+
+
+def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path) -> None:
+    needs = Needs(PROFILE, "disk", most_tokens=2, most_context=4, store=files / "tiny", lanes=2, threads=1)
+    with open_stage(needs) as stage, stage.device(3, [1], verify=True) as opened:
+        assert stage.facts["lanes"] == 2
+        assert stage.facts["torch_threads"] == 1
+        assert isinstance(opened, CpuDevice)
+        assert opened.pool.shape == (3, stride_of(SIZE))
+        assert opened.pool.ctypes.data % PAGE == 0
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["moe-replay", *map(str, arguments)])
+    try:
+        main()
+        status: int | str | None = 0
+    except SystemExit as ended:
+        status = ended.code
+    told = capsys.readouterr()
+    return int(status or 0), told.out + told.err
+
+
+def test_the_commands_write_a_file_and_replay_from_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, told = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN, "--dedup", 8)
+    assert status == 0, told
+    again = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN)
+    assert (again[0], "exists: --overwrite replaces it" in again[1]) == (2, True)
+    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", STAND_IN, "--lanes", "1", "--verify"]
+    on_disk += ["--cache-size", "10%", "--requests", "1"]
+    status, told = run(capsys, monkeypatch, *on_disk, "--policy", "lru", "--out", "here")
+    assert status == 0, told
+    assert "by the calibrations before and after" in told.replace("\n", " ")
+
+
+STAND_IN = "demo-stand-in"
+"""Shapes for the shipped trace: its own model's experts are too small to be timed."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--device", "disk"], "moe-replay store FILE --model-profile"),
+        (["--device", "disk", "--store", "nowhere"], "there is no such file"),
+        (["--device", "cpu", "--store", "file"], "--store belongs to --device disk"),
+        (["--device", "virtual", "--threads", "2"], "--threads compute on the CPU"),
+        (["--device", "disk", "--store", "file", "--lanes", "0"], "--lanes 0: must be 1 to"),
+        (["--device", "disk", "--store", "file", "--host-dedup", "3"], "moe-replay store --dedup"),
+        (["store", "file"], "--model-profile says whose experts they are"),
+        (["store", "none/file", "--model-profile", "olmoe-1b-7b"], "there is no folder none"),
+        (["store", "file", "--model-profile", "olmoe-1b-7b", "--dedup", "0"], "--dedup 0"),
+        (["store", "file", "--model-profile", "gpt-oss-20b"], "replay multiplies float32 and bfloat16"),
+    ],
+)
+def test_bad_input_ends_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, told = run(capsys, monkeypatch, *arguments, "-q")
+    assert status == 2
+    assert said in told
+    assert told.count("\n") == 1
+    assert not (tmp_path / "file").exists()
+
+
+def test_real_profiles_fit_whole_pages() -> None:
+    assert stride_of(model("olmoe-1b-7b").expert_bytes) == model("olmoe-1b-7b").expert_bytes
