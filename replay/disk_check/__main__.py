@@ -74,10 +74,15 @@ def check(
 
 def lines(record: Record) -> "list[str]":
     """A line for each cell, then one for each ratio, then what could not be played."""
-    found = [_line(cell) for cell in record if ERROR not in cell]
-    for row in record.facts["ratios"] or []:
-        found.append(f"{row['model']}, {row['policy']}: a token takes {row['over']} {row['ratio']:.2f} times as long")
-    return found + [f"{cell['model']}, {cell['mode']}: {cell[ERROR]}" for cell in record if ERROR in cell]
+    played, rows = [_line(cell) for cell in record if ERROR not in cell], record.facts["ratios"] or []
+    return [
+        *played,
+        *(
+            f"{row['model']}, {row['policy']}: a token takes {row['over']} {row['ratio']:.2f} times as long"
+            for row in rows
+        ),
+        *(f"{cell['model']}, {cell['mode']}: {cell[ERROR]}" for cell in record if ERROR in cell),
+    ]
 
 
 def _line(cell: Row) -> str:

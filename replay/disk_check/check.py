@@ -144,7 +144,7 @@ class Check:
         head = {**head_of(choice, mode, stage), "lanes": stage.lanes}
         names = ("model", "trace", "policy", "mode", "cache_experts", "requests")
         content = content_of(choice.loaded)
-        key = key_of(**{name: head[name] for name in names}, tokens=len(choice.loaded.trace.phase), content=content)
+        key = key_of(**{name: head[name] for name in names}, tokens=self.tokens, content=content)
 
         def play() -> Row:
             outcome = play_cell(choice, mode, *machine.under(choice), stage)
@@ -192,7 +192,7 @@ class Check:
             free = available_memory_bytes()
             if free is not None and needed > free - RESERVE_BYTES:
                 raise InputError(
-                    f"accelerate needs {show_bytes(needed)} of memory to write its files, {show_bytes(free)} are free"
+                    f"it builds a model of {show_bytes(needed)}, and {show_bytes(free)} of memory are free"
                 )
             budget, files = choice.slots * profile.expert_bytes, folder / "accelerate"
             within = page_cache_of(budget, files)

@@ -41,9 +41,10 @@ class MappedDevice(CpuDevice):
 
 @contextmanager
 def page_cache_of(budget_bytes: int, files: Path) -> Iterator[None]:
-    """Charge what this process takes from now on to a group of so many bytes, beginning with none of the files in memory.
+    """Charge what this process takes from now on to a group of so many bytes; none of the files is in memory then.
 
-    files: a file, or a folder of files. Raise InputError where it may not make one: that takes root, and a memory controller.
+    files: a file, or a folder of files. Raise InputError where it may not make a group: that takes root, and a memory
+    controller.
     """
     version_2 = (V2 / "cgroup.controllers").exists()
     folder = (V2 if version_2 else V1) / f"moe-replay-{os.getpid()}"

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +123,7 @@ def test_lanes_read_a_piece_whole_and_nothing_twice(size: int, begin: int, lanes
     begin = min(begin, size)
     cut = parts(begin, size, lanes)
     assert (cut[0][0], cut[-1][1]) == (begin, size)
-    assert all(before[1] == after[0] for before, after in zip(cut[:-1], cut[1:], strict=True))
+    assert all(before[1] == after[0] for before, after in pairwise(cut))
     assert all(first <= last for first, last in cut)
     pages = [page for first, last in cut for page in range(page_up(first) // PAGE, page_up(last) // PAGE)]
     assert pages == list(range(page_up(begin) // PAGE, page_up(size) // PAGE))
@@ -212,7 +213,7 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path
             ExpertFile(tmp_path / name, PROFILE)
     with pytest.raises(InputError, match="there is no such file"):
         ExpertFile(tmp_path / "nowhere", PROFILE)
-    with pytest.raises(InputError, match="holds olmoe-1b-7b: .* big has"):
+    with pytest.raises(InputError, match=r"holds olmoe-1b-7b: .* big has"):
         ExpertFile(files / "tiny", BIG)
     cut = tmp_path / "cut"
     cut.write_bytes((files / "tiny").read_bytes()[:-1])
