@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all fuzz bench gpu-check lint format clean
+.PHONY: demo test test-all fuzz bench disk-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -18,9 +18,10 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare
 	$(BIN)/moe-trace record --out demo/trace --overwrite
-	$(BIN)/moe-sim sweep demo/trace --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
+	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
-	$(BIN)/moe-replay --from demo/sweep --device cpu --out demo/replay-cpu
+	$(BIN)/moe-replay store demo/experts --model-profile demo-stand-in --overwrite
+	$(BIN)/moe-replay --from demo/sweep --device disk --store demo/experts --out demo/replay-disk --overwrite
 	@echo
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
@@ -45,6 +46,9 @@ format: $(READY)
 
 bench: $(READY) ## speeds as ratios measured in one run
 	$(BIN)/python -m benchmarks
+
+disk-check: $(READY) ## prediction against measurement on this machine's disk and CPU, and what people use; half an hour
+	$(BIN)/python -m replay.disk_check $(DISK_CHECK)
 
 # Needs no network and nothing installed beyond what a GPU machine has (README, "On a GPU"): no .venv is made.
 gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 7 minutes

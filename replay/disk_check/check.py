@@ -111,7 +111,7 @@ class Check:
                 past_cache=stage.facts["past_cache"],
                 ceiling_gb_per_s=ceiling_gb_per_s(stage),
             )
-            machine = Machine(choice, stage, is_calibrated=False, slots=loaded.slots(HALF))
+            machine = Machine(choice, stage, is_calibrated=False, slots=loaded.slots(QUARTER))
             for one, mode in self._cells(choice):
                 self._cell(one, mode, stage, machine)
             if profile.name == WITH_PEERS:
@@ -191,9 +191,7 @@ class Check:
         def play() -> Row:
             free = available_memory_bytes()
             if free is not None and needed > free - RESERVE_BYTES:
-                raise InputError(
-                    f"it builds a model of {show_bytes(needed)}, and {show_bytes(free)} of memory are free"
-                )
+                raise InputError(f"it builds a model of {show_bytes(needed)}; {show_bytes(free)} of memory are free")
             budget, files = choice.slots * profile.expert_bytes, folder / "accelerate"
             within = page_cache_of(budget, files)
             peer = accelerate_offload(profile, torch.device("cpu"), ACCELERATE_TOKENS, folder=files, within=within)
