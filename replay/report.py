@@ -206,12 +206,7 @@ def notes(outcome: Outcome) -> list[str]:
     row = outcome.row
     found = []
     if row["device"] == "cpu":
-        note = "on the cpu device the link is memcpy and the GPU is this CPU"
-        note += (
-            "; the prediction for this machine as measured knows neither contention nor what it costs threads "
-            "to take turns (much, where experts are small)"
-        )
-        found.append(note)
+        found.append("on the cpu device the link is memcpy and the GPU is this CPU")
     if row.get("past_cache") is False:
         found.append(
             "the file is read through the operating system's page cache, since its file system knows no direct reads: "

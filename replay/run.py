@@ -52,6 +52,9 @@ DEFAULT_STEPS = 1_000
 
 DISK_TOKENS = 100
 
+TIMED_BYTES = 1_000_000
+"""Of an expert that threads copy and compute in a time that is worth predicting."""
+
 MOST_THREADS = 256
 """More of them is a slip."""
 

@@ -64,7 +64,7 @@ def run(
         raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
     request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
     choice = _choose(request, on, verify=verify, nvtx=nvtx)
-    output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice))
+    output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.setup.trace, "-replay")
     if output.resume and output.overwrite:
         raise InputError("--resume keeps what was measured and --overwrite drops it: leave one out")
@@ -162,6 +162,20 @@ def _unpriced(choice: "Choice") -> list[str]:
         return []
     machine = choice.loaded.setup.hardware
     return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
+
+
+def _too_small(choice: "Choice") -> list[str]:
+    """On threads, experts whose hand-over takes longer than they do."""
+    from replay.run import TIMED_BYTES
+    from sim.quantities import show_bytes
+
+    size = choice.loaded.expert_bytes or 0
+    if choice.device not in ("cpu", "disk") or size >= TIMED_BYTES:
+        return []
+    return [
+        f"experts of {show_bytes(size)} are too small to be timed: threads take longer to hand them over than to "
+        "copy and compute them; with --model-profile others are played (demo-stand-in for the shipped trace)"
+    ]
 
 
 def _replay(
