@@ -193,9 +193,9 @@ def last_line(outcome: Outcome) -> str:
     expected = outcome.predictions[0]
     off = expected.row[column] / row[column] - 1 if row[column] else 0.0
     low, high = expected.interval_ms or (0.0, 0.0)
-    apart = f" ({low:.4g} to {high:.4g} by the calibrations before and after)" if expected.interval_ms else ""
+    apart = f"; {low:.4g} to {high:.4g} by the calibrations before and after" if expected.interval_ms else ""
     return (
-        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms{apart}, {off:+.1%}, "
+        f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms ({off:+.1%}{apart}), "
         f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms, "
         f"hit rate {_show(row['hit_rate'], '{:.1%}')}"
     )
