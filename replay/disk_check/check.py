@@ -101,7 +101,7 @@ class Check:
 
     def _model(self, profile: ModelProfile, folder: Path) -> None:
         tokens = self.tokens or TOKENS.get(profile.name, 15)
-        loaded = load(profile, self.traces, tokens)
+        loaded = first_tokens(load(profile, self.traces, tokens), tokens)
         store = self._store(profile, folder)
         choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), "disk", store=store)
         with open_stage(choice.needs) as stage:

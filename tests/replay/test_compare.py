@@ -17,6 +17,7 @@ import pytest
 
 from policies.core.spec import parse
 from replay import cli
+from replay.calibration.measure import between
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
 from replay.comparison.errors import DECIDED
@@ -145,6 +146,46 @@ def measured_machine(loaded: Loaded, turnaround_ns: int) -> Loaded:
         predictor_us={"lru": 0.0},
     )
     return dataclasses.replace(loaded, hardware=dataclasses.replace(loaded.hardware, measured=(model,)))
+
+
+def test_what_transfers_and_compute_cost_each_other_is_felt_where_they_overlap() -> None:
+    def tpot_ms(slots: int, **slowed: Any) -> float:
+        base = chosen("lru", slots)
+        known = measured_machine(base.loaded, turnaround_ns=0)
+        choice = dataclasses.replace(base, loaded=known)
+        assert known.measured
+        described = choice.felt(dataclasses.replace(known.measured, **slowed), predictor_ns=0)
+        mean: float = play_cell(choice, CLOSED_LOOP, *described).predicted.row["tpot_mean_ms"]
+        return mean
+
+    for slots in (80, 160):
+        alone = tpot_ms(slots)
+        compute, transfer = tpot_ms(slots, compute_slowed=2.0), tpot_ms(slots, transfer_slowed=1.5)
+        assert alone < compute < 2 * alone
+        assert alone < transfer < 1.5 * alone
+        assert tpot_ms(slots, compute_slowed=1.0, transfer_slowed=1.0) == alone
+    resident = 320  # nothing is transferred once all is there
+    assert tpot_ms(resident, compute_slowed=2.0) == pytest.approx(tpot_ms(resident), rel=0.2)
+
+
+def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it() -> None:
+    base = chosen("lru", slots=80)
+    slow, fast = (measured_machine(base.loaded, turnaround_ns=ns) for ns in (60_000, 20_000))
+    assert slow.measured
+    assert fast.measured
+    for mode in MODES:
+        choice = dataclasses.replace(base, loaded=slow)
+        described = [
+            choice.felt(each, 0) for each in (slow.measured, between([slow.measured, fast.measured]), fast.measured)
+        ]
+        before, middle, after = described
+        found = play_cell(choice, mode, *before).predicted_again(before, middle, after)
+        assert found.interval_ms
+        low, high = found.interval_ms
+        assert low < found.predicted.row["tpot_mean_ms"] < high
+        assert high - low == pytest.approx(40_000e-6 * choice.loaded.trace.layers, rel=0.05)
+        assert found.disagreement == pytest.approx(2 * (high - low) / (high + low))
+        assert found.figures()["predicted_interval_ms"] == (low, high)
 
 
 @pytest.mark.parametrize("mode", MODES)

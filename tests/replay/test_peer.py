@@ -1,6 +1,7 @@
 """The real peer, on tiny models of each family: the same shapes as the profile, weights that are offloaded."""
 
 import dataclasses
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -38,6 +39,21 @@ def test_accelerate_decodes_a_model_of_the_profiles_shape_with_its_weights_offlo
     assert found.peer == "accelerate"
     experts = profile.moe_layers * profile.experts * profile.expert_bytes
     assert found.weight_bytes == pytest.approx(experts + profile.dense_bytes, rel=0.02)
+
+
+def test_accelerate_offloads_to_a_disk_and_decodes_within_what_it_is_given(tmp_path):
+    entered = []
+
+    @contextmanager
+    def within():
+        entered.append(sorted(path.suffix for path in tmp_path.rglob("*.*")))
+        yield
+
+    found = accelerate_offload(
+        small("olmoe-1b-7b"), torch.device("cpu"), tokens=1, context=3, folder=tmp_path / "files", within=within()
+    )
+    assert len(found.tpot_ms) == 1
+    assert ".dat" in entered[0]
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
