@@ -88,4 +88,4 @@ def test_no_room_for_a_file_is_told_and_recorded(tmp_path: Path, tiny: str, monk
     monkeypatch.setattr(disk_check, "disk_usage", lambda _: type("Usage", (), {"free": 1_000}))
     record, told = Record(tmp_path / "found.json"), list[str]()
     Check(record, told.append, tmp_path, (tiny,), tokens=4).run()
-    assert [("no room" in cell["error"]) for cell in record] == [True]
+    assert [("does not fit" in cell["error"]) for cell in record] == [True]
