@@ -14,9 +14,10 @@ from rich.table import Table
 from replay.run import Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
-from sim.results.files import replacing, write_rows, write_table
+from sim.results.files import write_rows, write_table
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row
 from traces.errors import InputError
+from traces.output import replacing
 from traces.steps import RequestSteps
 
 SCHEMA = pa.schema(
@@ -46,6 +47,8 @@ SCHEMA = pa.schema(
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
 
 RESULTS_FILE, REQUESTS_FILE, STEPS, RUN_FILE = "results.parquet", "requests.parquet", "per_token.csv", "run.json"
+NAMES = (RESULTS_FILE, REQUESTS_FILE, STEPS, RUN_FILE)
+MAKER = "moe-replay run"
 
 AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""

@@ -122,6 +122,7 @@ def conformance(
     cases: Annotated[Path, typer.Argument(help="One case a line, in the engine-neutral JSON format.")],
     out: Annotated[Path | None, typer.Option(help="File for the results; else standard output.")] = None,
     engine: options.Engine = None,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Play engine-neutral cases and write one result line for each.
 
@@ -130,11 +131,12 @@ def conformance(
     import sys
 
     from sim.engines.cases import run_file
-    from sim.results.files import replacing
+    from traces.output import check_file, replacing
 
     if out is None:
         run_file(cases, sys.stdout, engine or "auto")
         return
+    check_file(out, overwrite)
     with replacing(out) as part, part.open("w", encoding="utf-8") as lines:
         run_file(cases, lines, engine or "auto")
 

@@ -33,6 +33,7 @@ from transformers import (
 from tracer.hook import ExpertsHook
 from tracer.sites import Site
 from traces.errors import InputError, unknown
+from traces.files import plain
 from traces.schema import TraceMeta
 
 SMALL = 50_000_000
@@ -183,6 +184,9 @@ def load_model(source: str, how: Loading) -> LoadedModel:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"{folder} is no model: it has no config.json")
+        for file in folder.iterdir():
+            if not file.is_dir():
+                plain(file)
     elif source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise InputError(f"no model at {source}: there is no such folder")
     with blaming(f"cannot load the model {source}"):

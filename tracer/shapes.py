@@ -3,12 +3,12 @@
 Profiles are read as data: the tracer does not import `sim`.
 """
 
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 from traces.errors import InputError, located, unknown
 from traces.facts import text, whole
+from traces.files import read_toml
 
 PROFILES = Path(__file__).parents[1] / "sim" / "profiles" / "models"
 
@@ -31,11 +31,8 @@ def shape_of(model: str) -> tuple[str, Shape]:
         path = Path(model).expanduser()
         if path.suffix != ".toml" or not path.is_file():
             raise unknown("model profile", model, [each.stem for each in PROFILES.glob("*.toml")])
+    held = read_toml(path)
     with located(str(path)):
-        try:
-            held = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot be read as TOML: {error}") from error
         shape = Shape(*(whole(key, held.get(key)) for key in ("moe_layers", "experts", "top_k")))
         if held.get("encoder_moe_layers"):
             raise InputError("is of an encoder-decoder, of which no synthetic trace can be made")

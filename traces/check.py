@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError, located
 from traces.schema import TraceMeta
-from traces.steps import Int
+from traces.steps import DECODE, Int
 
 _OK, _RANGE, _REPEAT, _EAM = range(4)
+
+MOST_POSITIONS = 2**27
+"""Tokens of a context: more than any model has (the longest that are announced have 10^8)."""
 
 
 def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
@@ -46,6 +49,40 @@ def check_unique(ids: "pd.Series[str]") -> None:
     repeated = ids[ids.duplicated()]
     if len(repeated):
         raise InputError(f"the request id {repeated.iloc[0]!r} occurs twice")
+
+
+def check_positions(greatest: int, where: str) -> None:
+    """No token lies further back than a context can be long. greatest: of all positions."""
+    if greatest >= MOST_POSITIONS:
+        raise InputError(f"{where}: position {greatest} lies beyond any context: positions are below {MOST_POSITIONS}")
+
+
+def step_fault(step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> int | None:
+    """The first row whose step does not follow that of the row before it in its request; None if all do.
+
+    Rows of a prefill may share a step; a decoded token has one of its own, after all before it.
+    """
+    wrong = (step[1:] < step[:-1]) | ((step[1:] == step[:-1]) & (phase[1:] == DECODE))
+    begins = offsets[1:-1]
+    wrong[begins[(begins > 0) & (begins < len(step))] - 1] = False
+    return int(np.argmax(wrong)) + 1 if wrong.any() else None
+
+
+def check_steps(
+    step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64], where: str, first: int = 0
+) -> None:
+    """Within a request, steps follow each other as its tokens do. The first request is number `first` of the trace."""
+    if (row := step_fault(step, phase, offsets)) is not None:
+        request = int(np.searchsorted(offsets, row, side="right")) - 1
+        place = f"{where}: request {first + request}, token {row - int(offsets[request])}"
+        raise InputError(f"{place}: step {step[row]} does not follow step {step[row - 1]} of the token before it")
+
+
+def check_finite(name: str, values: NDArray[np.floating], where: str, first: int = 0) -> None:
+    """Every value is a number. values: [rows, ...], of which the first is number `first` of the trace."""
+    finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
+    if not finite.all():
+        raise InputError(f"{where}: row {first + int(np.argmin(finite))} of {name} holds a value that is no number")
 
 
 def check_ids(

@@ -4,9 +4,7 @@ A file gets its name when it is whole. Of a trace with both phases one may be as
 """
 
 import json
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from traces.errors import InputError
+from traces.output import check_file, make_folder, replacing
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
@@ -40,7 +39,8 @@ def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int
     """
     if not 1 <= expert_bytes < 2**32:
         raise InputError(f"--expert-bytes {expert_bytes} is no size that oracleGeneral holds (1 to 2^32 - 1)")
-    with _replacing(out) as temporary:
+    make_folder(out.parent)
+    with replacing(out) as temporary:
         total = steps = 0
         with temporary.open("wb") as file:
             for i in range(len(trace.requests)):
@@ -65,7 +65,8 @@ def export_csv(trace: Trace, out: Path) -> int:
     """
     written = 0
     ids, tasks = trace.requests["id"].tolist(), trace.requests["task"].tolist()
-    with _replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    make_folder(out.parent)
+    with replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         for i, (first, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
             experts = trace.experts[first:end]
             row, layer, rank = np.nonzero(experts != trace.sentinel)
@@ -96,7 +97,8 @@ def export_npz(trace: Trace, out: Path) -> int:
     experts = trace.experts.astype(kind)
     experts[trace.experts == trace.sentinel] = -1
     optional = {name: array for name in ("weights", "token_id") if (array := getattr(trace, name)) is not None}
-    with _replacing(out) as temporary, _replacing(json_beside(out)) as facts:
+    make_folder(out.parent)
+    with replacing(out) as temporary, replacing(json_beside(out)) as facts:
         with temporary.open("wb") as file:
             np.savez_compressed(
                 file,
@@ -125,14 +127,12 @@ def json_beside(out: Path) -> Path:
 
 
 def check_target(out: Path, to: str, overwrite: bool) -> None:
-    """InputError if `out` cannot be written; changes nothing."""
+    """InputError if `out` cannot be written; makes its folder."""
     if to == "npz" and out.suffix != ".npz":
         raise InputError(f"{out} must end in .npz, so that it can be imported")
+    make_folder(out.parent)
     for path in [out, json_beside(out)] if to == "npz" else [out]:
-        if path.is_dir():
-            raise InputError(f"{path} is a folder; choose a file with --out")
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists; replace it with --overwrite, or choose another --out")
+        check_file(path, overwrite)
 
 
 def of_phase(trace: Trace, phase: str) -> Trace:
@@ -180,20 +180,6 @@ def _facts(trace: Trace) -> dict[str, Any]:
         "expert_intermediate_size": meta.expert_intermediate_size,
     }
     return {key: value for key, value in told.items() if value is not None} | {"requests": requests}
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path`, which takes its name when the block ends well. Raises InputError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        os.replace(temporary, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}; choose another --out") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _link(records: NDArray[Any], objects: int) -> None:

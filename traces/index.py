@@ -11,7 +11,7 @@ import pandas as pd
 from numba import njit
 from numpy.typing import NDArray
 
-from traces.check import check_requests, check_unique
+from traces.check import check_positions, check_requests, check_unique
 from traces.errors import InputError, located
 from traces.reader import CORE, Folder
 from traces.schema import AGGREGATE, TraceMeta
@@ -34,6 +34,7 @@ class Index:
         self.first = np.full(requests, NONE, np.int64)  # number of the first row; NONE: it has no rows
         self.last = np.full(requests, NONE, np.int64)  # number of the last row
         self._seen = 0  # rows
+        self._furthest = 0  # of all positions
         self._latest = np.zeros((2, requests), np.int64)  # position and phase of the last row
         self._faults = np.array([0, NONE, 0], np.int64)  # the greatest phase; a request out of order, and its position
 
@@ -56,6 +57,7 @@ class Index:
         request = request.astype(np.int64)
         _add(request, position, phase, self._seen, self.counts, self.first, self.last, self._latest, self._faults)
         self._seen += len(request)
+        self._furthest = max(self._furthest, int(position.max(initial=0)))
 
     def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
         """Hold what was seen against the requests as they are listed. Raises InputError."""
@@ -71,7 +73,11 @@ class Index:
         self.check_order(where)
 
     def check_order(self, where: str) -> None:
-        """Within a request, positions ascend and no prefill follows a decode. Raises InputError."""
+        """Within a request, positions ascend, none beyond any context, and no prefill follows a decode.
+
+        Raises InputError.
+        """
+        check_positions(self._furthest, where)
         _, request, position = self._faults.tolist()
         if request != NONE:
             raise InputError(f"{where}: the tokens of request {request} are out of order at position {position}")

@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from traces.errors import InputError
+from traces.files import plain
 
 TAIL = 65_536
 """Bytes read of the end of a file at first; its footer is seldom longer."""
@@ -72,6 +73,8 @@ class Location:
     def tail(self, file: str) -> tuple[bytes, int]:
         """The last bytes of a Parquet file, its footer included, and its size. Raises InputError."""
         where = self.within(file)
+        if not self.remote:
+            plain(Path(where))
         with self.telling(where, "cannot be read"), self.filesystem.open(self._place(file), "rb") as opened:
             size = opened.seek(0, os.SEEK_END)
             tail = _last(opened, size, TAIL)

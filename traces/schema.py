@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from traces.errors import InputError
-from traces.facts import parse_json, text, texts, whole
+from traces.facts import parse_json, short, texts, whole
 
 VERSION = 1
 KEY = b"moe-expert-cache"
@@ -106,7 +106,7 @@ def _plain(value: Any) -> bool:
 
 
 _KINDS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("model", "mode", "dtype", "revision"), text),
+    **dict.fromkeys(("model", "mode", "dtype", "revision"), short),
     **dict.fromkeys(("layers", "experts", "top_k", "expert_bytes", "hidden_size", "expert_intermediate_size"), whole),
     "layer_names": texts,
     "tools": _tools,
@@ -182,8 +182,13 @@ def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
 
 
 def require_whole(table: pa.Table, wanted: pa.Schema, where: str) -> None:
-    """An InputError naming the first column of `table` that holds nulls, but must not by `wanted`."""
+    """An InputError naming the first column of `table` that holds nulls, but must not by `wanted`, or broken text."""
     for name in table.column_names:
+        if pa.types.is_string(wanted.field(name).type):
+            try:
+                table.column(name).validate(full=True)
+            except pa.ArrowInvalid as error:
+                raise InputError(f"{where}: column {name!r} holds text that is not UTF-8") from error
         if wanted.field(name).nullable:
             continue
         for chunk in table.column(name).chunks:

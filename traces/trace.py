@@ -15,7 +15,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_ids, check_lookahead, count_eams
+from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams
 from traces.errors import InputError
 from traces.index import Index
 from traces.reader import Folder, Requests, numpy, open_folder, require_known
@@ -105,8 +105,13 @@ class Trace(OfAModel):
         offsets, aggregate = index.offsets, listed.eams if meta.mode == AGGREGATE else None
         if aggregate is None:
             check_ids(meta, arrays["experts"], offsets, arrays["phase"], listed.eams, where, first)
+            check_steps(arrays["step"], arrays["phase"], offsets, where, first)
             if "lookahead" in arrays:
                 check_lookahead(meta, arrays["lookahead"], where)
+        for name in FLOATS & arrays.keys():
+            check_finite(name, arrays[name], where)
+        if listed.embedding is not None:
+            check_finite("embedding", listed.embedding, where, first)
         return Trace(
             name=folder.location.name,
             meta=meta,
@@ -224,3 +229,6 @@ def _joined(parts: Sequence[Trace], name: str, axis: int = 0) -> NDArray[Any]:
 
 PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
 """Fields of a Trace with an entry for each row."""
+
+FLOATS = {"weights", "gate_probs"}
+"""Of these the ones that hold floating-point numbers."""

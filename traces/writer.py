@@ -10,10 +10,9 @@ import math
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -23,11 +22,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from traces.check import check_finite
 from traces.errors import InputError
+from traces.output import ELSEWHERE, LOCK, check_trace_folder, is_of_trace, only_writer
 from traces.reader import open_folder
 from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema, row_bytes
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import FLOATS, Trace
 
 FILE_ROWS = 65_536
 """Rows of a routing file, at most."""
@@ -50,28 +51,22 @@ FLUSH_SHARE = 0.1
 
 def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
     """InputError if a trace cannot be written at `folder`; changes nothing."""
-    if folder.exists():
-        if not folder.is_dir():
-            raise InputError(f"{folder} is a file; choose another folder with --out")
-        if any(folder.iterdir()):
-            left = _left_by_writer(folder)
-            if left is None:
-                raise InputError(f"{folder} is not empty and not a trace: it is left alone; choose another with --out")
-            if left and not overwrite and not resume:
-                raise InputError(
-                    f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
-                    "`record --resume` goes on with a recording that was interrupted"
-                )
-    base = folder
-    while not base.exists():
-        base = base.parent
-    try:
-        with tempfile.TemporaryFile(dir=base):
-            pass
-    except OSError as error:
+    check_trace_folder(folder)
+    if not held(folder):
+        return
+    left = _left_by_writer(folder)
+    if left is None:
+        raise InputError(f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}")
+    if left and not overwrite and not resume:
         raise InputError(
-            f"cannot write {folder}: {base}: {error.strerror}; choose another folder with --out"
-        ) from error
+            f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
+            "`record --resume` goes on with a recording that was interrupted"
+        )
+
+
+def held(folder: Path) -> set[Path]:
+    """What lies in the folder, if it is there, beside the lock of who writes to it."""
+    return set(folder.iterdir()) - {folder / LOCK} if folder.is_dir() else set()
 
 
 class _Files:
@@ -132,11 +127,11 @@ class _Files:
 
 
 class TraceWriter:
-    """Write requests to a trace folder as they finish; the folder appears with the first flush.
+    """Write requests to a trace folder as they finish; the trace appears with the first flush.
 
     A trace that is already there is removed at that moment, and only if `overwrite` is set; with `resume` its
     requests are kept, and `written` says how many they are. Use as a context manager: leaving it, also by an
-    exception, writes what is still held.
+    exception, writes what is still held. Until then nobody else writes there (`traces.output`).
     """
 
     def __init__(self, folder: Path, meta: TraceMeta, overwrite: bool = False, resume: bool = False):
@@ -150,8 +145,12 @@ class TraceWriter:
         self._requests = _Files(folder / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._optional: set[str] | None = None
-        if resume and folder.is_dir() and any(folder.iterdir()):
-            self._resume()
+        with ExitStack() as kept:
+            kept.enter_context(only_writer(folder))
+            check_target(folder, overwrite, resume)  # another writer may have ended meanwhile
+            if resume and held(folder):
+                self._resume()
+            self._kept = kept.pop_all()
 
     def add(self, trace: Trace) -> None:
         """Append the requests of `trace`, a piece of the whole, its rows in the order of their steps."""
@@ -159,6 +158,8 @@ class TraceWriter:
         if trace.meta != self.meta or self._optional not in (None, optional):
             raise ValueError("all pieces of a trace share its meta and have the same columns")
         self._optional = optional
+        for name in (FLOATS | {"embedding"}) & optional:
+            check_finite(name, getattr(trace, name), f"{self.folder}, not written")
         self._rows.limit = _rows_of_a_file(self.meta, optional)
         self._rows.add(_routing_table(trace, first=self.added))
         self._requests.add(_requests_table(trace))
@@ -185,7 +186,11 @@ class TraceWriter:
         self._next_flush = ended + max(FLUSH_SECONDS, (ended - began) / FLUSH_SHARE)
 
     def close(self) -> None:
-        """Flush, and join the requests' files into requests.parquet."""
+        """Flush, join the requests' files into requests.parquet, and let others write there."""
+        with self._kept:
+            self._finish()
+
+    def _finish(self) -> None:
         self.flush()
         growing = self.folder / GROWING
         if not growing.is_dir():
@@ -279,26 +284,18 @@ def _left_by_writer(folder: Path) -> list[Path] | None:
     What has its final name must also tell that it is of a trace: one such file is enough.
     """
     inner = [folder / GROWING, folder / ROUTING]
-    files = sorted(set(folder.iterdir()) - set(inner), key=lambda file: file.name != REQUESTS)
+    files = sorted(held(folder) - set(inner), key=lambda file: file.name != REQUESTS)
     parts = [part for place in inner if place.is_dir() for part in sorted(place.iterdir())]
     if not {file.name for file in files} <= {REQUESTS, _temporary(folder / REQUESTS).name}:
         return None
     if not all(_PART.fullmatch(part.name) for part in parts):
         return None
     final = [file for file in files + parts if not file.name.startswith(".")]
-    return files + parts if not final or any(map(_is_of_trace, final)) else None
+    return files + parts if not final or any(map(is_of_trace, final)) else None
 
 
 _PART = re.compile(r"part-\d+\.parquet|\.part-\d+\.parquet\.tmp")
 """Names of the files that grow, whole or being written."""
-
-
-def _is_of_trace(file: Path) -> bool:
-    try:
-        TraceMeta.decode(pq.read_schema(str(file)).metadata, str(file))
-    except (InputError, OSError, pa.ArrowException):
-        return False
-    return True
 
 
 def _temporary(path: Path) -> Path:

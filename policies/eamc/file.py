@@ -17,6 +17,7 @@ import numpy as np
 from policies.core.policy import Int, Shape
 from policies.eamc.options import EamcOptions
 from traces.errors import InputError, located
+from traces.files import plain
 
 FORMAT = "moe-expert-cache EAMC 1"
 ADVICE = "make one with moe-sim eamc build TRACE --out FILE"
@@ -51,7 +52,7 @@ class SavedEamc:
     def read(path: Path | str) -> "SavedEamc":
         """InputError, one line, for a file that is missing, another, or damaged."""
         try:
-            with Path(path).open("rb") as file:
+            with plain(Path(path)).open("rb") as file:
                 if not zipfile.is_zipfile(file):
                     raise InputError(f"{path} holds no EAMC, or half of one: {ADVICE}")
                 file.seek(0)

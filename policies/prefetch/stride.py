@@ -28,6 +28,7 @@ from policies.prefetch import previous
 from policies.prefetch.previous import Latest, no_choices
 from policies.prefetch.previous import observe as remember
 from traces.errors import InputError
+from traces.files import plain
 from traces.steps import DECODE
 
 KIND = "moe-expert-cache stride predictor 1"
@@ -55,7 +56,7 @@ class Predictor:
     def load(path: Path) -> "Predictor":
         """Read what `save` wrote. InputError for any other file."""
         try:
-            with np.load(path, allow_pickle=False) as held:
+            with np.load(plain(path), allow_pickle=False) as held:
                 if "kind" not in held or str(held["kind"]) != KIND:
                     raise ValueError("it is something else")
                 found = Predictor(int(held["stride"]), held["weights"], held["bias"])

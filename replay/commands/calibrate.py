@@ -1,5 +1,6 @@
 """`moe-replay calibrate`: measure this machine and models on it, and write the profile that `moe-sim` takes."""
 
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,6 +32,7 @@ def calibrate(
     dense: Dense = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where the passes differ by more than 3%.")] = False,
+    overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure this machine, and write a hardware profile.
@@ -47,7 +49,7 @@ def calibrate(
     from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
     from replay.run import choose_device
-    from sim.results.files import replacing
+    from traces.output import check_file, replacing
 
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
@@ -58,11 +60,10 @@ def calibrate(
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense)
     if out:
-        with replacing(out, keep=False) as part:  # better now than when all is measured
-            part.touch()
+        check_file(out, overwrite)  # better now than when all is measured
     with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
         found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
-    path = out or Path(f"{_slug(str(found.facts['device_name']))}.toml")
+    path = out or _free(_slug(str(found.facts["device_name"])), overwrite)
     apart, what = found.disagreement()
     noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
     if apart > AGREES and strict:
@@ -88,6 +89,12 @@ def _tell(found: "Found", path: Path) -> None:
     apart, what = found.disagreement()
     console.say(f"passes differ by at most {apart:.1%} ({what})")
     console.say(f"wrote {path}: moe-sim --hardware {path}")
+
+
+def _free(name: str, overwrite: bool) -> Path:
+    """Of that name or, unless a file may be replaced, the first one behind it that is free."""
+    names = (Path(f"{name}.toml" if n == 1 else f"{name}-{n}.toml") for n in count(1))
+    return next(path for path in names if overwrite or not path.exists())
 
 
 def _slug(name: str) -> str:

@@ -61,11 +61,12 @@ def compare(
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
     from policies.core.grammar import split_list
+    from replay.comparison.plot import NAME as PICTURE
     from replay.comparison.record import Record
-    from replay.comparison.sweep import RECORD, Comparison
+    from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
     from replay.run import Choice, choose_device, first_part
     from sim.sweep.grid import grid_of
-    from sim.sweep.store import only_one
+    from traces.output import claimed
 
     _check(max_error, repeat)
     if output.resume and output.overwrite:
@@ -83,7 +84,7 @@ def compare(
     choice = Choice(loaded, first, slots, **{**vars(on), "device": chosen})
     folder = output.folder(setup.trace, "-compare")
     comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
-    with only_one(folder):
+    with claimed(folder, MAKER, [RECORD, TOKENS, PICTURE]):
         record = Record.open(folder / RECORD, resume=not output.overwrite, otherwise="drop it with --overwrite")
         require_resume(len(record), folder, output.resume)
         cells = comparison.cells()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -183,27 +183,46 @@ def _replay(
 ) -> "Outcome":
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
-    from replay.run import replay
-    from sim.results.files import writable
     from sim.sweep.setup import Requests
+    from traces.output import claimed
+
+    requests, key = Requests(choice.loaded.trace), choice.key
+    steps = sum(len(request.tokens) for request in requests)
+    with claimed(folder, report.MAKER, report.NAMES):
+        done = report.done_before(folder, key, requests) if output.resume else []
+        if len(done) == steps:
+            if (folder / report.RESULTS_FILE).exists():
+                raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
+            last = done[-1].shares[0].request  # cut off behind its last step: the last request is played again
+            done = [row for row in done if row.shares[0].request != last]
+        if done:
+            output.note(f"going on behind {len(done)} of {steps} steps")
+        outcome = _played(choice, folder, timeline, slots, output, done, steps)
+        report.save(outcome, folder)
+    return outcome
+
+
+def _played(
+    choice: "Choice",
+    folder: Path,
+    timeline: Path | None,
+    slots: bool,
+    output: options.ResumableOptions,
+    done: "list[StepRow]",
+    steps: int,
+) -> "Outcome":
+    """Run behind the steps `done`, each step written as it ends; say what is kept of an interrupted run."""
+    from replay import report
+    from replay.run import replay
     from sim.timeline.file import writing
 
-    requests, key, is_new = Requests(choice.loaded.trace), choice.key, not folder.exists()
-    steps = sum(len(request.tokens) for request in requests)
-    writable(folder, (report.RESULTS_FILE, report.REQUESTS_FILE, report.STEPS))
-    done = report.done_before(folder, key, requests) if output.resume else []
-    if len(done) == steps:
-        if (folder / report.RESULTS_FILE).exists():
-            raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
-        last = done[-1].shares[0].request  # cut off behind its last step: the last request is played again
-        done = [row for row in done if row.shares[0].request != last]
-    played = len(done)
-    if done:
-        output.note(f"going on behind {played} of {steps} steps")
+    key, played = choice.key, len(done)
+    about = {"made by": "moe-replay"}
     try:
         with (
             report.step_writer(folder, key, done) as write,
             progress(steps, output.quiet, "steps replayed", played) as advance,
+            writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as shown,
         ):
 
             def on_step(row: "StepRow") -> None:
@@ -212,18 +231,11 @@ def _replay(
                 played += 1
                 advance(1)
 
-            with writing(timeline, lambda: {"made by": "moe-replay"}) if timeline else nullcontext() as shown:
-                outcome = replay(choice, on_step, shown, slots, done)
+            return replay(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
         goes_on = ", and --resume goes on behind the last whole request" if choice.device != "virtual" else ""
         kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
-    finally:
-        if is_new and not played:
-            with suppress(OSError):
-                folder.rmdir()
-    report.save(outcome, folder)
-    return outcome
 
 
 def _shown(outcome: "Outcome", folder: Path) -> "Iterator[str | Table]":

@@ -9,6 +9,7 @@ from sim.commands import options
 from sim.commands.printed import progress
 from sim.quantities import show_bytes
 from traces.errors import InputError
+from traces.output import check_file
 
 
 @options.expanded
@@ -46,10 +47,7 @@ def store(
 
     if model_profile is None:
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
-    if file.exists() and not overwrite:
-        raise InputError(f"{file} exists: --overwrite replaces it")
-    if not file.parent.is_dir():
-        raise InputError(f"there is no folder {file.parent}")
+    check_file(file, overwrite)
     profile = model(model_profile)
     experts = profile.moe_layers * profile.experts
     distinct = experts if dedup is None else dedup

@@ -15,10 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sim.results.files import replacing
 from sim.results.metrics import Row
 from sim.results.provenance import commit, sources
 from traces.errors import InputError
+from traces.files import plain
+from traces.output import replacing
 
 TOP = (
     *("gpu", "driver", "torch", "commit", "date", "device", "machine"),
@@ -47,7 +48,7 @@ class Record:
         if not resume or not path.exists():
             return record
         try:
-            read = json.loads(path.read_text(encoding="utf-8"))
+            read = json.loads(plain(path).read_text(encoding="utf-8"))
             cells = read.pop(CELLS)
             record._cells = {
                 cell[KEY]: cell for cell in cells if cell[KEY] and ERROR not in cell and "measured" in cell

@@ -17,15 +17,16 @@ from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankin
 from replay.comparison.record import Record, key_of
 from replay.run import Choice, Described
 from sim.profiles.measured import MeasuredModel
-from sim.results.files import replacing, writable
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, key
 from traces.errors import InputError
+from traces.output import make_folder, replacing
 
 if TYPE_CHECKING:
     from replay.devices.stage import Stage
 
 RECORD, TOKENS = "compare.json", "tokens"
+MAKER = "moe-replay compare"
 """In the folder of a comparison: the record, and a folder with a CSV file for each cell."""
 
 CEILING_BYTES = 256 << 20
@@ -206,7 +207,7 @@ def tokens_file(choice: Choice, mode: str, key: str) -> str:
 
 def write_tokens(outcome: CellOutcome, path: Path) -> None:
     """A line for each step played, whole or not at all."""
-    writable(path.parent, ())
+    make_folder(path.parent)
     with replacing(path) as part:
         outcome.per_token().to_csv(part, index=False)
 

@@ -22,6 +22,7 @@ from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from traces.errors import InputError, located
+from traces.output import replacing
 
 FORMAT = "moe-expert-cache experts 1"
 CHECKSUM = "{:08x}"
@@ -122,9 +123,8 @@ def write(
     buffer = anonymous(stride)
     buffer[:] = 0
     checksums = []
-    part = path.with_name(path.name + ".part")
     try:
-        with part.open("wb", buffering=0) as file:
+        with replacing(path) as part, part.open("wb", buffering=0) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
             file.seek(begin)
@@ -136,15 +136,9 @@ def write(
             file.seek(0)
             _write_all(file.fileno(), _header_of(Facts(**{**asdict(facts), "checksums": "".join(checksums)})))
             os.fsync(file.fileno())
-        part.replace(path)
-    except OSError as error:
+    except InputError as error:
         needed = show_bytes(begin + distinct * stride)
-        raise InputError(
-            f"cannot write {path} of {needed}: {error.strerror}; --dedup N writes N experts that all share"
-        ) from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
+        raise InputError(f"{error} ({needed}); --dedup N writes N experts that all share") from error
 
 
 def _write_all(file: int, content: bytes | memoryview) -> None:

@@ -13,10 +13,10 @@ from replay.devices.device_facts import machine_name
 from replay.disk_check.check import TOKENS, Check
 from replay.model.network import dtype_of
 from sim.profiles import model_profile
-from sim.results.files import writable
 from sim.results.metrics import Row
 from traces import console
 from traces.errors import InputError
+from traces.output import check_file
 
 RESULTS = Path("replay/results")
 
@@ -53,7 +53,7 @@ def check(
         dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
     began = time.monotonic()
     path = out if out.suffix == ".json" else out / f"disk-{date.today()}.json"
-    writable(path.parent, (path.name,))
+    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it goes on
     record = Record.open(path, resume=not overwrite, otherwise="drop it with --overwrite")
     if len(record) and not resume:
         raise InputError(

@@ -15,9 +15,9 @@ from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
 from replay.model.network import dtype_of
 from sim.profiles import model_profile
-from sim.results.files import writable
 from traces import console
 from traces.errors import InputError
+from traces.output import check_file
 
 RESULTS = Path("replay/results")
 PAPER = "3.1 to 16.7 times"
@@ -58,7 +58,7 @@ def check(
     gpu, began = Gpu(), time.monotonic()
     slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
     path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
-    writable(path.parent, (path.name,))
+    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it goes on
     record = Record.open(path, resume=not overwrite, otherwise="drop it with --overwrite")
     if len(record) and not resume:
         raise InputError(

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
 from traces.errors import InputError
+from traces.files import plain
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -158,7 +159,7 @@ def _open(folder: Path) -> dict[str, Any]:
             files = [SINGLE]
         else:
             raise InputError(f"--weights {folder}: there is neither {SINGLE} nor {INDEX}")
-        opened: list[Any] = [safe_open(folder / file, "pt") for file in sorted(files)]
+        opened: list[Any] = [safe_open(plain(folder / file), "pt") for file in sorted(files)]
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"--weights {folder}: cannot be read: {error}") from error
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  no mapping

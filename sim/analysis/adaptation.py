@@ -69,6 +69,8 @@ first request after the shift, `settled`: mean of the last window. The lists hav
 NAMES = ("adaptation.parquet", "adaptation.png")
 """The files that `save` writes."""
 
+INTERRUPTED, MAKER = "interrupted", "moe-sim adapt"
+
 
 @dataclass(frozen=True)
 class Protocol:
@@ -413,10 +415,10 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
 def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the table and the plot, each whole or not at all; the files.
 
-    Of an interrupted call only the table is kept, in a folder `interrupted` of its own.
+    Of an interrupted call only the table is kept, in a folder of its own, `INTERRUPTED`.
     """
     table, picture = NAMES
     tables = {table: (found.rows(loaded), SHIFTS)}
     if not found.complete:
-        return files.save(folder / "interrupted", tables, {})
-    return files.save(folder, tables, {picture: figure(found, loaded)})
+        return files.save(folder / INTERRUPTED, MAKER, tables, {})
+    return files.save(folder, MAKER, tables, {picture: figure(found, loaded)})

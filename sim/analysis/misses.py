@@ -26,6 +26,11 @@ from sim.sweep.setup import Loaded, Requests
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+NAMES = ("misses.parquet", "curves.parquet", "reuse.parquet", "locality.parquet", "curves.png")
+"""The files that `save` writes."""
+
+MAKER = "moe-sim analyze"
+
 CURVED = ("lru", "belady")
 """Policies known at all sizes."""
 
@@ -218,10 +223,11 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
 
 def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
     """Write the tables and the plot of the curves into `folder`; the files. InputError where that is impossible."""
-    tables = {
-        "misses.parquet": ([split.row() for split in found.splits], SPLITS),
-        "curves.parquet": (found.curves(), CURVES),
-        "reuse.parquet": (found.distances(), REUSE),
-        "locality.parquet": ([asdict(metrics) for metrics in found.locality], LOCALITY),
-    }
-    return files.save(folder, tables, {"curves.png": figure(found, loaded)})
+    rows = (
+        ([split.row() for split in found.splits], SPLITS),
+        (found.curves(), CURVES),
+        (found.distances(), REUSE),
+        ([asdict(metrics) for metrics in found.locality], LOCALITY),
+    )
+    *tables, picture = NAMES
+    return files.save(folder, MAKER, dict(zip(tables, rows, strict=True)), {picture: figure(found, loaded)})

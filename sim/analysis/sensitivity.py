@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 NAMES = ("sensitivity.parquet", "sensitivity.png")
 """The files that `save` writes."""
 
+MAKER = "moe-sim sensitivity"
+
 DRAWN_AT_MOST = 20
 """Parameters in the plot: those below are too small to be seen."""
 
@@ -282,7 +284,7 @@ def figure(found: Sensitivity) -> "Figure":
 def save(found: Sensitivity, folder: Path) -> list[Path]:
     """Write the table and the plot, each whole or not at all; the files."""
     table, picture = NAMES
-    return files.save(folder, {table: (found.rows(), ROWS)}, {picture: figure(found)})
+    return files.save(folder, MAKER, {table: (found.rows(), ROWS)}, {picture: figure(found)})
 
 
 def _field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:

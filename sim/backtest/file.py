@@ -4,7 +4,6 @@ A row names its machine and its model, of the file's tables or of shipped profil
 what is not stated. InputError names file, row and key.
 """
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 from sim import profiles
 from traces.errors import InputError, located, unknown
+from traces.files import read_toml
 
 UNITS = {
     "speed": {"tok/s": 1.0},
@@ -148,11 +148,7 @@ def shipped() -> list[Path]:
 
 def read(path: Path) -> list[Row]:
     """Return the rows of a file, in its order; InputError for what cannot be used."""
-    try:
-        with path.open("rb") as file:
-            held = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as TOML: {error}") from error
+    held = read_toml(path)
     with located(str(path)):
         for key in held:
             if key not in _FILE_KEYS:
@@ -192,7 +188,6 @@ def _row(
             Machine | None: lambda key, value: _machine_of(key, value, machines),
             Model | None: lambda key, value: _model_of(key, value, models),
             Setting: lambda key, value: _part(key, value, Setting),
-            bool: _flag,
         }
         row = profiles.make(Row, merged, readers, file=str(path))
         _check(row)
@@ -264,7 +259,7 @@ def _model(key: str, name: str, held: object) -> Model:
 
 def _part(key: str, held: object, cls: type[Any], **given: Any) -> Any:
     with located(key):
-        return profiles.make(cls, _table(key, held), {bool: _flag, Mapping[str, str]: _texts}, **given)
+        return profiles.make(cls, _table(key, held), {Mapping[str, str]: _texts}, **given)
 
 
 def _machine_of(key: str, value: object, machines: Mapping[str, Machine]) -> Machine:
@@ -291,9 +286,3 @@ def _texts(key: str, value: object) -> dict[str, str]:
     if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return value
     raise InputError(f"{key}: must be a table of texts")
-
-
-def _flag(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise InputError(f"{key} = {value!r}: must be true or false")

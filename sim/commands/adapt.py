@@ -56,13 +56,13 @@ def adapt(
     [b]moe-sim adapt my-trace --by task --warmup 10 --after 20[/b]
     """
     from policies.core.grammar import split_list
-    from sim.analysis.adaptation import NAMES, Protocol, plan, save, to_play
+    from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Protocol, plan, save, to_play
     from sim.analysis.adaptation import adapt as measure
-    from sim.results.files import writable
     from sim.sweep import report
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
     from traces.errors import InputError
+    from traces.output import claimed
 
     protocol = Protocol(by, warmup, after, window, pairs, seed)
     setup = options.setup_of(requests, trace=trace, untimed=True, seed=seed)
@@ -72,18 +72,18 @@ def adapt(
         raise InputError(f"--cache-size {cache_size}: one size at a time")
     planned = plan(loaded.whole, protocol)
     folder = output.folder(setup.trace, "/adaptation")
-    writable(folder, NAMES)
     for warning in report.warnings(loaded, grid):
         console.warn(warning)
     total = to_play(grid, planned)
     shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
     output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to play")
-    with progress(total, output.quiet) as advance:
-        found = measure(loaded, grid, planned, options.processes(workers), advance)
-    if not found.complete:
-        kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.measured else "nothing to keep"
-        console.fail("moe-sim", f"interrupted with {len(found.measured)} shifts measured: {kept}", 130)
-    files = save(found, loaded, folder)
+    with claimed(folder, MAKER, [*NAMES, INTERRUPTED]):
+        with progress(total, output.quiet) as advance:
+            found = measure(loaded, grid, planned, options.processes(workers), advance)
+        if not found.complete:
+            kept = f"kept in {save(found, loaded, folder)[0].parent}" if found.measured else "nothing to keep"
+            console.fail("moe-sim", f"interrupted with {len(found.measured)} shifts measured: {kept}", 130)
+        files = save(found, loaded, folder)
     paper = {"models": MODELS, "requests_needed_min_mean_max": PAPER}
     output.show(
         lambda: {

@@ -35,19 +35,19 @@ def analyze(
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
     from policies.core.grammar import split_list
-    from sim.analysis.misses import analyse, save, sentence, to_play
-    from sim.results.files import writable
+    from sim.analysis.misses import MAKER, NAMES, analyse, save, sentence, to_play
     from sim.sweep.config import specs
     from sim.sweep.grid import grid_of
+    from traces.output import claimed
 
     setup = options.setup_of(requests, trace=trace, untimed=True)
     loaded = setup.load()
     grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_sizes))
     folder = output.folder(setup.trace, "/analysis")
-    writable(folder, ["misses.parquet"])
-    with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
-        found = analyse(loaded, grid, advance)
-    files = save(found, loaded, folder)
+    with claimed(folder, MAKER, NAMES):
+        with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
+            found = analyse(loaded, grid, advance)
+        files = save(found, loaded, folder)
     answer = sentence(found.splits)
     output.show(
         lambda: {

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sim.commands.options import Overwrite
 from traces import console
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def build(
     out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
     policy: Annotated[str, typer.Option(help="eamc with options, or a preset of it.")] = "eamc",
     capacity: Annotated[int | None, typer.Option(help="EAMs kept for each phase; else the policy's.")] = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Learn the EAMs of a trace's requests, in order, as the policy would.
 
@@ -28,9 +30,10 @@ def build(
     [b]moe-sim sweep other-trace --policies lru,eamc:capacity=300:collection=eamc.npz[/b]
     """
     from policies.eamc import build
-    from sim.results.files import replacing
+    from traces.output import check_file, replacing
     from traces.trace import Trace
 
+    check_file(out, overwrite)
     typed = policy if capacity is None else f"{policy}:capacity={capacity}"
     source = Trace.read(trace)
     saved = build.build(source, typed).saved(source.name)

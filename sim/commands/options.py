@@ -58,6 +58,7 @@ Engine = Annotated[
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")]
 NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
@@ -195,7 +196,9 @@ class ResumableOptions(ResultOptions):
     """The same of a run that may be resumed."""
 
     resume: Resume = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds; replace a timeline.")
+    ] = False
 
 
 def taken(defaults: Mapping[str, bool]) -> list[str]:
@@ -253,7 +256,12 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     def called(**values: Any) -> None:
         for name, group in groups.items():
             values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        command(**values)
+        from sim.profiles import FieldError
+
+        try:
+            command(**values)
+        except FieldError as error:  # of a file it would be said with the file's name
+            raise error.of_option() from error
 
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -36,6 +36,7 @@ def run(
         str | None, typer.Option(REQUESTS, help="Requests that the timeline shows instead, FROM:TO.")
     ] = None,
     no_slots: options.NoSlots = False,
+    overwrite: options.Overwrite = False,
     output: options.OutputOptions,
 ) -> None:
     """Play one policy at one cache size, and say where the time went; with --timeline, moment by moment.
@@ -65,7 +66,7 @@ def run(
     cell.announce(loaded, spec, slots, output)
     if timeline:
         window = window or timeline_window.unasked(Requests(loaded.trace))
-        row = _shown(loaded, spec, slots, timeline, window, not no_slots, output)
+        row = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
         row = _played(loaded, spec, slots, output.quiet)
     machine = loaded.hardware.title if loaded.hardware else None
@@ -96,6 +97,7 @@ def _shown(
     policy: "PolicySpec",
     slots: int,
     path: Path,
+    overwrite: bool,
     window: "Window",
     slot_tracks: bool,
     output: options.OutputOptions,
@@ -108,7 +110,7 @@ def _shown(
     from sim.timeline.file import writing
 
     row: Row = {}
-    with writing(path, lambda: {"made by": "moe-sim run", **row}) as timeline:
+    with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()
 
         def play(ended: "Ended") -> None:

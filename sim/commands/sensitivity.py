@@ -33,10 +33,10 @@ def sensitivity(
 
     [b]moe-sim sensitivity my-trace --policy lru+markov:n=4 --chunk-bytes 1MiB --step 50%[/b]
     """
-    from sim.analysis.sensitivity import NAMES, plan, point_of, save
+    from sim.analysis.sensitivity import MAKER, NAMES, plan, point_of, save
     from sim.analysis.sensitivity import sensitivity as measure
     from sim.engines import compiling
-    from sim.results.files import writable
+    from traces.output import claimed
 
     share = _share(step)
     setup = options.setup_of(cell, timed)
@@ -45,13 +45,13 @@ def sensitivity(
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
     folder = output.folder(setup.trace, "/sensitivity")
-    writable(folder, NAMES)
     cell.announce(loaded, spec, slots, output)
     versions = loaded.versions((spec, *(variant.point.policy for variant in variants)))
     compiling.start_if_needed(versions, output.quiet)
-    with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
-        found = measure(point, variants, options.processes(workers), advance)
-    files = save(found, folder)
+    with claimed(folder, MAKER, NAMES):
+        with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
+            found = measure(point, variants, options.processes(workers), advance)
+        files = save(found, folder)
     title = f"{cell_title(found.row, found.row['hardware'])}; {METRICS[found.metric]} "
     title += milliseconds(found.row[found.metric])
     output.show(

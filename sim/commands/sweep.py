@@ -73,9 +73,11 @@ def sweep(
     """
     from policies.core.grammar import split_list
     from sim.sweep.config import read
-    from sim.sweep.store import only_one
+    from sim.sweep.grid import names
+    from sim.sweep.store import MAKER, WRITTEN
     from sim.sweep.workers import Cluster, Local
     from traces.location import name_of
+    from traces.output import claim, claimed
 
     processes = options.processes(workers)
     given = options.typed(
@@ -98,7 +100,10 @@ def sweep(
     tables = _tables(made, folder)
     output.note(*options.taken(defaults), *_surprises(tables))
     players = Cluster(scheduler) if scheduler else Local(processes)
-    with only_one(folder):
+    with claimed(folder, MAKER, names(tables, folder)):
+        for table in tables:
+            if table.folder.exists():
+                claim(table.folder, MAKER, WRITTEN)
         store = _open(tables, folder, output)
         _run(made, tables, store, players, output)
 

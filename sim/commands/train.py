@@ -6,7 +6,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from sim.commands.options import Quiet
+from sim.commands.options import Overwrite, Quiet
 from sim.commands.printed import progress
 from traces import console
 from traces.errors import InputError
@@ -21,6 +21,7 @@ def train_stride(
     held_out: Annotated[float, typer.Option(help="Share of the requests, the last ones, to test on.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of the order of tokens.")] = 0,
     as_decode: Annotated[bool, typer.Option("--as-decode", help="Learn from prompts as if decoded.")] = False,
+    overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
     """Train a predictor of coming layers' experts on the decoded tokens of a trace.
@@ -33,14 +34,13 @@ def train_stride(
     [b]moe-sim sweep other-trace --policies lru+stride:model=stride.npz[/b]
     """
     from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
-    from sim.results.files import replacing
+    from traces.output import check_file, replacing
     from traces.trace import Trace
 
     training = Training(stride, back, epochs, seed)
     if not 0 <= held_out < 1:
         raise InputError(f"--held-out {held_out}: a share of the requests, 0 or more and below 1")
-    if out.is_dir():
-        raise InputError(f"--out {out} is a folder: name a file, as in {out / 'stride.npz'}")
+    check_file(out, overwrite)
     known = Trace.read(trace)
     if as_decode:
         known = known.as_decode()

@@ -51,39 +51,38 @@ def tune(
     """
     from policies.core.policy import Shape
     from sim.engines import compiling
-    from sim.results.files import writable
-    from sim.tuning.journal import Journal
+    from sim.tuning.journal import NAME, Journal
     from sim.tuning.search_space import space_of
-    from sim.tuning.tune import BEST, TRIALS, Halves, Search, save
+    from sim.tuning.tune import BEST, MAKER, TRIALS, Halves, Search, save
     from sim.tuning.tune import tune as run
+    from traces.output import claimed
 
     setup = options.setup_of(cell, timed, untimed=untimed, predictor_us=predictor_us)
     folder = output.folder(setup.trace, "/tune")
-    journal = Journal(folder)
     halves = Halves.of(setup)
     loaded = halves.first
     spec, slots = cell.chosen(loaded)
     space = space_of(spec, Shape(loaded.trace.layers, loaded.trace.num_experts), search)
-    asked = Search(
-        halves, spec, slots, space, trials, seed, options.processes(journal.workers if workers is None else workers)
-    )
-    _refuse_another(journal, asked, resume)
-    writable(folder, [TRIALS, BEST])
-    cell.announce(loaded, spec, slots, output)
-    output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
-    if journal.trials:
-        output.note(f"{len(journal.trials)} trials of before in {journal.path}")
-    if untimed and spec.prefetches:
-        output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
-    compiling.start_if_needed(loaded.versions([spec]), output.quiet)
-    try:
-        with progress(asked.requests(len(journal.trials)), output.quiet) as advance:
-            found = run(asked, journal, advance)
-    except KeyboardInterrupt:
-        ended = f"{len(journal.trials)} trials in {journal.path}"
-        console.fail("moe-sim", f"interrupted with {ended}: go on with --resume", 130)
-    save(found, asked, folder)
-    _config(setup, found.best.policy, cell.size).write(folder / BEST)
+    with claimed(folder, MAKER, [NAME, TRIALS, BEST]):
+        journal = Journal(folder)
+        processes = options.processes(journal.workers if workers is None else workers)
+        asked = Search(halves, spec, slots, space, trials, seed, processes)
+        _refuse_another(journal, asked, resume)
+        cell.announce(loaded, spec, slots, output)
+        output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
+        if journal.trials:
+            output.note(f"{len(journal.trials)} trials of before in {journal.path}")
+        if untimed and spec.prefetches:
+            output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
+        compiling.start_if_needed(loaded.versions([spec]), output.quiet)
+        try:
+            with progress(asked.requests(len(journal.trials)), output.quiet) as advance:
+                found = run(asked, journal, advance)
+        except KeyboardInterrupt:
+            ended = f"{len(journal.trials)} trials in {journal.path}"
+            console.fail("moe-sim", f"interrupted with {ended}: go on with --resume", 130)
+        save(found, asked, folder)
+        _config(setup, found.best.policy, cell.size).write(folder / BEST)
     if found.overfit:
         console.warn(
             "on the second half the best is no better than the policy as typed: it fits the first half, not the task; "
@@ -111,7 +110,8 @@ def _config(setup: "Setup", policy: str, size: str) -> "Config":
     """A sweep of the same requests."""
     from sim.sweep.config import Config
 
-    shared = {name: value for name, value in asdict(setup).items() if name not in ("trace", "hardware", "seed")}
+    stated = {name: value for name, value in asdict(setup).items() if value is not None}
+    shared = {name: value for name, value in stated.items() if name not in ("trace", "hardware", "seed")}
     return Config((setup.trace,), (policy,), (size,), (setup.hardware,), **shared).resolved()
 
 

@@ -17,13 +17,14 @@ from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
+from traces.files import plain
 from traces.steps import DECODE, PREFILL, RequestSteps
 
 
 def read_cases(path: Path) -> Iterator[dict[str, Any]]:
     """The cases of a JSONL file. InputError for a file or a line that cannot be read."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with plain(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:

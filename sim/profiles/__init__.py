@@ -1,16 +1,21 @@
 """Profiles are TOML files, one per machine or model: shipped ones beside this file, others by their path.
 
 Every key carries its unit in its name; an unknown, missing or impossible one is refused with the file's name.
+
+What a field may hold is said once, by its type and metadata. `make` and `checked` hold what a file says against that,
+`check` an instance, whoever made it: so options, files and callers of Python are held to the same.
 """
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from traces.errors import InputError, unknown
+from traces.files import read_toml
 
 T = TypeVar("T")
 
@@ -19,6 +24,32 @@ MOST = 10**15
 
 MAY_BE_ZERO = {"zero": True}
 """Field metadata: 0 is possible here. All other numbers are above 0."""
+
+MAY_BE_NEGATIVE = {"negative": True}
+"""Field metadata: any number is possible here."""
+
+
+def below(limit: int) -> dict[str, Any]:
+    """Field metadata: from 0 to below `limit`, whatever `MOST` is."""
+    return {"zero": True, "most": limit - 1}
+
+
+def one_of(names: Sequence[str]) -> dict[str, Any]:
+    """Field metadata: one of these texts."""
+    return {"names": tuple(names)}
+
+
+class FieldError(InputError):
+    """A value that a field cannot have."""
+
+    def __init__(self, key: str, value: object, reason: str) -> None:
+        super().__init__(f"{key} = {value!r}: {reason}")
+        self._option = f"--{key.replace('_', '-')} {value}: {reason}"
+
+    def of_option(self) -> InputError:
+        """Return the same said of the option of that name."""
+        return InputError(self._option)
+
 
 Reader = Callable[[str, Any], Any]
 """What makes the value of a field: of its key, and of what the file holds for it."""
@@ -34,7 +65,7 @@ def find(kind: str, what: str, text: str) -> Path:
     if text in names(kind):
         return Path(__file__).parent / kind / f"{text}.toml"
     path = Path(text).expanduser()
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         return path
     if path.suffix == ".toml":
         raise InputError(f"no {what} profile at {path}")
@@ -48,11 +79,7 @@ def absolute(kind: str, text: str) -> str:
 
 def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:
     """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem; the rest as `make`."""
-    try:
-        with path.open("rb") as file:
-            held = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as TOML: {error}") from error
+    held = read_toml(path)
     try:
         return make(cls, held, readers or {}, name=path.stem)
     except InputError as error:
@@ -72,27 +99,54 @@ def make(cls: type[T], held: Mapping[str, Any], readers: Mapping[Any, Reader], *
     for key, field in fields.items():
         if key in held:
             kind, value = types[key], held[key]
-            given[key] = readers[kind](key, value) if kind in readers else _checked(key, value, kind, **field.metadata)
+            given[key] = readers[kind](key, value) if kind in readers else checked(key, value, kind, **field.metadata)
         elif field.default is field.default_factory is dataclasses.MISSING:
             raise InputError(f"the key {key!r} is missing")
     return cls(**given)
 
 
-def _checked(key: str, value: object, kind: Any, zero: bool = False) -> object:
-    """`value` as `kind` (str, int, float or a tuple of str), or InputError."""
-    if kind is str and isinstance(value, str) and value:
+def check(instance: Any, limits: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    """Raise FieldError where a field of a dataclass holds what it cannot have; `limits`: metadata, if not its own."""
+    kinds = get_type_hints(type(instance))
+    for field in dataclasses.fields(instance):
+        own = field.metadata if limits is None else limits.get(field.name, {})
+        checked(field.name, getattr(instance, field.name), kinds[field.name], **own)
+
+
+def checked(
+    key: str,
+    value: object,
+    kind: Any,
+    zero: bool = False,
+    negative: bool = False,
+    most: int = MOST,
+    names: Sequence[str] = (),
+) -> object:
+    """Return `value` as a field of the type `kind` holds it, or raise FieldError. The rest is the field's metadata."""
+    same = partial(checked, zero=zero, negative=negative, most=most, names=names)
+    if get_origin(kind) is UnionType and NoneType in (kinds := get_args(kind)):
+        return None if value is None else same(key, value, next(k for k in kinds if k is not NoneType))
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise FieldError(key, value, "must be a list")
+        return tuple(same(key, one, get_args(kind)[0]) for one in value)
+    if get_origin(kind) in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise FieldError(key, value, "must be a table")
+        return {name: same(f"{key}.{name}", one, get_args(kind)[1]) for name, one in value.items()}
+    if names and value not in names:
+        raise unknown(key, str(value), names)
+    if (kind is str and isinstance(value, str) and (value or zero)) or (kind is bool and isinstance(value, bool)):
         return value
-    if kind == tuple[str, ...] and isinstance(value, list) and all(isinstance(one, str) for one in value):
-        return tuple(value)
-    if kind == tuple[int, ...] and isinstance(value, list):
-        return tuple(_checked(key, one, int) for one in value)
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if abs(value) > MOST or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            least = "at least" if zero else "above"
-            raise InputError(f"{key} = {value}: must be {least} 0 and finite, at most {MOST:.0e}")
+        least: float = -most if negative else 0 if zero else 1 if kind is int else math.ulp(0.0)
+        if not least <= value <= most:
+            limit = "above 0" if 0 < least < 1 else f"at least {least:.0e}" if negative else f"at least {least}"
+            greatest = f"{most:.0e}" if most == MOST else f"{most}"
+            raise FieldError(key, value, f"must be {limit}{' and finite' * (kind is float)}, at most {greatest}")
         if kind is float:
             return float(value)
         if isinstance(value, int):
             return value
-    expected = {str: "a text", int: "a whole number", float: "a number"}.get(kind, "a list of texts")
-    raise InputError(f"{key} = {value!r}: must be {expected}")
+    expected = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    raise FieldError(key, value, f"must be {expected}")

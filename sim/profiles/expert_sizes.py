@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError, located
+from traces.files import plain
 
 INDEX = "model.safetensors.index.json"
 
@@ -170,7 +171,7 @@ def _gguf(file: Path) -> Iterator[_Tensor]:
 def _safetensors(file: Path) -> Iterator[_Tensor]:
     """Yield the tensors of a file: 8 bytes with the length of a JSON header, the header, then the data."""
     with located(str(file)):
-        total = file.stat().st_size
+        total = plain(file).stat().st_size
         with file.open("rb") as opened:
             start = opened.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

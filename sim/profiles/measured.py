@@ -35,9 +35,10 @@ class MeasuredModel:
     model: str  # name of its profile
     expert_bytes: int
     transfer_ns: int  # of a whole expert, one behind another
-    latency_ns: int  # of it what does not grow with bytes
-    turnaround_ns: int  # of the host: a router has ended, and what is submitted in answer starts
-    launch_ns: int  # of the host: what each expert of a decoded token adds to that; below 0 where transfers start later
+    latency_ns: int = field(metadata=profiles.MAY_BE_ZERO)  # of it what does not grow with bytes
+    turnaround_ns: int = field(metadata=profiles.MAY_BE_ZERO)  # of the host: from a router's end to what answers it
+    launch_ns: int = field(metadata=profiles.MAY_BE_NEGATIVE)  # of the host: what each expert of a decoded token adds
+    # to that; below 0 where transfers start later
     first_dense: Surface  # layer 0, with what comes before it
     dense: Surface  # every other layer
     expert: Curve  # one of top-k that are launched together
@@ -45,25 +46,21 @@ class MeasuredModel:
     head: Curve
     compute_slowed: float = 1.0  # beside transfers, an expert's compute for a token takes so many times as long
     transfer_slowed: float = 1.0  # beside compute, a transfer does
-    predictor_us: Mapping[str, float] = field(default_factory=dict)  # an event, by policies as typed
+    predictor_us: Mapping[str, float] = field(default_factory=dict, metadata=profiles.MAY_BE_ZERO)  # an event, by
+    # policies as typed
 
     def __post_init__(self) -> None:
         """InputError, naming the key, for what no machine measures."""
-        for key in ("expert_bytes", "transfer_ns"):
-            if getattr(self, key) < 1:
-                raise InputError(f"{key} = {getattr(self, key)}: must be at least 1")
-        if not 0 <= self.latency_ns <= self.transfer_ns:
-            raise InputError(f"latency_ns = {self.latency_ns}: must be at least 0, at most transfer_ns")
-        if self.turnaround_ns < 0:
-            raise InputError(f"turnaround_ns = {self.turnaround_ns}: must be at least 0")
         for key in ("compute_slowed", "transfer_slowed"):
-            if not 1 <= getattr(self, key) <= profiles.MOST:
-                raise InputError(f"{key} = {getattr(self, key)}: must be at least 1, and finite")
+            if getattr(self, key) < 1:
+                raise profiles.FieldError(key, getattr(self, key), "must be at least 1")
         for key in TABLES:
             _check_rows(key, getattr(self, key))
-        for policy, us in self.predictor_us.items():
-            if not 0 <= us <= profiles.MOST:
-                raise InputError(f"predictor_us of {policy} = {us}: must be at least 0 and finite")
+        if self.latency_ns > self.transfer_ns:
+            raise profiles.FieldError("latency_ns", self.latency_ns, "must be at least 0, at most transfer_ns")
+        if self.launch_ns < -self.expert[0][1]:
+            least = f"must be at least {-self.expert[0][1]}: an expert of one token would take less than no time"
+            raise profiles.FieldError("launch_ns", self.launch_ns, least)
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
         """Its durations under a policy whose own work takes so long an event; `host`: of experts computed there."""
@@ -177,19 +174,9 @@ def _rows(key: str, value: object, columns: str) -> tuple[tuple[int, ...], ...]:
     raise InputError(f"{key}: must be a list of rows {columns}")
 
 
-def _costs(key: str, value: object) -> dict[str, float]:
-    if isinstance(value, dict):
-        wrong = [us for us in value.values() if not isinstance(us, int | float) or isinstance(us, bool)]
-        if not wrong:
-            return {policy: float(us) for policy, us in value.items()}
-    raise InputError(f"{key}: must be a table of microseconds by policy")
-
-
 _READERS: dict[Any, profiles.Reader] = {
-    int: _whole,
     Curve: partial(_rows, columns="[tokens, ns]"),
     Surface: partial(_rows, columns="[tokens, context, ns]"),
-    Mapping[str, float]: _costs,
 }
 
 

@@ -21,6 +21,7 @@ from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
 from sim.results.metrics import REQUESTS, RESULTS, tables_below
 from traces.errors import InputError, unknown
+from traces.files import plain
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -97,7 +98,7 @@ def read(folder: Path) -> list[Played]:
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
         try:
-            tables.append(pd.read_parquet(folder / name, columns=schema.names))
+            tables.append(pd.read_parquet(plain(folder / name), columns=schema.names))
         except FileNotFoundError as error:
             raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
         except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from policies.core.grammar import pieces
-from sim.results.files import save
+from sim.results.files import write_figures
 from sim.results.metrics import Row
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ DRAWN = {
 }
 """Columns of results that there is a plot of: its file, its axis."""
 
+USERS = "users.png"
+
 
 def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iterable[str], folder: Path) -> list[Path]:
     """Write a PNG for each of `columns` that is one of `DRAWN`; the files.
@@ -33,7 +35,7 @@ def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iter
     `bound`: Belady's rows; `demand`: one token's experts as a share of all, below which recency is of no use.
     """
     drawn = {DRAWN[column][0]: figure(rows, bound, demand, column) for column in columns if column in DRAWN}
-    return save(folder, {}, drawn)
+    return write_figures(drawn, folder)
 
 
 def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str) -> "Figure":
@@ -59,7 +61,7 @@ def draw_users(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write users.png where numbers of users differ: throughput and latency against how many requests run at a time."""
     if len({row["max_batch"] for row in rows} - {None}) < 2:
         return []
-    return save(folder, {}, {"users.png": users(rows)})
+    return write_figures({USERS: users(rows)}, folder)
 
 
 def users(rows: Sequence[Row]) -> "Figure":

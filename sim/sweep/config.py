@@ -8,22 +8,21 @@ any is made.
 import dataclasses
 import itertools
 import json
-import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from policies.core.grammar import alternatives, count_alternatives
 from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
 from sim.quantities import parse_bytes
-from sim.results.files import replacing
 from sim.results.provenance import commit
 from sim.sweep.setup import CLOSED, Setup
-from traces.errors import InputError, unknown
+from traces.errors import InputError, located, unknown
+from traces.files import read_toml
 from traces.location import absolute
+from traces.output import replacing
 
 NAME = "sweep.toml"
 
@@ -44,7 +43,7 @@ class Config:
     as_decode: bool = False
     cold: bool = False
     untimed: bool = False
-    chunk_bytes: int | str | None = None
+    chunk_bytes: int | None = None
     predictor_us: float | None = None
     host_memory: str | None = None
     expert_sizes: str | None = None
@@ -57,8 +56,7 @@ class Config:
         for name, (option, example) in _EXAMPLES.items():
             if not getattr(self, name):
                 raise InputError(f"{option} names none: {example}")
-        if wrong := [seed for seed in self.seeds if not 0 <= seed < 2**63]:
-            raise InputError(f"--seeds {wrong[0]}: a seed is a whole number from 0 to below 2**63")
+        profiles.check(self, _LIMITS)
 
     @property
     def cells(self) -> int:
@@ -78,11 +76,9 @@ class Config:
 
     def setups(self) -> Iterator[Setup]:
         """One for each trace, machine and number of users."""
-        chunk = self.chunk_bytes
         own = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(Setup) if hasattr(self, field.name)
         }
-        own["chunk_bytes"] = parse_bytes(chunk, "--chunk-bytes") if isinstance(chunk, str) else chunk
         batches = dict.fromkeys(self.max_batch) or (None,)
         for trace, machine, batch in itertools.product(dict.fromkeys(self.traces), self.machines, batches):
             yield Setup(**{**own, "trace": trace, "hardware": machine, "max_batch": batch})
@@ -128,27 +124,22 @@ def _seeded(policy: PolicySpec, seed: int) -> PolicySpec:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The values of a TOML file, checked. InputError for a key or a value that a sweep cannot have."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is no TOML: {error}") from error
-    kinds = get_type_hints(Config)
-    for key, value in values.items():
-        if key not in kinds:
-            raise unknown(f"key of {path}", key, kinds)
-        listed = get_origin(kinds[key]) is tuple
-        if listed != isinstance(value, list):
-            raise InputError(f"{path}: {key} is {value!r}; {'a list' if listed else 'one value'} is needed")
-        kind = get_args(kinds[key])[0] if listed else kinds[key]
-        for each in value if listed else [value]:
-            if not fits(each, kind):
-                wanted = " or ".join(text for one, text in _KINDS.items() if one in (kind, *get_args(kind)))
-                raise InputError(f"{path}: {key} cannot be {each!r}: {wanted} is needed")
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    """The values of a TOML file, each checked as an option would be. InputError naming file, key and value."""
+    values, kinds = read_toml(path), get_type_hints(Config)
+    with located(str(path)):
+        if isinstance(text := values.get("chunk_bytes"), str):
+            values["chunk_bytes"] = parse_bytes(text, "chunk_bytes =")
+        for key, value in values.items():
+            if key not in kinds:
+                raise unknown("key", key, kinds)
+            if key in _EXAMPLES and value == []:
+                raise InputError(f"{key} = []: {_EXAMPLES[key][1]}")
+        return {key: profiles.checked(key, value, kinds[key], **_LIMITS.get(key, {})) for key, value in values.items()}
 
+
+_LIMITS: dict[str, Mapping[str, Any]] = {field.name: field.metadata for field in dataclasses.fields(Setup)}
+_LIMITS["seeds"] = _LIMITS["seed"]
+"""What values may be: as in `Setup`, of lists each one."""
 
 _EXAMPLES = {
     "traces": ("TRACE", "name the folder of one"),
@@ -158,14 +149,3 @@ _EXAMPLES = {
     "seeds": ("--seeds", "write 1,2,3"),
 }
 """What a sweep needs at least one of: its flag, and how to write it."""
-
-
-_KINDS = {str: "text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def fits(value: object, kind: Any) -> bool:
-    """Whether a value of a TOML file is of a field's type: whole numbers are decimals too, true and false none."""
-    if isinstance(kind, UnionType):
-        return any(fits(value, one) for one in get_args(kind))
-    allowed = (int, float) if kind is float else get_origin(kind) or kind
-    return isinstance(value, allowed) and (isinstance(value, bool) == (kind is bool))

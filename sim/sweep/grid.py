@@ -28,12 +28,13 @@ from sim.loop.log import Ended, RunLog
 from sim.results import files, metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.results.provenance import sources
-from sim.sweep import winner
+from sim.sweep import config, winner
 from sim.sweep.setup import Loaded
-from sim.sweep.store import Store
+from sim.sweep.store import CELLS, MAKER, WRITTEN, Store
 from sim.sweep.winner import Winner
 from sim.sweep.workers import Advance, Local, Task, Workers
 from traces.errors import InputError
+from traces.output import claim
 from traces.reader import open_folder
 
 BELADY = "belady"
@@ -157,6 +158,7 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
 
     Tables of several traces or machines have a folder each, and `folder` a table of all rows.
     """
+    claim(folder, MAKER, names([found.table for found in outcomes], folder))
     written = [file for found in outcomes for file in _save(found, store)]
     if len(outcomes) > 1:
         written = [folder / RESULTS_FILE]
@@ -167,9 +169,15 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
     return written
 
 
+def names(tables: Sequence[Table], folder: Path) -> list[str]:
+    """What a sweep of these writes to `folder`, folders of tables included (`traces.output`)."""
+    below = [str(table.folder.relative_to(folder)) for table in tables if table.folder != folder]
+    return [*WRITTEN, config.NAME, plot.USERS, *CELLS, *below]
+
+
 def _save(found: Outcome, store: Store) -> list[Path]:
     folder, loaded, grid = found.table.folder, found.table.loaded, found.table.grid
-    files.writable(folder, (RESULTS_FILE, REQUESTS_FILE))
+    claim(folder, MAKER, WRITTEN)
     tables = [folder / RESULTS_FILE, folder / REQUESTS_FILE]
     files.write_rows(found.rows, RESULTS, tables[0])
     store.write_requests([key(loaded, *cell) for cell in grid.asked()], tables[1])
@@ -269,9 +277,9 @@ def _beside(file: str) -> str:
 def _digest(name: str) -> str | None:
     """Of a file's or a trace's content; None of what is neither."""
     path = Path(name)
-    if not name or not path.exists():
-        return None
-    return open_folder(path).fingerprint if path.is_dir() else hashlib.sha256(path.read_bytes()).hexdigest()
+    if name and path.is_dir():
+        return open_folder(path).fingerprint
+    return hashlib.sha256(path.read_bytes()).hexdigest() if name and path.is_file() else None
 
 
 def _labelled(requests: pa.Table, key: str) -> pa.Table:

@@ -3,9 +3,8 @@
 `Setup` is what a user asks for and all cells of a sweep share; `Loaded` is the same with its files read.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import overload
@@ -14,6 +13,7 @@ import numpy as np
 
 from policies.core.policy import Int, Shape
 from policies.core.spec import FETCHED, Policy, parse
+from sim import profiles
 from sim.engines import engine
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.run import Run, Tier, Users, gpu_run
@@ -27,7 +27,7 @@ from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
-from traces.errors import InputError, unknown
+from traces.errors import InputError
 from traces.reader import open_folder
 from traces.schema import AGGREGATE
 from traces.shards import Shards
@@ -47,45 +47,32 @@ class Setup:
     hardware: str = "a5000"
     model_profile: str | None = None  # None: by the trace's model
     requests: int | None = None  # None: all
-    warmup_requests: int = 0  # played, not counted
+    warmup_requests: int = field(default=0, metadata=profiles.MAY_BE_ZERO)  # played, not counted
     as_decode: bool = False
     cold: bool = False
     untimed: bool = False
-    seed: int = 0
+    seed: int = field(default=0, metadata=profiles.below(2**63))
     chunk_bytes: int | None = None  # None: the whole expert
-    predictor_us: float | None = None  # of every policy; None: of each as measured (`policy_overhead`)
+    predictor_us: float | None = field(default=None, metadata=profiles.MAY_BE_ZERO)  # of every policy; None: of each
+    # as measured (`policy_overhead`)
     host_memory: str | None = None  # size of it over the disk (rule 17); None: it holds all experts
     expert_sizes: str | None = None  # GGUF or safetensors whose header states them by layer (rule 19)
     max_batch: int | None = None  # requests at a time (rule 18); None: one after another
-    arrivals: str = CLOSED  # when they come, one of `ARRIVALS`
+    arrivals: str = field(default=CLOSED, metadata=profiles.one_of(ARRIVALS))  # when they come
     arrival_rate: float | None = None  # requests a second, with `POISSON`
-    engine: str = engine.AUTO  # that plays timed cells
+    engine: str = field(default=engine.AUTO, metadata=profiles.one_of(engine.ENGINES))  # that plays timed cells
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))
+        profiles.check(self)
         self._check_users()
-        least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
-        for option, value in least_zero.items():
-            if not 0 <= value < math.inf:
-                raise InputError(f"{option} {value}: must be at least 0")
-        if not 0 <= self.seed < 2**63:
-            raise InputError(f"--seed {self.seed}: must be at least 0 and below 2**63")
-        engine.check(self.engine)
-        if self.chunk_bytes == 0:
-            raise InputError("--chunk-bytes: a chunk has at least one byte")
 
     def _check_users(self) -> None:
         """InputError for users who cannot be."""
-        if self.arrivals not in ARRIVALS:
-            raise unknown("kind of arrivals", self.arrivals, ARRIVALS)
-        if self.max_batch is not None and self.max_batch < 1:
-            raise InputError(f"--max-batch {self.max_batch}: at least one request has to run")
         if self.arrivals != CLOSED and self.max_batch is None:
             raise InputError("requests that arrive by themselves need --max-batch: how many run at a time")
         if (self.arrivals == POISSON) != (self.arrival_rate is not None):
             raise InputError("--arrivals poisson and --arrival-rate, in requests a second, need each other")
-        if self.arrival_rate is not None and not 0 < self.arrival_rate < math.inf:
-            raise InputError(f"--arrival-rate {self.arrival_rate}: must be above 0 and finite")
         timed = {"--max-batch": self.max_batch, "--host-memory": self.host_memory}
         if self.untimed and (given := [option for option, value in timed.items() if value is not None]):
             raise InputError(f"--untimed counts without a clock: it cannot have {' or '.join(given)}")

@@ -3,27 +3,30 @@
 While a sweep runs, FOLDER/cells/results holds a row and FOLDER/cells/requests the requests' rows of every finished
 cell, one Parquet file each, named by the cell's key; both folders can be read as data sets at any time. A file
 appears whole or not at all, the row last: a key with a row is done. When the sweep ends, they become the tables of its
-results, and the folder `cells` goes.
+results, and the folder `cells` goes. What else lies in these folders is left alone
+(`traces.output`).
 """
 
-import shutil
+import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from filelock import FileLock, Timeout
 
-from sim.results.files import replacing, writable, write_rows, write_table
+from sim.results import plot
+from sim.results.files import write_rows, write_table
 from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from traces.errors import InputError
+from traces.output import MARKER, claim, make_folder, marked, replacing
 
+MAKER = "moe-sim sweep"
 NAME = "cells"
-LOCK = ".sweeping"
-WRITTEN = (RESULTS_FILE, REQUESTS_FILE, "winner.toml", "sweep.toml", "hit_rate.png", "tpot.png", "ttft.png")
-"""Files of a sweep that has ended."""
+CELLS = (NAME, f"{NAME}/results", f"{NAME}/requests")
+WRITTEN = (RESULTS_FILE, REQUESTS_FILE, "winner.toml", *(name for name, _ in plot.DRAWN.values()))
+"""Files of a table of a sweep that has ended."""
 
 ROW_GROUP = 65_536
 """Rows of requests that are written together, about: what merging holds in memory."""
@@ -55,11 +58,10 @@ class Store:
 
     def put(self, key: str, row: Row, requests: pa.Table) -> None:
         """A cell has ended. InputError where it cannot be written."""
-        try:
+        if not (self._results.is_dir() and self._requests.is_dir()):
+            claim(self.folder, MAKER, CELLS)
             for folder in (self._results, self._requests):
-                folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot write to {self.folder}: {error.strerror or error}") from error
+                make_folder(folder)
         write_table(requests, self._requests / f"{key}.parquet")
         write_rows([row], RESULTS, self._results / f"{key}.parquet")
         self._rows[key], self._tables[key] = row, self._requests / f"{key}.parquet"
@@ -86,7 +88,7 @@ class Store:
     def _take(self, folder: Path) -> None:
         """Cells of a sweep that has ended there, if one has; those without their requests were being replaced."""
         rows, requests = folder / RESULTS_FILE, folder / REQUESTS_FILE
-        if not (rows.is_file() and requests.is_file()):
+        if not (rows.is_file() and requests.is_file() and {RESULTS_FILE, REQUESTS_FILE} <= set(_ours(folder))):
             return
         whole = set(_read(requests, REQUESTS, ["cell"]).column("cell").unique().to_pylist())
         for row in _read(rows, RESULTS).to_pylist():
@@ -104,43 +106,38 @@ def drop(folder: Path) -> None:
     """Remove all that sweeps have written in `folder`, and nothing else."""
     _clear(folder)
     for table in _ended(folder):
-        for name in WRITTEN:
-            (table / name).unlink(missing_ok=True)
-        if table != folder and not any(table.iterdir()):
-            table.rmdir()
+        for file in (table / name for name in _ours(table)):
+            if file.parent == table and file.is_file():
+                file.unlink()
+        if table != folder:
+            (table / MARKER).unlink(missing_ok=True)
+            with suppress(OSError):  # something else lies there
+                table.rmdir()
+
+
+_CELL = re.compile(r"\.?[0-9a-f]{16}\.parquet(\.part)?")
+"""The name of a cell's file, whole or being written."""
 
 
 def _clear(folder: Path) -> None:
-    """Whole or not at all, as whoever reads the folder next sees it."""
-    done = folder / f".{NAME}"
-    shutil.rmtree(done, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        (folder / NAME).rename(done)
-    shutil.rmtree(done, ignore_errors=True)
+    """Remove the cells' files, rows first: a key with a row is done; and folders in which nothing else lies."""
+    for place in (folder / name for name in sorted(CELLS, reverse=True)):
+        for file in list(place.iterdir()) if place.is_dir() else ():
+            if _CELL.fullmatch(file.name):
+                file.unlink()
+        with suppress(OSError):
+            place.rmdir()
 
 
 def _ended(folder: Path) -> list[Path]:
-    """Folders with the tables of a sweep that has ended."""
-    return [folder, *sorted(file.parent for file in folder.glob(f"*/{REQUESTS_FILE}"))]
+    """Folders with the tables of a sweep that has ended: `folder`, and those in it that are ours."""
+    below = (folder / name for name in sorted(_ours(folder)) if name not in CELLS)
+    return [folder, *(table for table in below if table.is_dir() and not table.is_symlink())]
 
 
-@contextmanager
-def only_one(folder: Path) -> Iterator[None]:
-    """Make `folder`, and let nobody else sweep into it meanwhile. InputError where that cannot be."""
-    writable(folder, (RESULTS_FILE, REQUESTS_FILE))
-    lock_file = folder / LOCK
-    lock = FileLock(lock_file, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise InputError(
-            f"another sweep is writing to {folder}: wait for it, or name another folder with --out"
-        ) from None
-    try:
-        yield
-    finally:
-        lock.release()
-        lock_file.unlink(missing_ok=True)
+def _ours(folder: Path) -> list[str]:
+    """Names in the folder that sweeps have written."""
+    return [name for name, maker in marked(folder).items() if maker == MAKER]
 
 
 def _read(file: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:

@@ -5,19 +5,18 @@ is timed); of equal ones the first typed. Oracles are drawn, never chosen.
 """
 
 import dataclasses
-import tomllib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from sim import profiles
-from sim.results.files import replacing
 from sim.results.metrics import Row, tables_below
-from sim.sweep.config import fits
 from sim.sweep.setup import Setup
-from traces.errors import InputError
+from traces.errors import InputError, located
+from traces.files import read_toml
 from traces.location import absolute
+from traces.output import replacing
 
 NAME = "winner.toml"
 
@@ -41,7 +40,7 @@ class Winner:
     cache_size: str  # as typed
     cache_experts: int
     policy: str  # as typed
-    predicted: dict[str, float]  # columns of results.parquet; those that are null are absent
+    predicted: dict[str, float] = field(metadata=profiles.MAY_BE_ZERO)  # columns of results.parquet that are not null
 
 
 def metric(rows: Iterable[Row]) -> str:
@@ -91,20 +90,19 @@ def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -
 def read(folder: Path) -> tuple[Setup, list[Winner]]:
     """The setup of the sweep in `folder`, and its winners; InputError where there is no such sweep."""
     path = folder / NAME
-    try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-        setup = _checked(Setup, table["setup"])
-        return setup, [_checked(Winner, winner) for winner in table.get("winner", [])]
-    except FileNotFoundError:
-        raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not what moe-sim sweep writes: {error}") from error
+    if not path.exists():
+        raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}")
+    held = read_toml(path)
+    with located(f"{path} is not what moe-sim sweep writes"):
+        listed = held.get("winner", [])
+        if not isinstance(listed, list):
+            raise InputError("winner: must be a list of tables, each headed [[winner]]")
+        return _made(Setup, "setup", held.get("setup")), [_made(Winner, "winner", each) for each in listed]
 
 
-def _checked(cls: Callable[..., T], values: dict[str, Any]) -> T:
-    """An instance of a dataclass; TypeError for a value of another type than its field's."""
-    hints = get_type_hints(cls)
-    for key, value in values.items():
-        if not fits(value, hints[key]):
-            raise TypeError(f"{key} cannot be {value!r}")
-    return cls(**values)
+def _made(cls: type[T], heading: str, table: object) -> T:
+    """An instance of a dataclass, its fields checked as those of options are; InputError with the key."""
+    if not isinstance(table, dict):
+        raise InputError(f"{heading}: must be a table")
+    with located(heading):
+        return profiles.make(cls, table, {})

@@ -4,7 +4,6 @@
 options that are pure transforms of a run (`sim.systems.transforms`).
 """
 
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from sim import profiles
 from traces.errors import InputError, located, unknown
+from traces.files import read_toml
 
 FILE = Path(__file__).parent / "systems.toml"
 
@@ -62,16 +62,12 @@ def systems() -> dict[str, System]:
 
 def read(path: Path) -> dict[str, System]:
     """Return the systems of a file by name. Raise InputError for one that cannot be used."""
-    try:
-        held = tomllib.loads(path.read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as TOML: {error}") from error
     found = {}
-    for name, table in held.items():
+    for name, table in read_toml(path).items():
         with located(f"{path}: {name}"):
             if not isinstance(table, dict):
                 raise InputError("a system is a table")
-            found[name] = profiles.make(System, table, {bool: _flag}, name=name)
+            found[name] = profiles.make(System, table, {}, name=name)
     return found
 
 
@@ -83,9 +79,3 @@ def chosen(names: Iterable[str]) -> list[System]:
         if name not in known:
             raise unknown("system", name, known)
     return [known[name] for name in wanted]
-
-
-def _flag(key: str, value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    raise InputError(f"{key} = {value!r}: must be true or false")

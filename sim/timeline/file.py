@@ -16,8 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TextIO
 
-from sim.results.files import replacing
-from traces.errors import InputError
+from traces.output import check_file, replacing
 
 Args = Mapping[str, object]
 """What a slice or an instant shows when it is selected; None is left out."""
@@ -147,13 +146,13 @@ class ComputeTrack:
 
 
 @contextmanager
-def writing(path: Path, about: Callable[[], Args]) -> Iterator[Timeline]:
+def writing(path: Path, about: Callable[[], Args], overwrite: bool = False) -> Iterator[Timeline]:
     """A timeline at `path`, gzipped where the name ends in .gz; whole or not at all.
 
-    about: asked at the end, what the file says of itself (`otherData`). InputError where it cannot be written.
+    about: asked at the end, what the file says of itself (`otherData`). InputError where it cannot be written, or is
+    there and `overwrite` is not set.
     """
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'timeline.json'}")
+    check_file(path, overwrite)
     with replacing(path) as part, _opened(part, zipped=path.suffix == ".gz") as file:
         file.write('{"traceEvents":[')
         yield Timeline(file)

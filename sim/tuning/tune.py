@@ -29,6 +29,7 @@ from sim.tuning.search_space import Space
 from traces.errors import InputError
 
 TRIALS, BEST = "trials.parquet", "best.toml"
+MAKER = "moe-sim tune"
 
 OWN = ("trial", "policy", "state", "value", "refusal")
 """Columns of trials.parquet beside the options."""

@@ -17,6 +17,7 @@ from replay import cli
 from replay.calibration import calibrate, rates, toml
 from replay.calibration.calibrate import Found, choices, made_up, profile, steps_ns
 from replay.calibration.measure import Measurement, middle
+from replay.commands.calibrate import _free
 from sim import cli as sim_cli
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
@@ -312,7 +313,9 @@ def test_an_older_profile_stays_until_the_new_one_is_whole(command, tmp_path: Pa
     (tmp_path / "a.toml").write_text("old")
     monkeypatch.setattr(calibrate, "policy_ns", lambda *_: 1 / 0)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "-q"])
+    monkeypatch.setattr(
+        sys, "argv", ["moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "--overwrite", "-q"]
+    )
     with pytest.raises(ZeroDivisionError):
         cli.main()
     assert [path.name for path in tmp_path.iterdir()] == ["a.toml"]
@@ -324,6 +327,18 @@ def test_without_a_name_the_profile_is_called_after_the_device(command, tmp_path
     (file,) = tmp_path.iterdir()
     assert re.fullmatch(r"[a-z0-9-]+\.toml", file.name)
     assert tomllib.loads(file.read_text())["measured"][0]["model"] == "demo-olmoe"
+    assert _free(file.stem, overwrite=False) == Path(f"{file.stem}-2.toml")
+    assert _free(file.stem, overwrite=True) == Path(file.name)
+
+
+def test_a_file_that_is_there_is_replaced_only_where_that_is_asked_for(command, tmp_path: Path, quick) -> None:
+    asked = ("moe-replay", "calibrate", "--device", "cpu", "-q", "--out", "notes.txt")
+    (tmp_path / "notes.txt").write_text("mine")
+    status, _, err = command(*asked)
+    assert (status, err.count("\n"), (tmp_path / "notes.txt").read_text()) == (2, 1, "mine")
+    assert "notes.txt exists: replace it with --overwrite" in err
+    assert command(*asked, "--overwrite")[0] == 0
+    assert "measured" in (tmp_path / "notes.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from sim.sweep.store import Store
 from sim.sweep.winner import Winner
 from traces import demo_trace
 from traces.errors import InputError
+from traces.output import MARKER, only_writer
 from traces.trace import Trace
 
 
@@ -41,6 +43,37 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         return int(ended.value.code or 0), printed.out, printed.err
 
     return invoke
+
+
+def test_a_trace_is_no_folder_for_a_replay(command, tmp_path: Path) -> None:
+    shutil.copytree(demo_trace(), tmp_path / "trace")
+    before = {file: file.read_bytes() for file in (tmp_path / "trace").rglob("*.parquet")}
+    for more in ((), ("--overwrite",)):
+        for mode in ((), ("compare",)):
+            asked = (*mode, "--device", "virtual", "--requests", "1", "-q", *more, "--out", "trace")
+            status, _, err = command(*asked)
+            assert (status, err.count("\n")) == (2, 1), err
+            assert "trace is a trace: nothing else is written there" in err
+    assert {file: file.read_bytes() for file in (tmp_path / "trace").rglob("*") if file.is_file()} == before
+
+
+def test_two_replays_do_not_write_to_one_folder(command, tmp_path: Path) -> None:
+    for mode in ((), ("compare",)):
+        with only_writer(tmp_path / "here"):
+            status, _, err = command(*mode, "--device", "virtual", "--requests", "1", "-q", "--out", "here")
+        assert (status, err.count("\n")) == (2, 1)
+        assert "another command is writing to here" in err
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_timeline_replaces_a_file_only_where_that_is_asked_for(command, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    asked = ("--policy", "lru", "--device", "virtual", "--requests", "1", "-q", "--timeline", "notes.txt", "--out", "o")
+    status, _, err = command(*asked)
+    assert (status, err.count("\n"), (tmp_path / "notes.txt").read_text()) == (2, 1, "mine")
+    assert "notes.txt exists: replace it with --overwrite" in err
+    assert command(*asked, "--overwrite")[0] == 0
+    assert "traceEvents" in (tmp_path / "notes.txt").read_text()
 
 
 def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
@@ -240,7 +273,7 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     status, _, err = command(*arguments)
     assert status == 130
     assert "interrupted after 5 of" in err.splitlines()[-1]
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"per_token.csv", "run.json"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"per_token.csv", "run.json", MARKER}
     assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
 
 

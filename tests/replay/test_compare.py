@@ -31,6 +31,7 @@ from sim.profiles.timing import Link, Timing
 from sim.sweep.setup import Loaded, Setup
 from traces import demo_trace
 from traces.errors import InputError
+from traces.output import MARKER
 from traces.synthetic import synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +271,7 @@ def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_l
     assert (tmp_path / "here/residuals.png").read_bytes().startswith(b"\x89PNG")
     last = out.splitlines()[-1]
     assert re.search(r"worst: .*TPOT mean predicted ([\d.]+) ms, measured \1 ms \(\+0\.0%\)", last)
-    assert {"compare.json", "residuals.png", "tokens"} == {path.name for path in (tmp_path / "here").iterdir()}
+    assert {"compare.json", "residuals.png", "tokens", MARKER} == {path.name for path in (tmp_path / "here").iterdir()}
 
 
 SMALL = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru,fifo")

@@ -30,6 +30,7 @@ from sim.sweep.grid import Grid
 from sim.sweep.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
+from traces.output import MARKER
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -379,7 +380,7 @@ def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
     for kind, name in ((WITHIN, "within MMLU 0-14-43"), (ACROSS, "BIG-bench to MMLU 3-11-24")):
         (line,) = [line for line in done.stdout.splitlines() if name in line]
         assert line.startswith(f"the paper's, {kind} datasets (NLLB, Mixtral, Arctic; its EAMC, its own definition)")
-    assert {file.name for file in (home / "told").iterdir()} == {"adaptation.parquet", "adaptation.png"}
+    assert {file.name for file in (home / "told").iterdir()} == {"adaptation.parquet", "adaptation.png", MARKER}
     frame = pd.read_parquet(home / "told" / "adaptation.parquet")
     as_json = moe_sim(*arguments, *more, "json", "--json", "-q", cwd=home)
     assert as_json.stderr == ""

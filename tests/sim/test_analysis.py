@@ -17,6 +17,7 @@ from sim.sweep.grid import Grid
 from sim.sweep.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
+from traces.output import MARKER
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -107,7 +108,7 @@ def test_every_split_has_a_verdict_of_one_line(own, capacity, compulsory):
 def test_tables_and_plot_are_written(loaded, tmp_path):
     found = analyse(loaded, GRID)
     files = save(found, loaded, tmp_path / "out")
-    assert {file.name for file in files} == {file.name for file in (tmp_path / "out").iterdir()}
+    assert {MARKER, *(file.name for file in files)} == {file.name for file in (tmp_path / "out").iterdir()}
     tables = {file.stem: pd.read_parquet(file) for file in files if file.suffix == ".parquet"}
     for name, schema in {"misses": SPLITS, "curves": CURVES, "reuse": REUSE, "locality": LOCALITY}.items():
         assert tables[name].columns.tolist() == schema.names

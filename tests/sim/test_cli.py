@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
-from sim.sweep.store import only_one
+from sim.sweep.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
+from traces.output import MARKER, claim, only_writer
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -43,7 +44,7 @@ def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
     assert done.stdout.count("best") == 3
     written = {file.name for file in (home / "results" / "tiny").iterdir()}
     tables = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml"}
-    assert written == tables | {"hit_rate.png", "tpot.png"}
+    assert written == tables | {"hit_rate.png", "tpot.png", MARKER}
 
 
 def test_json_is_the_rows_and_quiet_is_quiet(home):
@@ -77,13 +78,14 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--policies", "lru,lfuu"], "unknown policy 'lfuu'; did you mean lfu"),
         (["tiny", "--prefetch", "eamc"], "name what to keep with --evict"),
         (["tiny", "--hardware", "a500"], "unknown hardware profile 'a500'; did you mean a5000 or"),
-        (["tiny", "--requests", "0"], "cannot give the first 0"),
+        (["tiny", "--requests", "0"], "--requests 0: must be at least 1"),
         (["tiny", "--requests", "9"], "cannot give the first 9"),
+        (["tiny", "--predictor-us", "nan"], "--predictor-us nan: must be at least 0 and finite"),
         (["tiny", "--workers", "0"], "at least one process"),
         (["tiny", "--seeds", "x"], "--seeds 'x': a seed is a whole number"),
         (["tiny", "--seeds", ","], "--seeds names none"),
-        (["tiny", "--config", "absent.toml"], "cannot read absent.toml: No such file"),
-        (["tiny", "--config", "file.toml"], "unknown key of file.toml 'policy'; did you mean policies"),
+        (["tiny", "--config", "absent.toml"], "absent.toml: cannot be read: No such file"),
+        (["tiny", "--config", "file.toml"], "file.toml: unknown key 'policy'; did you mean policies"),
         (["tiny", "--policies", "eamc:capacity=" + "|".join(map(str, range(1, 20_000)))], "59,997 cells"),
         (["tiny", "--policies", "+".join(["random:seed=" + "|".join("123456789" * 4)] * 6)], "6,530,347,008 cells"),
         (["tiny", "--scheduler", "tcp://127.0.0.1:9"], "no Dask scheduler answers at tcp://127.0.0.1:9"),
@@ -131,13 +133,13 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     running = subprocess.Popen(
         [*COMMAND, *asked], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    while running.poll() is None and not (tmp_path / "out").exists():
+    while running.poll() is None and not (tmp_path / "out" / "sweep.toml").exists():
         time.sleep(0.05)
     os.killpg(running.pid, signal.SIGINT)
     _, told = running.communicate(timeout=30)
     assert running.returncode == 130
     assert "Traceback" not in told
-    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"sweep.toml", "cells"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"sweep.toml", "cells", MARKER}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
@@ -174,9 +176,9 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_pat
 
 def test_an_unfinished_sweep_is_not_lost_unasked(home, tmp_path):
     left = tmp_path / "out" / "cells" / "results"
-    left.mkdir(parents=True)
     asked = ["sweep", str(home / "tiny"), "--policies", "lru", "--cache-sizes", "24", "--out", "out", "--quiet"]
     moe_sim(*asked, cwd=tmp_path)
+    claim(tmp_path / "out", MAKER, CELLS)
     row = pd.read_parquet(tmp_path / "out/results.parquet")
     left.mkdir(parents=True)
     row.to_parquet(left / "0123456789abcdef.parquet")
@@ -258,6 +260,7 @@ def test_what_another_sweep_has_finished_is_neither_replaced_nor_thinned_out_una
     assert swept("--policies", "lru", "--overwrite").returncode == 0
     assert len(pd.read_parquet(tmp_path / "o/results.parquet")) == 1
     names = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml", "hit_rate.png", "tpot.png", "mine.txt"}
+    names.add(MARKER)
     assert {file.name for file in (tmp_path / "o").iterdir()} == names
 
 
@@ -273,11 +276,11 @@ def test_a_second_sweep_without_a_folder_of_its_own_goes_beside_the_first(home, 
 
 
 def test_two_sweeps_do_not_write_to_one_folder(home, tmp_path):
-    with only_one(tmp_path / "o"):
+    with only_writer(tmp_path / "o"):
         done = moe_sim("sweep", str(home / "tiny"), "--out", "o", "--resume", "-q", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "another sweep is writing to o" in done.stderr
-    assert not any((tmp_path / "o").iterdir())
+    assert "another command is writing to o" in done.stderr
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_trace_called_cells_keeps_its_results(home, tmp_path):

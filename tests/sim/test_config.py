@@ -5,6 +5,7 @@ import pytest
 
 from policies.core.grammar import alternatives
 from sim.sweep.config import Config, read
+from sim.sweep.setup import Setup
 from traces.errors import InputError
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}
@@ -53,17 +54,42 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ("policies = 'lru'", "policies is 'lru'; a list is needed"),
-        ("requests = [3]", "one value is needed"),
-        ("requests = 'three'", "requests cannot be 'three'"),
-        ("cold = 1", "cold cannot be 1"),
-        ("seeds = [true]", "seeds cannot be True"),
+        ("policies = 'lru'", "policies = 'lru': must be a list"),
+        ("policies = []", "policies = []: write lru,eamc"),
+        ("requests = [3]", "requests = [3]: must be a whole number"),
+        ("requests = 'three'", "requests = 'three': must be a whole number"),
+        ("requests = -1", "requests = -1: must be at least 1"),
+        ("chunk_bytes = -5", "chunk_bytes = -5: must be at least 1"),
+        ("chunk_bytes = 0", "chunk_bytes = 0: must be at least 1"),
+        ("chunk_bytes = inf", "chunk_bytes = inf: must be at least 1"),
+        ("chunk_bytes = 'many'", "chunk_bytes = 'many' is no number of bytes"),
+        ("predictor_us = nan", "predictor_us = nan: must be at least 0 and finite"),
+        ("predictor_us = 1e308", "predictor_us = 1e+308: must be at least 0 and finite, at most 1e+15"),
+        ("arrival_rate = 0", "arrival_rate = 0: must be above 0 and finite"),
+        ("arrivals = 'closd'", "unknown arrivals 'closd'; did you mean closed"),
+        ("max_batch = [1, -4]", "max_batch = -4: must be at least 1"),
+        ("warmup_requests = -1", "warmup_requests = -1: must be at least 0"),
+        ("engine = 'simpi'", "unknown engine 'simpi'; did you mean simpy"),
+        ("cold = 1", "cold = 1: must be true or false"),
+        ("seeds = [true]", "seeds = True: must be a whole number"),
+        (f"seeds = [{2**63}]", f"seeds = {2**63}: must be at least 0, at most {2**63 - 1}"),
         ("colld = true", "did you mean cold"),
-        ("cold = ", "is no TOML"),
+        ("cold = ", "cannot be read as TOML"),
+        ("cold = " + "[" * 5_000, "cannot be read as TOML"),
     ],
 )
 def test_a_value_that_a_sweep_cannot_have_is_refused_in_one_line(tmp_path, line, complaint):
     (tmp_path / "bad.toml").write_text(line)
-    with pytest.raises(InputError, match=complaint) as caught:
+    with pytest.raises(InputError) as caught:
         read(tmp_path / "bad.toml")
+    assert str(caught.value).startswith(f"{tmp_path / 'bad.toml'}: ")
+    assert complaint in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("untimed", [False, True])
+def test_a_setup_is_held_to_what_files_are_held_to(untimed):
+    with pytest.raises(InputError, match=r"chunk_bytes = -5: must be at least 1"):
+        Setup("trace", chunk_bytes=-5, untimed=untimed)
+    with pytest.raises(InputError, match=r"chunk_bytes = -5: must be at least 1"):
+        Config(**GIVEN, chunk_bytes=-5, untimed=untimed)

@@ -12,7 +12,8 @@ import os, shutil, signal, sys
 from pathlib import Path
 import matplotlib
 matplotlib.use("Agg")
-from sim import cli, untimed  # before the forks
+from sim import cli  # before the forks
+from sim.engines import untimed
 from sim.results import diagnosis
 from sim.results import plot
 from sim.sweep import report

@@ -100,11 +100,11 @@ def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "--max-batch 0": {"max_batch": 0},
+    "max_batch = 0": {"max_batch": 0},
     "need --max-batch": {"arrivals": "trace"},
     "need each other": {"max_batch": 2, "arrivals": "poisson"},
     "above 0 and finite": {"max_batch": 2, "arrivals": "poisson", "arrival_rate": 0.0},
-    "kind of arrivals": {"max_batch": 2, "arrivals": "closd"},
+    "unknown arrivals": {"max_batch": 2, "arrivals": "closd"},
     "without a clock": {"untimed": True, "max_batch": 2},
     "--host-memory": {"host_memory": "3B"},
     "does not say when": {"max_batch": 2, "arrivals": "trace"},

@@ -127,7 +127,9 @@ def test_without_the_host_neither_turnaround_nor_predictor_takes_time():
 
 def test_a_launch_may_be_negative_but_no_duration() -> None:
     assert model_of(launch_ns=-15).timing().expert_ns(1) == 40 - 15
-    assert model_of(launch_ns=-50).timing().expert_ns(1) == 0
+    assert model_of(launch_ns=-40).timing().expert_ns(1) == 0
+    with pytest.raises(InputError, match="launch_ns = -41: must be at least -40"):
+        model_of(launch_ns=-41)
 
 
 @pytest.mark.parametrize(
@@ -145,8 +147,12 @@ def test_a_launch_may_be_negative_but_no_duration() -> None:
         ("[4, 70], [16, 71]", "[4, 70], [4, 71]", "expert: row [4, 71] must lie above [4, 70]"),
         ("[1, 30, 140]", "[1, 30]", "dense: must be a list of rows [tokens, context, ns]"),
         ("[1, 30, 140]", "[1, 30, true]", "True: must be a whole number"),
-        ("eamc = 12.5", "eamc = -1", "predictor_us of eamc = -1.0: must be at least 0"),
-        ("eamc = 12.5", 'eamc = "12"', "predictor_us: must be a table of microseconds by policy"),
+        ("eamc = 12.5", "eamc = nan", "predictor_us.eamc = nan: must be at least 0 and finite"),
+        ("launch_ns = 8", "launch_ns = -41", "launch_ns = -41: must be at least -40"),
+        ("launch_ns = 8", "launch_ns = inf", "launch_ns = inf: must be at least -1e+15, at most 1e+15"),
+        ("launch_ns = 8", "launch_ns = true", "launch_ns = True: must be a whole number"),
+        ("eamc = 12.5", "eamc = -1", "predictor_us.eamc = -1: must be at least 0 and finite"),
+        ("eamc = 12.5", 'eamc = "12"', "predictor_us.eamc = '12': must be a number"),
         ("[[measured]]", "[measured]", "measured: must be a list of tables"),
     ],
 )

@@ -6,9 +6,10 @@ import pandas as pd
 import pytest
 
 from sim.loop.log import RequestLog, RunLog
-from sim.results.files import replacing, writable, write_rows
+from sim.results.files import write_rows
 from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
 from traces.errors import InputError
+from traces.output import claimed, replacing
 from traces.steps import DECODE, PREFILL
 
 MS = 1_000_000
@@ -179,7 +180,8 @@ def test_a_file_that_is_not_finished_leaves_nothing_behind(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match="cannot write to"):
-        writable(tmp_path / "file" / "below", ["table"])
-    writable(tmp_path / "new" / "folder", ["table"])
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    with pytest.raises(InputError, match="cannot write to"), claimed(tmp_path / "file" / "below", "a test", ["table"]):
+        pass
+    with claimed(tmp_path / "new" / "folder", "a test", ["table"]):
+        assert (tmp_path / "new" / "folder").is_dir()
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

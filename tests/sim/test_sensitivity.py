@@ -20,6 +20,7 @@ from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.sweep.setup import Setup
 from tests.support.tiny import SIZES
 from traces.errors import InputError
+from traces.output import MARKER
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -211,11 +212,8 @@ def test_neither_the_number_of_workers_nor_the_engine_changes_a_figure(home):
 def test_rows_are_the_point_and_each_cell_played_and_the_picture_is_drawn(home, tmp_path):
     _, found, _ = measured(home, "some", "lru+markov", 16, requests=2)
     files = save(found, tmp_path)
-    assert (
-        {file.name for file in files}
-        == {"sensitivity.parquet", "sensitivity.png"}
-        == {p.name for p in tmp_path.iterdir()}
-    )
+    assert {file.name for file in files} == {"sensitivity.parquet", "sensitivity.png"}
+    assert {file.name for file in tmp_path.iterdir()} == {"sensitivity.parquet", "sensitivity.png", MARKER}
     assert files[1].read_bytes().startswith(b"\x89PNG")
     frame = pd.read_parquet(files[0])
     assert list(frame.columns) == ROWS.names
@@ -284,6 +282,7 @@ def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_p
     assert {file.name for file in (tmp_path / "results/every/sensitivity").iterdir()} == {
         "sensitivity.parquet",
         "sensitivity.png",
+        MARKER,
     }
     status, out, err = command(*asked, "--quiet", "--json", "--out", "json")
     assert (status, err.count("\n")) == (0, 1), "one warning: the cache is below a token's demand"

@@ -14,6 +14,7 @@ from sim.sweep.winner import Winner
 from sim.sweep.workers import Local
 from tests.support.tiny import SIZES
 from traces.errors import InputError
+from traces.output import MARKER
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -144,7 +145,8 @@ def test_all_files_are_written_and_the_winner_can_be_replayed(folder, tmp_path):
     setup = Setup(folder, requests=3, warmup_requests=1, chunk_bytes=4096, predictor_us=1.5, cold=True)
     found, files = saved(setup.load(), grid("lru,eamc:capacity=3"), tmp_path)
     expected = {"results.parquet", "requests.parquet", "winner.toml", "hit_rate.png", "tpot.png"}
-    assert {file.name for file in files} == expected == {file.name for file in tmp_path.iterdir()}
+    assert {file.name for file in files} == expected
+    assert {file.name for file in tmp_path.iterdir()} == {*expected, MARKER}
     assert len(pd.read_parquet(tmp_path / "results.parquet")) == 4
     assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 4 * 2
     again, winners = winner.read(tmp_path)
@@ -168,7 +170,7 @@ def test_an_interrupted_sweep_keeps_what_was_finished_and_goes_on_to_the_same_fi
     rows = pd.read_parquet(cut / "cells" / "results")
     assert sorted(zip(rows["cache_experts"], rows["policy"], strict=True)) == [(16, "lfu"), (16, "lru")]
     assert set(pd.read_parquet(cut / "cells" / "requests")["cell"]) == set(rows["cell"])
-    assert {file.name for file in cut.iterdir()} == {"cells"}
+    assert {file.name for file in cut.iterdir()} == {"cells", MARKER}
     store, again = Store(cut), list[int]()
     sweep([table], store, advance=again.append)
     assert sum(again) == 4 * 4  # the two cells that were missing, and Belady's two
@@ -262,9 +264,9 @@ def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, 
 
 
 def test_a_setup_that_cannot_be_is_refused(folder):
-    with pytest.raises(InputError, match="--warmup-requests -1"):
+    with pytest.raises(InputError, match="warmup_requests = -1: must be at least 0"):
         Setup(folder, warmup_requests=-1)
-    with pytest.raises(InputError, match="--predictor-us"):
+    with pytest.raises(InputError, match="predictor_us = nan"):
         Setup(folder, predictor_us=float("nan"))
     with pytest.raises(InputError, match="leave none of 4 to count"):
         Setup(folder, warmup_requests=4).load()
@@ -283,7 +285,18 @@ def test_a_predictor_cost_slows_every_event(folder):
     assert slow["misses"] == plain["misses"]
 
 
-@pytest.mark.parametrize("line", ['requests = "three"', "hardware = 5", 'cold = "no"', 'seed = "a"', "nonsense = 1"])
+WRONG = [
+    'requests = "three"',
+    "hardware = 5",
+    'cold = "no"',
+    'seed = "a"',
+    "nonsense = 1",
+    "chunk_bytes = -5",
+    "seed = nan",
+]
+
+
+@pytest.mark.parametrize("line", WRONG)
 def test_a_winner_file_with_a_value_of_another_type_is_refused_in_one_line(line, tmp_path):
     (tmp_path / winner.NAME).write_text(f'[setup]\ntrace = "somewhere"\n{line}\n')
     with pytest.raises(InputError, match="not what moe-sim sweep writes") as caught:

@@ -507,7 +507,7 @@ def test_events_are_written_as_they_come(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_timeline_that_was_interrupted(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("before")
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "a.json", dict):
+    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "a.json", dict, overwrite=True):
         raise KeyboardInterrupt
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     assert (tmp_path / "a.json").read_text() == "before"

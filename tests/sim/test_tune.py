@@ -19,9 +19,10 @@ from sim.sweep.grid import play_cell
 from sim.sweep.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
-from sim.tuning.tune import Halves, Search, save, tune
+from sim.tuning.tune import MAKER, Halves, Search, save, tune
 from tests.support.tiny import SIZES
 from traces.errors import InputError
+from traces.output import MARKER, claim
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -329,7 +330,7 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     assert "Trial" not in err, "optuna's own words"
     assert "6 trials; tuned on 2 requests of tiny, judged on the 2 after them" in out
     folder = tmp_path / "results" / "tiny" / "tune"
-    assert {file.name for file in folder.iterdir()} == {"trials.log", "trials.parquet", "best.toml"}
+    assert {file.name for file in folder.iterdir()} == {"trials.log", "trials.parquet", "best.toml", MARKER}
     frame = pd.read_parquet(folder / "trials.parquet")
     assert list(frame.columns) == ["trial", "capacity", "matches", "policy", "state", "value", "refusal"]
     assert len(frame) == 6
@@ -394,7 +395,7 @@ def test_without_optuna_the_command_says_what_to_install(command, tmp_path, monk
 
 @pytest.mark.parametrize("text", ["abc", "abc\n", '{"op_code": 77}\n'])
 def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_path, text):
-    (tmp_path / "out").mkdir()
+    claim(tmp_path / "out", MAKER, [NAME])
     (tmp_path / "out" / NAME).write_text(text)
     status, _, err = command(*ASKED, "--out", "out", "--resume")
     assert (status, err.count("\n")) == (2, 1)

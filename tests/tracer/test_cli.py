@@ -27,6 +27,8 @@ from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
 from tracer.commands.record import Meter
 from traces import demo_trace
+from traces.export import export_npz
+from traces.output import only_writer
 from traces.reader import EXTRA
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -103,7 +105,7 @@ def test_the_command_as_a_process_is_interrupted_the_same_way(tmp_path: Path) ->
         [*COMMAND, "record", "--max-new-tokens", "100", "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
-    while not out.exists() and time.monotonic() < deadline:
+    while not (out / "requests").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)  # most likely while the first file is being written
     _, errors = process.communicate(timeout=60)
@@ -320,6 +322,35 @@ def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run,
     refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="no request is left")
     refuses("sample", demo_trace(), "--requests", 65, "--out", tmp_path / "c", reason="holds 64 requests")
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("command", ["slice", "cat", "sample", "synth", "import", "record"])
+def test_two_commands_do_not_write_to_one_trace(
+    tmp_path: Path, command: str, moe_trace: Run, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = synthetic(4, 6, 2, 8, 2, seed=0, prompt_tokens=4)
+    write_trace(made, tmp_path / "t")
+    export_npz(made, tmp_path / "dump.npz")
+    arguments: dict[str, list[object]] = {
+        "slice": [tmp_path / "t", "--requests", ":1"],
+        "cat": [tmp_path / "t"],
+        "sample": [tmp_path / "t", "--requests", "1"],
+        "synth": ["--like", tmp_path / "t"],
+        "import": [tmp_path / "dump.npz"],
+        "record": ["--limit", "1", "--max-new-tokens", "2"],
+    }
+    write_trace(made.head(2), tmp_path / "out")
+    with only_writer(tmp_path / "out"):
+        reason = "another command is writing to"
+        refuses(command, *arguments[command], "--out", tmp_path / "out", "--overwrite", "--quiet", reason=reason)
+    assert len(Trace.read(tmp_path / "out").requests) == 2
+
+
+def test_a_trace_is_no_place_for_an_export(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    write_trace(synthetic(2, 3, 1, 4, 2, seed=0), tmp_path / "t")
+    for out in (tmp_path / "t" / "requests.parquet", tmp_path / "t" / "routing" / "part-00000.parquet"):
+        refuses("export", tmp_path / "t", "--to", "csv", "--out", out, "--overwrite", reason="nothing else is written")
+    assert len(Trace.read(tmp_path / "t").requests) == 2
 
 
 def test_architectures_are_listed_with_how_they_are_observed(moe_trace: Run) -> None:

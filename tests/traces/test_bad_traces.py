@@ -1,6 +1,7 @@
 """Every broken trace ends in one line that says what and where."""
 
 import json
+import os
 import random
 import re
 import shutil
@@ -17,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from traces.check import MOST_POSITIONS
 from traces.errors import InputError
 from traces.schema import KEY, REQUESTS, ROUTING, VERSION
 from traces.shards import Shards
@@ -282,6 +284,65 @@ def test_tokens_out_of_order(folder: Path) -> None:
 def test_a_prefill_after_a_decode(folder: Path) -> None:
     rewrite(folder / PART, with_column("phase", lambda rows: [0, 0, 1, 0, *rows[4:]]))
     refuses(folder, "request 0", "out of order at position 3")
+
+
+@pytest.mark.parametrize("change", [lambda steps: steps[::-1], lambda steps: [0] * len(steps)], ids=["reverse", "0"])
+def test_steps_that_do_not_follow_each_other(folder: Path, change: Callable[[list], list]) -> None:
+    rewrite(folder / PART, with_column("step", change))
+    for read in (Trace.read, lambda path: list(pieces(path))):
+        with pytest.raises(InputError, match=r"request 0, token \d: step \d+ does not follow step \d+ of"):
+            read(folder)
+
+
+@pytest.mark.parametrize("position", [2**32 - 1, MOST_POSITIONS])
+def test_a_position_beyond_any_context(folder: Path, position: int) -> None:
+    rewrite(folder / PART, with_column("position", lambda rows: [*rows[:-1], position]))
+    refuses(folder, f"position {position} lies beyond any context")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["weights", "gate_probs", "embedding"])
+def test_a_value_that_is_no_number(tmp_path: Path, name: str, value: float) -> None:
+    shapes = {"weights": GOOD.experts.shape, "gate_probs": (len(GOOD.experts), 2, 6), "embedding": (3, 2)}
+    array: Any = np.full(shapes[name], 0.5, np.float16)
+    write_trace(replace(GOOD, **{name: array}), tmp_path / "t")
+    file = tmp_path / "t" / (REQUESTS if name == "embedding" else PART)
+    rewrite(file, with_column(name, lambda rows: [rows[0], [*rows[1][:-1], np.float16(value)], *rows[2:]]))
+    for read in (Trace.read, lambda path, columns: list(pieces(path, columns))):
+        with pytest.raises(InputError, match=f"row 1 of {name} holds a value that is no number"):
+            read(tmp_path / "t", [name])
+    array.ravel()[-1] = value
+    with pytest.raises(InputError, match=f"of {name} holds a value that is no number"):
+        write_trace(replace(GOOD, **{name: array}), tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("name", ["id", "task"])
+def test_a_text_that_is_not_utf8(folder: Path, name: str) -> None:
+    def broken(table: pa.Table) -> pa.Table:
+        at = table.schema.get_field_index(name)
+        texts = pa.array([b"a", b"\xff\xfe", b"c"], pa.binary())
+        return table.set_column(at, table.schema.field(at), texts.cast(pa.binary()).view(pa.string()))
+
+    rewrite(folder / REQUESTS, broken)
+    refuses(folder, REQUESTS, f"column '{name}' holds text that is not UTF-8")
+
+
+@pytest.mark.parametrize("fact", ["model", "dtype", "revision"])
+def test_a_name_that_nobody_could_draw(folder: Path, fact: str) -> None:
+    meta = json.dumps(json.loads(GOOD.meta.encode()[KEY]) | {fact: "x" * 10**6}).encode()
+    rewrite(folder / REQUESTS, lambda t: t.replace_schema_metadata({KEY: meta}))
+    refuses(folder, REQUESTS, f"{fact} is 'xxx", "has 1000000 characters, more than 4096")
+
+
+@pytest.mark.parametrize("name", [REQUESTS, PART])
+def test_a_special_file_is_not_opened(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refuses(folder, f"{name} is a FIFO, not a file")
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    refuses(folder, f"{name} is a device, not a file")
 
 
 def test_writing_over_a_trace_needs_a_word(folder: Path) -> None:

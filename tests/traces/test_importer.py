@@ -206,7 +206,7 @@ def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None
     ("arrays", "parts"),
     [
         ({"phase": np.array([0, 1, 2])}, ["row 2: phase is 2"]),
-        ({"step": np.array([1, 0, 2])}, ["row 1 (request 0): step falls from 1 to 0"]),
+        ({"step": np.array([1, 0, 2])}, ["row 1 (request 0): step 0 does not follow step 1"]),
         ({"weights": np.full(EXPERTS.shape, np.nan)}, ["row 0 of weights holds no number"]),
         ({"weights": np.full(EXPERTS.shape, 1e9)}, ["row 0 of weights holds no number, or one that float16 cannot"]),
         ({"experts": np.full(EXPERTS.shape, 2**64 - 1, np.uint64)}, ["row 0 of experts holds 18446744073709551615"]),

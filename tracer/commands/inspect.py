@@ -35,7 +35,7 @@ def info(
 
 
 def validate(trace: TraceArgument) -> None:
-    """Check a trace whole: files, schema, ids, repeats, order, EAMs; status 2 and the first fault if it has one.
+    """Check a trace whole: files, schema, ids, repeats, order, numbers, EAMs; status 2 and the first fault.
 
     Example: moe-trace validate traces/recorded/demo
     """

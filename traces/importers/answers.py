@@ -14,6 +14,7 @@ from typing import Any
 
 from traces.errors import InputError, located
 from traces.facts import parse_json
+from traces.files import plain
 from traces.importers.source import label, read_json, tokens
 
 NEEDED = "to import"
@@ -47,7 +48,7 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
         yield str(path), read_json(path, NEEDED)
         return
     try:
-        with path.open("rb") as lines:
+        with plain(path).open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield f"{path} line {number}", parse_json(line, f"{path} line {number}")

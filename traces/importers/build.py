@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import first_fault
+from traces.check import first_fault, step_fault
 from traces.errors import InputError, located
 from traces.facts import text, texts, whole
 from traces.importers.dump import Counts, Dump
 from traces.importers.layers import HINT, first_dense, parse_layer_map
-from traces.importers.source import LONGEST_PROMPT, Request, Source, count
+from traces.importers.source import Request, Source, count
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
@@ -56,7 +56,7 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     index.add(np.repeat(np.arange(len(requests)), np.diff(dump.offsets)), position, phase)
     index.check_order(str(source.path))
     if dump.step is not None:
-        _check_steps(dump, dump.step)
+        _check_steps(dump, dump.step, phase)
     ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts
     return Trace(
         name=source.path.stem,
@@ -199,15 +199,11 @@ def _check_ids(dump: Dump, meta: TraceMeta, layers: tuple[int, ...] | None) -> N
         raise InputError(f"{dump.locate(row, request)}, MoE layer {layer}{dumped}: {reason}")
 
 
-def _check_steps(dump: Dump, step: NDArray[np.uint32]) -> None:
-    """Refuse steps that fall within a request."""
-    falls = step[1:] < step[:-1]
-    ends = dump.offsets[1:-1]
-    falls[ends[(ends > 0) & (ends < len(step))] - 1] = False
-    if falls.any():
-        row = int(np.argmax(falls)) + 1
+def _check_steps(dump: Dump, step: NDArray[np.uint32], phase: NDArray[np.uint8]) -> None:
+    """Refuse steps that do not follow each other within a request."""
+    if (row := step_fault(step, phase, dump.offsets)) is not None:
         request = int(np.searchsorted(dump.offsets, row, side="right")) - 1
-        raise InputError(f"{dump.locate(row, request)}: step falls from {step[row - 1]} to {step[row]}")
+        raise InputError(f"{dump.locate(row, request)}: step {step[row]} does not follow step {step[row - 1]}")
 
 
 def _positions(offsets: NDArray[np.int64], phase: NDArray[np.uint8], requests: pd.DataFrame) -> NDArray[np.uint32]:
@@ -218,8 +214,6 @@ def _positions(offsets: NDArray[np.int64], phase: NDArray[np.uint8], requests: p
     prefilled[request[phase == PREFILL]] = True
     prompts = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
     position += np.where(prefilled, 0, prompts)[request]
-    if len(position) and int(position.max()) > 2 * LONGEST_PROMPT:
-        raise InputError(f"position {int(position.max())} is more than a trace can hold")
     return position.astype(np.uint32)
 
 

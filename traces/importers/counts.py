@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 
 from traces.errors import InputError
+from traces.files import plain
 from traces.importers.dump import Counts, each_file, integers
 from traces.importers.source import Source, requests_of
 
@@ -66,7 +67,7 @@ def _read(path: Path, limit: int | None) -> "pd.Series[int]":
     columns: list[str] | None = None
     try:
         with pd.read_csv(
-            path, header=None, dtype=str, chunksize=CHUNK, keep_default_na=False, skip_blank_lines=False
+            plain(path), header=None, dtype=str, chunksize=CHUNK, keep_default_na=False, skip_blank_lines=False
         ) as chunks:
             for chunk in chunks:
                 if columns is None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError
 from traces.facts import LARGEST
+from traces.files import plain
 from traces.importers.source import Request, Source, requests_of
 from traces.steps import DECODE, PREFILL
 
@@ -135,7 +136,7 @@ def _check_length(one: Sequence, request: Request) -> None:
 def each_file(path: Path, suffix: str) -> list[Path]:
     """`path`, or the files with `suffix` in the folder `path`, by name. Raises InputError."""
     if not path.is_dir():
-        if not path.is_file():
+        if not plain(path).is_file():
             raise InputError(f"no file {path} to import")
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix == suffix)

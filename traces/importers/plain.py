@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
+from traces.files import plain
 from traces.importers.dump import Dump, integers
 from traces.importers.source import Request, Source, count, requests_of
 from traces.steps import DECODE
@@ -31,7 +32,7 @@ _PER_TOKEN = {
 def read_npz(source: Source) -> Dump:
     """Read a .npz. Raises InputError."""
     path = source.path
-    if not path.is_file():
+    if not plain(path).is_file():
         raise InputError(f"no file {path} to import")
     try:
         with zipfile.ZipFile(path) as members:
@@ -70,8 +71,10 @@ def offsets_beside(path: Path) -> Path:
 def load_npy(path: Path) -> NDArray[Any]:
     """The array of a .npy. Raises InputError."""
     try:
-        with path.open("rb") as file:
+        with plain(path).open("rb") as file:
             return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"no file {path} to import") from None
     except Exception as error:  # numpy raises a dozen kinds for a damaged file

@@ -10,15 +10,13 @@ from typing import Any, TypeVar
 
 import pandas as pd
 
-from traces.check import check_unique
+from traces.check import MOST_POSITIONS, check_unique
 from traces.errors import InputError, located
 from traces.facts import parse_json, text, whole
+from traces.files import plain
 
 LONGEST_CONTEXT = 2**24
 """Tokens of a request for which rows are made, although the dump has none."""
-
-LONGEST_PROMPT = 2**31 - 1
-"""Tokens; positions after it must fit into 32 bits."""
 
 T = TypeVar("T")
 
@@ -105,7 +103,7 @@ def read_json(path: Path, what: str) -> Any:
 def read_bytes(path: Path, what: str) -> bytes:
     """The content of a file; `what` says what it is needed for."""
     try:
-        return path.read_bytes()
+        return plain(path).read_bytes()
     except FileNotFoundError:
         raise InputError(f"no file {path} {what}") from None
     except OSError as error:
@@ -160,7 +158,7 @@ def count(what: str, value: Any) -> int:
 
 def tokens(what: str, value: Any) -> int:
     """`value` if it is a number of tokens."""
-    return whole(what, value, low=0, high=LONGEST_PROMPT)
+    return whole(what, value, low=0, high=MOST_POSITIONS)
 
 
 def leading(what: str, value: Any) -> int:

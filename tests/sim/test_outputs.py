@@ -1,0 +1,177 @@
+"""No command of moe-sim destroys a trace, a file that is not its own, or the results of another one beside it."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sim.sweep.store import CELLS, MAKER
+from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
+from traces.output import MARKER, claim, marked, only_writer
+from traces.reader import open_folder
+from traces.synthetic import synthetic
+from traces.writer import write_trace
+
+RESULTS = {
+    "sweep": ("--untimed", "--policies", "lru", "--cache-sizes", "24", "--workers", "1"),
+    "tune": ("--untimed", "--policy", "eamc", "--search", "capacity=2..4", "--trials", "2", "--workers", "1"),
+    "analyze": ("--policies", "lru", "--cache-size", "24"),
+    "adapt": ("--policies", "lru", "--by", "task", "--warmup", "1", "--after", "1", "--window", "1"),
+    "sensitivity": ("--policy", "lru", "--workers", "1"),
+}
+"""Commands that write results to a folder, with options that keep them short."""
+
+MORE = {"sweep": ("", "--overwrite", "--resume"), "tune": ("", "--resume")}
+
+SWEEP = ("sweep", "tiny", *RESULTS["sweep"], "--quiet", "--out", "out")
+
+
+@pytest.fixture
+def home(tmp_path):
+    made = synthetic(6, tokens=6, layers=3, experts=16, top_k=2, seed=3)
+    tasks = ["a", "b"] * 3
+    made = replace(made, meta=replace(made.meta, model="tiny", **SIZES), requests=made.requests.assign(task=tasks))
+    for name in ("tiny", "other"):
+        write_trace(made, tmp_path / name)
+    return tmp_path
+
+
+def refused(done, *parts):
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [(command, more.split()) for command in RESULTS for more in MORE.get(command, ("",))]
+)
+def test_a_trace_is_no_folder_for_results(home, command, more):
+    before = {file: file.read_bytes() for file in (home / "tiny").rglob("*.parquet")}
+    for out in ("tiny", "tiny/results"):
+        done = moe_sim(command, "tiny", *RESULTS[command], *more, "--quiet", "--out", out, cwd=home)
+        refused(done, "nothing else is written there")
+    assert {file: file.read_bytes() for file in (home / "tiny").rglob("*") if file.is_file()} == before
+
+
+@pytest.mark.parametrize("command", RESULTS)
+def test_two_commands_do_not_write_to_one_folder(home, command):
+    with only_writer(home / "out"):
+        done = moe_sim(command, "tiny", *RESULTS[command], "--quiet", "--out", "out", cwd=home)
+    refused(done, "another command is writing to out")
+
+
+def test_a_table_of_a_sweep_does_not_go_into_a_trace(home):
+    before = {name: open_folder(home / name).fingerprint for name in ("tiny", "other")}
+    for name in before:
+        shutil.copytree(home / name, home / "traces" / name)
+    asked = ("sweep", "traces/tiny", "traces/other", *RESULTS["sweep"], "--quiet", "--out", "traces")
+    for more in ((), ("--overwrite",)):
+        refused(moe_sim(*asked, *more, cwd=home), "traces/tiny was not written by moe-sim sweep")
+    assert {name: open_folder(home / "traces" / name).fingerprint for name in before} == before
+
+
+def test_dropping_a_sweep_leaves_alone_what_sweeps_have_not_written(home):
+    assert moe_sim(*SWEEP, cwd=home).returncode == 0
+    claim(home / "out", MAKER, CELLS)
+    names = ("cells/notes/keep.txt", "cells/results/keep.txt", "mine.txt", "sub/requests.parquet")
+    kept = [home / "out" / name for name in names]
+    for file in kept:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    cell = home / "out/cells/results/0123456789abcdef.parquet"
+    shutil.copy(home / "out/results.parquet", cell)
+    assert moe_sim(*SWEEP, "--overwrite", cwd=home).returncode == 0
+    assert [file.read_text() for file in kept] == ["mine"] * len(kept)
+    assert not cell.exists()
+
+
+def test_another_sweep_in_a_folder_below_is_not_dropped(home):
+    assert moe_sim(*SWEEP[:-1], "out/first", cwd=home).returncode == 0
+    before = (home / "out/first/results.parquet").read_bytes()
+    assert moe_sim(*SWEEP, "--overwrite", cwd=home).returncode == 0
+    assert (home / "out/first/results.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["cells", "results.parquet", "winner.toml", "hit_rate.png"])
+def test_a_file_of_that_name_that_a_sweep_has_not_written_is_left_alone(home, name):
+    (home / "out").mkdir()
+    (home / "out" / name).write_text("mine")
+    for more in ((), ("--overwrite",), ("--resume",)):
+        refused(moe_sim(*SWEEP, *more, cwd=home), f"out/{name} was not written by moe-sim sweep")
+    assert (home / "out" / name).read_text() == "mine"
+    assert {file.name for file in (home / "out").iterdir()} == {name}
+
+
+@pytest.mark.parametrize("name", ["cells", ".moe-expert-cache.lock"])
+def test_a_symbolic_link_in_the_folder_is_one_line(home, name):
+    assert moe_sim(*SWEEP, cwd=home).returncode == 0
+    (home / "out" / name).symlink_to(home / "tiny")
+    before = open_folder(home / "tiny").fingerprint
+    for more in (("--overwrite",), ("--resume",)):
+        refused(moe_sim(*SWEEP, *more, cwd=home), f"out/{name} is a symbolic link")
+    assert open_folder(home / "tiny").fingerprint == before
+
+
+def test_a_name_that_is_too_long_is_one_line(home):
+    refused(moe_sim(*SWEEP[:-1], "x" * 256, cwd=home), "cannot write", "File name too long")
+    refused(moe_sim("run", "tiny", "-q", "--timeline", "x" * 256, cwd=home), "cannot write", "File name too long")
+
+
+def test_results_of_one_command_are_not_replaced_by_another(home):
+    claim(home / "out", "moe-replay run", ["results.parquet"])
+    (home / "out/results.parquet").write_text("measured")
+    refused(moe_sim(*SWEEP, "--overwrite", cwd=home), "out/results.parquet was written by moe-replay run")
+    assert marked(home / "out") == {"results.parquet": "moe-replay run"}
+    assert (home / "out" / MARKER).is_file()
+
+
+CASE = {
+    "L": 1,
+    "E": 2,
+    "slots": 1,
+    "expert_bytes": 10,
+    "requests": [[[[[0, 1]]]]],
+    "link_latency_ns": 5,
+    "link_ns_per_byte_num": 1,
+    "link_ns_per_byte_den": 1,
+    "chunk_bytes": None,
+    "dense_ns": 3,
+    "expert_ns": 2,
+    "expert_ns_per_token": 1,
+    "combine_ns": 1,
+    "head_ns": 1,
+    "evict": "lru",
+    "prefetch": "none",
+    "popular_n": 1,
+    "predictor_ns": 0,
+    "cold": False,
+}
+
+FILES = {
+    "run": ("tiny", "--policy", "lru", "--quiet", "--timeline"),
+    "train-stride": ("tiny", "--epochs", "1", "--quiet", "--out"),
+    "eamc build": ("tiny", "--out"),
+    "conformance": ("cases.jsonl", "--engine", "simpy", "--out"),
+}
+"""Commands that write a single file."""
+
+
+@pytest.mark.parametrize("command", FILES)
+def test_a_file_is_replaced_only_where_that_is_asked_for(home, command):
+    (home / "cases.jsonl").write_text(json.dumps(CASE) + "\n")
+    (home / "notes.txt").write_text("mine")
+    (home / "link").symlink_to("notes.txt")
+    asked = (*command.split(), *FILES[command])
+    refused(moe_sim(*asked, "notes.txt", cwd=home), "notes.txt exists: replace it with --overwrite")
+    for more in ((), ("--overwrite",)):
+        refused(moe_sim(*asked, "link", *more, cwd=home), "it is a symbolic link")
+        refused(moe_sim(*asked, "/dev/null", *more, cwd=home), "it is a device")
+        refused(moe_sim(*asked, "tiny/requests.parquet", *more, cwd=home), "tiny is a trace")
+    assert (home / "notes.txt").read_text() == "mine"
+    assert Path("/dev/null").is_char_device()
+    done = moe_sim(*asked, "notes.txt", "--overwrite", cwd=home)
+    assert done.returncode == 0, done.stderr
+    assert (home / "notes.txt").read_bytes() != b"mine"

@@ -1,0 +1,90 @@
+"""No reader of files of other people opens a FIFO, which waits for its writer, or a device, which may never end."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from policies.eamc.file import SavedEamc
+from policies.prefetch.stride import Predictor
+from replay.comparison.record import Record
+from sim.backtest import file as backtest
+from sim.engines.cases import read_cases
+from sim.profiles.expert_sizes import expert_bytes_by_layer
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import model
+from sim.results import compare
+from sim.sweep import config, winner
+from sim.sweep.grid import _digest
+from tracer.models import Loading, load_model
+from tracer.torch_dumps import load
+from traces.errors import InputError
+from traces.files import plain, read_toml
+from traces.importers import Options, import_dump
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    "plain": plain,
+    "any.toml": read_toml,
+    "hardware.toml": lambda path: hardware(str(path)),
+    "model.toml": lambda path: model(str(path)),
+    "sweep.toml": config.read,
+    "winner.toml": lambda path: winner.read(path.parent),
+    "rows.toml": backtest.read,
+    "eamc.npz": SavedEamc.read,
+    "stride.npz": Predictor.load,
+    "cases.jsonl": lambda path: list(read_cases(path)),
+    "compare.json": lambda path: Record.open(path, resume=True),
+    "results.parquet": lambda path: compare.read(path.parent),
+    "dump.npz": lambda path: import_dump(path, options=Options(experts=4)),
+    "dump.npy": lambda path: import_dump(path, options=Options(experts=4)),
+    "dump.json": lambda path: import_dump(path),
+    "dump.jsonl": lambda path: import_dump(path),
+    "dump.csv": lambda path: import_dump(path, options=Options(top_k=2)),
+    "dump.pt": lambda path: import_dump(path, load_pt=load),
+    "of-torch.pt": load,
+    "model.safetensors": lambda path: expert_bytes_by_layer(path.parent),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_special_file_is_refused_before_it_is_opened(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    os.mkfifo(path)
+    for kind in ("FIFO", "device"):
+        if kind == "device":
+            path.unlink()
+            path.symlink_to("/dev/zero")
+        with pytest.raises(InputError, match=f"{name} is a {kind}, not a file that can be read"):
+            READERS[name](path)
+
+
+def test_a_fifo_in_the_folder_of_a_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"tokenizer\.json is a FIFO"):
+        load_model(str(tmp_path), Loading())
+
+
+def test_what_a_cell_depends_on_is_read_of_files_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert _digest(str(tmp_path / "fifo")) is None
+
+
+def test_lists_that_hold_one_another_are_refused_before_they_are_written_out(tmp_path: Path) -> None:
+    laughs: list[Any] = ["ha"]
+    for _ in range(30):
+        laughs = [laughs, laughs]
+    torch.save({"records": laughs}, tmp_path / "laughs.pt")
+    with pytest.raises(InputError, match="its lists hold one another so often"):
+        load(tmp_path / "laughs.pt")
+
+
+def test_a_list_that_stands_in_two_places_is_read(tmp_path: Path) -> None:
+    shared = [1, 2, 3]
+    torch.save({"a": shared, "b": (shared, torch.arange(3))}, tmp_path / "x.pt")
+    content = load(tmp_path / "x.pt")
+    assert content["a"] == content["b"][0] == shared
+    assert content["b"][1].tolist() == [0, 1, 2]

@@ -1,0 +1,229 @@
+"""The guard of all that is written: what is not ours is left alone, and two never write to one folder at once.
+
+In a folder of results, MARKER lists the files and folders in it that are ours, each with the command that wrote it;
+nothing else there is replaced or removed. A trace needs no marker, since its files say what they are, and only what
+makes traces writes to one. A single file is replaced only where the user says so. Nothing is written through a symbolic
+link, or to a device. LOCK is held while a command writes to a folder: by the operating system, so that it ends with the
+process. A file gets its name when it is whole.
+"""
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+
+from traces.errors import InputError
+from traces.files import KINDS
+from traces.schema import GROWING, KEY, REQUESTS, ROUTING
+
+MARKER = ".moe-expert-cache"
+LOCK = ".moe-expert-cache.lock"
+
+ELSEWHERE = "choose another folder with --out"
+
+
+@contextmanager
+def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
+    """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
+
+    InputError where the disk is full, or the folder cannot be written to.
+    """
+    if not path.name:
+        raise InputError("a file to write needs a name")
+    part = path.with_name(f".{path.name}.part")
+    with _writing(path):
+        try:
+            part.unlink(missing_ok=True)  # left by a process that was killed, or a link to somewhere else
+            yield part
+            if keep:
+                part.replace(path)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(what: object) -> Iterator[None]:
+    """Raise InputError, saying that `what` cannot be written, where the operating system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {what}: {error.strerror or error}") from error
+
+
+def make_folder(folder: Path) -> None:
+    """Make `folder` unless it is there. InputError where that cannot be."""
+    with _writing(f"to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def check_trace_folder(folder: Path) -> None:
+    """Raise InputError where no trace can be written to `folder`, whatever it holds; changes nothing."""
+    with _writing(folder):
+        _refuse_trace(folder.absolute().parent)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{folder} is a file; {ELSEWHERE}")
+        for entry in folder.iterdir() if folder.exists() else ():
+            if entry.is_symlink():
+                raise InputError(f"{entry} is a symbolic link, through which nothing is written: {ELSEWHERE}")
+        base = folder
+        while not base.exists():
+            base = base.parent
+    try:
+        with tempfile.TemporaryFile(dir=base):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {base}: {error.strerror}; {ELSEWHERE}") from error
+
+
+def check_file(path: Path, overwrite: bool = False) -> None:
+    """Raise InputError where a file cannot be written at `path`, or where one would be replaced unasked."""
+    with _writing(path):
+        _refuse_trace(path.parent)
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            mode = None
+    if mode is not None:
+        if stat.S_ISDIR(mode):
+            raise InputError(f"cannot write {path}: it is a folder; name a file in it")
+        if not stat.S_ISREG(mode):
+            raise InputError(f"cannot write {path}: it is {_kind(mode)}, and is left alone; name another file")
+        if not overwrite:
+            raise InputError(f"{path} exists: replace it with --overwrite, or name another file")
+    with replacing(path, keep=False) as part:
+        part.touch()
+
+
+@contextmanager
+def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
+    """Keep `folder`, which is made, for the command `maker` to write files and folders of these names.
+
+    Nobody else writes there meanwhile. Afterwards the marker lists what is there; a new folder that stayed empty goes.
+    InputError as `claim`, and where another process writes there.
+    """
+    with _writing(f"to {folder}"):
+        _refuse_trace(folder)
+    with only_writer(folder):
+        claim(folder, maker, names)
+        try:
+            yield
+        finally:
+            with suppress(InputError):  # it lists too much, then
+                _mark(folder, {name: of for name, of in marked(folder).items() if os.path.lexists(folder / name)})
+
+
+def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
+    """Make `folder`, and mark files and folders of these names (`a`, `a/b`) in it as of the command `maker`.
+
+    InputError where it cannot be written to, is a trace or within one, or where something of such a name is there that
+    this command did not write.
+    """
+    with _writing(f"to {folder}"):
+        _refuse_trace(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        held = marked(folder)
+        for name in (wanted := list(names)):
+            _refuse_other(folder / name, maker, held.get(name))
+    now = {**held, **dict.fromkeys(wanted, maker)}
+    if now != held:
+        _mark(folder, now)
+
+
+def _refuse_other(path: Path, maker: str, of: str | None) -> None:
+    """Raise InputError for what is at `path`, unless `maker` wrote it."""
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise InputError(f"{path} is {_kind(mode)}, through which nothing is written: remove it, or {ELSEWHERE}")
+    if of != maker:
+        by = f"was written by {of}" if of else f"was not written by {maker}"
+        raise InputError(f"{path} {by}: it is left alone; {ELSEWHERE}")
+
+
+def marked(folder: Path) -> dict[str, str]:
+    """Return the names in `folder` that are ours, each with the command that wrote it; none that leads out of it."""
+    try:
+        held = json.loads((folder / MARKER).read_bytes()) if (folder / MARKER).is_file() else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(held, dict):
+        return {}
+    return {name: of for name, of in held.items() if isinstance(of, str) and _is_within(Path(name))}
+
+
+def _is_within(path: Path) -> bool:
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _mark(folder: Path, names: Mapping[str, str]) -> None:
+    """Write the marker; none where nothing is ours."""
+    with _writing(f"to {folder}"):
+        if not names:
+            (folder / MARKER).unlink(missing_ok=True)
+            return
+        with replacing(folder / MARKER) as part:
+            part.write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Make `folder`, and let nobody else write there meanwhile; folders that were made and stayed empty go.
+
+    InputError where another process writes there, or nobody can.
+    """
+    with _writing(f"to {folder}"):
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / LOCK).is_symlink():
+            raise InputError(f"{folder / LOCK} is a symbolic link: remove it, or {ELSEWHERE}")
+        lock = FileLock(folder / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise InputError(f"another command is writing to {folder}: wait for it, or {ELSEWHERE}") from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever has it open sees that it is gone
+        lock.release()
+        with suppress(OSError):
+            for place in made:
+                place.rmdir()
+
+
+def is_trace(folder: Path) -> bool:
+    """Whether the folder holds a trace, whole or growing."""
+    parts = (sorted((folder / name).glob("part-*"))[:1] for name in (GROWING, ROUTING))
+    return any(map(is_of_trace, [folder / REQUESTS, *(file for first in parts for file in first)]))
+
+
+def is_of_trace(file: Path) -> bool:
+    """Whether it is one of the files of a trace, of any version."""
+    try:
+        return file.is_file() and KEY in (pq.read_schema(str(file)).metadata or {})
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _refuse_trace(folder: Path) -> None:
+    """Raise InputError where `folder` is a trace, or lies in one."""
+    inner = folder.resolve()
+    for place in (inner, *inner.parents):
+        if is_trace(place):
+            where = f"{folder} is a trace" if place == inner else f"{folder} lies in the trace {place}"
+            raise InputError(f"{where}: nothing else is written there; {ELSEWHERE}")
+
+
+def _kind(mode: int) -> str:
+    return KINDS.get(stat.S_IFMT(mode), "no plain file")
