@@ -160,10 +160,13 @@ def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
 
 
 def row_bytes(schema: pa.Schema) -> int:
-    """What a row of columns of fixed width takes in memory."""
+    """What a row takes in memory, texts left out."""
     bits = 0
     for kind in schema.types:
-        bits += kind.list_size * kind.value_type.bit_width if pa.types.is_fixed_size_list(kind) else kind.bit_width
+        if pa.types.is_fixed_size_list(kind):
+            bits += kind.list_size * kind.value_type.bit_width
+        elif not pa.types.is_string(kind):
+            bits += kind.bit_width
     return -(-bits // 8)
 
 

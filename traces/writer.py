@@ -100,7 +100,7 @@ class _Files:
 
     def table(self) -> pa.Table:
         """The last file's content."""
-        self._held = [pa.concat_tables(self._held)]
+        self._held = [pa.concat_tables(self._held).combine_chunks()]
         return self._held[0]
 
     def flushed(self) -> None:
@@ -108,24 +108,24 @@ class _Files:
         if self.rows >= self.limit:
             self._number, self.rows, self._held = self._number + 1, 0, []
 
-    def reopen(self, keep: int | None = None) -> None:
-        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests."""
+    def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
+        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests.
+
+        What was read is given the `schema` as it is written: Parquet has a name of its own for a list's elements.
+        """
         files = sorted(self.folder.glob("part-*.parquet"))
         while files:
             self._number = len(files) - 1
-            held = pq.read_metadata(str(files[-1])).num_rows
-            if keep is None and held >= self.limit:
-                self.rows = held
-            else:
-                table = pq.read_table(str(files[-1]), partitioning=None)
-                if keep is not None:
-                    table = table.filter(pc.less(table.column("request"), keep))
-                if not len(table) and len(files) > 1:
-                    files.pop().unlink()
-                    continue
-                if len(table) < held:
-                    _write(self.path, table)
-                self.add(table)
+            table = pq.read_table(str(files[-1]), partitioning=None).cast(schema)
+            held = len(table)
+            if keep is not None:
+                table = table.filter(pc.less(table.column("request"), keep))
+            if not len(table) and len(files) > 1:
+                files.pop().unlink()
+                continue
+            if len(table) < held:
+                _write(self.path, table)
+            self.add(table)
             self.flushed()
             return
         self._number = 0
@@ -238,10 +238,11 @@ class TraceWriter:
             if (whole := self.folder / REQUESTS).exists():
                 for file in (self.folder / GROWING).iterdir():
                     file.unlink()
-                os.replace(whole, self._requests.path)
+                _split(whole, self._requests.limit, held.listed.schema, self.folder / GROWING)
+                whole.unlink()
             self._rows.limit = _rows_of_a_file(self.meta, held.optional)
-            self._requests.reopen()
-            self._rows.reopen(keep=self.written)
+            self._requests.reopen(held.listed.schema)
+            self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
         self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
 
 
@@ -335,9 +336,20 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    rows = max(1, len(table) * ROW_GROUP_BYTES // max(1, table.nbytes))
+    rows = max(1, ROW_GROUP_BYTES // row_bytes(table.schema))
     with _writing(path, table.schema) as writer:
         writer.write_table(table, row_group_size=rows)
+
+
+def _split(whole: Path, rows: int, schema: pa.Schema, into: Path) -> None:
+    """Undo `_join`: write the files of `rows` rows each that were joined."""
+    held, number = schema.empty_table(), 0
+    with pq.ParquetFile(str(whole)) as joined:
+        for group in range(joined.num_row_groups):
+            held = pa.concat_tables([held, joined.read_row_group(group).cast(schema)])
+            while len(held) >= rows or (len(held) and group == joined.num_row_groups - 1):
+                _write(into / f"part-{number:05d}.parquet", held.slice(0, rows).combine_chunks())
+                held, number = held.slice(rows), number + 1
 
 
 def _join(files: list[Path], into: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
 from sim.sweep import winner
-from sim.sweep.grid import Grid, Table, _beside, key, outcome, played, save, sweep
+from sim.sweep.grid import Grid, Table, _read_with, key, outcome, played, save, sweep
 from sim.sweep.setup import Requests, Setup
 from sim.sweep.store import Store
 from sim.sweep.winner import Winner
@@ -244,7 +244,7 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     assert len(set(keys)) == len(cells)
     assert keys[0] == key(Setup(folder, hardware="a5000", engine="simpy").load(), parse("lru"), 16)
     mine.write_text(text + "    # changed\n")
-    _beside.cache_clear()
+    _read_with.cache_clear()
     assert key(*cells[4]) != keys[4]
 
 
