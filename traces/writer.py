@@ -116,16 +116,19 @@ class _Files:
         files = sorted(self.folder.glob("part-*.parquet"))
         while files:
             self._number = len(files) - 1
-            table = pq.read_table(str(files[-1]), partitioning=None).cast(schema)
-            held = len(table)
-            if keep is not None:
-                table = table.filter(pc.less(table.column("request"), keep))
-            if not len(table) and len(files) > 1:
-                files.pop().unlink()
-                continue
-            if len(table) < held:
-                _write(self.path, table)
-            self.add(table)
+            held = pq.read_metadata(str(files[-1])).num_rows
+            if keep is None and held >= self.limit:
+                self.rows = held
+            else:
+                table = pq.read_table(str(files[-1]), partitioning=None).cast(schema)
+                if keep is not None:
+                    table = table.filter(pc.less(table.column("request"), keep))
+                if not len(table) and len(files) > 1:
+                    files.pop().unlink()
+                    continue
+                if len(table) < held:
+                    _write(self.path, table)
+                self.add(table)
             self.flushed()
             return
         self._number = 0
@@ -238,8 +241,7 @@ class TraceWriter:
             if (whole := self.folder / REQUESTS).exists():
                 for file in (self.folder / GROWING).iterdir():
                     file.unlink()
-                _split(whole, self._requests.limit, held.listed.schema, self.folder / GROWING)
-                whole.unlink()
+                os.replace(whole, self._requests.path)
             self._rows.limit = _rows_of_a_file(self.meta, held.optional)
             self._requests.reopen(held.listed.schema)
             self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
@@ -336,29 +338,29 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    rows = max(1, ROW_GROUP_BYTES // row_bytes(table.schema))
     with _writing(path, table.schema) as writer:
-        writer.write_table(table, row_group_size=rows)
+        writer.write_table(table, row_group_size=_rows_of_a_group(table.schema))
 
 
-def _split(whole: Path, rows: int, schema: pa.Schema, into: Path) -> None:
-    """Undo `_join`: write the files of `rows` rows each that were joined."""
-    held, number = schema.empty_table(), 0
-    with pq.ParquetFile(str(whole)) as joined:
-        for group in range(joined.num_row_groups):
-            held = pa.concat_tables([held, joined.read_row_group(group).cast(schema)])
-            while len(held) >= rows or (len(held) and group == joined.num_row_groups - 1):
-                _write(into / f"part-{number:05d}.parquet", held.slice(0, rows).combine_chunks())
-                held, number = held.slice(rows), number + 1
+def _rows_of_a_group(schema: pa.Schema) -> int:
+    return max(1, ROW_GROUP_BYTES // row_bytes(schema))
 
 
 def _join(files: list[Path], into: Path) -> None:
-    """One file with the rows of several, a row group of each at a time."""
-    with _writing(into, pq.read_schema(str(files[0]))) as writer:
+    """One file with the rows of several, in row groups that do not tell which row came from which file."""
+    schema = pq.read_schema(str(files[0]))
+    held, size = schema.empty_table(), _rows_of_a_group(schema)
+    with _writing(into, schema) as writer:
         for file in files:
             with pq.ParquetFile(str(file)) as rows:
                 for group in range(rows.num_row_groups):
-                    writer.write_table(rows.read_row_group(group))
+                    held = pa.concat_tables([held, rows.read_row_group(group).cast(schema)]).combine_chunks()
+                    full = len(held) // size * size
+                    if full:
+                        writer.write_table(held.slice(0, full), row_group_size=size)
+                        held = held.slice(full)
+        if len(held):
+            writer.write_table(held.combine_chunks())
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:
