@@ -33,8 +33,8 @@ def shape_of(model: str) -> tuple[str, Shape]:
             raise unknown("model profile", model, [each.stem for each in PROFILES.glob("*.toml")])
     with located(str(path)):
         try:
-            held = tomllib.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            held = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise InputError(f"cannot be read as TOML: {error}") from error
         shape = Shape(*(whole(key, held.get(key)) for key in ("moe_layers", "experts", "top_k")))
         if held.get("encoder_moe_layers"):

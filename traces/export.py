@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numba import njit
 from numpy.typing import NDArray
 
+from traces.compiled import loop
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
@@ -213,4 +213,4 @@ def _follow_back(objects: Any, first: int, upcoming: Any, following: Any) -> Non
         upcoming[objects[i]] = first + i
 
 
-_follow = njit(cache=True, nogil=True)(_follow_back)
+_follow = loop(_follow_back)

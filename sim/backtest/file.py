@@ -151,7 +151,7 @@ def read(path: Path) -> list[Row]:
     try:
         with path.open("rb") as file:
             held = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as TOML: {error}") from error
     with located(str(path)):
         for key in held:

@@ -51,7 +51,7 @@ def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) 
     try:
         with path.open("rb") as file:
             held = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # a number of too many digits is a ValueError
         raise InputError(f"{path}: cannot be read as TOML: {error}") from error
     try:
         return make(cls, held, readers or {}, name=path.stem)

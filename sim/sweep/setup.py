@@ -35,6 +35,9 @@ from traces.steps import RequestSteps
 from traces.trace import Trace
 
 CLOSED, TRACE, POISSON = "closed", "trace", "poisson"
+MOST = 10**9
+"""Of requests, and of microseconds that a policy takes for an event: a clock of 64 bits counts what comes of it."""
+
 ARRIVALS = (CLOSED, TRACE, POISSON)
 """When requests arrive, where several run at a time: as soon as there is room (a closed loop), as recorded, drawn."""
 
@@ -66,8 +69,8 @@ class Setup:
         self._check_users()
         least_zero = {"--warmup-requests": self.warmup_requests, "--predictor-us": self.predictor_us or 0}
         for option, value in least_zero.items():
-            if not 0 <= value < math.inf:
-                raise InputError(f"{option} {value}: must be at least 0")
+            if not 0 <= value <= MOST:
+                raise InputError(f"{option} {value}: must be at least 0 and at most {MOST:,}")
         if not 0 <= self.seed < 2**63:
             raise InputError(f"--seed {self.seed}: must be at least 0 and below 2**63")
         engine.check(self.engine)
@@ -212,7 +215,10 @@ class Loaded:
         if setup.arrivals == POISSON:
             assert setup.arrival_rate
             draws = np.random.default_rng(setup.seed).exponential(1e9 / setup.arrival_rate, len(self.trace.requests))
-            return Users(setup.max_batch, tuple(np.cumsum(np.ceil(draws)).astype(np.int64).tolist()))
+            arrivals_ns = np.cumsum(np.ceil(draws))
+            if arrivals_ns[-1] >= 2**62:
+                raise InputError(f"--arrival-rate {setup.arrival_rate}: the last request would come in a century")
+            return Users(setup.max_batch, tuple(arrivals_ns.astype(np.int64).tolist()))
         return Users(setup.max_batch)
 
     def _recorded_arrivals(self) -> tuple[int, ...]:

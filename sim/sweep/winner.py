@@ -97,7 +97,7 @@ def read(folder: Path) -> tuple[Setup, list[Winner]]:
         return setup, [_checked(Winner, winner) for winner in table.get("winner", [])]
     except FileNotFoundError:
         raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{path} is not what moe-sim sweep writes: {error}") from error
 
 

@@ -62,7 +62,7 @@ def _print_info(facts: dict[str, Any]) -> None:
         "tokens": facts["phase"] if facts["tokens"] is None else f"{facts['tokens']:,} ({facts['phase']})",
     }
     for name, text in lines.items():
-        console.out.print(f"{name:<10}{text}", soft_wrap=True, markup=False)
+        console.out.print(f"{name:<10}{text}", soft_wrap=True)
     phases = [phase for phase in ("prefill", "decode") if phase in facts]
     table = Table("", *phases, box=None, pad_edge=False)
     for row in ROWS:
