@@ -8,21 +8,44 @@ import errno
 import io
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
 from rich.text import Text
 
 from traces.errors import InputError
 
-out = Console(highlight=False, markup=False, emoji=False)
-err = Console(stderr=True, highlight=False, markup=False, emoji=False)
+AS_THEY_ARE: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+
+out = Console(**AS_THEY_ARE)
+err = Console(**AS_THEY_ARE, stderr=True)
+
+
+WIDEST = 100_000
+"""Columns of a table, at most."""
 
 
 def say(part: RenderableType) -> None:
-    """Print a line as it is, or a table, on standard output."""
-    out.print(part, soft_wrap=isinstance(part, str))
+    """Print a line as it is, or a table, on standard output.
+
+    A table is never narrower than its names, which are not cut: a terminal wraps its lines then. In a pipe or a file
+    each row is one line.
+    """
+    if isinstance(part, str):
+        out.print(part, soft_wrap=True)
+        return
+    wide = out.options.update(max_width=WIDEST)
+    for column in part.columns if isinstance(part, Table) else ():
+        column.overflow = "fold"
+        if column.no_wrap:
+            cells = (Measurement.get(out, wide, cell).maximum for cell in (column.header, *column.cells))
+            column.min_width = max(cells)
+    room = Measurement.get(out, wide, part)
+    width = max(out.width, room.minimum) if out.is_terminal else room.maximum
+    Console(**AS_THEY_ARE, width=width).print(part)
 
 
 def note(text: str) -> None:

@@ -25,7 +25,7 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
-from sim.quantities import parse_cache_bytes, parse_cache_size, show_bytes
+from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
 from traces.errors import InputError, unknown
 from traces.reader import open_folder
@@ -183,6 +183,12 @@ class Loaded:
         if self.sizes is None:
             return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
         return parse_cache_bytes(cache_size, self.sizes)
+
+    def exceeds(self, cache_size: str) -> bool:
+        """Return whether a cache of this size, as typed, is larger than all experts."""
+        if self.sizes is not None:
+            return exceeds(cache_size, self.all_experts, int(self.sizes.sum()))
+        return exceeds(cache_size, self.all_experts, self.expert_bytes and self.all_experts * self.expert_bytes)
 
     def experts_in(self, room: int) -> int:
         """Return how many experts such a cache holds, of mean size where they differ."""

@@ -187,6 +187,6 @@ def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
 def test_toml_beyond_all_measure_is_refused(reader, value, tmp_path):
     path = tmp_path / "odd.toml"
     path.write_text(f"a = {value}\n")
-    with pytest.raises(InputError, match="odd.toml: cannot be read as TOML: ") as caught:
+    with pytest.raises(InputError, match=r"odd\.toml: cannot be read as TOML: ") as caught:
         reader(str(path))
     assert "\n" not in str(caught.value)

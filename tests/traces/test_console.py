@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
 from traces import console, demo_trace
 from traces.errors import InputError
@@ -78,6 +79,21 @@ def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr()
     assert said.out.count(name) == 4
     assert said.err == f"{name}\nwarning: {name}\n"
+
+
+def test_names_in_tables_are_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.table import Column, Table
+
+    name, option = "a-name-that-one-has-to-type-" * 2, "an:option=of-one-word-" * 9
+    for terminal in (False, True):
+        monkeypatch.setattr(console, "out", Console(width=70, force_terminal=terminal, color_system=None))
+        table = Table(Column("name", no_wrap=True), "what it does", "options", box=None)
+        table.add_row(name, "some words that may be broken between lines", option)
+        console.say(table)
+        said = capsys.readouterr().out
+        assert name in said
+        assert "\u2026" not in said
+        assert (option in said) == (not terminal)
 
 
 def command(package: str, *arguments: object, shell: str = '"$@"', **env: str) -> "subprocess.CompletedProcess[str]":

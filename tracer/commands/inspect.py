@@ -67,7 +67,7 @@ def _print_info(facts: dict[str, Any]) -> None:
     table = Table("", *phases, box=None, pad_edge=False)
     for row in ROWS:
         table.add_row(row[0], *cells(row, [facts[phase] for phase in phases]))
-    console.out.print(table)
+    console.say(table)
 
 
 Row = tuple[str, tuple[str | int, ...], str]
