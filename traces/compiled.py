@@ -30,7 +30,7 @@ def _kept() -> tuple[bool, bool]:
             return False, True
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
-        config.reload_config()
+        config.reload_config()  # type: ignore[no-untyped-call]
         return True, True
     return True, False
 
@@ -40,5 +40,5 @@ KEPT, KEPT_FOR_NOW = _kept()
 
 def loop(function: F) -> F:
     """Compile a loop over arrays, which leaves Python's lock alone."""
-    made: F = njit(cache=KEPT, nogil=True)(function)
-    return made
+    made: Any = njit(cache=KEPT, nogil=True)(function)
+    return made  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ BEST, EQUAL = "best", "equal"
 
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
-    """Cache sizes above all experts or the GPU's memory, or below one token's demand, and policies of unknown cost."""
+    """Cache sizes and memories that are too small or too large for the model, and policies of unknown cost."""
     found = [
         f"a cache of {text} is larger than all {loaded.all_experts:,} experts: it holds them all (100%)"
         for text in grid.sizes
@@ -40,6 +40,16 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
                     f"a cache of {slots} experts and the dense weights need {show_bytes(needed)}, "
                     f"{loaded.hardware.name} has {show_bytes(memory)}"
                 )
+        experts = loaded.all_experts * loaded.mean_expert_bytes
+        held = loaded.hardware.host_memory_gib * 2**30
+        asked = loaded.setup.host_memory
+        if asked and loaded.exceeds(asked):
+            found.append(f"--host-memory {asked} is larger than all experts: it holds them all (100%)")
+        if asked is None and 0 < held < experts:
+            found.append(
+                f"all experts take {show_bytes(experts)} of host memory, {loaded.hardware.name} has "
+                f"{show_bytes(held)}: --host-memory puts a disk below it"
+            )
     costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
     if loaded.hardware and costless:
         found.append(

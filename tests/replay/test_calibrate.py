@@ -241,7 +241,7 @@ def test_a_calibrated_profile_is_swept_and_gives_the_durations_that_were_measure
     status, out, err = command(
         "moe-replay", "calibrate", "--device", "cpu", "--policies", "lru,eamc", "--out", "a.toml"
     )
-    assert status == 0, err
+    assert status == ("too noisy" in err), err  # as this machine may be: the profile is written all the same
     assert "a.toml" in out.splitlines()[-1]
     machine = hardware(str(tmp_path / "a.toml"))
     (model,) = machine.measured

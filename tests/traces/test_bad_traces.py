@@ -239,7 +239,8 @@ def test_counts_alone_with_routing(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.float16(), 0), pa.list_(pa.float16()), pa.string()], ids=str)
 def test_embeddings_that_are_no_lists_of_a_fixed_size(kind: pa.DataType, folder: Path) -> None:
-    empty = pa.array([""] * 3 if kind == pa.string() else [[]] * 3, kind)
+    none: list[object] = ["" if kind == pa.string() else []]
+    empty = pa.array(none * 3, kind)
     rewrite(folder / REQUESTS, lambda t: t.append_column(pa.field("embedding", kind, nullable=False), empty))
     refuses(folder, REQUESTS, "column 'embedding' is", "not lists of a fixed size above 0")
 
