@@ -34,6 +34,7 @@ from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
 from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
+from traces import console
 from traces.errors import InputError
 from traces.steps import Lookahead, decode_steps
 
@@ -322,5 +323,7 @@ if __name__ == "__main__":
         reports = [check(name) for name in sys.argv[1:]]
     except InputError as error:
         sys.exit(str(error))
-    print(*reports, sep="\n")
+    console.prepare_streams()
+    for report in reports:
+        console.say(str(report))
     sys.exit(not all(report.passed for report in reports))

@@ -60,7 +60,7 @@ def warn(text: str) -> None:
 
 def main(app: typer.Typer, name: str) -> NoReturn:
     """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted, 1 for a full disk."""
-    _prepare_streams()
+    prepare_streams()
     try:
         try:
             app(prog_name=name)
@@ -90,7 +90,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """How writing fails where there is no room, on standard output too."""
 
 
-def _prepare_streams() -> None:
+def prepare_streams() -> None:
     """Escape what the encoding of the terminal or pipe lacks; where a stream is closed, read and write nothing."""
     for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, stream) is None:

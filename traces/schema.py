@@ -106,7 +106,7 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-MOST = 10**12
+MOST = 2**40
 """Of any number of a model: products of larger ones leave the range of 64 bits, and nothing is so large."""
 
 _KINDS: dict[str, Callable[[str, Any], object]] = {

@@ -247,13 +247,16 @@ def _ended(answer: None, keep: Float) -> None:
 
 
 def read_only(event: Event) -> Event:
-    """Return the event with views that cannot be written into."""
-    return Event(*event[:3], *map(_view, event[3:]))
+    """Return the event with views that cannot be written into; arrays that are one in the event are one here."""
+    together = [*map(_view, event[3:8])]
+    if event.own_experts is event.experts:
+        return Event(*event[:3], *together, *together[:2], *map(_view, event[10:]))
+    return Event(*event[:3], *together, *map(_view, event[8:]))
 
 
 def _view(array: NDArray[Any]) -> NDArray[Any]:
     view = array.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view
 
 

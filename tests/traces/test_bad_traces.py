@@ -131,7 +131,7 @@ def test_metadata_that_makes_no_sense(folder: Path, meta: bytes) -> None:
         ({"expert_bytes": -4}, "expert_bytes is -4"),
         (
             {"expert_bytes": 2**62},
-            "expert_bytes is 4611686018427387904; a whole number from 1 to 1000000000000 is needed",
+            "expert_bytes is 4611686018427387904; a whole number from 1 to 1099511627776 is needed",
         ),
         ({"hidden_size": "a"}, "hidden_size is 'a'"),
         ({"hidden_size": 0}, "hidden_size is 0"),
