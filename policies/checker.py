@@ -8,14 +8,18 @@ residency with scripted random routing on caches of all sizes (one slot, events 
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
 before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
-keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
+keep scores and proposals are finite and in range; a user's policy ends each event in time. The cost of an event is
+measured and never judged.
 """
 
 import copy
 import random
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
@@ -24,13 +28,18 @@ from typing import Any
 import numpy as np
 
 from policies.core.events import RequestEvents
+from policies.core.guard import BrokenRuleError, PolicyError, own_classes, proposal_fault
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
-from policies.core.runner import PolicyRunner, proposal_fault
+from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
+from traces import console
 from traces.errors import InputError
 from traces.steps import Lookahead, decode_steps
+
+LIMIT_S = 60.0
+"""Seconds for an event: for more than the first one of a policy that compiles itself needs."""
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
 """Methods of a retention policy that a `ScorePolicy` inherits and the compiled residency does not call."""
@@ -100,14 +109,14 @@ class Drive:
         self._script = script
         self._turns = random.Random(script.seed)
         self._active = NO_EXPERT
-        self._runner, self._residency = _told(lambda: self._begin(spec))
-        _told(self._play)
+        with _time_limit(spec) as self._event_begins:
+            self._runner, self._residency = _told(lambda: self._begin(spec))
+            _told(self._play)
 
     def _begin(self, spec: PolicySpec) -> tuple[PolicyRunner, Any]:
         self._requests = self._script.requests()
         shape = self._script.shape
         runner = PolicyRunner(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
-        runner.checks = False  # what breaks a rule is told in this kit's own words
         partitions = len(spec.divide(shape, shape.total))
         return runner, runner.residency(max(self._script.slots, partitions))
 
@@ -120,6 +129,7 @@ class Drive:
             runner.begin_request(ordinal)
             for step in range(len(request.phase)):
                 for layer in range(L):
+                    self._event_begins()
                     self.marks.append(len(self.log))
                     if script.untimed:
                         for event in events.accesses(step, layer):
@@ -182,7 +192,7 @@ class Drive:
         keeper = self._runner.retention
         if not isinstance(keeper, ScorePolicy):
             return
-        if keeper.keep is not self._residency.keep:
+        if not np.shares_memory(keeper.keep, self._residency.keep):
             raise RuleError("it replaces its array `keep`: the residency holds the first one, so write into it")
         if not np.array_equal(keeper.keep[PRIORITY], queued):
             raise RuleError(
@@ -192,12 +202,37 @@ class Drive:
             raise RuleError("its keep scores are not all finite")
 
 
+@contextmanager
+def _time_limit(spec: PolicySpec) -> Iterator[Callable[[], Any]]:
+    """Yield what says that an event begins: a user's policy has LIMIT_S seconds from there to the next.
+
+    Only the main thread of a POSIX system can be interrupted: elsewhere there is no limit.
+    """
+    own = any(own_classes(half.cls) for half in (spec.evict, spec.prefetch))
+    if not (own and hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()):
+        yield lambda: None
+        return
+
+    def late(*_: Any) -> None:
+        raise BrokenRuleError(f"it takes more than {LIMIT_S:g} s for an event")
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+        yield lambda: signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
+
+
 def _told(act: Callable[[], Any]) -> Any:
     """Whatever the policy raises, as a sentence."""
     try:
         return act()
     except RuleError:
         raise
+    except (PolicyError, BrokenRuleError) as error:
+        raise RuleError(error.broken, error.details) from error
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
@@ -288,5 +323,7 @@ if __name__ == "__main__":
         reports = [check(name) for name in sys.argv[1:]]
     except InputError as error:
         sys.exit(str(error))
-    print(*reports, sep="\n")
+    console.prepare_streams()
+    for report in reports:
+        console.say(str(report))
     sys.exit(not all(report.passed for report in reports))

@@ -3,6 +3,8 @@
 Bad input is told in one line before anything is written.
 """
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,6 +27,8 @@ from traces import console
 if TYPE_CHECKING:
     from policies.core.catalog import PolicyInfo
 
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
 app = typer.Typer(
     help="Which expert-cache policy serves a trace best: on which hardware, with how large a cache.",
     no_args_is_help=True,
@@ -41,6 +45,7 @@ app.command()(run)
 @app.command()
 def policies(
     name: Annotated[str | None, typer.Argument(help="Tell all of this one.")] = None,
+    as_json: Json = False,
 ) -> None:
     """List the policies: pairs, what to keep (retention), what to fetch early (prefetch), and presets of these.
 
@@ -54,7 +59,10 @@ def policies(
         found = [policy for policy in listed if policy.name == name]
         if not found:
             raise unknown("policy", name, [policy.name for policy in listed])
-        console.say(_whole(found[0]))
+        console.say(json.dumps(asdict(found[0]), indent=1) if as_json else _whole(found[0]))
+        return
+    if as_json:
+        console.say(json.dumps([asdict(policy) for policy in listed], indent=1))
         return
     table = _table("name", "kind", "what it does", "options (defaults)")
     for policy in listed:
@@ -84,13 +92,17 @@ def _written(options: dict[str, object]) -> str:
 
 
 @app.command()
-def hardware() -> None:
+def hardware(as_json: Json = False) -> None:
     """List the hardware profiles."""
     from sim import profiles
     from sim.profiles.hardware_profile import hardware as read
 
+    machines = [read(name) for name in profiles.names("hardware")]
+    if as_json:
+        console.say(json.dumps([asdict(machine) for machine in machines], indent=1))
+        return
     table = _table("name", "GPU", "memory", "link", "memory bandwidth", "bf16")
-    for machine in map(read, profiles.names("hardware")):
+    for machine in machines:
         table.add_row(
             machine.name,
             machine.title,
@@ -103,14 +115,21 @@ def hardware() -> None:
 
 
 @app.command()
-def models() -> None:
+def models(as_json: Json = False) -> None:
     """List the model profiles."""
     from sim import profiles
     from sim.profiles.model_profile import model as read
     from sim.quantities import show_bytes
 
+    found = [read(name) for name in profiles.names("models")]
+    if as_json:
+        sizes = ("expert_bytes", "token_bytes")
+        console.say(
+            json.dumps([{**asdict(each), **{of: getattr(each, of) for of in sizes}} for each in found], indent=1)
+        )
+        return
     table = _table("name", "layers x experts, top-k", "expert", "needed per token", "models")
-    for profile in map(read, profiles.names("models")):
+    for profile in found:
         shape = f"{profile.moe_layers} x {profile.experts}, {profile.top_k}"
         sizes = show_bytes(profile.expert_bytes), show_bytes(profile.token_bytes)
         table.add_row(profile.name, shape, *sizes, profile.hub_ids[0])

@@ -1,7 +1,7 @@
 """Quantities as people type and read them, one parser for each kind: cache sizes, bytes.
 
 A cache is a share of all experts (`25%`), a number of experts (`64`) or bytes (`8GiB`). A share rounds to the
-nearest whole expert, halves up, at least 1; bytes hold as many whole experts as fit.
+nearest whole expert, halves up, at least 1; bytes hold as many whole experts as fit. More than all experts is all.
 """
 
 import math
@@ -40,7 +40,7 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
-    """The slots of a cache as typed, for a model of `total` experts; InputError unless it is 1 to `total`.
+    """The slots of a cache as typed, `total` experts at most; InputError unless it holds one.
 
     `expert_bytes` may be None where nothing states it; then a size in bytes is refused too.
     """
@@ -61,15 +61,23 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
             raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
     else:
         raise InputError(f"cache size {text!r} is none: write a share (25%), a number of experts (64) or bytes (8GiB)")
-    if not 1 <= slots <= total:
-        raise InputError(f"a cache of {text} is impossible: it has {slots} slots for the model's {total} experts")
-    return slots
+    if not slots:
+        raise InputError(f"a cache of {text} is impossible: it has 0 slots for the model's {total} experts")
+    return min(slots, total)
+
+
+def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
+    """Whether a cache size as typed, one that can be, is more than all `total` experts, which have so many bytes."""
+    text = text.strip()
+    if text.isdecimal():
+        return int(text) > total
+    return all_bytes is not None and bool(_BYTES.fullmatch(text)) and parse_bytes(text, "cache size") > all_bytes
 
 
 def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
     """The bytes of a cache as typed, for a model whose experts have these sizes (rule 19).
 
-    A number is of experts of mean size. InputError unless it holds the largest expert, and no more than all.
+    A number is of experts of mean size. At most all experts; InputError unless it holds the largest.
     """
     text, whole, largest = text.strip(), int(sizes.sum()), int(sizes.max())
     if _BYTES.fullmatch(text):
@@ -78,12 +86,12 @@ def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
         slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None)
         share = _SHARE.fullmatch(text)
         room = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))
-    if not largest <= room <= whole:
+    if room < largest:
         raise InputError(
             f"a cache of {text} is impossible: it has {show_bytes(room)}, the largest expert {show_bytes(largest)}, "
             f"all experts together {show_bytes(whole)}"
         )
-    return room
+    return min(room, whole)
 
 
 def show_bytes(size: float) -> str:

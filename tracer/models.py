@@ -3,6 +3,7 @@
 import atexit
 import hashlib
 import logging
+import math
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -195,6 +196,7 @@ def load_model(source: str, how: Loading) -> LoadedModel:
         own_code = {"trust_remote_code": how.trust_remote_code}
         with _naming_the_flag(source):
             config = AutoConfig.from_pretrained(source, **own_code)
+        _require_finite(source, config.to_dict())
         tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
         loaded: Any = _class_for(source, config).from_pretrained(
             source,
@@ -210,6 +212,23 @@ def load_model(source: str, how: Loading) -> LoadedModel:
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     return LoadedModel(folder.resolve().name if folder.is_dir() else source, model, tokenizer)
+
+
+UNLIMITED = "time_step_limit"
+"""The one number of a config (of Mamba layers) that may be infinite."""
+
+
+def _require_finite(source: str, held: Any, key: str = "") -> None:
+    """InputError naming a number of the config that is NaN or infinite: such a model routes by nonsense."""
+    if isinstance(held, dict):
+        for name, value in held.items():
+            if name != UNLIMITED:
+                _require_finite(source, value, f"{key}.{name}" if key else str(name))
+    elif isinstance(held, list | tuple):
+        for value in held:
+            _require_finite(source, value, key)
+    elif isinstance(held, float) and not math.isfinite(held):
+        raise InputError(f"the config of {source} has {key} {held}: a finite number is needed")
 
 
 @contextmanager

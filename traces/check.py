@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numba import njit
 from numpy.typing import NDArray
 
+from traces.compiled import loop
 from traces.errors import InputError, located
 from traces.schema import TraceMeta
 from traces.steps import DECODE, Int
@@ -225,6 +225,6 @@ def _count_ids(experts: Any, offsets: Any, keep: Any, eams: Any) -> None:
                             eams[r, layer, e] += 1
 
 
-_scan = njit(cache=True, nogil=True)(_scan_ids)
-_count = njit(cache=True, nogil=True)(_count_ids)
-_first_fault = njit(cache=True, nogil=True)(_scan_fault)
+_scan = loop(_scan_ids)
+_count = loop(_count_ids)
+_first_fault = loop(_scan_fault)

@@ -1,46 +1,82 @@
 """What the three commands share: how an application runs, ends on bad input, and talks to the terminal.
 
-Results go to standard output, everything else (progress, warnings, errors) to standard error.
+Results go to standard output, everything else (progress, warnings, errors) to standard error. Names and paths are
+printed as they are: the consoles know no markup and no emoji, and what the terminal's encoding lacks is escaped.
 """
 
+import errno
+import io
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
-from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
 from traces.errors import InputError
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+AS_THEY_ARE: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+
+out = Console(**AS_THEY_ARE)
+err = Console(**AS_THEY_ARE, stderr=True)
+
+
+WIDEST = 100_000
+"""Columns of a table, at most."""
 
 
 def say(part: RenderableType) -> None:
-    """Print a line as it is, or a table, on standard output."""
-    out.print(part, markup=False, soft_wrap=isinstance(part, str))
+    """Print a line as it is, or a table, on standard output.
+
+    A table is never narrower than its names, which are not cut: a terminal wraps its lines then. In a pipe or a file
+    each row is one line.
+    """
+    if isinstance(part, str):
+        out.print(part, soft_wrap=True)
+        return
+    wide = out.options.update(max_width=WIDEST)
+    for column in part.columns if isinstance(part, Table) else ():
+        column.overflow = "fold"
+        if column.no_wrap:
+            cells = (Measurement.get(out, wide, cell).maximum for cell in (column.header, *column.cells))
+            column.min_width = max(cells)
+    room = Measurement.get(out, wide, part)
+    width = max(out.width, room.minimum) if out.is_terminal else room.maximum
+    Console(**AS_THEY_ARE, width=width).print(part)
 
 
 def note(text: str) -> None:
     """Print one line on standard error, such as which default was taken."""
-    err.print(text, soft_wrap=True, markup=False)
+    err.print(text, soft_wrap=True)
 
 
 def warn(text: str) -> None:
     """Print one warning line on standard error."""
-    err.print(f"[yellow]warning:[/yellow] {escape(text)}", soft_wrap=True)
+    err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
 
 
 def main(app: typer.Typer, name: str) -> NoReturn:
-    """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted."""
+    """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted, 1 for a full disk."""
+    prepare_streams()
     try:
-        app(prog_name=name)
+        try:
+            app(prog_name=name)
+        finally:
+            sys.stdout.flush()
     except InputError as error:
         fail(name, str(error), 2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except UnicodeEncodeError as error:
+        fail(name, f"this locale cannot name {error.object!r}: set LC_ALL=C.UTF-8 or PYTHONUTF8=1", 2)
+    except OSError as error:
+        if error.errno not in (*FULL, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has nowhere to go
+        if error.errno == errno.EPIPE:
+            sys.exit(1)
+        fail(name, f"cannot write {error.filename or 'the output'}: {error.strerror}", 1)
     except KeyboardInterrupt:
         fail(name, "interrupted", 130)
     except SystemExit as end:
@@ -50,7 +86,21 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     sys.exit(0)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""How writing fails where there is no room, on standard output too."""
+
+
+def prepare_streams() -> None:
+    """Escape what the encoding of the terminal or pipe lacks; where a stream is closed, read and write nothing."""
+    for stream, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for as long as we run
+    for written in (sys.stdout, sys.stderr):
+        if isinstance(written, io.TextIOWrapper):
+            written.reconfigure(errors="backslashreplace")
+
+
 def fail(name: str, text: str, status: int) -> NoReturn:
     """Print `NAME: error: TEXT` on one line of standard error and exit with `status`."""
-    err.print(f"{name}: error: {' '.join(text.split())}", style=None, markup=False, soft_wrap=True)
+    err.print(f"{name}: error: {' '.join(text.split())}", style=None, soft_wrap=True)
     sys.exit(status)

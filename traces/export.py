@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numba import njit
 from numpy.typing import NDArray
 
+from traces.compiled import loop
 from traces.errors import InputError
 from traces.output import check_file, make_folder, replacing
 from traces.steps import DECODE, PREFILL
@@ -199,4 +199,4 @@ def _follow_back(objects: Any, first: int, upcoming: Any, following: Any) -> Non
         upcoming[objects[i]] = first + i
 
 
-_follow = njit(cache=True, nogil=True)(_follow_back)
+_follow = loop(_follow_back)

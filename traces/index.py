@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numba import njit
 from numpy.typing import NDArray
 
 from traces.check import check_positions, check_requests, check_unique
+from traces.compiled import loop
 from traces.errors import InputError, located
 from traces.reader import CORE, Folder
 from traces.schema import AGGREGATE, TraceMeta
@@ -83,7 +83,7 @@ class Index:
             raise InputError(f"{where}: the tokens of request {request} are out of order at position {position}")
 
 
-@njit(cache=True, nogil=True)
+@loop
 def _add(
     request: Any, position: Any, phase: Any, seen: int, counts: Any, first: Any, last: Any, latest: Any, faults: Any
 ) -> None:

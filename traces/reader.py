@@ -127,6 +127,10 @@ def open_folder(path: Path | str) -> Folder:
     embedding = None
     if (index := first.get_field_index("embedding")) >= 0:
         embedding = getattr(first.field(index).type, "list_size", 0)
+        if embedding < 1:
+            raise InputError(
+                f"{where}: column 'embedding' is {first.field(index).type}, not lists of a fixed size above 0"
+            )
     listed = requests_schema(meta, embedding)
     for name in requests:
         require_columns(footers[name].schema, listed, location.within(name))

@@ -9,6 +9,7 @@ grows, its requests lie in requests/part-*.parquet instead.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,15 @@ def _plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
+MOST = 2**40
+"""Of any number of a model: products of larger ones leave the range of 64 bits, and nothing is so large."""
+
 _KINDS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("model", "mode", "dtype", "revision"), short),
-    **dict.fromkeys(("layers", "experts", "top_k", "expert_bytes", "hidden_size", "expert_intermediate_size"), whole),
+    **dict.fromkeys(
+        ("layers", "experts", "top_k", "expert_bytes", "hidden_size", "expert_intermediate_size"),
+        partial(whole, high=MOST),
+    ),
     "layer_names": texts,
     "tools": _tools,
     "settings": _settings,
@@ -160,10 +167,13 @@ def requests_schema(meta: TraceMeta, embedding: int | None = None) -> pa.Schema:
 
 
 def row_bytes(schema: pa.Schema) -> int:
-    """What a row of columns of fixed width takes in memory."""
+    """What a row takes in memory, texts left out."""
     bits = 0
     for kind in schema.types:
-        bits += kind.list_size * kind.value_type.bit_width if pa.types.is_fixed_size_list(kind) else kind.bit_width
+        if pa.types.is_fixed_size_list(kind):
+            bits += kind.list_size * kind.value_type.bit_width
+        elif not pa.types.is_string(kind):
+            bits += kind.bit_width
     return -(-bits // 8)
 
 

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from traces.compiled import loop
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
@@ -196,7 +196,7 @@ def _count_gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, hel
     return lookups
 
 
-_gaps = njit(cache=True, nogil=True)(_count_gaps)
+_gaps = loop(_count_gaps)
 
 
 def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:

@@ -95,7 +95,7 @@ class _Files:
 
     def table(self) -> pa.Table:
         """The last file's content."""
-        self._held = [pa.concat_tables(self._held)]
+        self._held = [pa.concat_tables(self._held).combine_chunks()]
         return self._held[0]
 
     def flushed(self) -> None:
@@ -103,8 +103,11 @@ class _Files:
         if self.rows >= self.limit:
             self._number, self.rows, self._held = self._number + 1, 0, []
 
-    def reopen(self, keep: int | None = None) -> None:
-        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests."""
+    def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
+        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests.
+
+        What was read is given the `schema` as it is written: Parquet has a name of its own for a list's elements.
+        """
         files = sorted(self.folder.glob("part-*.parquet"))
         while files:
             self._number = len(files) - 1
@@ -112,7 +115,7 @@ class _Files:
             if keep is None and held >= self.limit:
                 self.rows = held
             else:
-                table = pq.read_table(str(files[-1]), partitioning=None)
+                table = pq.read_table(str(files[-1]), partitioning=None).cast(schema)
                 if keep is not None:
                     table = table.filter(pc.less(table.column("request"), keep))
                 if not len(table) and len(files) > 1:
@@ -245,8 +248,8 @@ class TraceWriter:
                     file.unlink()
                 os.replace(whole, self._requests.path)
             self._rows.limit = _rows_of_a_file(self.meta, held.optional)
-            self._requests.reopen()
-            self._rows.reopen(keep=self.written)
+            self._requests.reopen(held.listed.schema)
+            self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
         self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
 
 
@@ -332,18 +335,29 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 def _write(path: Path, table: pa.Table) -> None:
-    rows = max(1, len(table) * ROW_GROUP_BYTES // max(1, table.nbytes))
     with _writing(path, table.schema) as writer:
-        writer.write_table(table, row_group_size=rows)
+        writer.write_table(table, row_group_size=_rows_of_a_group(table.schema))
+
+
+def _rows_of_a_group(schema: pa.Schema) -> int:
+    return max(1, ROW_GROUP_BYTES // row_bytes(schema))
 
 
 def _join(files: list[Path], into: Path) -> None:
-    """One file with the rows of several, a row group of each at a time."""
-    with _writing(into, pq.read_schema(str(files[0]))) as writer:
+    """One file with the rows of several, in row groups that do not tell which row came from which file."""
+    schema = pq.read_schema(str(files[0]))
+    held, size = schema.empty_table(), _rows_of_a_group(schema)
+    with _writing(into, schema) as writer:
         for file in files:
             with pq.ParquetFile(str(file)) as rows:
                 for group in range(rows.num_row_groups):
-                    writer.write_table(rows.read_row_group(group))
+                    held = pa.concat_tables([held, rows.read_row_group(group).cast(schema)]).combine_chunks()
+                    full = len(held) // size * size
+                    if full:
+                        writer.write_table(held.slice(0, full), row_group_size=size)
+                        held = held.slice(full)
+        if len(held):
+            writer.write_table(held.combine_chunks())
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:

@@ -16,18 +16,16 @@ Arrays are handed over by value, in seven words each. So the functions that choo
 what they choose is `apart`: it gets its own family's state, and of that and the event only the words it reads.
 """
 
-import atexit
-import os
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from numba import config, njit, typeof, types
+from numba import njit, typeof, types
 from numba.core.codegen import CPUCodeLibrary, JITCodeLibrary
 from numba.core.compiler import Compiler
 from numba.core.registry import CPUDispatcher
+
+from traces.compiled import KEPT
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,25 +40,6 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
 
 STAMP = _stamp()
 """Name, date and size of every file of this package with compiled functions, and of the list of policies."""
-
-
-def _kept_for_now() -> bool:
-    """Whether no folder on disk can keep what is compiled; then one does that ends with this process."""
-
-    def probe() -> None: ...
-
-    try:
-        njit(cache=True)(probe)
-    except RuntimeError:  # no folder beside the sources, in the user's home, or in NUMBA_CACHE_DIR is writable
-        folder = tempfile.mkdtemp(prefix="moe-expert-cache-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
-        config.reload_config()
-        return True
-    return False
-
-
-KEPT_FOR_NOW = _kept_for_now()
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
@@ -82,8 +61,8 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
-    made: Any = njit(cache=True, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
-    if hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
+    made: Any = njit(cache=KEPT, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
+    if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
         file._source_stamp, file._load_index = (file._source_stamp, STAMP), _readable(file._load_index)
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)

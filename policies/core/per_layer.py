@@ -5,7 +5,7 @@ experts, so that what it takes for the size of the cache is its partition's. A s
 scores are kept for all experts, and the least of a layer is found as well as the least of all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from policies.core.policy import Event, Int, RetentionPolicy
@@ -27,11 +27,10 @@ def _of_one(method: str) -> Callable[..., None]:
 
 
 class PerLayer(RetentionPolicy):
-    """`keeper` for the first layer and its like, of the same options, for every other."""
+    """`keeper` for the first layer and, of the same class and options, one of `others` for every other."""
 
-    def __init__(self, keeper: RetentionPolicy) -> None:
+    def __init__(self, keeper: RetentionPolicy, others: Sequence[RetentionPolicy]) -> None:
         super().__init__(keeper.shape, keeper.options)
-        others = [type(keeper)(keeper.shape, keeper.options) for _ in range(1, keeper.shape.layers)]
         self._of = [keeper, *others]
         self.name = keeper.name  # type: ignore[misc]  # it passes for the policy whose instances it holds
         self.observes = keeper.observes

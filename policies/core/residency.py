@@ -169,7 +169,8 @@ class PolicyResidency:
         self.policy = policy
         self.one_scale = one_scale
         scored = isinstance(policy, ScorePolicy)
-        self.keep = keep = policy.keep if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
+        self._total = shape.total
+        self.keep = keep = policy.keep[:] if isinstance(policy, ScorePolicy) else np.zeros((3, shape.total))
         self.rule = rule = policy.rule if isinstance(policy, ScorePolicy) else NAMES_VICTIMS
         self.m = m = core.new(shape.total, partitions, vars(type(policy)).get("listed", False), sizes)
         self.slots = int(m[core.ONE, core.SLOTS])
@@ -235,7 +236,7 @@ class PolicyResidency:
 
     def host_memory(self, room: int) -> HostMemory:
         """Return a host memory of so much room below this one, over a disk (rule 17). Once, at the start."""
-        return HostMemory(self.m, self.keep, self.policy.shape.total, room)
+        return HostMemory(self.m, self.keep, self._total, room)
 
     def end_request(self, cold: bool) -> None:
         """No request remains active: drop queued prefetches; `cold` empties the cache and frees the link (rule 10)."""
@@ -265,7 +266,7 @@ class PolicyResidency:
     @property
     def states(self) -> Int:
         """State of every expert (`policies.core.residency_compiled`): int64[L*E], a view."""
-        states: Int = self.m[core.STATE, : self.policy.shape.total]
+        states: Int = self.m[core.STATE, : self._total]
         return states
 
     def resident(self) -> Int:

@@ -12,26 +12,9 @@ from policies.core.spec import PolicySpec
 from traces.errors import InputError
 
 
-def proposal_fault(proposal: object, total: int) -> tuple[str, str] | None:
-    """Return what is not as rule 4 asks, and details; None for a proposal that compiled code can take as it is."""
-    arrays = proposal if isinstance(proposal, tuple) else ()
-    types = [str(getattr(array, "dtype", "no array")) for array in arrays]
-    if types != ["int64", "float64"]:
-        return "something else than int64 ids and float64 priorities", f": {', '.join(types)}"
-    ids, priorities = arrays
-    if ids.ndim != 1 or ids.shape != priorities.shape:
-        return "ids and priorities of different shapes", f": {ids.shape}, {priorities.shape}"
-    if np.any((ids < 0) | (ids >= total)):
-        return "ids that no expert has", f": {ids.min()} to {ids.max()}"
-    if len(np.unique(ids)) < len(ids):
-        return "an expert twice", ""
-    return None if np.isfinite(priorities).all() else ("priorities that are not all finite", "")
-
-
 class PolicyRunner:
     """Fresh instances of both halves of `spec`; oracles among them read the whole run now.
 
-    checks: whether proposals are looked at before compiled code takes them: those of a user's prefetcher are.
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
     budget (`policies.core.limits`) is a share of; an engine that cannot tell plays no policy with a budget.
@@ -56,7 +39,6 @@ class PolicyRunner:
             self.prefetcher.window(experts_per_layer)
         self._observers = [half.observe for half in (self.retention, self.prefetcher) if half.observes]
         self.silent = not self._observers and not self.prefetcher.proposes
-        self.checks = not type(self.prefetcher).__module__.startswith("policies.")
         self._limiter = None if per_access else limiter(self.prefetcher.options, shape, experts_per_layer)
         self._states = np.zeros(shape.total, np.int64)
 
@@ -91,8 +73,6 @@ class PolicyRunner:
         if not self.prefetcher.proposes:
             return None
         proposal = self.prefetcher.propose(event)
-        if self.checks and (fault := proposal_fault(proposal, self.shape.total)):
-            raise InputError(f"prefetcher {type(self.prefetcher).__name__} proposes {''.join(fault)}")
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
 
     def end_request(self, seat: int = 0) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from policies.core import registry, user_file
+from policies.core import guard, registry, user_file
 from policies.core.grammar import Expression, Term, file_and_class, read, read_scope, read_term, value_text
 from policies.core.per_layer import PerLayer
 from policies.core.placement import PLACEMENTS, Fetch, Placement
@@ -66,8 +66,8 @@ class Part:
         return replace(self, options=_options(self.cls, {**self.values, **options}.items()))
 
     def build(self, shape: Shape) -> Any:
-        """Return a fresh instance of a half."""
-        return self.cls(shape, self.options)
+        """Return a fresh instance of a half, guarded if it is a user's own (`policies.core.guard`)."""
+        return guard.built(self.cls, lambda: self.cls(shape, self.options), shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if file_and_class(self.name):
@@ -251,8 +251,12 @@ class PolicySpec:
         """
         keeper: RetentionPolicy = self.evict.build(shape)
         if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
-            return PerLayer(keeper), self.prefetch.build(shape)
-        return keeper, self.prefetch.cls.beside(keeper) if self.shares else self.prefetch.build(shape)
+            others = [self.evict.build(shape) for _ in range(1, shape.layers)]
+            return PerLayer(keeper, others), self.prefetch.build(shape)
+        if not self.shares:
+            return keeper, self.prefetch.build(shape)
+        cls = self.prefetch.cls
+        return keeper, guard.built(cls, lambda: cls.beside(keeper), shape)
 
 
 Policy = str | type[Listener] | Part | PolicySpec
@@ -323,10 +327,16 @@ def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
 
 def _options(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them what is `given`, values or their text. InputError."""
+    return guard.called(cls, "Options", lambda: _chosen(cls, given))
+
+
+def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]]) -> Any:
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
     values = defaults = {option.name: option.default for option in declared}
     if bare := [name for name, default in defaults.items() if default is dataclasses.MISSING]:
         raise InputError(f"option {bare[0]} of {cls.name} needs a default")
+    if odd := [name for name, default in defaults.items() if not isinstance(default, bool | int | float | str)]:
+        raise guard.BrokenRuleError(f"option {odd[0]} has no default that is a bool, int, float or str")
     for key, value in given:
         if key not in defaults:
             raise _no_such_option(cls.name, key, defaults)

@@ -6,16 +6,20 @@ find the same class by the same name.
 
 import importlib.util
 import inspect
+import site
 import sys
+import sysconfig
 import traceback
 import zlib
-from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
+from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from policies.core.grammar import file_and_class
+from policies.core.guard import text_of
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from traces.errors import InputError, unknown
 
@@ -63,20 +67,31 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
         del sys.modules[name]
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise
+    except BaseException as error:  # SystemExit as well
+        del sys.modules[name]
+        said = f"{type(error).__name__}: {text}" if (text := text_of(error)) else type(error).__name__
         raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}") from error
     return module
 
 
-def told(error: Exception, names: Iterable[str], during: str) -> InputError | None:
-    """What a policy in one of the files `names` raised, in one line with the place; None for another error."""
-    for file, _ in filter(None, map(file_and_class, names)):
-        path = str(Path(file).resolve())
-        if line := _line(path, error).strip():
-            return InputError(f"{path}:{line} {type(error).__name__}: {error}, in {during}")
-    return None
+def read_with(file: str) -> tuple[Path, ...]:
+    """Return the file and the user's own modules that it imports, found without running any, in the order of names.
+
+    A user's own are those beside the file and on the import path outside of Python, installed packages and this one.
+    """
+    path = Path(file).resolve()
+    ours = Path(__file__).parents[2]
+    installed = {Path(each).resolve() for each in (*sysconfig.get_paths().values(), *site.getsitepackages())}
+    beside = [path.parent, *(Path(each).resolve() for each in sys.path)]
+    own = [each for each in dict.fromkeys(beside) if each != ours and not installed & {each, *each.parents}]
+    finder = ModuleFinder([str(each) for each in own])
+    with suppress(OSError):  # what cannot be read is no module that the file could have imported
+        finder.run_script(str(path))
+    found = (vars(module)["__file__"] for module in finder.modules.values())
+    return tuple(sorted({path, *(Path(each) for each in found if each)}))
 
 
 def _line(path: str, error: BaseException) -> str:

@@ -18,7 +18,7 @@ from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.host_time import parts_ns
 from replay.calibration.measure import Measurement, between, measure_model, middle, policy_ns, top_k
-from replay.calibration.rates import Rates, rates
+from replay.calibration.rates import Rates, host_gib, rates
 from replay.devices.gpu import Gpu
 from replay.model.network import dtype_of
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
@@ -235,6 +235,7 @@ def profile(found: Found) -> str:
         "framework_us_per_layer": turnaround_us,
         "host_compute_tflop_per_s": each["host_tflop_per_s"],
         "host_memory_bandwidth_gb_per_s": each["host_gb_per_s"],
+        "host_memory_gib": host_gib(),
         **ASSUMED,
     }
     comments = {

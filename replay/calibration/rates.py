@@ -52,6 +52,11 @@ class Rates:
     costs: dict[str, float] = field(default_factory=dict)
 
 
+def host_gib() -> float:
+    """Host memory in all, GiB."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+
+
 def rates(gpu: Gpu | None) -> Rates:
     """Of this machine with that GPU, or as the CPU device uses it; a few seconds. InputError where memory is short."""
     try:
@@ -131,7 +136,7 @@ def of_cpu() -> Rates:
     return Rates(
         link_gb_per_s=link_gb_per_s,
         link_latency_us=seconds(lambda _: copy(slice(0, 64))) * 1e6,
-        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30,
+        memory_gib=host_gib(),
         memory_gb_per_s=max(gb_per_s, link_gb_per_s),
         compute_tflop_per_s=tflop,
         launch_us=seconds(lambda _: little.add_(1)) * 1e6,

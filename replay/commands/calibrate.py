@@ -31,11 +31,13 @@ def calibrate(
     ] = None,
     dense: Dense = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail where the passes differ by more than 3%.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Write nothing where the passes differ by more than 3%.")
+    ] = False,
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure this machine, and write a hardware profile.
+    """Measure this machine, and write a hardware profile; where the passes differ by more than 3%, end with status 1.
 
     With neither a model nor a trace, the model of the shipped trace is measured. A trace goes with the first of the
     models that has its layers, experts and top-k, and brings its own model where none has.
@@ -73,7 +75,7 @@ def calibrate(
     if not quiet:
         _tell(found, path)
     if apart > AGREES:
-        console.warn(noisy)
+        console.fail("moe-replay", f"{noisy}; {path} was written all the same", 1)
 
 
 def _tell(found: "Found", path: Path) -> None:

@@ -70,7 +70,7 @@ def check(
 
     Check(gpu, record, told, names, traces, minutes * 60, commit).run()
     tell(record)
-    console.out.print(f"wrote {path}", markup=False, soft_wrap=True)
+    console.out.print(f"wrote {path}", soft_wrap=True)
     missing = unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])
     for what in missing:
         console.warn(f"not judged: {what}")
@@ -86,14 +86,14 @@ def check(
 def tell(record: Record) -> None:
     """What was found: bounds, ratios to what others do, and what could not be played."""
     for line in lines(record.facts["verdict"]):
-        console.out.print(line, markup=False, soft_wrap=True)
+        console.out.print(line, soft_wrap=True)
     for row in record.facts["ratios"]:
         if row["policy"] != "lru":
             what = f"{row['model']}, {row['policy']} at {row['cache_fraction']:.0%}"
             text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
-            console.out.print(text, markup=False, soft_wrap=True)
+            console.out.print(text, soft_wrap=True)
     if record.facts["ratios"]:
-        console.out.print(f"the paper tells of {PAPER} over what it compares with", markup=False, soft_wrap=True)
+        console.out.print(f"the paper tells of {PAPER} over what it compares with", soft_wrap=True)
     for cell in record:
         if ERROR in cell:
             what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))

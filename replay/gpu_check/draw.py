@@ -116,7 +116,7 @@ def draw(
     """Print tables of a check in Markdown, and draw it."""
     found = read(file)
     for line in tables(found):
-        console.out.print(line, markup=False, soft_wrap=True)
+        console.out.print(line, soft_wrap=True)
     if figure_:
         write_figure(figure(found), figure_)
 

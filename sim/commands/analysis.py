@@ -66,7 +66,7 @@ def compare(
     policies: Annotated[str | None, typer.Option(help="Within one folder: the baseline, then others.")] = None,
     cache_size: Annotated[str | None, typer.Option(help="Only this size (25%, 64).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the resampling.")] = 0,
-    resamples: Annotated[int, typer.Option(min=1, help="Bootstrap samples.")] = 10_000,
+    resamples: Annotated[int, typer.Option(min=1, max=10_000_000, help="Bootstrap samples.")] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as sentences.")] = False,
 ) -> None:
     """Compare cells request by request, with 95% bootstrap intervals: hit rate, and times where they were timed.

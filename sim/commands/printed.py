@@ -57,7 +57,7 @@ def progress(total: int, quiet: bool, what: str = "requests played", done: int =
         def render(self, task: progress.Task) -> Text:
             return Text(compiling.words(), style="dim")
 
-    text, rest = progress.TextColumn("{task.description}"), progress.TimeRemainingColumn()
+    text, rest = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()
     columns = (progress.BarColumn(), progress.MofNCompleteColumn(), text, rest, Compiling())
     with progress.Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
         task = bar.add_task(what, total=total, completed=done)

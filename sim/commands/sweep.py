@@ -267,8 +267,7 @@ def _shown(outcomes: "Sequence[Outcome]") -> "Iterator[str | RichTable]":
     from sim.sweep import report
 
     for found in outcomes:
-        yield report.title(found)
-        yield report.table(found)
+        yield from report.shown(found)
         loaded = found.table.loaded
         yield from diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts)
         yield ""

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from multiprocessing.process import BaseProcess
 
-from policies.core.compiled import KEPT_FOR_NOW
 from sim.engines import compiled_engine
 from sim.interrupts import interrupts_later
 from traces import console
+from traces.compiled import KEPT_FOR_NOW
 
 EXPECTED = "half a minute to a minute"
 

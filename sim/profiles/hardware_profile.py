@@ -42,6 +42,7 @@ class Hardware:
     host_memory_bandwidth_gb_per_s: float
     disk_bandwidth_gb_per_s: float
     disk_latency_us: float = field(metadata=profiles.MAY_BE_ZERO)
+    host_memory_gib: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)  # 0: not stated
     host_expert_share: float = 0.73  # of host memory's bandwidth, at which its cores read the experts that they compute
     host_hop_us: float = field(default=30.0, metadata=profiles.MAY_BE_ZERO)  # activations there and back, once an event
     framework_us_per_expert: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)  # computed on the GPU

@@ -25,6 +25,7 @@ from traces.files import plain
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
+RESAMPLES_OF_A_TABLE = 2_000
 DRAWN_AT_ONCE = 2**22
 
 Float = NDArray[np.float64]
@@ -199,6 +200,23 @@ def differences(baseline: Played, cell: Played, seed: int = 0, resamples: int = 
             found.append(Difference(measure, names[1], names[0], mean, low, high, len(difference)))
     if not found:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
+    return found
+
+
+def indistinct(best: Played, others: Sequence[Played], judged_by: str) -> list[Played]:
+    """Return those of `others` that are not worse than `best` beyond the noise, by a column of results.
+
+    That is: the interval of the paired difference over requests reaches 0. Two requests are needed to tell.
+    """
+    measure = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "misses": "hit_rate"}[judged_by]
+    sign = -1 if measure == "hit_rate" else 1
+    mine = best.requests[measure].to_numpy(np.float64)
+    found = []
+    for other in others:
+        worse = sign * (other.requests[measure].to_numpy(np.float64) - mine)
+        worse = worse[~np.isnan(worse)]
+        if len(worse) < 2 or interval(worse, resamples=RESAMPLES_OF_A_TABLE)[0] <= 0:
+            found.append(other)
     return found
 
 

@@ -27,7 +27,11 @@ def write_table(table: pa.Table, path: Path) -> None:
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """A figure as a PNG, whole or not at all."""
+    """A figure as a PNG, whole or not at all; names in it that hold a $ are no formulas."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     with replacing(path) as file:
         figure.savefig(file, format="png", dpi=150)
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from policies.core import user_file
 from policies.core.grammar import file_and_class
+from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, Policy, PolicySpec, parse
 from sim.loop.log import Ended, RunLog
 from sim.results import files, metrics, plot
@@ -208,11 +209,8 @@ def summed(
 
     try:
         play(ended) if play else loaded.play(policy, slots, ended)
-    except Exception as error:
-        halves = policy.evict.name, policy.prefetch.name
-        if told := user_file.told(error, halves, f"{policy.text} at {slots} experts"):
-            raise told from error
-        raise
+    except PolicyError as error:
+        raise PolicyError(f"{error}, in {policy.text} at {slots} experts") from error
     return summary
 
 
@@ -254,23 +252,18 @@ def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
     return [value for value in options if isinstance(value, str)]
 
 
-_KNOWN = ("policies", "abc", "builtins")
-"""Packages whose classes a cell's `code` stands for, or that never change."""
-
-
 def _sources(half: Part) -> str | None:
-    """Of a policy in a file of its own: the digest of that file and the modules beside it; else of a class's code."""
+    """Of a policy in a file of its own: the digest of that file and what it imports; else of a class's code."""
     if found := file_and_class(half.name):
-        return _beside(found[0])
-    own = [cls for cls in half.cls.__mro__ if cls.__module__.partition(".")[0] not in _KNOWN]
+        return _read_with(found[0])
+    own = own_classes(half.cls)  # a cell's `code` stands for the others
     codes = [marshal.dumps(each.__code__) for cls in own for each in vars(cls).values() if hasattr(each, "__code__")]
     return hashlib.sha256(b"".join(codes)).hexdigest() if own else None
 
 
 @cache
-def _beside(file: str) -> str:
-    beside = sorted(Path(file).resolve().parent.glob("*.py"))
-    return hashlib.sha256(b"".join(each.read_bytes() for each in beside)).hexdigest()
+def _read_with(file: str) -> str:
+    return hashlib.sha256(b"".join(each.read_bytes() for each in user_file.read_with(file))).hexdigest()
 
 
 @cache

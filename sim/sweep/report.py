@@ -1,17 +1,26 @@
 """What a sweep says on the terminal: warnings before it, a table after it."""
 
+from collections.abc import Iterator, Mapping
+
 from rich import box
-from rich.table import Column, Table
+from rich.table import Table
 
 from sim.quantities import show_bytes
+from sim.results import compare
 from sim.results.metrics import Row
 from sim.sweep.grid import Grid, Outcome
 from sim.sweep.setup import Loaded
 
+BEST, EQUAL = "best", "equal"
+
 
 def warnings(loaded: Loaded, grid: Grid) -> list[str]:
-    """Cache sizes below one token's demand or above the GPU's memory, and policies whose cost is unknown."""
-    found = []
+    """Cache sizes and memories that are too small or too large for the model, and policies of unknown cost."""
+    found = [
+        f"a cache of {text} is larger than all {loaded.all_experts:,} experts: it holds them all (100%)"
+        for text in grid.sizes
+        if loaded.exceeds(text)
+    ]
     demand = loaded.token_experts
     shared = not all(policy.scope.cls.per_layer for policy in grid.policies)  # a layer's slots are used once a token
     sizes = [loaded.experts_in(room) for room in grid.sizes.values()]
@@ -31,6 +40,16 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
                     f"a cache of {slots} experts and the dense weights need {show_bytes(needed)}, "
                     f"{loaded.hardware.name} has {show_bytes(memory)}"
                 )
+        experts = loaded.all_experts * loaded.mean_expert_bytes
+        held = loaded.hardware.host_memory_gib * 2**30
+        asked = loaded.setup.host_memory
+        if asked and loaded.exceeds(asked):
+            found.append(f"--host-memory {asked} is larger than all experts: it holds them all (100%)")
+        if asked is None and 0 < held < experts:
+            found.append(
+                f"all experts take {show_bytes(experts)} of host memory, {loaded.hardware.name} has "
+                f"{show_bytes(held)}: --host-memory puts a disk below it"
+            )
     costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
     if loaded.hardware and costless:
         found.append(
@@ -39,43 +58,67 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     return found
 
 
-def title(outcome: Outcome) -> str:
-    """What was played on what."""
+def shown(outcome: Outcome) -> Iterator[str | Table]:
+    """What was played on what, the table, and what its marks mean. The results of `outcome` are on disk."""
+    marks = _marks(outcome)
+    yield _title(outcome)
+    yield _table(outcome, marks)
+    if EQUAL in marks.values():
+        yield f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+
+
+def _title(outcome: Outcome) -> str:
     first, loaded = outcome.rows[0], outcome.table.loaded
     machine = f" on {loaded.hardware.title}" if loaded.hardware else ", untimed"
     played = f"{first['requests']} requests of {first['trace']}, {first['tokens']:,} tokens"
     return f"{first['model']}{machine}: {played}"
 
 
-def table(outcome: Outcome) -> Table:
-    """A row per cell, those of one size together, the recommended ones marked."""
+def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
+    """A row per cell, those of one size together, which stands there as typed."""
     latencies = _latencies(outcome.rows)
-    shown = Table("cache", Column("policy", overflow="fold"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    sized = ["GiB"] if outcome.rows[0]["cache_bytes"] else []
+    shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("cache", "experts", *sized, "policy"):
+        shown.add_column(heading, justify="left" if heading in ("cache", "policy") else "right", no_wrap=True)
     moved = ["MB/token"] if outcome.table.loaded.expert_bytes else []
     for heading in ("hit rate", *latencies, "idle" if latencies else "misses", *moved, ""):
         shown.add_column(heading, justify="right", no_wrap=True)
-    best = {(winner.cache_experts, winner.policy) for winner in outcome.winners}
-    for row, following in zip(outcome.rows, [*outcome.rows[1:], None], strict=True):
-        wins = (row["cache_experts"], row["policy"]) in best
-        cells = [_size(row), row["policy"], _share(row["hit_rate"])]
+    asked = {slots: text for text, slots in outcome.table.grid.sizes.items()}
+    typed = [asked[slots] for _, slots in outcome.table.grid.asked()]
+    for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
+        mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
+        cells = [size, f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"]
+        cells += [f"{row['cache_bytes'] / 2**30:.3g}"] if sized else []
+        cells += [row["policy"], _share(row["hit_rate"])]
         cells += [f"{row[column]:,.2f}" for column in latencies.values()]
         cells.append(_idle(row) if latencies else f"{row['misses']:,}")
         if moved:
             cells.append(_megabytes((row["bytes_demand"] + row["bytes_prefetch"]) / row["tokens"]))
-        last = following is None or following["cache_experts"] != row["cache_experts"]
-        note = "best" if wins else "oracle" if row["oracle"] else ""
-        shown.add_row(*cells, note, style="bold green" if wins else None, end_section=last)
+        style = {BEST: "bold green", EQUAL: "green"}.get(mark)
+        shown.add_row(*cells, mark, style=style, end_section=following != size)
     return shown
+
+
+def _marks(outcome: Outcome) -> dict[tuple[int, str], str]:
+    """What stands beside a size and policy: BEST, or EQUAL for each of several that requests cannot tell apart."""
+    played = compare.read(outcome.table.folder)
+    causal = {(row["cache_experts"], row["policy"]) for row in outcome.rows if not row["oracle"]}
+    marks = {}
+    for winner in outcome.winners:
+        here = [each for each in played if each.cache_experts == winner.cache_experts]
+        best = next(each for each in here if each.policy == winner.policy)
+        others = [each for each in here if each is not best and (each.cache_experts, each.policy) in causal]
+        equal = compare.indistinct(best, others, outcome.judged_by)
+        for each in (best, *equal):
+            marks[each.cache_experts, each.policy] = EQUAL if equal else BEST
+    return marks
 
 
 def _latencies(rows: list[Row]) -> dict[str, str]:
     """Headings and their columns, as far as the rows have them."""
     offered = {"TTFT ms": "ttft_mean_ms", "TPOT ms": "tpot_mean_ms", "p99": "tpot_p99_ms"}
     return {heading: column for heading, column in offered.items() if all(row[column] is not None for row in rows)}
-
-
-def _size(row: Row) -> str:
-    return f"{row['cache_experts']} ({100 * row['cache_fraction']:.3g}%)"
 
 
 def _idle(row: Row) -> str:

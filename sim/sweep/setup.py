@@ -25,7 +25,7 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
-from sim.quantities import parse_cache_bytes, parse_cache_size, show_bytes
+from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
 from traces.errors import InputError
 from traces.reader import open_folder
@@ -35,6 +35,9 @@ from traces.steps import RequestSteps
 from traces.trace import Trace
 
 CLOSED, TRACE, POISSON = "closed", "trace", "poisson"
+MOST = 10**9
+"""Of requests, and of microseconds that a policy takes for an event: a clock of 64 bits counts what comes of it."""
+
 ARRIVALS = (CLOSED, TRACE, POISSON)
 """When requests arrive, where several run at a time: as soon as there is room (a closed loop), as recorded, drawn."""
 
@@ -168,6 +171,12 @@ class Loaded:
             return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
         return parse_cache_bytes(cache_size, self.sizes)
 
+    def exceeds(self, cache_size: str) -> bool:
+        """Return whether a cache of this size, as typed, is larger than all experts."""
+        if self.sizes is not None:
+            return exceeds(cache_size, self.all_experts, int(self.sizes.sum()))
+        return exceeds(cache_size, self.all_experts, self.expert_bytes and self.all_experts * self.expert_bytes)
+
     def experts_in(self, room: int) -> int:
         """Return how many experts such a cache holds, of mean size where they differ."""
         return room if self.sizes is None else round(room * self.all_experts / int(self.sizes.sum()))
@@ -199,7 +208,10 @@ class Loaded:
         if setup.arrivals == POISSON:
             assert setup.arrival_rate
             draws = np.random.default_rng(setup.seed).exponential(1e9 / setup.arrival_rate, len(self.trace.requests))
-            return Users(setup.max_batch, tuple(np.cumsum(np.ceil(draws)).astype(np.int64).tolist()))
+            arrivals_ns = np.cumsum(np.ceil(draws))
+            if arrivals_ns[-1] >= 2**62:
+                raise InputError(f"--arrival-rate {setup.arrival_rate}: the last request would come in a century")
+            return Users(setup.max_batch, tuple(arrivals_ns.astype(np.int64).tolist()))
         return Users(setup.max_batch)
 
     def _recorded_arrivals(self) -> tuple[int, ...]:

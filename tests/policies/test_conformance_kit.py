@@ -82,7 +82,7 @@ class Bad(ScorePolicy):
     def observe(self, event):
         self.keep[:] = event.serial
 """,
-    "it writes into the arrays of an event": """
+    "ValueError: output array is read-only (what a policy is given is read-only: ": """
 class Bad(ScorePolicy):
     def observe(self, event):
         event.counts[:] += 1

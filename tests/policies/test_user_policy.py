@@ -246,7 +246,7 @@ def test_a_proposal_that_compiled_code_cannot_take_is_told_in_one_line(tmp_path,
         f'    """Proposes what it should not."""\n\n    def propose(self, event):\n        return {answer}\n'
     )
     requests = [TRACE.steps(i) for i in range(3)]
-    with pytest.raises(InputError, match=f"prefetcher Wild proposes {error}"):
+    with pytest.raises(InputError, match=f"wild.py:8: it proposes {error}"):
         simulate(
             gpu_run(requests, Shape(3, 16), 8, parse(f"lru+{file}:Wild"), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
         )

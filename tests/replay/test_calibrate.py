@@ -242,7 +242,7 @@ def test_a_calibrated_profile_is_swept_and_gives_the_durations_that_were_measure
     status, out, err = command(
         "moe-replay", "calibrate", "--device", "cpu", "--policies", "lru,eamc", "--out", "a.toml"
     )
-    assert status == 0, err
+    assert status == ("too noisy" in err), err  # as this machine may be: the profile is written all the same
     assert "a.toml" in out.splitlines()[-1]
     machine = hardware(str(tmp_path / "a.toml"))
     (model,) = machine.measured
@@ -279,14 +279,17 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[measured.MeasuredModel]:
     return passes
 
 
-@pytest.mark.parametrize(("strict", "status"), [([], 0), (["--strict"], 1)])
-def test_a_noisy_machine_is_told_in_one_line_and_fails_where_that_was_asked_for(
-    command, tmp_path: Path, quick, strict: list[str], status: int
+@pytest.mark.parametrize(
+    ("strict", "said"), [([], "a.toml was written all the same"), (["--strict"], "nothing was written")]
+)
+def test_a_noisy_machine_is_told_in_one_line_and_fails(
+    command, tmp_path: Path, quick, strict: list[str], said: str
 ) -> None:
     quick[1] = replace(quick[0], transfer_ns=1_050)
     ended, _, err = command("moe-replay", "calibrate", "--device", "cpu", "--out", "a.toml", "-q", *strict)
-    assert ended == status
+    assert ended == 1
     assert err.count("\n") == 1
+    assert said in err
     assert re.search(r"too noisy: a transfer of demo-olmoe differs by 4\.9% between passes", err)
     if strict:
         assert not (tmp_path / "a.toml").exists()

@@ -200,6 +200,18 @@ def test_a_policy_whose_cost_nobody_knows_is_told(command, tmp_path: Path) -> No
     assert "nobody has measured what mine.py:Mine costs an event" in err
 
 
+@pytest.mark.parametrize("device", ["virtual", "cpu"])
+def test_a_fault_of_a_users_policy_is_one_line_with_its_place(device: str, command, tmp_path: Path) -> None:
+    body = "    def victim(self, evictable):\n        raise SystemExit(0)\n"
+    (tmp_path / "mine.py").write_text(
+        f"from policies.core.policy import RetentionPolicy\n\nclass Mine(RetentionPolicy):\n{body}"
+    )
+    status, _, err = command("--policy", "mine.py:Mine", "--device", device, "--requests", "1", "--quiet")
+    assert status == 2, err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].endswith("mine.py:5: SystemExit: 0")
+
+
 def test_a_sweep_of_another_model_is_refused(command, swept: Path) -> None:
     text = (swept / winner.NAME).read_text().replace("cache_experts = ", "cache_experts = 9")
     (swept / winner.NAME).write_text(text)

@@ -75,6 +75,14 @@ def test_the_interval_of_many_values_is_that_of_the_central_limit_theorem():
     assert interval(values, seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
 
 
+def test_resamples_beyond_what_memory_holds_are_refused(home):
+    from tests.support.command import moe_sim as run
+
+    done = run("compare", "x", "--policies", "lru,lfu", "--resamples", "1000000000", cwd=home)
+    assert done.returncode == 2
+    assert "10000000" in done.stderr
+
+
 def test_the_interval_of_two_values_is_known_exactly():
     """Means are 0, 1/2 and 1 with chances 1/4, 1/2, 1/4, so that the middle 95% are all of them."""
     assert interval(np.array([0.0, 1.0])) == (0.0, 1.0)

@@ -180,3 +180,13 @@ def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
     assert (profile.name, profile.expert_bytes, profile.heads) == ("tiny-olmoe", 147_456, 2)
     with pytest.raises(InputError, match="states no sizes; choose one with --model-profile"):
         derived(meta("tiny-olmoe", 4, 16, 4))
+
+
+@pytest.mark.parametrize("value", ["[" * 5000 + "]" * 5000, "9" * 5000], ids=["nested deep", "many digits"])
+@pytest.mark.parametrize("reader", [hardware, model], ids=["hardware", "model"])
+def test_toml_beyond_all_measure_is_refused(reader, value, tmp_path):
+    path = tmp_path / "odd.toml"
+    path.write_text(f"a = {value}\n")
+    with pytest.raises(InputError, match=r"odd\.toml: cannot be read as TOML: ") as caught:
+        reader(str(path))
+    assert "\n" not in str(caught.value)

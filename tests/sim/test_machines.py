@@ -12,6 +12,7 @@ import pytest
 
 from policies.core.spec import parse
 from replay.run import Choice
+from sim.sweep import report
 from sim.sweep.grid import Grid, played
 from sim.sweep.setup import Setup
 from tests.support.command import moe_sim
@@ -133,6 +134,25 @@ def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_pa
     tiny.write_text(shipped.replace("disk_bandwidth_gb_per_s = 6.5", "disk_bandwidth_gb_per_s = 0"), encoding="utf-8")
     with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0: must be above 0"):
         Setup(str(home / "tiny"), hardware=str(tiny)).load()
+
+
+def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp_path: Path) -> None:
+    shipped = (Path(__file__).parents[2] / "sim/profiles/hardware/a5000.toml").read_text(encoding="utf-8")
+    mine = tmp_path / "mine.toml"
+
+    def said(host_memory_gib: float, host_memory: str | None = None) -> list[str]:
+        stated = f"host_memory_gib = {host_memory_gib:.12f}"
+        mine.write_text(shipped.replace("host_memory_gib = 256.0", stated), encoding="utf-8")
+        loaded = Setup(str(home / "tiny"), hardware=str(mine), host_memory=host_memory).load()
+        return [each for each in report.warnings(loaded, Grid((parse("lru"),), {"100%": 1})) if "host" in each]
+
+    loaded = Setup(str(home / "tiny")).load()
+    needed = loaded.all_experts * loaded.mean_expert_bytes / 2**30
+    (warning,) = said(needed / 2)
+    assert "of host memory, mine has" in warning
+    assert "--host-memory puts a disk below it" in warning
+    assert said(needed * 2) == said(0) == said(needed / 2, host_memory="50%") == []
+    assert "larger than all experts" in said(needed, host_memory="1TiB")[0]
 
 
 @pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])

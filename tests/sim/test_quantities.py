@@ -1,6 +1,7 @@
+import numpy as np
 import pytest
 
-from sim.quantities import parse_bytes, parse_cache_size, show_bytes
+from sim.quantities import exceeds, parse_bytes, parse_cache_bytes, parse_cache_size, show_bytes
 from traces.errors import InputError
 
 
@@ -17,19 +18,28 @@ from traces.errors import InputError
         ("1GB", 57),
         ("1GiB", 62),
         ("17301504B", 1),
+        ("769", 768),
+        ("14GB", 768),
+        ("99999TiB", 768),
     ],
 )
 def test_a_cache_size_is_a_share_a_number_or_bytes(text, slots):
     assert parse_cache_size(text, 768, 17_301_504) == slots
 
 
+def test_a_cache_larger_than_all_experts_is_known_as_such():
+    whole = 768 * 17_301_504
+    larger = ["769", "14GB", f"{whole + 1}B"]
+    assert all(exceeds(text, 768, whole) for text in larger)
+    assert not any(exceeds(text, 768, whole) for text in ("768", "100%", "13GB", f"{whole}B"))
+    assert parse_cache_bytes("14GB", np.full(768, 17_301_504)) == whole
+
+
 def test_a_share_rounds_halves_up():
     assert [parse_cache_size(f"{percent}%", 50, None) for percent in (1, 3, 5, 7)] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(
-    "text", ["0%", "0", "0.0%", "100.1%", "101%", "769", "1MB", "14GB", "-5%", "", "lots", "5 parsecs", "5iB"]
-)
+@pytest.mark.parametrize("text", ["0%", "0", "0.0%", "100.1%", "101%", "1MB", "-5%", "", "lots", "5 parsecs", "5iB"])
 def test_an_impossible_cache_size_is_one_clear_line(text):
     with pytest.raises(InputError) as refused:
         parse_cache_size(text, 768, 17_301_504)

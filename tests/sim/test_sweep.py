@@ -7,7 +7,7 @@ import pytest
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
 from sim.sweep import winner
-from sim.sweep.grid import Grid, Table, _beside, key, outcome, played, save, sweep
+from sim.sweep.grid import Grid, Table, _read_with, key, outcome, played, save, sweep
 from sim.sweep.setup import Requests, Setup
 from sim.sweep.store import Store
 from sim.sweep.winner import Winner
@@ -246,7 +246,7 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     assert len(set(keys)) == len(cells)
     assert keys[0] == key(Setup(folder, hardware="a5000", engine="simpy").load(), parse("lru"), 16)
     mine.write_text(text + "    # changed\n")
-    _beside.cache_clear()
+    _read_with.cache_clear()
     assert key(*cells[4]) != keys[4]
 
 
@@ -268,6 +268,10 @@ def test_a_setup_that_cannot_be_is_refused(folder):
         Setup(folder, warmup_requests=-1)
     with pytest.raises(InputError, match="predictor_us = nan"):
         Setup(folder, predictor_us=float("nan"))
+    with pytest.raises(InputError, match=r"--predictor-us 1e\+308: must be at least 0 and at most 1,000,000,000"):
+        Setup(folder, predictor_us=1e308)
+    with pytest.raises(InputError, match="--arrival-rate 1e-300: the last request would come in a century"):
+        Setup(folder, max_batch=1, arrivals="poisson", arrival_rate=1e-300).load()
     with pytest.raises(InputError, match="leave none of 4 to count"):
         Setup(folder, warmup_requests=4).load()
     with pytest.raises(InputError, match="16 MoE layers"):

@@ -208,6 +208,13 @@ def test_a_model_with_other_routers_does_not_go_on_with_a_recording(tmp_path: Pa
         record(other, PROMPTS, tmp_path / "t", Options(6), resume=True)
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
+def test_a_config_with_a_number_that_is_not_finite_is_refused(number: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "olmoe", "rms_norm_eps": {number}}}')
+    with pytest.raises(InputError, match=r"the config of .* has rms_norm_eps -?(nan|inf): a finite number is needed"):
+        load_model(str(tmp_path), Loading(device="cpu"))
+
+
 def test_an_empty_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--shard 1/9 is empty"):
         record(tiny("mixtral"), PROMPTS, tmp_path / "t", Options(6, shard=(1, 9)))

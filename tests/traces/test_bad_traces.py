@@ -131,6 +131,10 @@ def test_metadata_that_makes_no_sense(folder: Path, meta: bytes) -> None:
         ({"mode": None}, "mode is None"),
         ({"expert_bytes": "x"}, "expert_bytes is 'x'"),
         ({"expert_bytes": -4}, "expert_bytes is -4"),
+        (
+            {"expert_bytes": 2**62},
+            "expert_bytes is 4611686018427387904; a whole number from 1 to 1099511627776 is needed",
+        ),
         ({"hidden_size": "a"}, "hidden_size is 'a'"),
         ({"hidden_size": 0}, "hidden_size is 0"),
         ({"dtype": 5}, "dtype is 5"),
@@ -233,6 +237,14 @@ def test_counts_alone_with_routing(folder: Path) -> None:
     rewrite(folder / PART, lambda t: t.slice(0, 0))
     rewrite(folder / REQUESTS, with_column("eam_decode", lambda rows: [rows[0], None, rows[2]]))
     refuses(folder, REQUESTS, "'eam_decode' holds nulls")
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.float16(), 0), pa.list_(pa.float16()), pa.string()], ids=str)
+def test_embeddings_that_are_no_lists_of_a_fixed_size(kind: pa.DataType, folder: Path) -> None:
+    none: list[object] = ["" if kind == pa.string() else []]
+    empty = pa.array(none * 3, kind)
+    rewrite(folder / REQUESTS, lambda t: t.append_column(pa.field("embedding", kind, nullable=False), empty))
+    refuses(folder, REQUESTS, "column 'embedding' is", "not lists of a fixed size above 0")
 
 
 def test_a_null_among_the_embeddings(folder: Path) -> None:

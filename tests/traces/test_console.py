@@ -1,12 +1,19 @@
 """However a command ends, it ends with one line, the right stream and the right status."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 
-from traces import console
+from traces import console, demo_trace
 from traces.errors import InputError
+
+ROOT = Path(__file__).parents[2]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
@@ -56,3 +63,83 @@ def test_a_usage_error_is_told_as_typer_tells_it(
         console.main(app, "act")
     assert ended.value.code == 2
     assert "Usage: act" in capsys.readouterr().err
+
+
+def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    from rich.table import Table
+
+    name = "run[old]/a:b:smile: [/red] [bold]"
+    table = Table(f"head {name}", box=None)
+    table.add_row(name)
+    console.say(name)
+    console.say(table)
+    console.out.print(name)
+    console.note(name)
+    console.warn(name)
+    said = capsys.readouterr()
+    assert said.out.count(name) == 4
+    assert said.err == f"{name}\nwarning: {name}\n"
+
+
+def test_names_in_tables_are_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.table import Column, Table
+
+    name, option = "a-name-that-one-has-to-type-" * 2, "an:option=of-one-word-" * 9
+    for terminal in (False, True):
+        monkeypatch.setattr(console, "out", Console(width=70, force_terminal=terminal, color_system=None))
+        table = Table(Column("name", no_wrap=True), "what it does", "options", box=None)
+        table.add_row(name, "some words that may be broken between lines", option)
+        console.say(table)
+        said = capsys.readouterr().out
+        assert name in said
+        assert "\u2026" not in said
+        assert (option in said) == (not terminal)
+
+
+def command(package: str, *arguments: object, shell: str = '"$@"', **env: str) -> "subprocess.CompletedProcess[str]":
+    """Run `moe-sim` or `moe-trace` with these variables; `shell` says where its streams go."""
+    code = f"from {package}.cli import main; main()"
+    words = ["sh", "-c", shell, "sh", sys.executable, "-c", code, *map(str, arguments)]
+    cleared = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
+    settings: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": 120}
+    return subprocess.run(words, env={**cleared, "PYTHONPATH": str(ROOT), **env}, **settings)
+
+
+LOCALES = (
+    {"PYTHONIOENCODING": "latin-1"},
+    {"PYTHONIOENCODING": "ascii"},
+    {"LC_ALL": "C", "PYTHONUTF8": "0"},
+)
+
+
+@pytest.mark.parametrize("env", LOCALES, ids=str)
+def test_what_an_encoding_lacks_is_escaped(env: dict[str, str], tmp_path: Path) -> None:
+    listed = command("sim", "policies", **env)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    folder = tmp_path / "caf\u00e9\u4e16"
+    folder.mkdir()
+    done = command("tracer", "validate", folder, **env)
+    assert done.returncode == 2
+    assert done.stderr.startswith("moe-trace: error: ")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("package", ["sim", "tracer"])
+def test_a_full_disk_behind_standard_output_is_told(package: str) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("no /dev/full")
+    asked = ["policies"] if package == "sim" else ["info", demo_trace(), "--json"]
+    done = command(package, *asked, shell='"$@" >/dev/full')
+    assert done.returncode == 1
+    assert "error: cannot write the output: No space left on device" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
+    sizes = ",".join(map(str, range(1, 10_003)))
+    asked = ["sweep", demo_trace(), "--policies", "lru", "--cache-sizes", sizes, "--out", tmp_path / "o"]
+    done = command("sim", *asked, shell='"$@" <&-')
+    assert done.returncode == 2
+    assert "this grid has 10,002 cells: make it smaller, or play them with --yes" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert command("sim", "hardware", shell='"$@" >&-').returncode == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.support.same import assert_same
 from tests.support.strategies import traces
 from traces.errors import InputError
-from traces.reader import EXTRA
+from traces.reader import EXTRA, open_folder
 from traces.schema import ROUTING
 from traces.stream import pieces
 from traces.synthetic import synthetic
@@ -75,6 +75,34 @@ def test_a_trace_resumed_wherever_it_stopped_is_the_same_trace(trace: Trace, dat
             done = stop
         assert_same(trace, Trace.read(path, EXTRA), EXTRA)
         assert sorted(file.name for file in path.iterdir()) == ["requests.parquet", "routing"]
+
+
+@pytest.mark.parametrize("killed", [True, False])
+@pytest.mark.parametrize("stop", [1, 3, 4, 5, 8, 9])
+def test_a_resumed_trace_equals_the_uninterrupted_one_byte_for_byte(
+    stop: int, killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = synthetic(10, 6, 2, 4, 2, seed=0, prompt_tokens=3)
+    rows = np.random.default_rng(0).random((len(trace.experts), 2, 2)).astype(np.float16)
+    trace = replace(trace, weights=rows, step=np.sort(trace.step))
+    monkeypatch.setattr("traces.writer.FILE_ROWS", 25)
+    monkeypatch.setattr("traces.writer.REQUEST_BYTES", 4 * 8 * 2 * 4)  # four requests a file
+    monkeypatch.setattr("traces.writer.ROW_GROUP_BYTES", 200)
+    for name, parts in (("whole", [range(10)]), ("resumed", [range(stop), range(stop, 10)])):
+        for part in parts:
+            writer = TraceWriter(tmp_path / name, trace.meta, resume=True)
+            for r in part:
+                writer.add(one_request(trace, r))
+            if killed and part[-1] < 9:
+                writer.flush()
+            else:
+                writer.close()
+    files = {name: sorted((tmp_path / name).rglob("*.parquet")) for name in ("whole", "resumed")}
+    assert [file.name for file in files["whole"]] == [file.name for file in files["resumed"]]
+    assert len(files["whole"]) > 3
+    for whole, resumed in zip(*files.values(), strict=True):
+        assert whole.read_bytes() == resumed.read_bytes(), whole.name
+    assert open_folder(tmp_path / "whole").fingerprint == open_folder(tmp_path / "resumed").fingerprint
 
 
 def test_routing_of_unlisted_requests_is_dropped_when_a_trace_is_resumed(

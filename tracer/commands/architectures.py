@@ -22,4 +22,4 @@ def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JS
         return
     width = max(len(one.name) for one in found)
     for one in found:
-        console.out.print(one.line(width), soft_wrap=True, markup=False, highlight=False)
+        console.out.print(one.line(width), soft_wrap=True, highlight=False)

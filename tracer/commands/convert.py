@@ -104,4 +104,4 @@ def export(
     written = FORMATS[to](held, out) if expert_bytes is None else export_oracle_general(held, out, expert_bytes)
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
-        console.out.print(f"{out}: {written} {what}", soft_wrap=True, markup=False)
+        console.out.print(f"{out}: {written} {what}", soft_wrap=True)

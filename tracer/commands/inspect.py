@@ -62,12 +62,12 @@ def _print_info(facts: dict[str, Any]) -> None:
         "tokens": facts["phase"] if facts["tokens"] is None else f"{facts['tokens']:,} ({facts['phase']})",
     }
     for name, text in lines.items():
-        console.out.print(f"{name:<10}{text}", soft_wrap=True, markup=False)
+        console.out.print(f"{name:<10}{text}", soft_wrap=True)
     phases = [phase for phase in ("prefill", "decode") if phase in facts]
     table = Table("", *phases, box=None, pad_edge=False)
     for row in ROWS:
         table.add_row(row[0], *cells(row, [facts[phase] for phase in phases]))
-    console.out.print(table)
+    console.say(table)
 
 
 Row = tuple[str, tuple[str | int, ...], str]

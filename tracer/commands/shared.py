@@ -37,10 +37,10 @@ def tell(path: Path, quiet: bool) -> None:
     from traces.reader import open_folder
 
     if not quiet:
-        console.out.print(f"{path}: {size(open_folder(path))}", soft_wrap=True, markup=False)
+        console.out.print(f"{path}: {size(open_folder(path))}", soft_wrap=True)
         suggest(f"moe-trace info {path}")
 
 
 def suggest(command: str) -> None:
     """Say what to do next."""
-    console.out.print(f"next: {command}", soft_wrap=True, markup=False)
+    console.out.print(f"next: {command}", soft_wrap=True)

@@ -133,4 +133,4 @@ def _print(statistics: dict[str, Any]) -> None:
             table = Table(phase, *columns, box=None, pad_edge=False)
             for row in (*LENGTH_ROWS, *ROWS):
                 table.add_row(row[0], *cells(row, list(columns.values())))
-            console.out.print(table)
+            console.say(table)

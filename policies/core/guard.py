@@ -1,0 +1,288 @@
+"""The guard around a user's own policy: whatever goes wrong in it ends in one line, with the file and the line.
+
+An instance of a class from outside this package gets the guard where it is made (`built`): each method that an engine
+calls turns what it raises, `SystemExit` included, into a `PolicyError`; what it answers is checked (rules 4 and 5), and
+arrays that it is given are read-only. Built-in policies have no guard and pay nothing.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from traceback import walk_tb
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.core.policy import Event, Float, Int, Listener, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
+from policies.core.scores import NAMES_VICTIMS
+from traces.errors import InputError
+from traces.steps import RequestSteps
+
+METHODS = (
+    *("foresee", "window", "begin_request", "observe", "propose", "end_request"),
+    *("on_hit", "on_insert", "on_evict", "victim"),
+)
+"""All that engines call of a policy."""
+
+BASES = (Listener, RetentionPolicy, Prefetcher, ScorePolicy)
+KNOWN = ("policies", "abc", "builtins")
+"""Packages whose classes are no user's."""
+
+T = TypeVar("T")
+
+
+class PolicyError(InputError):
+    """A fault of a user's policy: its text begins with file and line.
+
+    broken: the rule, as the rest of a sentence about the policy, and details of this case.
+    """
+
+    def __init__(self, text: str, broken: str = "", details: str = "") -> None:
+        super().__init__(text)
+        self.broken, self.details = broken, details
+
+
+class BrokenRuleError(BaseException):
+    """A rule that a policy has broken, as the rest of a sentence about it, and details of this case.
+
+    It is no Exception: a policy that catches all of those does not hear of it.
+    """
+
+    def __init__(self, broken: str, details: str = "") -> None:
+        super().__init__(broken + details)
+        self.broken, self.details = broken, details
+
+
+def own_classes(cls: type) -> list[type]:
+    """Return `cls` and its bases as far as they are a user's own, in the order of resolution."""
+    return [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in KNOWN]
+
+
+def called(cls: type, name: str, call: Callable[[], T]) -> T:
+    """Return what `call` answers, which runs code of `cls`, its `name`. Raise PolicyError for a fault of a user's."""
+    return _guarded(cls, name, call)() if own_classes(cls) else call()
+
+
+def built(cls: type, make: Callable[[], Any], shape: Shape) -> Any:
+    """Return the half that `make` makes of `cls`, guarded if that is a user's own. Raise PolicyError."""
+    if not own_classes(cls):
+        return make()
+    if issubclass(cls, ScorePolicy) and not isinstance(getattr(cls, "keep", None), property):
+        cls.keep = _KEEP  # type: ignore[assignment]
+    half = called(cls, "__init__", make)
+    called(cls, "__init__", lambda: _check(half, cls, shape))
+    _guard(half, cls, shape.total)
+    return half
+
+
+def proposal_fault(proposal: object, total: int) -> tuple[str, str] | None:
+    """Return what is not as rule 4 asks, and details; None for a proposal that compiled code can take as it is."""
+    arrays = proposal if isinstance(proposal, tuple) else ()
+    types = [str(getattr(array, "dtype", "no array")) for array in arrays]
+    if types != ["int64", "float64"]:
+        return "something else than int64 ids and float64 priorities", f": {', '.join(types)}"
+    ids, priorities = arrays
+    if ids.ndim != 1 or ids.shape != priorities.shape:
+        return "ids and priorities of different shapes", f": {ids.shape}, {priorities.shape}"
+    if np.any((ids < 0) | (ids >= total)):
+        return "ids that no expert has", f": {ids.min()} to {ids.max()}"
+    if len(np.unique(ids)) < len(ids):
+        return "an expert twice", ""
+    return None if np.isfinite(priorities).all() else ("priorities that are not all finite", "")
+
+
+# What is wrong, and where
+
+
+def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
+    def guarded(*given: Any) -> T:
+        try:
+            return call(*given)
+        except (KeyboardInterrupt, InputError):
+            raise
+        except BaseException as error:  # a policy that exits would end a sweep without a word
+            raise _fault(cls, name, error) from error
+
+    return guarded
+
+
+def _fault(cls: type, name: str, error: BaseException) -> PolicyError:
+    """Return what a user's code has raised, with the place in it."""
+    file, line = _raised(cls, error) or _defined(cls, name)
+    if isinstance(error, BrokenRuleError):
+        return PolicyError(f"{file}:{line}: {error}", error.broken, error.details)
+    kind, said = type(error).__name__, text_of(error)
+    if isinstance(error, ValueError) and "read-only" in said:
+        said += " (what a policy is given is read-only: copy an array before you write into it)"
+    details = f": {said}" if said else ""
+    at = f", at {file.replace(chr(92), '/').rpartition('/')[2]}:{line}"
+    return PolicyError(f"{file}:{line}: {kind}{details}", f"it raises {kind}", details + at)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the message of any exception, of one that cannot say it too."""
+    try:
+        return str(error)
+    except Exception:
+        return "(its message cannot be read)"
+
+
+def _raised(cls: type, error: BaseException) -> tuple[str, int] | None:
+    """Return the last place in the files of a user's class that had to do with the error."""
+    files = {getattr(sys.modules.get(each.__module__), "__file__", None) for each in own_classes(cls)}
+    for each in own_classes(cls):
+        codes = (getattr(value, "__code__", None) for value in vars(each).values())
+        files |= {code.co_filename for code in codes if code and not code.co_filename.startswith("<string>")}
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    return next((place for place in reversed(places) if place[0] in files), None)
+
+
+def _defined(cls: type, name: str) -> tuple[str, int]:
+    """Return the place of a method, else of the class."""
+    for each in own_classes(cls):
+        if code := getattr(inspect.unwrap(vars(each).get(name, each)), "__code__", None):
+            return code.co_filename, code.co_firstlineno
+    try:
+        return inspect.getsourcefile(cls) or cls.__name__, inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return cls.__name__, 1
+
+
+# What a policy must have when it is built
+
+
+def _replace(half: Any, keep: object) -> None:
+    if vars(half).get("_built") and keep is not half._keep:
+        raise BrokenRuleError(
+            "it replaces its array `keep`: the residency holds the first one, so write into it, as in "
+            "self.keep[0] *= 0.5 or self.keep[0] = ..."
+        )
+    half._keep = keep
+
+
+_KEEP = property(attrgetter("_keep"), _replace, doc="Keep scores: an array that stays the same once the run begins.")
+
+
+def _check(half: Any, cls: type, shape: Shape) -> None:
+    """Raise BrokenRuleError for an instance that engines cannot use."""
+    if not isinstance(half, cls):
+        raise BrokenRuleError(f"it makes {type(half).__name__} instead of {cls.__name__}")
+    lacks = [name for name in ("shape", "options") if name not in vars(half)]
+    lacks += ["keep"] if isinstance(half, ScorePolicy) and "_keep" not in vars(half) else []
+    if lacks:
+        raise BrokenRuleError(
+            f"it has no {' and no '.join(lacks)}: let its __init__ call super().__init__(shape, options)"
+        )
+    if not isinstance(half, ScorePolicy):
+        return
+    keep: Any = half.keep
+    if not isinstance(keep, np.ndarray) or keep.dtype != np.float64 or not keep.flags.carray or keep.ndim != 2:
+        raise BrokenRuleError("its `keep` is not the writable float64[3, L*E] that ScorePolicy makes: write into that")
+    if len(keep) < 3 or keep.shape[1] != shape.total:
+        raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not (3, {shape.total}) as ScorePolicy makes it")
+    if type(half.rule) is not int or not 0 <= half.rule < NAMES_VICTIMS:
+        raise BrokenRuleError(f"its `rule` is {half.rule!r}, none of policies.core.scores")
+    vars(half)["_built"] = True
+
+
+# The guard
+
+
+def _guard(half: Any, cls: type, total: int) -> None:
+    """Put a guard around each method of an instance that does anything."""
+    own = own_classes(cls)
+    own_kernel = any("kernel" in vars(each) for each in own)
+    latest: list[Event] = []
+
+    def protect(event: Event) -> Event:
+        """The same event for both calls, as an event that cannot be written into."""
+        if not latest or latest[0] is not event:
+            latest[:] = event, read_only(event)
+        return latest[1]
+
+    def guard(method: str, owned: bool) -> Callable[..., Any]:
+        call = getattr(half, method)
+        if method == "foresee":
+            return lambda requests, per_access: call(ReadOnly(requests), per_access)
+        if method == "observe":
+            return (lambda event: call(protect(event))) if owned else call
+        if method == "propose":
+            return lambda event: _proposal(call(protect(event) if owned else event), total)
+        if method == "end_request" and isinstance(half, ScorePolicy):
+            return lambda seat: _ended(call(seat), half.keep)
+        return (lambda evictable: _victim(call, evictable)) if method == "victim" else call
+
+    for method in METHODS:
+        definer = next((each for each in cls.__mro__ if method in vars(each)), None)
+        always = method in ("propose", "victim") or (method == "end_request" and isinstance(half, ScorePolicy))
+        if definer and (always or half.kernel or definer not in BASES):
+            vars(half)[method] = _guarded(cls, method, guard(method, definer in own or own_kernel))
+
+
+def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
+    """Return a checked proposal as arrays of its own."""
+    if fault := proposal_fault(answer, total):
+        raise BrokenRuleError(f"it proposes {fault[0]}", fault[1])
+    ids, priorities = answer
+    return np.array(ids), np.array(priorities)
+
+
+def _victim(call: Callable[[Int], Any], evictable: Int) -> int:
+    """Return the checked victim."""
+    evictable.flags.writeable = False
+    answer = call(evictable)
+    if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or answer not in evictable:
+        shown = int(answer) if isinstance(answer, np.integer) else repr(answer)
+        raise BrokenRuleError(f"it named victim {shown}, which was not offered: answer one of the ids in `evictable`")
+    return int(answer)
+
+
+def _ended(answer: None, keep: Float) -> None:
+    """Look at the scores when a request has ended: one that is no number would order nothing."""
+    if np.isnan(keep[:2]).any():
+        raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
+
+
+def read_only(event: Event) -> Event:
+    """Return the event with views that cannot be written into; arrays that are one in the event are one here."""
+    together = [*map(_view, event[3:8])]
+    if event.own_experts is event.experts:
+        return Event(*event[:3], *together, *together[:2], *map(_view, event[10:]))
+    return Event(*event[:3], *together, *map(_view, event[8:]))
+
+
+def _view(array: NDArray[Any]) -> NDArray[Any]:
+    view = array.view()
+    view.setflags(write=False)
+    return view
+
+
+class ReadOnly(Sequence[RequestSteps]):
+    """The routing of a run, of arrays that cannot be written into."""
+
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, i: int) -> RequestSteps: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
+    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
+        found = self._requests[i]
+        return _steps(found) if isinstance(found, RequestSteps) else [_steps(each) for each in found]
+
+
+def _steps(request: RequestSteps) -> RequestSteps:
+    return _arrays_read_only(replace(request, lookahead=request.lookahead and _arrays_read_only(request.lookahead)))
+
+
+def _arrays_read_only(holder: T) -> T:
+    """Return a dataclass with read-only views of its arrays."""
+    arrays = {name: _view(value) for name, value in vars(holder).items() if isinstance(value, np.ndarray)}
+    return replace(holder, **arrays)  # type: ignore[type-var]

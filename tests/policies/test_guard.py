@@ -1,0 +1,255 @@
+"""The guard around a user's own policy: each fault is one line with file and line, wherever the policy is played."""
+
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from policies import checker
+from policies.core.guard import PolicyError, own_classes
+from policies.core.policy import Shape
+from policies.core.spec import parse
+from policies.core.user_file import read_with
+from sim.engines import untimed
+from sim.engines.simpy_engine import simulate
+from sim.loop.run import gpu_run
+from sim.profiles.timing import FixedTiming, Link
+from tests.support.command import moe_sim
+from tests.support.tiny import SIZES
+from traces.synthetic import synthetic
+
+SHAPE = Shape(2, 6)
+TRACE = synthetic(3, tokens=6, layers=2, experts=6, top_k=2, seed=3)
+REQUESTS = [TRACE.steps(i) for i in range(3)]
+
+HEAD = """import sys
+import time
+import numpy as np
+from policies.core.policy import Options, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.retention.clock import Clock
+class Mine({base}):
+"""
+LINES = HEAD.count("\n")
+
+
+def played(policy: str, slots: int = 3) -> None:
+    """Play the policy timed and untimed."""
+    run = gpu_run(REQUESTS, SHAPE, slots, parse(policy), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
+    simulate(run)
+    untimed.count(REQUESTS, 2, 6, slots, policy)
+
+
+def file_of(folder: Path, body: str, base: str = "RetentionPolicy", name: str = "mine.py") -> str:
+    """Write a policy `Mine`, its body indented by four; its first line is LINES + 1."""
+    (folder / name).write_text(HEAD.format(base=base) + "".join(f"    {line}\n" for line in body.splitlines()))
+    return f"{folder / name}:Mine"
+
+
+VICTIMS = {
+    "None": "None",
+    "-1": "-1",
+    "10**9": "1000000000",
+    "1.5": "1.5",
+    "float(evictable[0])": r"[\d.]+",
+    "'a'": "'a'",
+    "float('nan')": "nan",
+    "True": "True",
+    "evictable": r"array\(.*",
+    "next(e for e in range(12) if e not in evictable)": r"\d+",
+}
+
+
+@pytest.mark.parametrize("scope", ["", "@layer"])
+@pytest.mark.parametrize("answer", VICTIMS)
+def test_a_victim_that_was_not_offered_is_one_line_with_its_place(answer, scope, tmp_path):
+    mine = file_of(tmp_path, f"def victim(self, evictable):\n    return {answer}")
+    told = rf"^{re.escape(mine[:-5])}:{LINES + 1}: it named victim {VICTIMS[answer]}, which was not offered"
+    with pytest.raises(PolicyError, match=told) as caught:
+        played(mine + scope)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_victim_inherited_from_a_built_in_policy_is_checked_as_well(tmp_path):
+    mine = file_of(tmp_path, "def on_evict(self, expert):\n    raise SystemExit", base="Clock")
+    with pytest.raises(PolicyError, match=f"mine.py:{LINES + 2}: SystemExit$"):
+        played(mine)
+
+
+RAISES = {
+    "in __init__": "def __init__(self, shape, options):\n    super().__init__(shape, options)\n    1 / 0",
+    "in observe": "def observe(self, event):\n    if event.serial > 3:\n        1 / 0",
+    "in begin_request": "def begin_request(self, request, seat):\n    if request == 1:\n        1 / 0",
+    "in foresee": "def foresee(self, requests, per_access):\n    for request in requests:\n        1 / 0",
+    "in end_request": "def end_request(self, seat):\n    def helper():\n        1 / 0\n    helper()",
+}
+
+
+@pytest.mark.parametrize("where", RAISES)
+@pytest.mark.parametrize("fault", ["1 / 0", "sys.exit(0)", "raise MemoryError", "[][3]"])
+def test_what_a_policy_raises_is_one_line_with_its_place(where, fault, tmp_path):
+    body = RAISES[where].replace("1 / 0", fault)
+    line = LINES + next(n for n, text in enumerate(body.splitlines(), 1) if fault in text)
+    name = {"1 / 0": "ZeroDivisionError: division by zero", "sys.exit(0)": "SystemExit: 0"}
+    name |= {"raise MemoryError": "MemoryError", "[][3]": "IndexError: list index out of range"}
+    with pytest.raises(PolicyError, match=rf"mine.py:{line}: {re.escape(name[fault])}$"):
+        played(file_of(tmp_path, body, "ScorePolicy"))
+
+
+BEGIN = "def __init__(self, shape, options):\n    super().__init__(shape, options)\n    "
+OPTIONS = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    "
+OBSERVE = "def observe(self, event):\n    "
+FORESEE = "def foresee(self, requests, per_access):\n    "
+COPY = ".what a policy is given is read-only: copy an array"
+
+UNFIT = {
+    BEGIN.replace("super().__init__(shape, options)", "pass"): "has no shape and no options and no keep: let its __in",
+    "def __init__(self):\n    pass": "TypeError: .*__init__",
+    BEGIN + "self.keep = None": "its `keep` is not the writable",
+    BEGIN + "self.keep = self.keep[:2]": "its `keep` has the shape",
+    BEGIN + "self.keep.flags.writeable = False": "its `keep` is not the writable",
+    "rule = 99": "its `rule` is 99",
+    "Options = 5": "TypeError: 'int' object is not callable",
+    OPTIONS + "a: object = None": "option a has no default that",
+    OPTIONS + "a: int = 1\n    def __post_init__(self):\n        1 / 0": "ZeroDivisionError",
+    "def observe(self):\n    pass": "TypeError: .*observe",
+    OBSERVE + "self.keep[0, event.experts] = np.nan": "not all numbers: some are NaN",
+    OBSERVE + "self.keep = self.keep * 0.5": "it replaces its array `keep`",
+    OBSERVE + "self.keep = np.zeros_like(self.keep)": "it replaces its array `keep`",
+    OBSERVE + "try:\n        self.keep = 3\n    except Exception:\n        pass": "it replaces its array `keep`",
+    OBSERVE + "event.experts[0] = 3": f"ValueError: assignment destination is read-only {COPY}",
+    OBSERVE + "event.own_counts.sort()": f"ValueError: sort array is read-only {COPY}",
+    OBSERVE + "event.offsets[:] += 1": f"ValueError: output array is read-only {COPY}",
+    FORESEE + "requests[0].experts[:] = 0": "ValueError: assignment destination is read-only",
+    FORESEE + "requests[:1][0].counts[:] = 0": "ValueError: assignment destination is read-only",
+}
+
+
+@pytest.mark.parametrize("body", UNFIT)
+def test_a_policy_that_engines_could_not_use_is_told_so(body, tmp_path):
+    with pytest.raises(PolicyError, match=rf"^{tmp_path / 'mine.py'}:\d+: .*{UNFIT[body]}"):
+        played(file_of(tmp_path, body, "ScorePolicy"))
+
+
+def test_keep_is_written_in_place_in_every_way(tmp_path):
+    body = """def __init__(self, shape, options):
+    super().__init__(shape, options)
+    self.keep = np.ones((3, shape.total))
+def observe(self, event):
+    self.keep[0] *= 0.5
+    self.keep *= 1
+    self.keep[0, event.experts] += 1
+    self.keep = self.keep"""
+    played(file_of(tmp_path, body, "ScorePolicy"))
+
+
+def test_events_are_kept_and_arrays_of_proposals_are_the_policys_own(tmp_path):
+    body = """def observe(self, event):
+    self.__dict__.setdefault("heard", []).append((event, event.experts.tolist()))
+    assert all(event.experts.tolist() == experts for event, experts in self.heard)
+    self.event = event
+def propose(self, event):
+    assert event is self.event
+    self.ids = np.arange(12)
+    return self.ids, np.zeros(12)
+def end_request(self, seat):
+    if hasattr(self, "ids"):  # untimed nothing is proposed
+        self.ids[:] = 99"""
+    played(f"lru+{file_of(tmp_path, body, 'Prefetcher')}")
+
+
+def test_built_in_policies_have_no_guard():
+    keeper, prefetcher = parse("eamc").build(SHAPE)
+    assert not {"observe", "propose", "end_request"} & {*vars(keeper), *vars(prefetcher)}
+    assert own_classes(type(keeper)) == []
+    assert not hasattr(type(keeper), "keep")
+
+
+def test_a_fault_reaches_other_processes_whole():
+    fault = PolicyError("mine.py:3: ZeroDivisionError", "it raises ZeroDivisionError", ", at mine.py:3")
+    found = pickle.loads(pickle.dumps(fault))
+    assert (str(found), found.broken, found.details) == (str(fault), fault.broken, fault.details)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a small trace."""
+    from dataclasses import replace
+
+    from traces.writer import write_trace
+
+    home = tmp_path_factory.mktemp("home")
+    write_trace(replace(TRACE, meta=replace(TRACE.meta, model="tiny", **SIZES)), home / "tiny")
+    return home
+
+
+FAULTS = {
+    "exits": ("def observe(self, event):\n    sys.exit(0)", f"mine.py:{LINES + 2}: SystemExit: 0"),
+    "replaces": (
+        "def observe(self, event):\n    self.keep = self.keep * 1",
+        f"mine.py:{LINES + 2}: it replaces its arr",
+    ),
+    "cannot begin": ("def __init__(self, shape, options):\n    1 / 0", f"mine.py:{LINES + 2}: ZeroDivisionError"),
+}
+
+
+COMMANDS = (
+    *("sweep tiny --workers 1", "sweep tiny --workers 2"),
+    *("run tiny", "tune tiny --search a=1..3 --trials 2 --workers 1"),
+)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, home):
+    body, said = FAULTS[fault]
+    own = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Options:\n    a: int = 1\n"
+    name = f"{fault.replace(' ', '_')}.py"
+    file_of(home, body + "\n" + own, "ScorePolicy", name)
+    words = command.split()
+    policies = ["--policies", f"{name}:Mine,{name}:Mine:a=2"] if words[0] == "sweep" else ["--policy", f"{name}:Mine"]
+    out = [] if words[0] == "run" else ["--out", f"out-{fault}-{'-'.join(words)}"]
+    size = ["--cache-sizes" if words[0] == "sweep" else "--cache-size", "50%"]
+    done = moe_sim(*words, *policies, *out, *size, "-q", "--predictor-us", "1", cwd=home)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    *before, line = done.stderr.splitlines()
+    assert all(each.startswith("warning: ") for each in before), done.stderr
+    assert said.replace("mine.py", name) in line
+
+
+def test_the_kit_ends_a_policy_that_never_ends_an_event(tmp_path, monkeypatch):
+    monkeypatch.setattr(checker, "LIMIT_S", 0.3)
+    body = "def observe(self, event):\n    while event.serial > 2:\n        time.sleep(0.01)"
+    (failure,) = checker.check(file_of(tmp_path, body, "ScorePolicy")).failures[:1]
+    assert failure.startswith("it takes more than 0.3 s for an event")
+
+
+def test_only_files_that_a_policy_imports_count_for_its_digest(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "mine.py").write_text("import numpy\nimport helper\ndef later():\n    from more import lazy\n")
+    (tmp_path / "helper.py").write_text("from json import dumps\nimport absent\n")
+    (tmp_path / "more").mkdir()
+    for name in ("more/__init__.py", "more/lazy.py", "neighbour.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "x.py").mkdir()  # a folder
+    (tmp_path / ".#mine.py").symlink_to("somebody@somewhere.1234")  # Emacs' lock
+    names = [str(path.relative_to(tmp_path)) for path in read_with(str(tmp_path / "mine.py"))]
+    assert names == ["helper.py", "mine.py", "more/__init__.py", "more/lazy.py"]
+
+
+def test_unreadable_neighbours_of_a_policy_are_no_matter(home):
+    folder = home / "own"
+    folder.mkdir()
+    file_of(folder, "pass", "ScorePolicy")
+    (folder / ".#mine.py").symlink_to("somebody@somewhere.1234")
+    (folder / "x.py").mkdir()
+    asked = ("sweep", "tiny", "--policies", "own/mine.py:Mine", "--cache-sizes", "50%", "--untimed", "-q")
+    done = moe_sim(*asked, "--out", "neighbours", cwd=home)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_victim_may_be_any_whole_number_that_was_offered(tmp_path):
+    for answer in ("evictable[0]", "int(evictable[-1])", "np.int32(evictable[0])"):
+        played(file_of(tmp_path, f"def victim(self, evictable):\n    return {answer}"))

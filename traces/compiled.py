@@ -1,0 +1,44 @@
+"""Loops over the rows of traces, compiled by numba, and where everything that numba compiles is kept on disk.
+
+That is beside the sources, else in the user's home or NUMBA_CACHE_DIR; where none of these can be written to, in a
+folder that ends with the process, and where there is none either, nowhere.
+"""
+
+import atexit
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from numba import config, njit
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _kept() -> tuple[bool, bool]:
+    """Whether what is compiled is kept, and whether for this process alone."""
+
+    def probe() -> None: ...
+
+    try:
+        njit(cache=True)(probe)
+    except RuntimeError:  # numba finds no folder
+        try:
+            folder = tempfile.mkdtemp(prefix="moe-expert-cache-")
+        except OSError:
+            return False, True
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["NUMBA_CACHE_DIR"] = folder  # for processes that this one starts
+        config.reload_config()  # type: ignore[no-untyped-call]
+        return True, True
+    return True, False
+
+
+KEPT, KEPT_FOR_NOW = _kept()
+
+
+def loop(function: F) -> F:
+    """Compile a loop over arrays, which leaves Python's lock alone."""
+    made: Any = njit(cache=KEPT, nogil=True)(function)
+    return made  # type: ignore[no-any-return]
