@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
-from sim.sweep.store import only_one
+from sim.sweep.store import LOCK, only_one
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_all_workers_quietly(home, tmp_path):
     _, told = running.communicate(timeout=30)
     assert running.returncode == 130
     assert "Traceback" not in told
-    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"sweep.toml", "cells"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} <= {"sweep.toml", "cells", LOCK}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
@@ -193,7 +193,8 @@ def test_a_config_file_and_what_a_sweep_writes_beside_its_results_play_the_same(
         f'traces = ["{home / "tiny"}"]\npolicies = ["random", "eamc:capacity=2|3"]\ncache_sizes = ["50%"]\n'
         'hardware = ["a5000", "h200"]\nseeds = [1, 2]\nwarmup_requests = 1\nchunk_bytes = "4096B"\n'
     )
-    done = moe_sim("sweep", "--config", "my.toml", "--out", "one", "--json", cwd=tmp_path)
+    asked = ["sweep", "--json", "--workers", "1"]
+    done = moe_sim(*asked, "--config", "my.toml", "--out", "one", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     policies = ["random:seed=1", "random:seed=2", "eamc:capacity=2", "eamc:capacity=3"]
@@ -202,9 +203,9 @@ def test_a_config_file_and_what_a_sweep_writes_beside_its_results_play_the_same(
     ]
     assert [row["seed"] for row in rows] == [1, 2, None, None] * 2
     (tmp_path / "elsewhere").mkdir()
-    again = moe_sim("sweep", "--config", "../one/sweep.toml", "--out", "two", "--json", cwd=tmp_path / "elsewhere")
+    again = moe_sim(*asked, "--config", "../one/sweep.toml", "--out", "two", cwd=tmp_path / "elsewhere")
     assert json.loads(again.stdout) == rows
-    typed = moe_sim("sweep", "--config", "one/sweep.toml", "--hardware", "h200", "--json", "--out", "3", cwd=tmp_path)
+    typed = moe_sim(*asked, "--config", "one/sweep.toml", "--hardware", "h200", "--out", "3", cwd=tmp_path)
     assert json.loads(typed.stdout) == rows[4:]
 
 
