@@ -376,8 +376,8 @@ def test_tokens_that_are_gone_or_damaged_cost_the_picture_alone(command, tmp_pat
 
 
 def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--requests", "3", "--out", "here", "-q"]
-    arguments += ["--policies", "lru,fifo,lfu,clock", "--cache-sizes", "10%,25%"]
+    arguments = ["--device", "cpu", "--requests", "2", "--out", "here", "-q"]
+    arguments += ["--policies", "lru,fifo,clock", "--cache-sizes", "25%"]
     run = [sys.executable, "-c", "from replay.cli import main; main()", "compare", *arguments]
     there: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     victim = subprocess.Popen(run, **there)
@@ -387,12 +387,12 @@ def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Pat
     victim.send_signal(signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL, "it ended before it was killed"
     before = read(path.parent)["cells"]
-    assert 2 <= len(before) < 16
+    assert 2 <= len(before) < 6
     resumed = subprocess.run([*run, "--resume"], **there, capture_output=True, text=True)
     assert resumed.returncode == 0, resumed.stderr
     after = read(path.parent)["cells"]
     assert after[: len(before)] == before
-    assert len(after) == 16
+    assert len(after) == 6
     assert all((path.parent / one["per_token"]).is_file() for one in after)
     assert not list(path.parent.rglob("*.part"))
 

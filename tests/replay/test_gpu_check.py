@@ -1,6 +1,5 @@
 """The whole of `make gpu-check` on a GPU that is not there: tiny models, every cell, one file of results."""
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -11,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from replay import warmup
-from replay.calibration import measure
 from replay.comparison.cell import play_cell
 from replay.comparison.record import ERROR, Record
 from replay.devices.stage import open_stage
@@ -25,7 +22,7 @@ from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.sweep.setup import Loaded, Requests, Setup
 from tests.support.fake_gpu import FakeGpu
-from tests.support.tiny import TINY
+from tests.support.small_check import FULL, shrink
 from traces import console
 from traces.errors import InputError
 from traces.steps import DECODE
@@ -33,25 +30,21 @@ from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
 
+MODELS = ("olmoe-1b-7b", "qwen3-30b-a3b")
+
 
 @pytest.fixture
 def tiny(monkeypatch):
-    shrink(monkeypatch)
+    shrink(monkeypatch.setattr)
 
 
-def shrink(monkeypatch):
-    """Shipped profiles, but small; and few tokens."""
-    real = model_profile.model
-    monkeypatch.setattr(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
-    monkeypatch.setattr(gpu_check, "FULL_TOKENS", 40)
-    monkeypatch.setattr(gpu_check, "SHORT_TOKENS", {"olmoe-1b-7b": 20, "qwen3-30b-a3b": 20})
-    monkeypatch.setattr(routing, "PROMPT_TOKENS", 6)
-    monkeypatch.setattr(gpu_check, "BUFFER_BYTES", 1 << 16)
-    monkeypatch.setattr(measure, "POLICY_S", 0.2)
-    monkeypatch.setattr(warmup, "DECISIONS_S", 0.1)
+@pytest.fixture
+def no_baselines(tiny, monkeypatch):
+    """Its cells alone: neither what others do nor a peer."""
+    monkeypatch.setattr(gpu_check, "WITH_BASELINES", ())
 
 
-def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=False, budget_s=1e9):
+def check(tmp_path, gpu=None, names=MODELS, resume=False, budget_s=1e9):
     record = Record.open(tmp_path / "check.json", resume)
     told = list[str]()
     one = Check(gpu or FakeGpu(1), record, told.append, names, budget_s=budget_s, host_bytes=4 << 20)
@@ -61,16 +54,16 @@ def check(tmp_path, gpu=None, names=("olmoe-1b-7b", "qwen3-30b-a3b"), resume=Fal
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The file of a check of one model, played once for the tests that only read it or go on from it."""
+    """The file of a check, played once for the tests that only read it or go on from it."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        shrink(patch)
-        check(folder, names=("olmoe-1b-7b",))
+        shrink(patch.setattr)
+        check(folder)
     return folder / "check.json"
 
 
-def test_every_cell_is_played_predicted_and_judged_in_one_file(tiny, tmp_path):
-    found, _ = check(tmp_path)
+def test_every_cell_is_played_predicted_and_judged_in_one_file(whole):
+    found = json.loads(whole.read_text())
     assert [cell for cell in found["cells"] if ERROR in cell] == []
     for key in ("gpu", "driver", "torch", "commit", "date", "copy_gb_per_s", "ceiling_gb_per_s"):
         assert key in found
@@ -108,7 +101,7 @@ def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):
 
 def test_a_second_run_resumes_and_plays_nothing_again(tiny, whole, tmp_path):
     first = json.loads(Path(shutil.copy(whole, tmp_path)).read_text())
-    second, told = check(tmp_path, names=("olmoe-1b-7b",), resume=True)
+    second, told = check(tmp_path, resume=True)
     assert second["cells"] == first["cells"]
     assert second["hardware"].split("[[measured]]")[-1] == first["hardware"].split("[[measured]]")[-1]
     assert second["kernels"] == first["kernels"]
@@ -149,7 +142,7 @@ def test_a_gpu_that_fails_ends_the_check_with_all_that_is_known(tiny, tmp_path, 
     assert found["left_out"][0].startswith("everything after: AcceleratorError")
 
 
-def test_a_machine_whose_rates_cannot_be_measured_is_checked_all_the_same(tiny, tmp_path, monkeypatch):
+def test_a_machine_whose_rates_cannot_be_measured_is_checked_all_the_same(no_baselines, tmp_path, monkeypatch):
     def rates(gpu):
         raise RuntimeError("no such call")
 
@@ -163,7 +156,7 @@ def test_a_machine_whose_rates_cannot_be_measured_is_checked_all_the_same(tiny, 
     assert found["verdict"]
 
 
-def test_where_pinning_is_refused_half_as_much_is_tried(tiny, tmp_path):
+def test_where_pinning_is_refused_half_as_much_is_tried(no_baselines, tmp_path):
     class Stingy(FakeGpu):
         def register(self, memory):
             return super().register(memory) if memory.nbytes < 3 << 20 else 2
@@ -175,14 +168,13 @@ def test_where_pinning_is_refused_half_as_much_is_tried(tiny, tmp_path):
     assert not any(ERROR in cell for cell in found["cells"])
 
 
-def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(tiny, tmp_path, monkeypatch):
+def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(no_baselines, tmp_path, monkeypatch):
     def failing(needs, memory, gpu):
         if needs.profile.name == "olmoe-1b-7b":
             raise InputError("no\nroom")
         return open_stage(needs, memory, gpu)
 
     monkeypatch.setattr(gpu_check, "open_stage", failing)
-    monkeypatch.setattr(gpu_check, "WITH_BASELINES", ())
     found, _ = check(tmp_path)
     failed = [cell for cell in found["cells"] if ERROR in cell]
     assert [(cell["model"], cell[ERROR]) for cell in failed] == [("olmoe-1b-7b", "no room")]
@@ -270,7 +262,7 @@ def test_cells_of_other_code_are_not_taken_over(tiny, whole, tmp_path, monkeypat
     shutil.copy(whole, tmp_path)
     monkeypatch.setattr("replay.comparison.record._code", lambda: "other")
     with pytest.raises(InputError, match="of other code"):
-        check(tmp_path, names=("olmoe-1b-7b",), resume=True)
+        check(tmp_path, resume=True)
 
 
 def test_ratios_compare_like_with_like():
@@ -292,11 +284,11 @@ def test_a_check_is_drawn_and_put_into_tables(tiny, whole, tmp_path, monkeypatch
         console.main(draw.app, "draw")
     assert not ended.value.code
     assert picture.read_bytes().startswith(b"\x89PNG")
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| olmoe")]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| olmoe", "| qwen"))]
     quarter = [cell for cell in draw.predicted(found) if cell["cache_experts"] == 6]
     assert len(rows) == len(quarter) + len(found["ratios"])
     tpot = quarter[0]["measured"]["tpot_mean_ms"]
-    assert f"| lru | closed-loop | 40 | {tpot:.2f} |" in rows[0]
+    assert f"| lru | closed-loop | {FULL} | {tpot:.2f} |" in rows[0]
 
 
 def test_a_file_that_is_no_check_is_refused_in_one_line(tmp_path):

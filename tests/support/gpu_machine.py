@@ -3,7 +3,6 @@
 Prints the modes of the cells that were played.
 """
 
-import dataclasses
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,14 +28,10 @@ sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
 
 from replay.comparison.record import ERROR, Record  # noqa: E402
 from replay.gpu_check import check as gpu_check  # noqa: E402
-from sim.profiles import model_profile  # noqa: E402
 from tests.support.fake_gpu import FakeGpu  # noqa: E402
-from tests.support.tiny import TINY  # noqa: E402
+from tests.support.small_check import shrink  # noqa: E402
 
-real = model_profile.model
-model_profile.model = lambda text: dataclasses.replace(real(text), **TINY)
-gpu_check.FULL_TOKENS, gpu_check.BUFFER_BYTES = 20, 1 << 16
-gpu_check.SHORT_TOKENS = {"olmoe-1b-7b": 20}
+shrink()
 record = Record.open(Path(sys.argv[1]), resume=False)
 gpu_check.Check(FakeGpu(2), record, print, ("olmoe-1b-7b",), host_bytes=4 << 20).run()
 assert not any(ERROR in cell for cell in record), list(record)

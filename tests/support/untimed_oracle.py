@@ -8,6 +8,8 @@ import pytest
 
 from traces.steps import RequestSteps, decode_steps
 
+NEVER = np.iinfo(np.int64).max
+
 SHARED = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 
 
@@ -16,17 +18,23 @@ def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
     return [decode_steps(0, ids.reshape(-1, 1, 1).astype(np.uint16), total, 65535, np.arange(1, len(ids) + 1))]
 
 
+HASH_POWER = 14
+"""A table of 2 ** 14 entries; libCacheSim's own choice of 2 ** 24 takes longer to make than a trace to play."""
+
+
 def oracle_misses(cache_class: object, ids: np.ndarray, slots: int) -> int:
     libcachesim = pytest.importorskip("libcachesim", reason="libcachesim, the independent oracle, is not installed")
-    cache, request = getattr(libcachesim, str(cache_class))(slots), libcachesim.Request()
+    cache = getattr(libcachesim, str(cache_class))(slots, hashpower=HASH_POWER)
+    request = libcachesim.Request()
     request.obj_size = 1
+    accessed: list[int] = ids.tolist()
     upcoming: dict[int, int] = {}
-    following = np.empty(len(ids), np.int64)
-    for i in range(len(ids) - 1, -1, -1):
-        following[i] = upcoming.get(ids[i], np.iinfo(np.int64).max)
-        upcoming[ids[i]] = i
+    following: list[int] = []
+    for i in reversed(range(len(accessed))):
+        following.append(upcoming.get(accessed[i], NEVER))
+        upcoming[accessed[i]] = i
     misses = 0
-    for expert, after in zip(ids.tolist(), following.tolist(), strict=True):
+    for expert, after in zip(accessed, reversed(following), strict=True):
         request.obj_id, request.next_access_vtime = expert, after
         misses += not cache.get(request)
     return misses
