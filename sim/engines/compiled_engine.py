@@ -11,6 +11,7 @@ belongs to its type, so that runs without these pay nothing for the question.
 """
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -704,6 +705,7 @@ class Engine:
             tiers=(1,) if tiered(run) else (),
             h=h,
         )
+        self.slowest_transfer_ns = int(h[[LAYER_NS, READ_NS]].max())
         self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended
         self.step_ended: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
         self.waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
@@ -757,7 +759,7 @@ class Engine:
     def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
         """What the next steps of these take: their tokens and contexts together."""
         tokens, context = (
-            np.sum([getattr(each.request, name)[each.step : each.step + steps] for each in parts], axis=0)
+            sum(getattr(each.request, name)[each.step : each.step + steps] for each in parts)
             for name in ("tokens", "context")
         )
         return self.tables.of(tokens, context, int(routing.counts.max(initial=1)), len(parts))
@@ -784,35 +786,36 @@ class Engine:
             float(durations.combine.max()) + float(durations.head.max()) + self.run.timing.predictor_ns
         )
         slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
-        moved = 2.0 * float(self.state.h[[LAYER_NS, READ_NS]].max())
-        longest += len(routing.experts) * (slowest + moved)
+        longest += len(routing.experts) * (slowest + 2.0 * self.slowest_transfer_ns)
         if self.state.n[NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
     def _log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
         """Return the log of steps of these, of which each began with its step `first`; began: the clock then."""
-        spent = np.diff(totals, axis=0, prepend=self.totals[None])
+        spent = totals.copy()
+        spent[0] -= self.totals
+        spent[1:] -= totals[:-1]
         self.totals = totals[-1]
-        S, R = len(spent), len(parts)
-        ends = totals[:, CLOCK]
-        step_ns = np.diff(ends, prepend=began)
+        S, R, last = len(spent), len(parts), int(totals[-1, CLOCK])
+        step_ns = spent[:, CLOCK]
+        step_ns[0] = totals[0, CLOCK] - began
         stall = spent[:, STALL:COUNTERS]
         busy_ns = step_ns - stall.sum(axis=1)
-        own = np.stack([each.request.tokens[step : step + S] for each, step in zip(parts, first, strict=True)], axis=1)
-        before = np.array([[self.step_ended[each.seat] for each in parts]])
-        latency = np.diff(np.broadcast_to(ends[:, None], (S, R)), axis=0, prepend=before)
-        waited = np.zeros((S, R), np.int64)
-        waited[0] = [self.waited.pop(each.seat, 0) for each in parts]
-        self.step_ended.update((each.seat, int(ends[-1])) for each in parts)
-        numbers = np.repeat(np.arange(S), R), np.tile([each.request.request for each in parts], S)
-        by_request = RequestLog(*numbers, *(column.reshape(-1).astype(np.int64) for column in (own, latency, waited)))
+        by_request = np.zeros((len(fields(RequestLog)), S, R), np.int64)
+        number, request, own, latency, waited = by_request
+        number[:], latency[:] = np.arange(S)[:, None], step_ns[:, None]
+        for r, (each, step) in enumerate(zip(parts, first, strict=True)):
+            request[:, r], own[:, r] = each.request.request, each.request.tokens[step : step + S]
+            latency[0, r] = totals[0, CLOCK] - self.step_ended[each.seat]
+            waited[0, r] = self.waited.pop(each.seat, 0)
+            self.step_ended[each.seat] = last
         phase = parts[0].request.phase[first[0] : first[0] + S]
         of_streams = spent[:, LINK_BUSY], busy_ns, spent[:, HOST_BUSY_NS:]
         table = np.column_stack([phase, own.sum(axis=1), step_ns, spent[:, STALL:LINK_BUSY], *of_streams])
         link, gone = self.run.gpu.link, evictions >= 0
         evicted = evictions[gone], ~evictions[~gone]
         return RunLog.of_table(
-            table.astype(np.int64), by_request, link.expert_bytes, *evicted, bool(link.layer_bytes), int(ends[-1])
+            table, RequestLog(*by_request.reshape(-1, S * R)), link.expert_bytes, *evicted, bool(link.layer_bytes), last
         )
 
 

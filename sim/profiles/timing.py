@@ -7,6 +7,7 @@ the host link as latency plus bytes over bandwidth.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -79,7 +80,7 @@ class DurationTables:
 
     def of(self, tokens: Int, context: Int, most: int, requests: int = 1) -> Durations:
         """Of S steps of so many requests each; tokens, context: [S]; most: tokens of an expert at most."""
-        steps = [(*step, requests) for step in zip(tokens.tolist(), context.tolist(), strict=True)]
+        steps = list(zip(tokens.tolist(), context.tolist(), repeat(requests)))
         for step in steps:
             if step not in self._places:
                 self._places[step] = len(self._steps)
