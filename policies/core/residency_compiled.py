@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.core.compiled import allocating, compiled
+from policies.core.compiled import allocating, apart, compiled
 from policies.core.policy import Float, Int
 from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
@@ -38,11 +38,11 @@ ON_GPU, ON_HOST = 1, 2
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
     range(12)
 )
-# (SIZED: whether a cache is given in bytes, else the row SIZE is not looked at; EVICTED: how many victims of the latest
+# (SIZED: whether a cache is given in bytes, else every SIZE is 1; EVICTED: how many victims of the latest
 # transfer m[VICTIMS] then holds; PARTIAL: whether the tier below may lack experts, else the row BELOW is not looked at)
 SIZED, EVICTED, PARTIAL = 12, 13, 14
 # and the counters of the run:
-# (the last three in bytes, where experts differ in size)
+# (the last three in slots, or in bytes where experts differ in size)
 N_HITS, N_LATE, N_MISSES, N_DEMAND, N_PREFETCH, N_USED, N_WASTED, N_ON_HOST = range(15, 23)
 DEMAND_ROOM, PREFETCH_ROOM, WASTED_ROOM = range(23, 26)
 COUNTERS = slice(N_HITS, WASTED_ROOM + 1)
@@ -267,8 +267,7 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
         return first_listed(m, partition, shielded)
     held, state, wanted, primary, secondary = m[HELD], m[STATE], m[WANTED], keep[0], keep[1]
     best, lowest = NO_EXPERT, np.inf
-    for slot in range(m[FIRST, partition], m[END, partition]):
-        expert = held[slot]
+    for expert in held[m[FIRST, partition] : m[END, partition]]:
         if expert < 0 or primary[expert] > lowest or state[expert] != READY or wanted[expert]:
             continue
         if (
@@ -301,6 +300,7 @@ def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_sca
     return ASK if rule == NAMES_VICTIMS and keep[0, victim] != NAMED else victim
 
 
+@apart
 @compiled
 def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
     """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or nobody."""
@@ -326,6 +326,7 @@ def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, o
         m[VICTIMS, one[EVICTED]] = victim
         one[EVICTED] += 1
         leave(m, keep, rule, victim)
+        m[FREE, partition] += m[SIZE, victim]
     return victim
 
 
@@ -343,20 +344,18 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
         slot = m[FIRST, partition]
         while m[HELD, slot] != NO_EXPERT:
             slot += 1
+        m[FREE, partition] -= m[SIZE, expert]
     if m[STATE, expert] == DEMANDED:
         one[NEXT_DEMAND] += 1
         one[N_DEMAND] += 1
+        one[DEMAND_ROOM] += m[SIZE, expert]
     else:
         m[UNUSED, expert] = 1
         one[N_PREFETCH] += 1
+        one[PREFETCH_ROOM] += m[SIZE, expert]
     m[STATE, expert] = LOADING
     m[SLOT, expert] = slot
     m[HELD, slot] = expert
-    if one[SIZED]:
-        one[PREFETCH_ROOM if m[UNUSED, expert] else DEMAND_ROOM] += m[SIZE, expert]
-        m[FREE, partition] -= m[SIZE, expert]
-    else:
-        m[FREE, partition] -= 1
     one[STARTS] += 1
     one[ACTIVE] = expert
     on_insert(rule, keep, expert, one[SERIAL], one[STARTS])
@@ -366,14 +365,11 @@ def start(m: Int, keep: Float, rule: int, expert: int, victim: int) -> None:
 
 @compiled
 def leave(m: Int, keep: Float, rule: int, expert: int) -> None:
-    """`expert` leaves the cache and its slot is free."""
-    m[ONE, N_WASTED] += m[UNUSED, expert]
-    if m[ONE, SIZED]:
-        m[ONE, WASTED_ROOM] += m[UNUSED, expert] * m[SIZE, expert]
-        m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
-    else:
-        m[FREE, m[PARTITION, expert]] += 1
-    m[UNUSED, expert] = 0
+    """`expert` leaves the cache and its slot; the room that this frees is the caller's to count."""
+    if m[UNUSED, expert]:
+        m[UNUSED, expert] = 0
+        m[ONE, N_WASTED] += 1
+        m[ONE, WASTED_ROOM] += m[SIZE, expert]
     m[STATE, expert] = ABSENT
     m[HELD, m[SLOT, expert]] = NO_EXPERT
     m[SLOT, expert] = NO_EXPERT
@@ -393,6 +389,7 @@ def next_demand(m: Int) -> int:
     return NO_EXPERT
 
 
+@apart
 @compiled
 def put_first(m: Int, expert: int) -> None:
     """Put a queued demand before the others, whose order stays."""
@@ -523,4 +520,5 @@ def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     left = left[np.searchsorted(left, 0) :]
     for expert in left:
         leave(m, keep, rule, expert)
+        m[FREE, m[PARTITION, expert]] += m[SIZE, expert]
     return left
