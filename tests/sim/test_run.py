@@ -146,7 +146,6 @@ SHOW = ("--timeline", "out.json")
     ("arguments", "complaint"),
     [
         (("--policy", "lruu"), "unknown policy 'lruu'; did you mean lru"),
-        (("--cache-size", "49"), "it has 49 slots for the model's 48 experts"),
         (("--hardware", "a500"), "unknown hardware profile 'a500'"),
         (("--warmup-requests", "4"), "4 warm-up requests leave none of 4"),
         (("--chunk-bytes", "many"), "--chunk-bytes 'many' is no number of bytes"),

@@ -95,6 +95,7 @@ def test_a_resumed_trace_equals_the_uninterrupted_one_byte_for_byte(
                 writer.add(one_request(trace, r))
             if killed and part[-1] < 9:
                 writer.flush()
+                del writer
             else:
                 writer.close()
     files = {name: sorted((tmp_path / name).rglob("*.parquet")) for name in ("whole", "resumed")}
