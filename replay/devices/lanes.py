@@ -17,6 +17,8 @@ TRIED = (1, 2, 4, 8)
 CLOSE = 0.95
 """Of the best rate: more lanes than it takes for this are not worth their threads."""
 SERIES, SERIES_S = 3, 0.15
+SLOTS_BYTES = 512 << 20
+"""Read into slots of so many bytes in turn, as in a run: one slot alone would stay in the processor's caches."""
 
 
 def page_up(size: int) -> int:
@@ -30,20 +32,22 @@ def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
     return list(zip([first, *cuts], [*cuts, last], strict=True))
 
 
-def rates(store: ExpertStore, size: int, lanes: Sequence[int] = TRIED) -> dict[int, float]:
+def rates(store: ExpertStore, size: int, tried: Sequence[int] = TRIED) -> dict[int, float]:
     """Return GB/s by number of lanes, of reads of `size` bytes (at most an expert's), one expert behind another.
 
     The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
     """
-    slot = anonymous(store.stride)
-    found: dict[int, list[float]] = {count: [] for count in lanes}
+    count = max(1, SLOTS_BYTES // store.stride)
+    slots = anonymous(count * store.stride).reshape(count, store.stride)
+    slots.fill(1)
+    found: dict[int, list[float]] = {lanes: [] for lanes in tried}
     at = 0
     for _ in range(SERIES):
-        for count in lanes:
-            with ThreadPoolExecutor(count) as threads:
-                at, rate = _series(store, size, slot, threads, parts(0, size, count), at)
-            found[count].append(rate)
-    return {count: median(each) for count, each in found.items()}
+        for lanes in tried:
+            with ThreadPoolExecutor(lanes) as threads:
+                at, rate = _series(store, size, slots, threads, parts(0, size, lanes), at)
+            found[lanes].append(rate)
+    return {lanes: median(each) for lanes, each in found.items()}
 
 
 def knee(found: dict[int, float]) -> int:
@@ -53,12 +57,12 @@ def knee(found: dict[int, float]) -> int:
 
 
 def _series(
-    store: ExpertStore, size: int, slot: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
+    store: ExpertStore, size: int, slots: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
 ) -> tuple[int, float]:
-    """Read for SERIES_S from expert `at` on; return the next expert, and bytes a ns."""
+    """Read for SERIES_S from expert `at` on; return the next expert, and bytes a ns. slots: uint8[any, stride]."""
     reads, began = 0, time.perf_counter()
     while reads == 0 or time.perf_counter() - began < SERIES_S:
-        expert = (at + reads) % store.distinct
+        expert, slot = (at + reads) % store.distinct, slots[(at + reads) % len(slots)]
         reading = [threads.submit(store.read, expert, first, last, slot) for first, last in cut]
         for each in reading:
             each.result()
