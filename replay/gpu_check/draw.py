@@ -1,4 +1,6 @@
-"""A file of `make gpu-check` drawn and put into words: `python3 -m replay.gpu_check.draw FILE.json --figure OUT.png`.
+"""A file of `make gpu-check` or `make disk-check` drawn and put into words.
+
+`python3 -m replay.gpu_check.draw FILE.json --figure OUT.png`
 
 To be run where matplotlib is, on the file that came back. Prints tables in Markdown, for a README.
 """
@@ -48,22 +50,30 @@ def others(found: Row) -> list[Row]:
 
 
 def tables(found: Row) -> Iterator[str]:
-    """Lines of Markdown: the machine, prediction against measurement at a quarter of the experts, what others take."""
-    yield f"{found['gpu']}, driver {found['driver']}, torch {found['torch']}, commit {found['commit']}, {found['date']}"
+    """Lines of Markdown: the machine, prediction against measurement, what others take."""
+    driver = f", driver {found['driver']}" if found.get("driver") else ""
+    yield f"{_machine(found)}{driver}, torch {found['torch']}, commit {found['commit']}, {found['date']}"
     yield ""
-    yield "| model | policy | mode | tokens | TPOT measured (ms) | predicted (ms) | error | p99 error | per token |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
-    for cell in filter(at_quarter, predicted(found)):
+    yield "| model | policy | cache | mode | tokens | measured (ms) | predicted (ms) | error | p99 error | per token |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for cell in predicted(found):
         errors = cell["errors"]
+        what = f"{cell['model']} | {cell['policy']} | {cell['cache_fraction']:.0%} | {cell['mode']} | {cell['tokens']}"
         shares = " | ".join(f"{errors[name]:+.1%}" for name in ("tpot_mean", "tpot_p99", "token_mape"))
         times = " | ".join(f"{cell[side]['tpot_mean_ms']:.2f}" for side in ("measured", "predicted"))
-        yield f"| {cell['model']} | {cell['policy']} | {cell['mode']} | {cell['tokens']} | {times} | {shares} |"
+        if interval := cell.get("predicted_interval_ms"):
+            times += f" ({interval[0]:.2f} to {interval[1]:.2f})"
+        yield f"| {what} | {times} | {shares} |"
     if found.get("ratios"):
         yield ""
         yield "| model | what others do | takes so many times as long a token as | times |"
         yield "| --- | --- | --- | --- |"
         for ratio in found["ratios"]:
             yield f"| {ratio['model']} | {ratio['over']} | {ratio['policy']} | {ratio['ratio']:.2f} |"
+
+
+def _machine(found: Row) -> str:
+    return str(found.get("gpu") or f"{found['machine']}, {found['device']}")
 
 
 def figure(found: Row) -> "Figure":
@@ -74,7 +84,7 @@ def figure(found: Row) -> "Figure":
     left, right = drawing.subplots(1, 2, width_ratios=(1, 1.5))
     _scatter(left, predicted(found))
     _bars(right, [*filter(at_quarter, predicted(found)), *others(found)])
-    drawing.suptitle(f"{found['gpu']}, torch {found['torch']}, {str(found['date'])[:10]}", fontsize=10)
+    drawing.suptitle(f"{_machine(found)}, torch {found['torch']}, {str(found['date'])[:10]}", fontsize=10)
     return drawing
 
 
@@ -110,7 +120,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def draw(
-    file: Annotated[Path, typer.Argument(help="What make gpu-check wrote.")],
+    file: Annotated[Path, typer.Argument(help="What make gpu-check or make disk-check wrote.")],
     figure_: Annotated[Path | None, typer.Option("--figure", help="The picture to write (.png).")] = None,
 ) -> None:
     """Print tables of a check in Markdown, and draw it."""
