@@ -184,7 +184,8 @@ class Check:
                 played = play_on(choice, run.with_slots(stage.store.distinct), device, decider)
         finally:
             device.close()
-        return {"tokens": int((played.log.phase == DECODE).sum()), "memory_bytes": budget, "measured": played.row}
+        tokens = int((played.log.phase == DECODE).sum())
+        return {"tokens": tokens, "warms_up": True, "memory_bytes": budget, "measured": played.row}
 
     def _accelerate(self, choice: Choice, profile: ModelProfile, folder: Path) -> None:
         needed = profile.parameters * profile.dense_bytes_per_parameter

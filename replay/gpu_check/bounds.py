@@ -70,8 +70,9 @@ def _size(error: float | None) -> float | None:
 def ratios(cells: Sequence[Row]) -> list[Row]:
     """How many times as long a token takes under what others do as under each policy here, at the same cache size.
 
-    What others do was played over the first tokens. Where it has a policy, so is ours taken: what that has learned by
-    then differs from what it knows later. What has none takes for every token the same.
+    What others do was played over the first tokens. Where it has a policy, or warms up as a page cache does, so is ours
+    taken: what that has learned by then differs from what it knows later. What else there is takes for every token the
+    same.
     """
     found = [cell for cell in cells if ERROR not in cell and "measured" in cell]
     others = [cell for cell in found if "predicted" not in cell]
@@ -83,7 +84,7 @@ def ratios(cells: Sequence[Row]) -> list[Row]:
             "cache_fraction": own["cache_fraction"],
             "over": other["mode"] + (f" under {other['policy']}" if other["policy"] else ""),
             "ratio": other["measured"]["tpot_mean_ms"]
-            / (own["tpot_first_ms"] if other["policy"] else own["measured"]["tpot_mean_ms"]),
+            / (own["tpot_first_ms"] if other["policy"] or other.get("warms_up") else own["measured"]["tpot_mean_ms"]),
         }
         for own in ours
         for other in others

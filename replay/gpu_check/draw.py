@@ -24,6 +24,7 @@ from traces.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 SIZE_INCHES = (10.0, 4.4)
@@ -97,6 +98,7 @@ def _scatter(axes: "Axes", cells: Sequence[Row]) -> None:
     ends = [cell["measured"]["tpot_mean_ms"] for cell in cells] or [1.0]
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=BOUND_COLOUR, linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="TPOT measured (ms)", ylabel="TPOT predicted (ms)")
+    _plain_ticks(axes.xaxis, axes.yaxis)
     axes.legend(fontsize=7)
 
 
@@ -107,7 +109,19 @@ def _bars(axes: "Axes", cells: Sequence[Row]) -> None:
     axes.barh(range(len(cells)), heights, color=colours)
     axes.set_yticks(range(len(cells)), names, fontsize=6)
     axes.invert_yaxis()
-    axes.set(xscale="log", xlabel="TPOT measured (ms)", title="a quarter of the experts in the cache")
+    axes.set(xscale="log", xlabel="TPOT measured (ms)")
+    axes.set_title("a quarter of the experts in the cache", fontsize=9)
+    _plain_ticks(axes.xaxis)
+
+
+def _plain_ticks(*along: "Axis") -> None:
+    """Numbers at 1, 2 and 5 of each power of ten, not formulas."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    for axis in along:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_locator(NullLocator())
 
 
 def _name(cell: Row) -> str:
