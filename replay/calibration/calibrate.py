@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,14 +39,14 @@ from traces.trace import concatenate
 AGREES = 0.03
 """Passes of a quiet machine lie no further from each other."""
 
-LONGEST = {"cuda": 2_048, "cpu": 128}
+LONGEST = {"cuda": 2_048, "cpu": 128, "disk": 128}
 """Tokens of the longest prompt that is made up."""
 REQUESTS, TOKENS = 24, 16
 """Further requests that are made up, and what each decodes: for policies to learn from."""
 
 DISTINCT_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 """Host buffers together, unless --host-dedup says: more than a host's caches hold."""
-SLOT_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20}
+SLOT_BYTES = {"cuda": 1 << 30, "cpu": 128 << 20, "disk": 1 << 30}
 """Of GPU memory at least taken for slots, where the model has so many experts."""
 FREE_BYTES = 8 << 30
 """Of GPU memory left to everything else."""
@@ -102,7 +103,12 @@ def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
 
 
 def choices(
-    profiles: Sequence[str], traces: Sequence[str], device: str, host_dedup: int | None, dense: str
+    profiles: Sequence[str],
+    traces: Sequence[str],
+    device: str,
+    host_dedup: int | None,
+    dense: str,
+    store: Path | None = None,
 ) -> list[Choice]:
     """Each model once: with the first trace that it fits, else with routing made up; a trace's own model if none fits.
 
@@ -116,7 +122,7 @@ def choices(
         found.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
     for profile in named:
         found.setdefault(profile.name, made_up(profile, LONGEST[device]))
-    return [_choice(loaded, device, host_dedup, dense) for loaded in found.values()]
+    return [_choice(loaded, device, host_dedup, dense, store) for loaded in found.values()]
 
 
 def _fitting(trace: str, named: Sequence[ModelProfile], texts: Sequence[str]) -> str | None:
@@ -136,7 +142,7 @@ def made_up(profile: ModelProfile, longest: int) -> Loaded:
     return Loaded(setup := Setup(trace=trace.name), trace, hardware(setup.hardware), profile)
 
 
-def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str) -> Choice:
+def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str, store: Path | None) -> Choice:
     """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
     assert profile
@@ -148,9 +154,9 @@ def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str) -> 
     else:
         room = max(SLOT_BYTES[device], 2 * profile.top_k * size)
     slots = min(loaded.all_experts, wanted, max(1, int(room // size)))
-    if host_dedup is None:
+    if host_dedup is None and device != "disk":
         host_dedup = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
-    return Choice(loaded, parse("lru"), slots, device, host_dedup, dense=dense)
+    return Choice(loaded, parse("lru"), slots, device, host_dedup, dense=dense, store=store)
 
 
 # Measuring
@@ -244,6 +250,13 @@ def profile(found: Found) -> str:
         "framework_us_per_layer": "the host's turnaround, as measured with the models below",
         **dict.fromkeys(ASSUMED, "assumed, not measured: an NVMe disk on PCIe 4.0 x4"),
     }
+    if found.facts.get("lanes"):
+        link = settled[0].link()
+        disk = (link.ns_per_byte_den / link.ns_per_byte_num, link.latency_ns / 1_000)
+        for of in ("link", "disk"):
+            scalars[f"{of}_bandwidth_gb_per_s"], scalars[f"{of}_latency_us"] = disk
+            comments[f"{of}_bandwidth_gb_per_s"] = f"of experts read by {found.facts['lanes']} lanes"
+            comments.pop(f"{of}_latency_us", None)
     tables = {"calibration": _told(found, each), "measured": [asdict(model) for model in settled]}
     head = "# Written by `moe-replay calibrate`. Models under [[measured]] are simulated from what was measured here,\n"
     return head + "# other models from the rates.\n" + toml.dumps({**scalars, **tables}, comments)

@@ -23,12 +23,13 @@ def calibrate(
     trace: Annotated[
         list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is made up.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu, disk or cuda.")] = "auto",
     policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = options.COMPARED_POLICIES,
     repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
     ] = None,
+    store: Annotated[Path | None, typer.Option(help="File of the model's experts, for --device disk.")] = None,
     dense: Dense = "real",
     out: Annotated[Path | None, typer.Option(help="The profile to write; else named by the device, here.")] = None,
     strict: Annotated[
@@ -56,11 +57,11 @@ def calibrate(
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
     if device == "virtual":
-        raise InputError("--device virtual: has nothing to measure; auto, cpu or cuda")
+        raise InputError("--device virtual: has nothing to measure; auto, cpu, disk or cuda")
     chosen_device = choose_device(device)
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
-    chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense)
+    chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense, store)
     if out:
         check_file(out, overwrite)  # better now than when all is measured
     with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin

@@ -26,6 +26,7 @@ from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.engines.untimed import count
 from sim.loop.driver import play
+from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweep.setup import Requests
 from tests.support.devices import Watch, Watching, run_of
@@ -255,6 +256,23 @@ def test_the_commands_write_a_file_and_replay_from_it(
     status, told = run(capsys, monkeypatch, *on_disk, "--policy", "lru", "--out", "here")
     assert status == 0, told
     assert "by the calibrations before and after" in told.replace("\n", " ")
+
+
+def test_a_machine_with_a_disk_is_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("replay.calibration.calibrate.SLOT_BYTES", {"disk": 1 << 20})
+    assert run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN, "--dedup", 8)[0] == 0
+    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", STAND_IN]
+    status, told = run(capsys, monkeypatch, "calibrate", *on_disk, "--policies", "lru", "--out", "here.toml", "-q")
+    assert status in (0, 1), told  # 1: the passes differ, and the file is written all the same
+    machine = hardware(str(tmp_path / "here.toml"))
+    (known,) = machine.measured
+    assert known.transfer_ns > known.latency_ns
+    moving = known.expert_bytes / (known.transfer_ns - known.latency_ns)
+    assert machine.link_bandwidth_gb_per_s == machine.disk_bandwidth_gb_per_s == pytest.approx(moving)
+    assert machine.calibration["lanes"] >= 1
 
 
 STAND_IN = "demo-stand-in"
