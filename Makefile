@@ -21,7 +21,7 @@ demo: $(READY) ## the whole loop on what ships with the project: record, sweep, 
 	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
 	$(BIN)/moe-replay store demo/experts --model-profile demo-stand-in --overwrite
-	$(BIN)/moe-replay --from demo/sweep --device disk --store demo/experts --requests 6 --out demo/replay-disk --overwrite
+	$(BIN)/moe-replay --from demo/sweep --device disk --store demo/experts --requests 4 --out demo/replay-disk --overwrite
 	@echo
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
