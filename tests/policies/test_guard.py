@@ -140,8 +140,12 @@ def observe(self, event):
     self.keep[0] *= 0.5
     self.keep *= 1
     self.keep[0, event.experts] += 1
-    self.keep = self.keep"""
+    self.keep = self.keep
+    assert (self.keep[0, event.experts] > 1).all()
+    assert (self.keep[1] == 1).all()"""
     played(file_of(tmp_path, body, "ScorePolicy"))
+    with pytest.raises(PolicyError, match="AssertionError"):
+        played(file_of(tmp_path, body.replace("> 1", "> 2"), "ScorePolicy"))
 
 
 def test_events_are_kept_and_arrays_of_proposals_are_the_policys_own(tmp_path):
