@@ -1,9 +1,9 @@
 """How much transfers and compute slow each other down, and what a run feels of it.
 
-Parts are timed alone, and the simulator knows constant durations alone. What a run's decoded tokens feel is therefore
-put into its tables: the run is simulated, the share of compute that a transfer goes on beside is read off its log, its
-durations grow by that share of the slow-down, and so again until they settle. Most of what overlaps is the compute of
-experts that are there while others of their event come; the rest is that of dense parts, beside prefetches.
+Parts are timed alone, and the simulator has constant durations only. So the slow-down is added to the tables of a run:
+the run is simulated, its log says which share of the compute overlaps with transfers, durations grow by that share of
+the slow-down, and this is repeated SETTLING times. Most of the overlap is the compute of experts that hit while others
+of the same event are transferred; the rest is the compute of dense parts during prefetches.
 """
 
 from collections.abc import Callable
