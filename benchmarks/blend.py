@@ -20,7 +20,7 @@ from policies.core.policy import Float
 from policies.core.spec import parse
 from sim.engines.untimed import count
 from sim.quantities import parse_cache_size
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from traces.trace import Trace
 
 KIND_NAMES = ("fast average", "slow average", "request", "followers", "since")

@@ -31,7 +31,7 @@ from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 

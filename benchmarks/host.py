@@ -16,7 +16,7 @@ from sim.loop.driver import play
 from sim.loop.log import RunLog
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6

@@ -17,8 +17,8 @@ import numpy as np
 
 from policies.core.spec import parse
 from sim.engines import compiled_engine
-from sim.sweep.grid import grid_of, played
-from sim.sweep.setup import Setup
+from sim.sweeps.grid import grid_of, played
+from sim.sweeps.setup import Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.writer import TraceWriter

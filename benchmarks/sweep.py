@@ -15,8 +15,8 @@ from pathlib import Path
 
 from policies.core.spec import parse
 from sim.engines import compiled_engine
-from sim.sweep.grid import Grid, grid_of, played
-from sim.sweep.setup import Loaded, Setup
+from sim.sweeps.grid import Grid, grid_of, played
+from sim.sweeps.setup import Loaded, Setup
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 

@@ -34,7 +34,7 @@ from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.results.metrics import Row as ResultRow
-from sim.sweep.setup import Loaded, Requests
+from sim.sweeps.setup import Loaded, Requests
 from sim.timeline import simulated
 from sim.timeline import window as timeline_window
 from sim.timeline.file import Timeline
@@ -131,7 +131,7 @@ class Choice:
     def key(self) -> str:
         """Of all that decides what is measured: sixteen hexadecimal digits."""
         from replay.comparison.record import key_of
-        from sim.sweep import grid
+        from sim.sweeps import grid
 
         return key_of(cell=grid.key(self.loaded, self.policy, self.slots), device=[self.machine, *self.how])
 

@@ -17,8 +17,8 @@ from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.results import compare
-from sim.sweep import config, winner
-from sim.sweep.grid import _digest
+from sim.sweeps import config, winner
+from sim.sweeps.grid import _digest
 from tracer.models import Loading, load_model
 from tracer.torch_dumps import load
 from traces.errors import InputError

@@ -31,7 +31,7 @@ from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.results.metrics import Row
 from sim.results.provenance import commit
-from sim.sweep.setup import Loaded, Setup
+from sim.sweeps.setup import Loaded, Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import concatenate

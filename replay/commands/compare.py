@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from replay.comparison.record import Record
     from replay.comparison.sweep import Comparison
     from sim.results.metrics import Row
-    from sim.sweep.setup import Loaded
+    from sim.sweeps.setup import Loaded
 
 MODES = "closed-loop,lockstep"
 
@@ -65,7 +65,7 @@ def compare(
     from replay.comparison.record import Record
     from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
     from replay.run import Choice, choose_device, first_part
-    from sim.sweep.grid import grid_of
+    from sim.sweeps.grid import grid_of
     from traces.output import claimed
 
     _check(max_error, repeat)
@@ -121,7 +121,7 @@ def _require_calibrated(loaded: "Loaded") -> None:
 
 
 def _play(comparison: "Comparison", record: "Record", output: options.OutputOptions) -> None:
-    from sim.sweep.setup import Requests
+    from sim.sweeps.setup import Requests
 
     due = comparison.due(record)
     if len(record):

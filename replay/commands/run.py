@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from replay.run import Choice, Outcome
     from sim.loop.log import StepRow
-    from sim.sweep.setup import Setup
+    from sim.sweeps.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
 
 def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
-    from sim.sweep import winner
+    from sim.sweeps import winner
 
     swept, winners = winner.read(folder)
     setup = replace(swept, untimed=False, **options.setup_fields(cell, played))
@@ -183,7 +183,7 @@ def _replay(
 ) -> "Outcome":
     """Run, write, report; a folder in which nothing was written does not stay."""
     from replay import report
-    from sim.sweep.setup import Requests
+    from sim.sweeps.setup import Requests
     from traces.output import claimed
 
     requests, key = Requests(choice.loaded.trace), choice.key

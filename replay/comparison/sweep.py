@@ -18,7 +18,7 @@ from replay.comparison.record import Record, key_of
 from replay.run import Choice, Described
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row
-from sim.sweep.grid import Grid, key
+from sim.sweeps.grid import Grid, key
 from traces.errors import InputError
 from traces.output import make_folder, replacing
 

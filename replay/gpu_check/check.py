@@ -49,7 +49,7 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic

@@ -10,7 +10,7 @@ from replay.run import first_tokens
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
-from sim.sweep.setup import Loaded, Setup
+from sim.sweeps.setup import Loaded, Setup
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.shards import Shards

@@ -27,9 +27,9 @@ from sim.loop.log import RunLog
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
 from sim.results.provenance import commit
-from sim.sweep.grid import Grid
-from sim.sweep.setup import Loaded
-from sim.sweep.workers import Advance, Local, Task
+from sim.sweeps.grid import Grid
+from sim.sweeps.setup import Loaded
+from sim.sweeps.workers import Advance, Local, Task
 from traces.errors import InputError, unknown
 from traces.trace import Trace, concatenate
 

@@ -20,8 +20,8 @@ from sim.analysis.locality import Locality, locality
 from sim.loop.log import RunLog
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
-from sim.sweep.grid import Grid
-from sim.sweep.setup import Loaded, Requests
+from sim.sweeps.grid import Grid
+from sim.sweeps.setup import Loaded, Requests
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -20,10 +20,10 @@ from policies.core.spec import Option, Policy, PolicySpec, parse
 from sim.profiles.model_profile import ModelProfile
 from sim.results import files, plot
 from sim.results.metrics import RESULTS, SHARE, TEXT, Row
-from sim.sweep.grid import rows
-from sim.sweep.setup import Loaded
-from sim.sweep.winner import metric
-from sim.sweep.workers import Advance, Local
+from sim.sweeps.grid import rows
+from sim.sweeps.setup import Loaded
+from sim.sweeps.winner import metric
+from sim.sweeps.workers import Advance, Local
 from traces.errors import InputError
 
 if TYPE_CHECKING:

@@ -58,9 +58,9 @@ def adapt(
     from policies.core.grammar import split_list
     from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Protocol, plan, save, to_play
     from sim.analysis.adaptation import adapt as measure
-    from sim.sweep import report
-    from sim.sweep.config import specs
-    from sim.sweep.grid import grid_of
+    from sim.sweeps import report
+    from sim.sweeps.config import specs
+    from sim.sweeps.grid import grid_of
     from traces.errors import InputError
     from traces.output import claimed
 

@@ -36,8 +36,8 @@ def analyze(
     """
     from policies.core.grammar import split_list
     from sim.analysis.misses import MAKER, NAMES, analyse, save, sentence, to_play
-    from sim.sweep.config import specs
-    from sim.sweep.grid import grid_of
+    from sim.sweeps.config import specs
+    from sim.sweeps.grid import grid_of
     from traces.output import claimed
 
     setup = options.setup_of(requests, trace=trace, untimed=True)

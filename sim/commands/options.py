@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from policies.core.spec import PolicySpec
-    from sim.sweep.setup import Loaded, Setup
+    from sim.sweeps.setup import Loaded, Setup
 
 POLICY = "eamc-blend"
 CACHE_SIZE = "25%"
@@ -136,8 +136,8 @@ class CellOptions:
 
     def announce(self, loaded: "Loaded", policy: "PolicySpec", slots: int, output: "OutputOptions") -> None:
         """Print which defaults were taken, and the warnings about the cell."""
-        from sim.sweep import report
-        from sim.sweep.grid import Grid
+        from sim.sweeps import report
+        from sim.sweeps.grid import Grid
 
         output.note(*self.taken(loaded.setup))
         for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
@@ -222,7 +222,7 @@ def typed(*groups: object, **others: Any) -> dict[str, Any]:
 
 def setup_fields(*groups: object, **others: Any) -> dict[str, Any]:
     """Return those of them that are fields of Setup."""
-    from sim.sweep.setup import Setup
+    from sim.sweeps.setup import Setup
 
     names = {field.name for field in fields(Setup)}
     return {name: value for name, value in typed(*groups, **others).items() if name in names}
@@ -230,7 +230,7 @@ def setup_fields(*groups: object, **others: Any) -> dict[str, Any]:
 
 def setup_of(*groups: object, **others: Any) -> "Setup":
     """Return the setup that these options ask for. Raise InputError."""
-    from sim.sweep.setup import Setup
+    from sim.sweeps.setup import Setup
 
     return Setup(**{"trace": str(demo_trace()), "hardware": HARDWARE, **setup_fields(*groups, **others)})
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from policies.core.spec import PolicySpec
     from sim.loop.log import Ended
     from sim.results.metrics import Row
-    from sim.sweep.setup import Loaded
-    from sim.sweep.workers import Advance
+    from sim.sweeps.setup import Loaded
+    from sim.sweeps.workers import Advance
     from sim.timeline.window import Window
 
 
@@ -50,7 +50,7 @@ def run(
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
     from sim.engines import compiling
-    from sim.sweep.setup import Requests
+    from sim.sweeps.setup import Requests
     from sim.timeline import window as timeline_window
 
     window = timeline_window.asked(tokens, window_requests)
@@ -77,7 +77,7 @@ def run(
 def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
     """The row of the cell, and more of TTFT, whose mean alone that has."""
     from sim.engines import compiling
-    from sim.sweep.workers import Local, Task
+    from sim.sweeps.workers import Local, Task
 
     compiling.start_if_needed(loaded.versions([policy]), quiet)
     task = Task(loaded, _cell, (policy, slots), loaded.compiled(policy))
@@ -86,7 +86,7 @@ def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> 
 
 
 def _cell(loaded: "Loaded", policy: "PolicySpec", slots: int, advance: "Advance") -> "Row":
-    from sim.sweep.grid import summed
+    from sim.sweeps.grid import summed
 
     summary = summed(loaded, policy, slots, advance)
     return {**summary.row(), **summary.latencies()}
@@ -104,7 +104,7 @@ def _shown(
 ) -> "Row":
     """The same, and the timeline at `path`."""
     from sim.quantities import show_bytes
-    from sim.sweep.grid import summed
+    from sim.sweeps.grid import summed
     from sim.timeline import simulated
     from sim.timeline import window as timeline_window
     from sim.timeline.file import writing

@@ -17,11 +17,11 @@ from traces.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
-    from sim.sweep.config import Config
-    from sim.sweep.grid import Outcome, Table
-    from sim.sweep.setup import Loaded
-    from sim.sweep.store import Store
-    from sim.sweep.workers import Workers
+    from sim.sweeps.config import Config
+    from sim.sweeps.grid import Outcome, Table
+    from sim.sweeps.setup import Loaded
+    from sim.sweeps.store import Store
+    from sim.sweeps.workers import Workers
 
 MANY = 10_000
 """Cells that are asked about before they are played."""
@@ -72,10 +72,10 @@ def sweep(
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
     from policies.core.grammar import split_list
-    from sim.sweep.config import read
-    from sim.sweep.grid import names
-    from sim.sweep.store import MAKER, WRITTEN
-    from sim.sweep.workers import Cluster, Local
+    from sim.sweeps.config import read
+    from sim.sweeps.grid import names
+    from sim.sweeps.store import MAKER, WRITTEN
+    from sim.sweeps.workers import Cluster, Local
     from traces.location import name_of
     from traces.output import claim, claimed
 
@@ -110,7 +110,7 @@ def sweep(
 
 def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
     """The folder of that name or, unless it is to be resumed or dropped, the first one behind it without a sweep."""
-    from sim.sweep.store import held
+    from sim.sweeps.store import held
 
     taken = output.resume or output.overwrite
     names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
@@ -123,7 +123,7 @@ def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
 def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, dict[str, bool]]":
     """Return the sweep, and which defaults it takes."""
     from policies.core.grammar import split_list
-    from sim.sweep.config import Config
+    from sim.sweeps.config import Config
 
     shipped = str(demo_trace())
     lists = {"policies": options.POLICIES, "cache_sizes": options.CACHE_SIZES, "hardware": options.HARDWARE}
@@ -170,7 +170,7 @@ def _ask(cells: int, yes: bool) -> None:
 
 def _tables(config: "Config", folder: Path) -> "list[Table]":
     """What is to be played, its files read. InputError for whatever cannot be."""
-    from sim.sweep.grid import Table, grid_of
+    from sim.sweeps.grid import Table, grid_of
 
     specs = config.specs()
     loaded = [setup.load() for setup in config.setups()]
@@ -184,7 +184,7 @@ def _tables(config: "Config", folder: Path) -> "list[Table]":
 
 def _folders(loaded: "Sequence[Loaded]") -> list[str]:
     """A name for each trace, machine and number of users: of what differs."""
-    from sim.sweep.store import NAME
+    from sim.sweeps.store import NAME
 
     traces, machines = {each.setup.trace for each in loaded}, {each.setup.hardware for each in loaded}
     users = {each.setup.max_batch for each in loaded}
@@ -216,7 +216,7 @@ def _surprises(tables: "list[Table]") -> Iterator[str]:
 
 def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":
     """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
-    from sim.sweep.store import Store, drop
+    from sim.sweeps.store import Store, drop
 
     if output.overwrite and not output.resume:
         drop(folder)
@@ -232,10 +232,10 @@ def _run(
 ) -> None:
     """Sweep, write, report."""
     from sim.engines import compiling
-    from sim.sweep import report
-    from sim.sweep.config import NAME
-    from sim.sweep.grid import missing, outcome, save, sweep
-    from sim.sweep.workers import Local
+    from sim.sweeps import report
+    from sim.sweeps.config import NAME
+    from sim.sweeps.grid import missing, outcome, save, sweep
+    from sim.sweeps.workers import Local
 
     for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
         console.warn(warning)
@@ -264,7 +264,7 @@ def _run(
 
 def _shown(outcomes: "Sequence[Outcome]") -> "Iterator[str | RichTable]":
     from sim.results import diagnosis
-    from sim.sweep import report
+    from sim.sweeps import report
 
     for found in outcomes:
         yield from report.shown(found)

@@ -13,8 +13,8 @@ from traces.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from sim.sweep.config import Config
-    from sim.sweep.setup import Setup
+    from sim.sweeps.config import Config
+    from sim.sweeps.setup import Setup
     from sim.tuning.journal import Journal
     from sim.tuning.tune import Found, Search
 
@@ -108,7 +108,7 @@ def _refuse_another(journal: "Journal", search: "Search", resume: bool) -> None:
 
 def _config(setup: "Setup", policy: str, size: str) -> "Config":
     """A sweep of the same requests."""
-    from sim.sweep.config import Config
+    from sim.sweeps.config import Config
 
     stated = {name: value for name, value in asdict(setup).items() if value is not None}
     shared = {name: value for name, value in stated.items() if name not in ("trace", "hardware", "seed")}

@@ -1,4 +1,4 @@
-"""Compile the engine in another process, once, while this one plays on SimPy (`sim.sweep.workers`) or waits.
+"""Compile the engine in another process, once, while this one plays on SimPy (`sim.sweeps.workers`) or waits.
 
 The process keeps what it compiled on disk, where every process after it finds it. It ends with the one that started it.
 """

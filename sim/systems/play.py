@@ -22,7 +22,7 @@ from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
 from sim.quantities import parse_bytes, show_bytes
-from sim.sweep.setup import Loaded, Requests
+from sim.sweeps.setup import Loaded, Requests
 from sim.systems import transforms
 from sim.systems.system import System
 from traces.errors import InputError

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from sim import profiles
-from sim.sweep.setup import Loaded
+from sim.sweeps.setup import Loaded
 from sim.systems.play import Prediction
 from traces.errors import InputError
 

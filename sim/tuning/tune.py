@@ -20,10 +20,10 @@ import pyarrow as pa
 from policies.core.spec import PolicySpec, parse
 from sim.results.files import write_table
 from sim.results.metrics import SHARE, TEXT
-from sim.sweep import winner
-from sim.sweep.grid import key, rows
-from sim.sweep.setup import Loaded, Setup
-from sim.sweep.workers import Advance, Local
+from sim.sweeps import winner
+from sim.sweeps.grid import key, rows
+from sim.sweeps.setup import Loaded, Setup
+from sim.sweeps.workers import Advance, Local
 from sim.tuning.journal import WORKERS, Journal, optuna
 from sim.tuning.search_space import Space
 from traces.errors import InputError

@@ -16,7 +16,7 @@ from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace

@@ -25,11 +25,11 @@ from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep import winner
-from sim.sweep.config import specs
-from sim.sweep.grid import grid_of
-from sim.sweep.report import warnings
-from sim.sweep.setup import Requests, Setup
+from sim.sweeps import winner
+from sim.sweeps.config import specs
+from sim.sweeps.grid import grid_of
+from sim.sweeps.report import warnings
+from sim.sweeps.setup import Requests, Setup
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses

@@ -19,7 +19,7 @@ from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError

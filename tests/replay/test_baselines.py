@@ -16,7 +16,7 @@ from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L

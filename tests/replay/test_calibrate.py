@@ -22,7 +22,7 @@ from sim import cli as sim_cli
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from tests.support.fake_gpu import FakeGpu
 from traces import demo_trace
 from traces.errors import InputError

@@ -19,11 +19,11 @@ from replay import cli, report, run
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS
-from sim.sweep import winner
-from sim.sweep.grid import Grid, Table, outcome, save, sweep
-from sim.sweep.setup import Requests, Setup
-from sim.sweep.store import Store
-from sim.sweep.winner import Winner
+from sim.sweeps import winner
+from sim.sweeps.grid import Grid, Table, outcome, save, sweep
+from sim.sweeps.setup import Requests, Setup
+from sim.sweeps.store import Store
+from sim.sweeps.winner import Winner
 from traces import demo_trace
 from traces.errors import InputError
 from traces.output import MARKER, only_writer

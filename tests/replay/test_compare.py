@@ -28,7 +28,7 @@ from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
-from sim.sweep.setup import Loaded, Setup
+from sim.sweeps.setup import Loaded, Setup
 from traces import demo_trace
 from traces.errors import InputError
 from traces.output import MARKER

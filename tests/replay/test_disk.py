@@ -28,7 +28,7 @@ from sim.engines.untimed import count
 from sim.loop.driver import play
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile, model
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError

@@ -13,7 +13,7 @@ from sim.loop.driver import Driver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.replay_runs import draw
 from traces.synthetic import synthetic

@@ -20,7 +20,7 @@ from replay.gpu_check.routing import made_up
 from replay.run import first_tokens
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
-from sim.sweep.setup import Loaded, Requests, Setup
+from sim.sweeps.setup import Loaded, Requests, Setup
 from tests.support.fake_gpu import FakeGpu
 from tests.support.small_check import FULL, shrink
 from traces import console

@@ -28,7 +28,7 @@ from sim.loop.driver import play
 from sim.loop.run import Run
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from traces.synthetic import synthetic

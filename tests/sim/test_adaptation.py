@@ -26,8 +26,8 @@ from sim.analysis.adaptation import (
     to_play,
 )
 from sim.commands.adapt import MODELS, PAPER
-from sim.sweep.grid import Grid
-from sim.sweep.setup import Setup
+from sim.sweeps.grid import Grid
+from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.output import MARKER

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from policies.core.spec import parse
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
 from sim.cli import app
-from sim.sweep.grid import Grid
-from sim.sweep.setup import Setup
+from sim.sweeps.grid import Grid
+from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.output import MARKER

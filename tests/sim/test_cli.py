@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from sim.cli import main
-from sim.sweep.store import CELLS, MAKER
+from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.output import LOCK, MARKER, claim, only_writer
@@ -147,7 +147,7 @@ def test_evict_and_prefetch_combine(home):
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(home, monkeypatch, capsys, arguments, complaint):
-    monkeypatch.setattr("sim.sweep.workers.ANSWER_S", 1)
+    monkeypatch.setattr("sim.sweeps.workers.ANSWER_S", 1)
     monkeypatch.chdir(home)
     monkeypatch.setattr(sys, "argv", ["moe-sim", "sweep", *arguments, "--out", "bad", "--quiet"])
     with pytest.raises(SystemExit) as ended:
@@ -271,7 +271,7 @@ def test_help_loads_neither_simpy_nor_matplotlib_nor_pandas():
 
 
 def test_sweeping_loads_no_torch():
-    code = "import sys, sim.sweep.grid, sim.sweep.report, sim.engines.simpy_engine; print('torch' in sys.modules)"
+    code = "import sys, sim.sweeps.grid, sim.sweeps.report, sim.engines.simpy_engine; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 

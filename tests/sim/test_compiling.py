@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sim.engines import compiled_engine, compiling, simpy_engine
-from sim.sweep.setup import Loaded, Setup
-from sim.sweep.workers import Local, Task
+from sim.sweeps.setup import Loaded, Setup
+from sim.sweeps.workers import Local, Task
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic

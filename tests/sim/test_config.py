@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from policies.core.grammar import alternatives
-from sim.sweep.config import Config, read
-from sim.sweep.setup import Setup
+from sim.sweeps.config import Config, read
+from sim.sweeps.setup import Setup
 from traces.errors import InputError
 
 GIVEN: dict[str, Any] = {"traces": ("t",), "policies": ("lru",), "cache_sizes": ("25%",), "hardware": ("a5000",)}

@@ -31,7 +31,7 @@ from sim.loop.log import joined, whole
 from sim.loop.run import gpu_run
 from sim.loop.session import decider_of
 from sim.profiles.timing import DurationTables, FixedTiming, Link
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from tests import reference
 from tests.support.logs import columns
 from tests.support.reference_cases import (

@@ -16,7 +16,7 @@ from sim import cli  # before the forks
 from sim.engines import untimed
 from sim.results import diagnosis
 from sim.results import plot
-from sim.sweep import report
+from sim.sweeps import report
 
 OPERATIONS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree"}
 OUT = Path("out").resolve()

@@ -22,7 +22,7 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
-from sim.sweep.setup import Requests
+from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw

@@ -12,9 +12,9 @@ import pytest
 
 from policies.core.spec import parse
 from replay.run import Choice
-from sim.sweep import report
-from sim.sweep.grid import Grid, played
-from sim.sweep.setup import Setup
+from sim.sweeps import report
+from sim.sweeps.grid import Grid, played
+from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError

@@ -14,8 +14,8 @@ from policies.core.spec import parse
 from sim import profiles
 from sim.profiles import measured
 from sim.profiles.hardware_profile import hardware
-from sim.sweep.grid import Grid, key, played
-from sim.sweep.setup import Setup
+from sim.sweeps.grid import Grid, key, played
+from sim.sweeps.setup import Setup
 from traces import demo_trace
 from traces.errors import InputError
 

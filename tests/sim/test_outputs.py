@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sim.sweep.store import CELLS, MAKER
+from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.output import MARKER, claim, marked, only_writer

@@ -15,8 +15,8 @@ from policies.core.spec import parse
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
-from sim.sweep.grid import Grid, played
-from sim.sweep.setup import Setup
+from sim.sweeps.grid import Grid, played
+from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic

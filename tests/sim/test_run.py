@@ -14,7 +14,7 @@ import pytest
 from policies.core.spec import parse
 from sim.cli import main
 from sim.results.metrics import summarise
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from sim.timeline import window as timeline_window
 from sim.timeline.window import WHOLE, Window
 from tests.support.tiny import SIZES

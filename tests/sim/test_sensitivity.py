@@ -17,7 +17,7 @@ from sim.cli import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.output import MARKER

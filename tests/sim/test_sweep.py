@@ -6,12 +6,12 @@ import pytest
 
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
-from sim.sweep import winner
-from sim.sweep.grid import Grid, Table, _read_with, key, outcome, played, save, sweep
-from sim.sweep.setup import Requests, Setup
-from sim.sweep.store import Store
-from sim.sweep.winner import Winner
-from sim.sweep.workers import Local
+from sim.sweeps import winner
+from sim.sweeps.grid import Grid, Table, _read_with, key, outcome, played, save, sweep
+from sim.sweeps.setup import Requests, Setup
+from sim.sweeps.store import Store
+from sim.sweeps.winner import Winner
+from sim.sweeps.workers import Local
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.output import MARKER

@@ -19,7 +19,7 @@ from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from sim.systems import table1, transforms
 from sim.systems.play import CannotRunError, Played, Setting
 from sim.systems.system import chosen, read, systems

@@ -14,9 +14,9 @@ import pytest
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.cli import main
-from sim.sweep import config
-from sim.sweep.grid import play_cell
-from sim.sweep.setup import Setup
+from sim.sweeps import config
+from sim.sweeps.grid import play_cell
+from sim.sweeps.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
 from sim.tuning.tune import MAKER, Halves, Search, save, tune
@@ -205,7 +205,7 @@ def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
         played.append((loaded.setup, policy.text))
         return play_cell(loaded, policy, slots, advance)
 
-    monkeypatch.setattr("sim.sweep.grid.play_cell", counted)
+    monkeypatch.setattr("sim.sweeps.grid.play_cell", counted)
     found = found_by(search_of(home, "eamc", "cosine=flat|rows", 12, workers=3), tmp_path / "a")
     assert len(played) == len(set(played)) <= 5
     assert {trial.policy for trial in found.trials} == {"eamc:cosine=flat", "eamc:cosine=rows"}

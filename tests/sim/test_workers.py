@@ -16,11 +16,11 @@ from policies.core.policy import ScorePolicy
 from policies.core.spec import PolicySpec, parse
 from policies.retention.lru import LRU
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
-from sim.sweep import workers
-from sim.sweep.grid import Grid, Table, outcome, played, save, sweep
-from sim.sweep.setup import Setup
-from sim.sweep.store import Store
-from sim.sweep.workers import Cluster, Local, Task
+from sim.sweeps import workers
+from sim.sweeps.grid import Grid, Table, outcome, played, save, sweep
+from sim.sweeps.setup import Setup
+from sim.sweeps.store import Store
+from sim.sweeps.workers import Cluster, Local, Task
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -130,8 +130,8 @@ def killed(loaded, number, advance):
 
 ORPHANS = """
 import os, sys, time
-from sim.sweep.setup import Setup
-from sim.sweep.workers import Local, Task
+from sim.sweeps.setup import Setup
+from sim.sweeps.workers import Local, Task
 from tests.sim.test_workers import endless, process_of_cell
 loaded = Setup(sys.argv[1]).load()
 tasks = [Task(loaded, process_of_cell, (None,), False)] + [Task(loaded, endless, (1,), False)] * 2
@@ -190,7 +190,7 @@ def test_a_scheduler_that_dies_is_told_in_one_line_and_what_was_finished_is_kept
 
 def test_a_cluster_with_another_version_or_no_workers_is_refused(loaded, cluster, monkeypatch):
     distributed = pytest.importorskip("distributed")
-    monkeypatch.setattr("sim.sweep.workers.sources", lambda: "another")
+    monkeypatch.setattr("sim.sweeps.workers.sources", lambda: "another")
     with pytest.raises(InputError, match="cells would mix versions"):
         Cluster(cluster.scheduler_address)
     with (

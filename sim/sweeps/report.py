@@ -8,8 +8,8 @@ from rich.table import Table
 from sim.quantities import show_bytes
 from sim.results import compare
 from sim.results.metrics import Row
-from sim.sweep.grid import Grid, Outcome
-from sim.sweep.setup import Loaded
+from sim.sweeps.grid import Grid, Outcome
+from sim.sweeps.setup import Loaded
 
 BEST, EQUAL = "best", "equal"
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from sim import profiles
 from sim.results.metrics import Row, tables_below
-from sim.sweep.setup import Setup
+from sim.sweeps.setup import Setup
 from traces.errors import InputError, located
 from traces.files import read_toml
 from traces.location import absolute

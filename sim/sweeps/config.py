@@ -18,7 +18,7 @@ from policies.core.spec import SEED, Policy, PolicySpec, parse
 from sim import profiles
 from sim.quantities import parse_bytes
 from sim.results.provenance import commit
-from sim.sweep.setup import CLOSED, Setup
+from sim.sweeps.setup import CLOSED, Setup
 from traces.errors import InputError, located, unknown
 from traces.files import read_toml
 from traces.location import absolute

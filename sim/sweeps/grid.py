@@ -1,7 +1,7 @@
 """The sweep: cells of policies x cache sizes over traces and machines, each played once, wherever there is room.
 
 A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish changes a
-result; rows come in the order of tables, sizes, then policies as typed. What has ended is on disk (`sim.sweep.store`),
+result; rows come in the order of tables, sizes, then policies as typed. What has ended is on disk (`sim.sweeps.store`),
 under
 a key made of all that the cell depends on, the code and the files that it reads included: a sweep that goes on plays
 no such cell again. Belady is the bound: where it was not asked for, it is computed for the plots and gets no row.
@@ -29,11 +29,11 @@ from sim.loop.log import Ended, RunLog
 from sim.results import files, metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.results.provenance import sources
-from sim.sweep import config, winner
-from sim.sweep.setup import Loaded
-from sim.sweep.store import CELLS, MAKER, WRITTEN, Store
-from sim.sweep.winner import Winner
-from sim.sweep.workers import Advance, Local, Task, Workers
+from sim.sweeps import config, winner
+from sim.sweeps.setup import Loaded
+from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store
+from sim.sweeps.winner import Winner
+from sim.sweeps.workers import Advance, Local, Task, Workers
 from traces.errors import InputError
 from traces.output import claim
 from traces.reader import open_folder

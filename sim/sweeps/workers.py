@@ -27,7 +27,7 @@ from sim.interrupts import interrupts_later
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.results.provenance import sources
-from sim.sweep.setup import Loaded, Setup
+from sim.sweeps.setup import Loaded, Setup
 from traces import console
 from traces.errors import InputError
 from traces.location import absolute
