@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from policies.core.policy import Shape
+from policies.core.policy import Int, Shape
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps
 
 Layers = list[dict[int, int]]  # of each layer: tokens by expert, ids within the layer
@@ -105,7 +105,14 @@ def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
         experts=np.array([layer * shape.experts + e for layer, chosen in events for e in chosen], np.int64),
         counts=np.array([n for _, chosen in events for n in chosen.values()], np.int64),
         lookahead=_lookahead(events, shape),
+        token_ids=_token_ids(steps, tokens),
     )
+
+
+def _token_ids(steps: list[Step], tokens: list[int]) -> Int:
+    """Ids that follow from the step before, as those that a head samples: the first expert of its last layer."""
+    sampled = [0, *(next(iter(layers[-1]), 0) for _, layers in steps)]
+    return np.array([first + i for first, n in zip(sampled, tokens, strict=False) for i in range(n)], np.int64)
 
 
 def _lookahead(events: list[tuple[int, dict[int, int]]], shape: Shape) -> Lookahead:

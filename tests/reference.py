@@ -8,7 +8,7 @@ of compute and every chunk is an event of its own. `run_case` answers a case of 
 Beyond the format a case may have, for fuzzing:
 - evict "belady" (only without `max_batch`), and one_scale (rule 6's end, by the first part of a score);
 - prefetch "scripted" with `proposals`: for each event its [id, priority] pairs; in a batch those of all
-  its requests, an expert at the highest of its priorities;
+  its requests, an expert at the highest of its priorities; with `at_start` one more a step, made when it starts;
 - `partitions`: the slots of each layer, where layers share none; else all layers share `slots`;
 - placement "layers": the misses of the first `host_layers` layers are computed on the host;
 - `layer_bytes`, `capacity_bytes` and `host_capacity_bytes` (rule 19), in place of `expert_bytes`,
@@ -96,6 +96,8 @@ class Reference:
 
     def run(self) -> dict[str, Any]:
         self.next_step()
+        self.use_link()
+        self.use_disk()
         while not self.batch.is_over():  # the run ends with the last head
             time, _kind, _id, _serial, handle, arguments = heapq.heappop(self.heap)
             self.count_stall(time - self.now)
@@ -153,6 +155,8 @@ class Reference:
             self.step_start = self.now
             self.layer = 0
             self.begin_dense()
+            if self.case.get("at_start"):
+                self.queue(self.scripted(-1))
         elif self.batch.waiting:
             self.stream = "off"
             self.at(self.batch.next_arrival() - self.now, WAKE_UP, 0, self.next_step)
@@ -290,7 +294,7 @@ class Reference:
 
     def ask_prefetcher(self) -> list[tuple[int, float]]:
         if self.case["prefetch"] == "scripted":
-            return self.scripted()
+            return self.scripted(self.layer)
         if self.case["prefetch"] == "none" or self.layer + 1 == self.L:
             return []
         first = (self.layer + 1) * self.E
@@ -300,19 +304,23 @@ class Reference:
         used.sort(key=lambda expert: (-self.events_used[expert], expert))
         return [(expert, self.events_used[expert]) for expert in used[: self.case["popular_n"]]]
 
-    def scripted(self) -> list[tuple[int, float]]:
+    def scripted(self, layer: int) -> list[tuple[int, float]]:
         highest: dict[int, float] = {}
         for request in self.batch.stepping:
-            for expert, priority in self.case["proposals"][request][self.batch.steps_done[request]][self.layer]:
+            for expert, priority in self.case["proposals"][request][self.batch.steps_done[request]][layer]:
                 highest[expert] = max(priority, highest.get(expert, priority))
         return list(highest.items())
 
     def on_proposal(self, proposal: list[tuple[int, float]]) -> None:
-        """Queue the prefetches, at the router or when the predictor ends; then the experts are computed."""
+        """At the router or when the predictor ends; then the experts are computed."""
+        self.queue(proposal)
+        self.stream = "waiting"
+
+    def queue(self, proposal: list[tuple[int, float]]) -> None:
+        """In place of all prefetches that have not started."""
         self.gpu.proposal = {expert for expert, _priority in proposal}
         known = self.gpu.ready | self.gpu.loading | set(self.demands)
         self.prefetches = sorted((-priority, expert) for expert, priority in proposal if expert not in known)
-        self.stream = "waiting"
 
     # The link (rules 5, 12 and 17)
 

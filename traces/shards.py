@@ -60,7 +60,7 @@ class Shards(OfAModel):
             for n in range(len(eams)):
                 eams[n]
         has_lookahead = lookahead and "lookahead" in folder.optional
-        columns = ["request", "position", "phase", "experts", *(["lookahead"] if has_lookahead else [])]
+        columns = ["request", "position", "phase", "token_id", "experts", *(["lookahead"] if has_lookahead else [])]
         return Shards(
             name=folder.location.name,
             path=folder.path,
@@ -114,8 +114,8 @@ class Shards(OfAModel):
         if not self._checked[i]:
             self._check(i, rows)
             self._checked[i] = True
-        shape = self.num_experts, self.meta.sentinel
-        return steps_of_rows(i, rows["experts"], rows["position"], int(self.prompts[i]), *shape, rows.get("lookahead"))
+        known = rows["experts"], rows["position"], int(self.prompts[i]), self.num_experts, self.meta.sentinel
+        return steps_of_rows(i, *known, rows.get("lookahead"), rows["token_id"])
 
     def _rows_of(self, i: int) -> Arrays:
         """The rows of request `i`, by column; of one in several blocks copies, lest it hold all of these."""

@@ -4,7 +4,7 @@ A step is one forward pass (the prefill of a request, or one decoded token); an 
 Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class RequestSteps:
     experts: Int  # [A] expert ids, ascending within an event
     counts: Int  # [A] tokens of the step that chose the expert
     lookahead: Lookahead | None = None  # None: not recorded
+    token_ids: Int | None = None  # [sum of tokens] that the steps take in, in order; -1: withheld; None: not recorded
 
 
 def steps_of_rows(
@@ -57,10 +58,12 @@ def steps_of_rows(
     E: int,
     sentinel: int,
     lookahead: NDArray[np.integer] | None = None,
+    token_id: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
     """The rows of a request as an engine plays them: the first `prompt` as one step, then the others one by one.
 
-    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position: [tokens].
+    experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position, token_id:
+    [tokens], -1 where the id was withheld.
     """
     context, parts = position.astype(np.int64) + 1, []
     if prompt:
@@ -68,7 +71,10 @@ def steps_of_rows(
     if prompt < len(experts) or not parts:
         rest = slice(prompt, None)
         parts.append(decode_steps(request, experts[rest], E, sentinel, context[rest], _rows(lookahead, rest)))
-    return join(parts) if len(parts) > 1 else parts[0]
+    steps = join(parts) if len(parts) > 1 else parts[0]
+    if token_id is None or (token_id < 0).all():
+        return steps
+    return replace(steps, token_ids=token_id.astype(np.int64))
 
 
 def _rows(chosen: NDArray[np.integer] | None, rows: slice) -> NDArray[np.integer] | None:

@@ -200,9 +200,9 @@ class Trace(OfAModel):
         """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one."""
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         prompt = int(np.count_nonzero(self.phase[rows] == PREFILL))
-        ahead = None if self.lookahead is None else self.lookahead[rows]
+        ahead, ids = (None if held is None else held[rows] for held in (self.lookahead, self.token_id))
         shape = self.num_experts, self.sentinel
-        return steps_of_rows(i, self.experts[rows], self.position[rows], prompt, *shape, ahead)
+        return steps_of_rows(i, self.experts[rows], self.position[rows], prompt, *shape, ahead, ids)
 
 
 def concatenate(parts: Sequence[Trace]) -> Trace:

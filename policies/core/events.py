@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled, inlined
-from policies.core.policy import NO_INTS, Event, Int, Shape
+from policies.core.policy import NO_INTS, START, Event, Int, Shape
 from traces.steps import Lookahead, RequestSteps
 
 NOTHING_AHEAD = NO_INTS, NO_INTS
+UNKNOWN = np.full(1, -1)
 
 
 def alone(
@@ -24,10 +25,11 @@ def alone(
     counts: Int,
     serial: int = 0,
     ahead: tuple[Int, Int] = (NO_INTS, NO_INTS),
+    token_ids: Int = NO_INTS,
 ) -> Event:
     """Return an event of the only request, in step number `step`."""
     one = np.array([0, step, 0, len(experts)])
-    return Event(serial, phase, layer, experts, counts, one[:1], one[1:2], one[2:], experts, counts, *ahead)
+    return Event(serial, phase, layer, experts, counts, one[:1], one[1:2], one[2:], experts, counts, *ahead, token_ids)
 
 
 class RequestEvents:
@@ -48,7 +50,8 @@ class RequestEvents:
         self._ids = np.ascontiguousarray(request.experts)
         self._phases: list[int] = request.phase.tolist()
         self._seats = np.zeros(1, np.int64)
-        self._step, self._steps = 0, np.zeros(1, np.int64)
+        self._step, self._steps, self._token_ids = -1, NO_INTS, NO_INTS
+        self._first_token: list[int] = [] if request.token_ids is None else [0, *np.cumsum(request.tokens).tolist()]
         self._offsets: dict[int, Int] = {}  # by number of experts
 
     def chosen(self, step: int, layer: int) -> tuple[Int, dict[int, int]]:
@@ -68,6 +71,10 @@ class RequestEvents:
         ahead = lookahead.after(step, layer) if lookahead else NOTHING_AHEAD
         return self._made(step, layer, self._first[number], self._first[number + 1], number, ahead)
 
+    def start(self, step: int) -> Event:
+        """Return what is known when step number `step` starts."""
+        return self._made(step, START, 0, 0, step * self.layers - 1, NOTHING_AHEAD)
+
     def accesses(self, step: int, layer: int) -> Iterator[Event]:
         """Yield an event for each access of `layer` in step number `step`."""
         number = step * self.layers + layer
@@ -79,11 +86,14 @@ class RequestEvents:
         request, n = self.request, last - first
         if step != self._step:
             self._step, self._steps = step, np.array([step])
+            if request.token_ids is not None:
+                self._token_ids = request.token_ids[self._first_token[step] : self._first_token[step + 1]].copy()
         if n not in self._offsets:
             self._offsets[n] = np.array([0, n])
         experts, counts = request.experts[first:last].copy(), request.counts[first:last].copy()
         own = self._seats, self._steps, self._offsets[n], experts, counts
-        return Event(self._before + number + 1, self._phases[step], layer, experts, counts, *own, *ahead)
+        serial = self._before + number + 1
+        return Event(serial, self._phases[step], layer, experts, counts, *own, *ahead, self._token_ids)
 
 
 class Merged:
@@ -112,12 +122,20 @@ class Merged:
 
     def event(self, layer: int) -> Event:
         """Return the same as policies hear it."""
-        own = [events.event(step, layer) for _, step, events in self._parts]
+        return self._merged([events.event(step, layer) for _, step, events in self._parts], layer)
+
+    def start(self) -> Event:
+        """Return what is known when the step starts."""
+        return self._merged([events.start(step) for _, step, events in self._parts], START)
+
+    def _merged(self, own: Sequence[Event], layer: int) -> Event:
         ids, counts = [each.experts for each in own], [each.counts for each in own]
         offsets = np.cumsum([0, *map(len, ids)])
         ahead = merged([each.ahead_experts for each in own], [each.ahead_counts for each in own])
         together = *merged(ids, counts), self._seats, self._steps, offsets, np.concatenate(ids), np.concatenate(counts)
-        return Event(self._before + layer + 1, own[0].phase, layer, *together, *ahead)
+        told = [each.token_ids for each in own]
+        token_ids = np.concatenate([ids if len(ids) else UNKNOWN for ids in told]) if any(map(len, told)) else NO_INTS
+        return Event(self._before + layer + 1, own[0].phase, layer, *together, *ahead, token_ids)
 
 
 def merged(ids: Sequence[Int], counts: Sequence[Int]) -> tuple[Int, Int]:
@@ -139,6 +157,8 @@ class Routing(NamedTuple):
     ahead_offsets: Int  # [S * L + 1]
     ahead_experts: Int
     ahead_counts: Int
+    token_offsets: Int  # [S + 1] of each step into the ids of the tokens that it takes in
+    token_ids: Int
     own_offsets: Int  # [S * L * R + 1] a request after another in each event
     own_experts: Int
     own_counts: Int
@@ -154,7 +174,11 @@ def routing_of(request: RequestSteps) -> Routing:
     own = _contiguous(request.offsets, request.experts, request.counts)
     picks = _contiguous(ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)
     one, two = np.zeros((3, 1), np.int64), np.zeros(2, np.int64)
-    return Routing(request.phase.astype(np.int64), *own, *picks, *own, one[0], one[1], one[2], two)
+    ids = NO_INTS if request.token_ids is None else np.ascontiguousarray(request.token_ids)
+    tokens = np.zeros(len(request.phase) + 1, np.int64)
+    if len(ids):
+        np.cumsum(request.tokens, out=tokens[1:])
+    return Routing(request.phase.astype(np.int64), *own, *picks, tokens, ids, *own, one[0], one[1], one[2], two)
 
 
 def _contiguous(offsets: Int, experts: Int, counts: Int) -> "Arrays":
@@ -171,7 +195,23 @@ def routing_of_batch(parts: Sequence[tuple[int, int, RequestSteps]], steps: int,
     ahead = [(request.lookahead, step) for _, step, request in parts if request.lookahead]
     picks = _merged(ahead, steps, shape)[0] if ahead else (NO_INTS, NO_INTS, NO_INTS)
     assert len(own[0]) == steps * L * R + 1
-    return Routing(phase, *together, *picks, *own, seats, first, np.zeros(R, np.int64), np.zeros(R + 1, np.int64))
+    tokens = _token_ids(parts, steps)
+    at_hand = np.zeros(R, np.int64), np.zeros(R + 1, np.int64)
+    return Routing(phase, *together, *picks, *tokens, *own, seats, first, *at_hand)
+
+
+def _token_ids(parts: Sequence[tuple[int, int, RequestSteps]], steps: int) -> tuple[Int, Int]:
+    """Return offsets [S + 1] and ids: by step those of each request, -1 for each that does not tell; or no ids."""
+    if all(request.token_ids is None for *_, request in parts):
+        return np.zeros(steps + 1, np.int64), NO_INTS
+    ids, ends = [], np.zeros(steps, np.int64)
+    firsts = [np.concatenate([[0], np.cumsum(request.tokens)]) for *_, request in parts]
+    for s in range(steps):
+        for (_, step, request), first in zip(parts, firsts, strict=True):
+            held = request.token_ids
+            ids.append(UNKNOWN if held is None else held[first[step + s] : first[step + s + 1]])
+            ends[s] += len(ids[-1])
+    return np.concatenate([[0], np.cumsum(ends)]), np.concatenate(ids)
 
 
 Arrays = tuple[Int, Int, Int]
@@ -245,4 +285,17 @@ def event_at(routing: Routing, step: int, layer: int, L: int, serial: int) -> Ev
         routing.own_counts[mine:others],
         routing.ahead_experts[begin:end],
         routing.ahead_counts[begin:end],
+        routing.token_ids[routing.token_offsets[step] : routing.token_offsets[step + 1]],
     )
+
+
+@inlined
+def start_at(routing: Routing, step: int, serial: int) -> Event:
+    """Return what is known when the `step`-th of these steps starts; the event before is gone."""
+    for r in range(len(routing.seats)):
+        routing.steps[r] = routing.first[r] + step
+        routing.own[r + 1] = 0
+    none, tokens = routing.experts[:0], routing.token_offsets
+    ids = routing.token_ids[tokens[step] : tokens[step + 1]]
+    one = routing.seats, routing.steps, routing.own
+    return Event(serial, routing.phase[step], START, none, none, *one, none, none, none, none, ids)

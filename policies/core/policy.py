@@ -31,6 +31,9 @@ Requests = Sequence[RequestSteps]
 
 NO_INTS: Int = np.empty(0, np.int64)
 
+START = -1
+"""The layer of an event that only tells that a step starts, and the ids of the tokens that it takes in (rule 16)."""
+
 NOTHING: tuple[Int, Float] = (NO_INTS, np.empty(0, np.float64))
 """The empty proposal: it too replaces what was queued before (rule 4)."""
 
@@ -72,6 +75,8 @@ class Event(NamedTuple):
     own_counts: Int  # [m]
     ahead_experts: Int  # ids that the next layer's router picks for what entered this layer; empty if not recorded
     ahead_counts: Int  # tokens of each
+    token_ids: Int  # [T] of the tokens that the step takes in: of a prefill all, of others one for each of `seats`;
+    # -1 where withheld; empty where none is known
 
     def by_request(self) -> Iterator[tuple[int, int, Int, Int]]:
         """Each request's (seat, step, experts, counts)."""
@@ -225,6 +230,7 @@ class Prefetcher(Listener):
     """What to fetch early."""
 
     proposes: ClassVar[bool] = True  # False: `propose` is never called, and nothing is ever fetched early
+    at_start: ClassVar[bool] = False  # True: `propose` is asked as well when a step starts, of layer START
     needs_lookahead: ClassVar[bool] = False  # True: engines refuse a trace without that column
     one_scale_with: ClassVar[str] = ""  # a retention policy whose keep scores compare with the priorities (rule 6)
 
@@ -249,7 +255,10 @@ class Prefetcher(Listener):
             self._observe(self.state, event)
 
     def propose(self, event: Event) -> tuple[Int, Float]:
-        """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first."""
+        """Rule 4: (experts [n], priorities [n]), asked after every event; distinct ids, higher priority first.
+
+        Where `at_start`, also when a step starts, with an event of layer START that tells of its tokens alone.
+        """
         if self._propose is None:
             return NOTHING
         n = self._propose(self.state, event, self._ids, self._priorities)

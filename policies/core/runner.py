@@ -75,6 +75,11 @@ class PolicyRunner:
         proposal = self.prefetcher.propose(event)
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
 
+    @property
+    def at_start(self) -> bool:
+        """Whether the prefetcher is asked when a step starts as well: `propose` of an event that tells no more."""
+        return self.prefetcher.at_start
+
     def end_request(self, seat: int = 0) -> None:
         """The last step of the request in `seat` has ended."""
         self.retention.end_request(seat)

@@ -19,6 +19,7 @@ class FixedOrder(Decider):
     """Who decides where all was decided before: it hears of nothing and proposes nothing."""
 
     silent = True
+    at_start = False
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
@@ -49,6 +50,7 @@ class Lockstep(FixedOrder):
     def __init__(self, run: Run, script: Script) -> None:
         self._run = run
         self._script = script
+        self.at_start = run.policy.prefetch.cls.at_start
 
     def residency(self, slots: int, sizes: Int | None = None) -> Residency:
         """Return a residency that follows the script."""

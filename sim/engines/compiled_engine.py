@@ -21,10 +21,10 @@ from policies.core import host_memory as memory
 from policies.core import residency_compiled as core
 from policies.core.compiled import apart, compiled, inlined
 from policies.core.dispatch import NONE, PolicyStates
-from policies.core.events import Routing, event_at, routing_of, routing_of_batch
+from policies.core.events import Routing, event_at, routing_of, routing_of_batch, start_at
 from policies.core.limits import Bounds, limiter
 from policies.core.placement import FETCH, LAYERS, SPLIT
-from policies.core.policy import NO_INTS, Float, Int, Shape
+from policies.core.policy import NO_INTS, START, Float, Int, Shape
 from policies.core.residency_compiled import BLOCKED, N_HITS, WASTED_ROOM
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
@@ -134,6 +134,7 @@ class Plan(NamedTuple):
     listens: int  # the prefetcher, if it hears of events by itself
     fetches: int  # the prefetcher, if it proposes
     hears: bool  # either wants to know of events
+    at_start: bool  # the prefetcher is asked when a step starts as well
     limited: bool
     bounds: Bounds
     ids: Int  # [L*E] of the proposal
@@ -527,6 +528,18 @@ def decide(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, ste
     return proposed
 
 
+@apart
+@compiled
+def decide_at_start(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int) -> int:
+    """Rules 4 and 16: the prefetcher proposes as a step starts; how many experts."""
+    event = start_at(routing, step, run.m[core.ONE, core.SERIAL])
+    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
+    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
+    if plan.limited:
+        proposed = limits.within(plan.bounds, ids, priorities, proposed, START, len(run.ends), state, ids, priorities)
+    return proposed
+
+
 @compiled
 def play_steps(
     run: Streams,
@@ -550,11 +563,16 @@ def play_steps(
     fetches = plan.fetches != NONE
     experts, counts = routing.experts, routing.counts
     # Of a step: each proposal starts at once, and each expert of an event; and may be read, or push out smaller ones.
-    most_evictions = (L + 1) * (L * E + E)
+    most_evictions = (L + 2) * (L * E + E)
     if len(run.tiers):
         most_evictions = 2 * most_evictions + L * E
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
         combine_ns = durations.combine[step]
+        if plan.at_start:
+            proposed = decide_at_start(run, plan, states, routing, step)
+            core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
+            n[NOTHING_QUEUED] = 0
+            act(run)
         for layer in range(L):
             advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
             first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
@@ -701,7 +719,7 @@ class Engine:
             ends=np.zeros(E, np.int64),
             arrivals=np.zeros(E, np.int64),
             stall=np.zeros(len(STALLS), np.int64),
-            evictions=np.zeros(max(1 << 16, 4 * (L + 1) * (shape.total + E) + 2 * shape.total), np.int64),
+            evictions=np.zeros(max(1 << 16, 4 * (L + 2) * (shape.total + E) + 2 * shape.total), np.int64),
             tiers=(1,) if tiered(run) else (),
             h=h,
         )
@@ -828,6 +846,7 @@ def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
         listens=number if fetcher.observes else NONE,
         fetches=number if fetcher.proposes else NONE,
         hears=keeper.observes or fetcher.observes or fetcher.proposes,
+        at_start=fetcher.proposes and fetcher.at_start,
         limited=limited is not None,
         bounds=(limited or limits.Limiter(limits.Limits(), runner.shape, None)).bounds,
         ids=np.empty(total, np.int64),

@@ -125,6 +125,8 @@ class Driver:
         for layer in range(self.layers):
             session.submitting(Kind.ROUTER)
             device.dense(layer, tokens, context, requests)
+            if layer == 0:
+                session.start(step)
             session.until(Kind.ROUTER)
             session.route(step, layer)
             session.finish_event()

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from policies.core.events import Merged, RequestEvents, alone
-from policies.core.policy import NO_INTS, Event, Int, Requests
+from policies.core.policy import NO_INTS, START, Event, Int, Requests
 from sim.loop.run import Users
 from traces.errors import InputError
 from traces.steps import PREFILL, RequestSteps
@@ -55,17 +55,23 @@ class Routing(Protocol):
         """Return the same as policies hear it."""
         ...
 
+    def start(self) -> Event:
+        """Return what policies may know when the step starts."""
+        ...
+
 
 class LiveStep:
     """A step of the only request, of a model that runs now: `put` what a router has chosen, then have it routed.
 
-    number: of the step in its request; events: how many the run had before this step.
+    number: of the step in its request; events: how many the run had before this step; token_ids: [T] of the tokens
+    that it takes in, or none.
     """
 
-    def __init__(self, phase: int, number: int, events: int) -> None:
+    def __init__(self, phase: int, number: int, events: int, token_ids: Int = NO_INTS) -> None:
         self._phase = phase
         self._number = number
         self._events = events
+        self._token_ids = np.ascontiguousarray(token_ids, np.int64)
         self._layer, self._experts, self._counts = -1, NO_INTS, NO_INTS
 
     def put(self, layer: int, experts: Int, counts: Int) -> None:
@@ -81,7 +87,14 @@ class LiveStep:
 
     def event(self, layer: int) -> Event:
         """Return the same as policies hear it."""
-        return alone(self._phase, layer, self._number, self._experts.copy(), self._counts.copy(), self._events)
+        return self._alone(layer, self._experts.copy(), self._counts.copy())
+
+    def start(self) -> Event:
+        """Return what is known when the step starts."""
+        return self._alone(START, NO_INTS, NO_INTS)
+
+    def _alone(self, layer: int, experts: Int, counts: Int) -> Event:
+        return alone(self._phase, layer, self._number, experts, counts, self._events, token_ids=self._token_ids.copy())
 
 
 @dataclass(slots=True)
@@ -102,6 +115,7 @@ class Step:
     idle: bool
     chosen: Callable[[int], tuple[Int, dict[int, int]]]  # see `Routing`
     event: Callable[[int], Event]
+    start: Callable[[], Event]
     waited_ns: tuple[int, ...] = ()  # by `begins`; empty: nobody waited
 
 
@@ -138,7 +152,7 @@ def _steps_of(ordinal: int, events: RequestEvents, more: bool) -> Iterator[Step]
     for number, (phase, tokens, context) in enumerate(each):
         places = (Place(ordinal, 0, request.request, tokens, number),)
         begins, ends = places if number == 0 else (), places if number == last else ()
-        routing = partial(events.chosen, number), partial(events.event, number)
+        routing = partial(events.chosen, number), partial(events.event, number), partial(events.start, number)
         yield Step(phase, tokens, context, places, begins, ends, more or number < last, number == last, *routing)
 
 
@@ -270,7 +284,7 @@ class Batches:
             idle = not admission.active
             before += layers
             tokens = sum(place.tokens for place in places)
-            routing = merged.chosen, merged.event
+            routing = merged.chosen, merged.event, merged.start
             yield Step(
                 phase, tokens, context, places, begins, ends, admission.more, idle, *routing, waited_ns=tuple(waited)
             )

@@ -56,6 +56,11 @@ class Decider(Protocol):
         """Answer what to fetch early (rule 4); None: nothing is ever proposed."""
         ...
 
+    @property
+    def at_start(self) -> bool:
+        """Whether `propose` is asked when a step starts as well."""
+        ...
+
     def end_request(self, seat: int = 0) -> None:
         """The last step of a request has ended."""
         ...
@@ -101,6 +106,7 @@ class Session:
         residency = self.decider.residency(run.gpu.slots, link.sizes(experts))
         self.residency: Residency = ObservedResidency(residency, observer) if observer else residency
         self._silent, self._predicts = self.decider.silent, device.predictor_takes_time
+        self._asks_at_start = self.decider.at_start
         self._slot, self._computed = self.residency.slot, self.residency.computed  # bound once
         self._observer = observer
         if observer:
@@ -120,6 +126,18 @@ class Session:
         self._compute_ns = 0
 
     # What the outside calls
+
+    def start(self, step: Routing) -> None:
+        """A step has started, and computes: ask a prefetcher that wants to be asked already (rules 4 and 16)."""
+        if not self._asks_at_start:
+            return
+        proposal = self.decider.propose(step.start())
+        if proposal is not None:
+            self.residency.propose(*proposal)
+            self.pump.proposed = True
+            self._pump()
+            if self._host:
+                self._host.act()
 
     def route(self, step: Routing, layer: int) -> None:
         """Look up what `layer` chose, ask the policies, let link and compute stream start what they can."""

@@ -172,7 +172,7 @@ def merged(one: Event, other: Event) -> Event:
     experts = np.flatnonzero(tokens)
     steps, offsets = np.concatenate([one.steps, other.steps]), np.array([0, len(one.experts), len(own[0])])
     tokens_of_all = experts, tokens[experts], np.arange(2), steps, offsets, *own
-    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts)
+    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts, one.token_ids)
 
 
 @pytest.mark.parametrize("name", sorted({cls.name for cls in SERVED} - {"static", "none"}))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from policies.core.policy import Shape
+from policies.core.policy import NO_INTS, Shape
 from policies.core.spec import parse
 from sim.engines import compiled_engine
 from sim.engines.cases import case_request
@@ -101,10 +101,14 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
         session.decider.begin_request(ordinal)
         for number, (phase, tokens) in enumerate(zip(request.phase.tolist(), request.tokens.tolist(), strict=True)):
             before, began = session.totals(), session.begin_step()
-            step = LiveStep(phase, number, events=len(rows) * layers)
+            known, first = request.token_ids, int(request.tokens[:number].sum())
+            ids = NO_INTS if known is None else known[first : first + tokens]
+            step = LiveStep(phase, number, len(rows) * layers, ids)
             for layer in range(layers):
                 session.submitting(Kind.ROUTER)
                 device.dense(layer, tokens, int(request.context[number]))
+                if layer == 0:
+                    session.start(step)
                 session.until(Kind.ROUTER)
                 chosen = slice(*request.offsets[number * layers + layer :][:2])
                 step.put(layer, request.experts[chosen], request.counts[chosen])

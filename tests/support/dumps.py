@@ -32,6 +32,11 @@ def shortened(trace: Trace) -> Trace:
     return replace(trace, requests=trace.requests.assign(output_tokens=output), offsets=offsets, **rows)
 
 
+def told(trace: Trace) -> Trace:
+    """The same, with token ids."""
+    return replace(trace, token_id=np.random.default_rng(0).integers(0, 99, len(trace.experts)).astype(np.int32))
+
+
 def same(made: Trace, trace: Trace, steps: bool = False) -> None:
     """Claim that an imported trace is the known one."""
     assert np.array_equal(made.experts, trace.experts)
@@ -41,6 +46,9 @@ def same(made: Trace, trace: Trace, steps: bool = False) -> None:
     assert made.requests["prompt_tokens"].tolist() == trace.requests["prompt_tokens"].tolist()
     assert made.requests["output_tokens"].tolist() == trace.requests["output_tokens"].tolist()
     assert (made.num_experts, made.layers, made.top_k) == (trace.num_experts, trace.layers, trace.top_k)
+    if trace.token_id is not None:
+        assert made.token_id is not None
+        assert np.array_equal(made.token_id, trace.token_id)
     if steps:
         assert np.array_equal(made.step, trace.step)
 
@@ -72,7 +80,11 @@ def vllm_answer(trace: Trace, i: int, apart: bool = False) -> dict[str, Any]:
     if apart:
         body["prompt_routed_experts"] = experts[:p].tolist()
     value = experts[p:].tolist() if apart else npy(experts.astype(np.uint8))
-    return body | {"choices": [{"index": 0, "text": "...", "routed_experts": value}]}
+    choice: dict[str, Any] = {"index": 0, "text": "...", "routed_experts": value}
+    if trace.token_id is not None:
+        ids = [*trace.token_id[trace.offsets[i] : trace.offsets[i + 1]].tolist(), 7]
+        choice |= {"prompt_token_ids": ids[:p], "token_ids": ids[p:]}
+    return body | {"choices": [choice]}
 
 
 def sglang_answer(trace: Trace, i: int, start: int = 0, dense: int = 0) -> dict[str, Any]:
@@ -80,7 +92,12 @@ def sglang_answer(trace: Trace, i: int, start: int = 0, dense: int = 0) -> dict[
     counts, experts = usage(trace, i), rows(trace, i)[start:]
     experts = np.pad(experts, ((0, 0), (dense, 0), (0, 0)))
     text = base64.b64encode(experts.astype("<i4").tobytes()).decode()
-    return {"text": "...", "meta_info": {"id": f"r{i}", "routed_experts": text, **counts}}
+    answer: dict[str, Any] = {"text": "...", "meta_info": {"id": f"r{i}", "routed_experts": text, **counts}}
+    if trace.token_id is not None:
+        ids, p = [*trace.token_id[trace.offsets[i] : trace.offsets[i + 1]].tolist(), 7], counts["prompt_tokens"]
+        answer["output_ids"] = ids[p:]
+        answer["meta_info"]["input_token_logprobs"] = [[-0.5, token, None] for token in ids[:p]]
+    return answer
 
 
 def write_lines(path: Path, answers: list[Any]) -> Path:
@@ -107,7 +124,7 @@ def passes(trace: Trace, mapping: np.ndarray, dense: int = 1, together: int = 2)
                 "forward_pass_id": len(records) + 7,
                 "rank": 0,
                 "gatherer_key": "primary",
-                "input_ids": [0] * len(at),
+                "input_ids": [0] * len(at) if trace.token_id is None else trace.token_id[at].tolist(),
                 "positions": trace.position[at].tolist(),
                 "extend_seq_lens": lengths,
                 "forward_mode": mode,

@@ -58,9 +58,13 @@ def draw_case(integer: Callable[[int, int], int]) -> Case:
     proposals = [[[proposal() if scripted else [] for _ in step] for step in request] for request in requests]
     partitions = choice(None, [choice(1, integer(1, E + 1)) for _ in range(L)])
     slots = choice(integer(1, 3), integer(1, L * E + 2), integer(1, max(1, L * E // 2)))
+    at_start = scripted and integer(0, 1) == 1  # the last of a step's proposals is made when it starts
+    for step in (step for request in proposals for step in request if at_start):
+        step.append(proposal())
     return {
         "L": L,
         "E": E,
+        "at_start": at_start,
         "partitions": partitions,
         "slots": sum(partitions) if partitions else slots,
         "expert_bytes": expert_bytes,
@@ -158,7 +162,7 @@ def play(case: Case, engine: str = "simpy") -> Case:
         return spec.parse(text).within("layer" if partitions else "global")
 
     class Scripted(Prefetcher):
-        name, observes = "scripted", False
+        name, observes, at_start = "scripted", False, case.get("at_start", False)
 
         def __init__(self, shape: Shape, options: object) -> None:
             super().__init__(shape, options)

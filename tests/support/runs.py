@@ -122,7 +122,10 @@ def draw_request(integer: Draw, ordinal: int, shape: Shape) -> RequestSteps:
 
     sizes = np.array(tokens, np.int64)
     phase = np.array(phases, np.uint8)
-    return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=Lookahead(L, *choices()))
+    told, total = integer(0, 3), int(sizes.sum())  # few ids, so that they recur; some are withheld, or all
+    ids = np.array([integer(-1, 4) for _ in range(total)], np.int64) if told else None
+    ahead = Lookahead(L, *choices())
+    return RequestSteps(ordinal, phase, sizes, np.cumsum(sizes), *choices(), lookahead=ahead, token_ids=ids)
 
 
 def draw_run(integer: Draw) -> Drawn:

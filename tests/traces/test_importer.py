@@ -202,6 +202,25 @@ def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None
         import_dump(tmp_path / "y.npy", tmp_path / "z.json")
 
 
+def test_token_ids_may_lie_in_a_file_of_their_own(tmp_path: Path) -> None:
+    files, ids = dump(tmp_path), np.array([5, -1, 200_000], np.int32)
+    np.savez(tmp_path / "t.npz", token_ids=ids, prompt_ids=ids)
+    np.save(tmp_path / "t.npy", ids)
+    for name in ("t.npz", "t.npy"):
+        made, _ = import_dump(*files, Options(token_ids=tmp_path / name))
+        write_trace(made, tmp_path / "trace", overwrite=True)
+        read = Trace.read(tmp_path / "trace", ["token_id"])
+        assert [read.steps(i).token_ids.tolist() for i in range(2)] == [[5, -1], [200_000]]  # type: ignore[union-attr]
+        assert Trace.read(tmp_path / "trace").steps(0).token_ids is None
+    np.save(tmp_path / "t.npy", ids[:2])
+    with pytest.raises(InputError, match=r"t\.npy: token_id has 2 values for 3 tokens"):
+        import_dump(*files, Options(token_ids=tmp_path / "t.npy"))
+    with pytest.raises(InputError, match="has no array 'token_ids'"):
+        import_dump(*files, Options(token_ids=files[0]))
+    with pytest.raises(InputError, match="holds token ids itself"):
+        import_dump(*dump(tmp_path, token_id=ids), Options(token_ids=tmp_path / "t.npz"))
+
+
 @pytest.mark.parametrize(
     ("arrays", "parts"),
     [

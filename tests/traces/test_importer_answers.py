@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.dumps import known, npy, rows, same, sglang_answer, vllm_answer, write_lines
+from tests.support.dumps import known, npy, rows, same, sglang_answer, told, vllm_answer, write_lines
 from traces.errors import InputError
 from traces.importers import Options, import_dump
 from traces.importers.layers import first_dense, parse_layer_map
+from traces.steps import PREFILL
 from traces.trace import Trace
 from traces.writer import write_trace
 
@@ -41,6 +43,21 @@ def test_vllm_answers_give_the_trace_back(tmp_path: Path, apart: bool) -> None:
     assert made.requests["id"].tolist() == ["cmpl-0", "cmpl-1", "cmpl-2"]
     write_trace(made, tmp_path / "t")
     same(Trace.read(tmp_path / "t"), TRACE)
+
+
+def test_token_ids_come_in_where_an_answer_holds_them(tmp_path: Path) -> None:
+    trace = told(TRACE)
+    kinds: list[Callable[..., dict[str, Any]]] = [vllm_answer, partial(vllm_answer, apart=True), sglang_answer]
+    for number, answer in enumerate(kinds):
+        answers = [answer(trace, i) for i in range(3)]
+        same(import_dump(write_lines(tmp_path / f"{number}.jsonl", answers), options=SHAPE)[0], trace)
+    del answers[1]["meta_info"]["input_token_logprobs"], answers[2]["output_ids"]
+    ids = import_dump(write_lines(tmp_path / "a.jsonl", answers), options=SHAPE)[0].token_id
+    assert ids is not None
+    assert trace.token_id is not None
+    row, prompt = np.arange(len(ids)), trace.phase == PREFILL
+    withheld = ((row >= trace.offsets[1]) & (row < trace.offsets[2]) & prompt) | ((row >= trace.offsets[2]) & ~prompt)
+    assert np.array_equal(ids, np.where(withheld, -1, trace.token_id))
 
 
 def test_answers_come_as_list_and_as_openais_batch_too(tmp_path: Path) -> None:
@@ -255,6 +272,7 @@ def _choice(value: Any) -> Change:
         (lambda answer: answer.update(choices=[]), ["no list of choices"]),
         (lambda answer: answer.update(error={"message": "busy"}), ["error of the server", "busy"]),
         (lambda answer: answer["usage"].update(prompt_tokens="x"), ["prompt_tokens is 'x'"]),
+        (lambda answer: answer.update(prompt_token_ids=[1, -2]), ["prompt_token_ids is no list of token ids"]),
         (lambda answer: answer.update(prompt_token_ids=[1, 2]), ["disagrees in the number of prompt tokens: 2 and 5"]),
         (lambda answer: answer.update(prompt_routed_experts=[[[0, 1]] * 3]), ["1 rows for 5 prompt tokens"]),
         (lambda answer: answer.pop("usage"), ["where the prompt ends"]),

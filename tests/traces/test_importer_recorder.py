@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat
+from tests.support.dumps import KNOWN, MAPPING, known, passes, same, stat, told
 from traces.errors import InputError
 from traces.importers import Options, import_dump
 from traces.schema import AGGREGATE
@@ -42,6 +42,8 @@ def test_what_may_be_of_several_requests_is_refused(tmp_path: Path) -> None:
 
 
 def test_requests_are_rebuilt_from_the_passes(tmp_path: Path) -> None:
+    trace = told(KNOWN)
+    same(load(tmp_path, passes(trace, MAPPING, together=1), meta={"concurrency": 1})[0], trace)
     made, notes = load(tmp_path, passes(KNOWN, MAPPING, together=1), meta={"concurrency": 1})
     assert not notes
     same(made, KNOWN, steps=True)
@@ -90,7 +92,9 @@ def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
     ids = first["topk_ids_of_layer"]
     parts = [(ids[:, :3], [0, 1, 2], 5), (ids[:, 3:], [3], 6)]
     content["records"][:1] = [
-        first | {"topk_ids_of_layer": part, "positions": at, "extend_seq_lens": [len(at)], "forward_pass_id": number}
+        first
+        | {"topk_ids_of_layer": part, "positions": at, "extend_seq_lens": [len(at)], "forward_pass_id": number}
+        | {"input_ids": first["input_ids"][: len(at)]}
         for part, at, number in parts
     ]
     made, notes = load(tmp_path, content)

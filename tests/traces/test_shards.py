@@ -76,7 +76,7 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
             listed = pq.read_table(path / REQUESTS)
             pq.write_table(listed.slice(0, integer(1, len(listed))), path / REQUESTS)
         for lookahead in (True, False):
-            whole = Trace.read(path, ["lookahead"] if lookahead else [])
+            whole = Trace.read(path, ["token_id", *(["lookahead"] if lookahead else [])])
             shards = Shards.open(path, lookahead)
             requests = data.draw(st.permutations(range(len(whole.requests))))
             assert_same_shards(whole, shards, [*requests, *range(len(whole.requests))])
@@ -108,7 +108,7 @@ def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
 ) -> None:
     trace = synthetic(40, 10, 2, 6, 2, seed=0)
     write_trace(trace, tmp_path / "t")
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 30 * 13)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 30 * 17)
     monkeypatch.setattr(blocks, "SHARED_BYTES", 1)
     shards = Shards.open(tmp_path / "t")
     assert np.diff(shards._rows.starts).tolist() == [30] * 13 + [10]
@@ -188,7 +188,7 @@ def test_threads_at_the_same_place_decode_a_block_once_between_them(
 
 def test_threads_that_go_as_they_like_play_the_same_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = small_blocks(tmp_path / "t", monkeypatch, 64)
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 10 * 13)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 10 * 17)
     shards = Shards.open(tmp_path / "t")
 
     def play(seed: int) -> None:
@@ -202,7 +202,7 @@ def test_threads_that_go_as_they_like_play_the_same_trace(tmp_path: Path, monkey
 
 def test_blocks_that_are_kept_stay_within_their_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_blocks(tmp_path / "t", monkeypatch, 64)
-    size = 32 * 13
+    size = 32 * 17
     monkeypatch.setattr(blocks, "SHARED_BYTES", 5 * size)
     monkeypatch.setattr(blocks, "OWN_BYTES", 2 * size)
     shards = Shards.open(tmp_path / "t")

@@ -44,6 +44,10 @@ def import_(
             min=0, help="Leading tokens that the server left out (routed_experts_start_len).", show_default="0"
         ),
     ] = None,
+    token_ids: Annotated[
+        Path | None,
+        typer.Option("--token-ids", help="Ids of all tokens, where they lie apart: .npz with token_ids, or .npy."),
+    ] = None,
     out: Out = None,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -63,7 +67,7 @@ def import_(
     found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem
     check_target(folder, overwrite)
-    options = Options(phase, experts, layers, top_k, layer_map, start)
+    options = Options(phase, experts, layers, top_k, layer_map, start, token_ids)
     made, assumed = import_dump(file, beside if found else meta, options, format, load)
     if found and not quiet:
         console.note(f"no --meta given: taking {beside}")

@@ -12,6 +12,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from traces.errors import InputError, located
 from traces.facts import parse_json
 from traces.files import plain
@@ -80,14 +83,29 @@ def token_count(place: str, counts: Any, key: str) -> int | None:
         return None if value is None else tokens(key, value)
 
 
-def length(place: str, holder: dict[str, Any], key: str) -> int | None:
-    """The length of the list of token ids under `key`; None if there is none."""
+def token_ids(place: str, holder: dict[str, Any], key: str) -> list[int] | None:
+    """The list of token ids under `key`; None if there is none."""
     ids = holder.get(key)
     if ids is None:
         return None
-    if not isinstance(ids, list):
+    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
         raise InputError(f"{place}: {key} is no list of token ids")
-    return len(ids)
+    return ids
+
+
+def taken_in(
+    prompt: list[int] | None, prompt_tokens: int | None, output: list[int] | None, rows: int
+) -> NDArray[np.int32] | None:
+    """Ids [rows] of the tokens that the rows' passes took in, the last of the sequence left out; None if none is known.
+
+    -1 where an answer tells only those of the prompt, or of what was generated. The rows are the sequence's last ones.
+    """
+    if prompt is None and (output is None or prompt_tokens is None):
+        return None
+    first = [-1] * (prompt_tokens or 0) if prompt is None else prompt
+    rest = rows - len(first) if output is None else 0
+    ids = [*first, *([-1] * max(0, rest) if output is None else output[:-1])]
+    return np.array(ids[len(ids) - rows :], np.int32) if len(ids) >= rows else None
 
 
 def unbase64(place: str, value: Any) -> bytes:

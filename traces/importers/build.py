@@ -15,6 +15,7 @@ from traces.errors import InputError, located
 from traces.facts import text, texts, whole
 from traces.importers.dump import Counts, Dump
 from traces.importers.layers import HINT, first_dense, parse_layer_map
+from traces.importers.plain import token_ids
 from traces.importers.source import Request, Source, count
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
@@ -57,6 +58,11 @@ def trace_of(dump: Dump, source: Source) -> Trace:
     index.check_order(str(source.path))
     if dump.step is not None:
         _check_steps(dump, dump.step, phase)
+    token_id, apart = dump.token_id, source.options.token_ids
+    if apart is not None:
+        if token_id is not None:
+            raise InputError(f"{source.path} holds token ids itself: leave --token-ids out")
+        token_id = token_ids(apart, len(experts))
     ids = np.where(experts < 0, meta.sentinel, experts) if experts.dtype.kind == "i" else experts
     return Trace(
         name=source.path.stem,
@@ -68,7 +74,7 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         position=position,
         step=dump.step if dump.step is not None else _steps(dump.offsets, phase),
         weights=dump.weights if dump.weights is None or layers is None else dump.weights[:, _index(layers)],
-        token_id=dump.token_id,
+        token_id=token_id,
     )
 
 

@@ -51,6 +51,7 @@ class Sequence:
     experts: NDArray[np.integer]  # [rows, layers, k]
     prompt_tokens: int | None = None
     output_tokens: int | None = None
+    token_id: NDArray[np.int32] | None = None  # [rows] -1 where the source tells none
 
 
 def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> NDArray[np.integer]:
@@ -105,10 +106,17 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
         prompts = np.array([request.prompt_tokens for request in requests], np.int64)
         phase = np.where(position < np.repeat(prompts, np.diff(offsets)), PREFILL, DECODE).astype(np.uint8)
 
+    token_id = None
+    if any(one.token_id is not None for one in sequences):
+        token_id = np.full(int(offsets[-1]), -1, np.int32)
+        for one, end in zip(sequences, offsets[1:], strict=True):
+            if one.token_id is not None:
+                token_id[end - len(one.token_id) : end] = one.token_id
+
     def locate(row: int, request: int) -> str:
         return f"{sequences[request].place}: row {row - int(offsets[request]) - int(starts[request])}"
 
-    return Dump(experts, offsets, requests, locate, phase)
+    return Dump(experts, offsets, requests, locate, phase, token_id=token_id)
 
 
 def _check_length(one: Sequence, request: Request) -> None:

@@ -3,7 +3,7 @@
 `experts` is an integer array [tokens, layers, k] of ids within a layer, -1 where nothing was routed; `offsets`
 [requests + 1] rises from 0 to the number of tokens. Optional in a .npz: `weights` [tokens, layers, k], and, for
 requests with both phases, `phase` (0 prefill, 1 decode), `position`, `step` and `token_id`, each [tokens].
-`moe-trace export --to npz` writes them.
+`moe-trace export --to npz` writes them. Token ids of any dump may lie apart, in a .npz with `token_ids` or a .npy.
 """
 
 import reprlib
@@ -32,20 +32,32 @@ _PER_TOKEN = {
 def read_npz(source: Source) -> Dump:
     """Read a .npz. Raises InputError."""
     path = source.path
+    values = _arrays(path, {"experts", "offsets", "weights", *_PER_TOKEN})
+    for name in ("experts", "offsets"):
+        if name not in values:
+            raise InputError(f"{path} has no array {name!r}; it must hold experts[tokens, layers, k] and offsets")
+    return _dump(source, **values)
+
+
+def _arrays(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:
+    """Those of a .npz with these names. Raises InputError."""
     if not plain(path).is_file():
         raise InputError(f"no file {path} to import")
     try:
         with zipfile.ZipFile(path) as members:
             held = {name.removesuffix(".npy") for name in members.namelist()}
         with np.load(path, allow_pickle=False) as arrays:
-            known = {"experts", "offsets", "weights", *_PER_TOKEN} & held
-            values = {name: np.asarray(arrays[name]) for name in known}
+            return {name: np.asarray(arrays[name]) for name in names & held}
     except Exception as error:  # zipfile and numpy raise a dozen kinds for a damaged file
         raise InputError(f"{path} is no .npz, or damaged: {error}") from error
-    for name in ("experts", "offsets"):
-        if name not in values:
-            raise InputError(f"{path} has no array {name!r}; it must hold experts[tokens, layers, k] and offsets")
-    return _dump(source, **values)
+
+
+def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
+    """The ids of the tokens of a dump, which lie in a file of their own. Raises InputError."""
+    held = {"token_ids": load_npy(path)} if path.suffix == ".npy" else _arrays(path, {"token_ids"})
+    if "token_ids" not in held:
+        raise InputError(f"{path} has no array 'token_ids'")
+    return _column(path, "token_id", held["token_ids"], tokens)
 
 
 def read_npy(source: Source) -> Dump:

@@ -45,6 +45,7 @@ class Batch:
     lengths: list[int]  # tokens of each request
     rids: list[str] | None
     experts: NDArray[np.integer]  # [tokens, layers, 8] logical ids, -1: not routed
+    token_ids: NDArray[np.int64]  # [tokens] -1 where the pass does not tell them
 
 
 @dataclass
@@ -127,9 +128,13 @@ class Rebuilt:
         return requests
 
 
+Piece = tuple[int, int, int, int, NDArray[np.integer], NDArray[np.int64]]
+"""request, phase, position, step, rows and the ids of their tokens."""
+
+
 def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dump:
     """The requests in the loaded files of all ranks. Raises InputError."""
-    pieces: list[tuple[int, int, int, int, NDArray[np.integer]]] = []  # request, phase, position, step, rows
+    pieces: list[Piece] = []
     names: list[str] = []
     step, E = 0, 0
     for path, content in _distinct(source, files):
@@ -144,14 +149,15 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
                 for (request, cached), length in zip(rebuilt.extend(batch), batch.lengths, strict=True):
                     if cached:
                         nothing = np.full((cached, *batch.experts.shape[1:]), -1, batch.experts.dtype)
-                        pieces.append((request + len(names), PREFILL, 0, step, nothing))
-                    rows = batch.experts[end : end + length]
-                    pieces.append((request + len(names), PREFILL, int(batch.positions[end]), step, rows))
+                        pieces.append((request + len(names), PREFILL, 0, step, nothing, np.full(cached, -1)))
+                    rows = slice(end, end + length)
+                    held = batch.experts[rows], batch.token_ids[rows]
+                    pieces.append((request + len(names), PREFILL, int(batch.positions[end]), step, *held))
                     end += length
             else:
                 for token, request in enumerate(rebuilt.decode(batch)):
-                    rows = batch.experts[token : token + 1]
-                    pieces.append((request + len(names), DECODE, int(batch.positions[token]), step, rows))
+                    held = batch.experts[token : token + 1], batch.token_ids[token : token + 1]
+                    pieces.append((request + len(names), DECODE, int(batch.positions[token]), step, *held))
             step += 1
         _note(source, path, rebuilt)
         names += rebuilt.names if len(files) == 1 else [f"{path.stem}-{name}" for name in rebuilt.names]
@@ -268,12 +274,22 @@ def _batch(place: str, record: dict[str, Any], mapping: NDArray[np.integer]) -> 
         lengths,
         rids and [str(rid) for rid in rids],
         logical.transpose(1, 0, 2),
+        _token_ids(place, record.get("input_ids"), tokens),
     )
+
+
+def _token_ids(place: str, ids: Any, tokens: int) -> NDArray[np.int64]:
+    """[tokens] -1 where the pass does not tell them."""
+    if ids is None:
+        return np.full(tokens, -1)
+    if not isinstance(ids, list) or len(ids) != tokens or not all(type(x) is int and 0 <= x < 2**31 for x in ids):
+        raise InputError(f"{place}: input_ids {str(ids)[:80]} are no ids of its {tokens} tokens")
+    return np.array(ids, np.int64)
 
 
 def _dump(
     source: Source,
-    pieces: list[tuple[int, int, int, int, NDArray[np.integer]]],
+    pieces: list[Piece],
     names: list[str],
     E: int,
 ) -> Dump:
@@ -286,6 +302,7 @@ def _dump(
     experts = np.concatenate([piece[4] for piece in pieces])
     used = np.flatnonzero((experts >= 0).any(axis=(0, 1)))
     k = int(used[-1]) + 1 if used.size else 1
+    token_id = np.concatenate([piece[5] for piece in pieces]).astype(np.int32)
     requests = requests_of(source, [{"id": name} for name in names])
     return Dump(
         experts[:, :, :k],
@@ -295,5 +312,6 @@ def _dump(
         phase=np.repeat(phase, lengths).astype(np.uint8),
         position=(np.arange(lengths.sum()) - np.repeat(begins - first, lengths)).astype(np.uint32),
         step=np.repeat(step, lengths).astype(np.uint32),
+        token_id=token_id if (token_id >= 0).any() else None,
         num_experts=E,
     )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError
 from traces.facts import whole
-from traces.importers.answers import Answer, answers, token_count, unbase64
+from traces.importers.answers import Answer, answers, taken_in, token_count, token_ids, unbase64
 from traces.importers.dump import Dump, Sequence, join
 from traces.importers.source import Source
 
@@ -59,7 +59,17 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
     layers, k = _shape(source, place, len(flat), rows)
     if len(flat) % (layers * k) or not len(flat):
         raise InputError(f"{place}: {len(flat)} ids are no whole rows of {layers} layers x top-{k}")
-    return Sequence(place, answer.id, flat.reshape(-1, layers, k), prompt, output)
+    ids = taken_in(_asked(place, body, prompt), prompt, token_ids(place, body, "output_ids"), len(flat) // (layers * k))
+    return Sequence(place, answer.id, flat.reshape(-1, layers, k), prompt, output, ids)
+
+
+def _asked(place: str, body: dict[str, Any], prompt: int | None) -> list[int] | None:
+    """The prompt's token ids: by themselves, or as [logprob, id, text] of each, if `logprob_start_len` was 0."""
+    meta = body.get("meta_info")
+    told = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
+    if not isinstance(told, list) or len(told) != prompt or not all(isinstance(x, list) and len(x) > 1 for x in told):
+        return token_ids(place, body, "prompt_token_ids")
+    return token_ids(place, {"input_token_logprobs": [one[1] for one in told]}, "input_token_logprobs")
 
 
 def _flat(place: str, holder: dict[str, Any]) -> NDArray[np.integer]:

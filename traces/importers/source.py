@@ -31,6 +31,7 @@ class Options:
     top_k: int | None = None  # k
     layer_map: str | None = None  # which of the dump's layers are MoE layers: "1-26", "3:", "[0, 2]"
     start: int | None = None  # leading tokens that the server was told to leave out
+    token_ids: Path | None = None  # a .npz with `token_ids`, or a .npy, [tokens], where they lie apart
 
 
 @dataclass(frozen=True)

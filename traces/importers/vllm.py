@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
-from traces.importers.answers import Answer, answers, is_file, length, token_count, unbase64
+from traces.importers.answers import Answer, answers, is_file, taken_in, token_count, token_ids, unbase64
 from traces.importers.dump import Dump, Sequence, each_file, integers, join
 from traces.importers.plain import load_npy
 from traces.importers.source import Source
@@ -64,17 +64,20 @@ def _choices(answer: Answer, dropped: list[int]) -> list[Sequence]:
     for i, choice in enumerate(choices):
         place, name = (answer.place, answer.id) if alone else (f"{answer.place} choice {i}", f"{answer.id}-{i}")
         experts = _experts(place, choice.get("routed_experts"), "routed_experts")
-        counted = [length(place, one, "prompt_token_ids") for one in (choice, body)]
+        asked = [token_ids(place, one, "prompt_token_ids") for one in (choice, body)]
+        counted = [len(ids) for ids in asked if ids is not None]
         prompt = _same(place, "prompt tokens", [*counted, token_count(place, usage, "prompt_tokens")])
         generated = token_count(place, usage, "completion_tokens") if alone else None
-        output = _same(place, "generated tokens", [length(place, choice, "token_ids"), generated])
+        answered = token_ids(place, choice, "token_ids")
+        output = _same(place, "generated tokens", [None if answered is None else len(answered), generated])
         if body.get("prompt_routed_experts") is not None:
             first = _experts(place, body["prompt_routed_experts"], "prompt_routed_experts")
             experts = _together(place, first, experts, prompt, output, dropped)
             prompt = len(first)
         if output is None and prompt is not None:
             output = len(experts) - prompt + 1
-        sequences.append(Sequence(place, name, experts, prompt, output))
+        known = taken_in(next(filter(None, asked), None), prompt, answered, len(experts))
+        sequences.append(Sequence(place, name, experts, prompt, output, known))
     _check_sum(answer.place, usage, sequences)
     return sequences
 
