@@ -43,16 +43,22 @@ class Nanoseconds(simpy.Environment):
         return self._now  # type: ignore[return-value]  # whole, since every delay is
 
 
-class At(simpy.Event):
-    """An event `delay` ns from now; among those of its instant the one of the lower `rank` comes first."""
+class Signal(simpy.Event):
+    """An event that a stream waits for again and again, one wait at a time. It does not fail and carries no value."""
 
-    def __init__(self, env: Nanoseconds, delay: int, rank: int) -> None:
+    def __init__(self, env: Nanoseconds) -> None:
         self.env = env
         self.callbacks = []
         self._ok = True
         self._value = None
+
+    def after(self, delay: int, rank: int) -> "Signal":
+        """Happen `delay` ns from now; among the events of that instant the one of the lower `rank` comes first."""
+        env = self.env
+        self.callbacks = []
         # As env.schedule, which costs as much again; priorities above NORMAL, as SimPy's heap allows.
         heappush(env._queue, (env._now + delay, rank, next(env._eid), self))  # type: ignore[misc]
+        return self
 
 
 Job = tuple[Completion, int, int]
@@ -64,26 +70,26 @@ class Queue:
 
     def __init__(self, env: Nanoseconds) -> None:
         self.jobs: deque[Job] = deque()
-        self._env = env
-        self._idle: simpy.Event | None = None
+        self._filled = Signal(env)
+        self._idle = False
 
     def put(self, job: Job) -> None:
         """Add work behind all other."""
         self.jobs.append(job)
-        if self._idle is not None:
+        if self._idle:
             self.wake()
 
     def wake(self) -> None:
         """End the wait of the process: there is work."""
-        if self._idle is not None:
-            self._env.schedule(self._idle)
-            self._idle = None
+        if self._idle:
+            self._idle = False
+            self._filled.env.schedule(self._filled)
 
-    def filled(self) -> simpy.Event:
+    def filled(self) -> Signal:
         """Return the event of the next `put`."""
-        self._idle = event = simpy.Event(self._env)
-        event._ok, event._value = True, None
-        return event
+        self._idle = True
+        self._filled.callbacks = []
+        return self._filled
 
 
 class SimpyDevice(Device):
@@ -99,7 +105,7 @@ class SimpyDevice(Device):
         self._ended: deque[Completion] = deque()
         self._copies, self._computes = Queue(self.env), Queue(self.env)
         self._arriving = NO_EXPERT  # whose piece is on the link
-        self._arrival: simpy.Event | None = None  # the end of that piece
+        self._arrival = Signal(self.env)  # the end of that piece
         self._expert_job = cache(
             lambda expert, tokens: (Completion(EXPERT, expert), timing.expert_ns(tokens, expert // of_a_layer), COMPUTE)
         )
@@ -110,33 +116,34 @@ class SimpyDevice(Device):
         self.predictor_takes_time = timing.predictor_ns > 0
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
-        self._reading: simpy.Event | None = None  # the end of the read under way
+        self._reading: Signal | None = None  # the end of the read under way
 
     def _link(self) -> Wait:
         """The host link: one piece after another. An interrupt discards the piece on it."""
-        env, jobs, ended = self.env, self._copies.jobs, self._ended.append
+        jobs, ended = self._copies.jobs, self._ended.append
         while True:
             try:
                 while not jobs:
                     yield self._copies.filled()
                 completion, duration, rank = jobs.popleft()
-                self._arriving, self._arrival = completion[1], At(env, duration, rank)
-                yield self._arrival
+                self._arriving = completion[1]
+                yield self._arrival.after(duration, rank)
             except simpy.Interrupt:
+                self._arrival = Signal(self.env)  # the old one happens later, and nobody waits for it
                 continue
             self._arriving = NO_EXPERT
             ended(completion)
 
     def _compute(self) -> Wait:
         """The compute stream. An expert whose last piece is on the link holds back all that is behind it."""
-        env, jobs, ended = self.env, self._computes.jobs, self._ended.append
+        jobs, ended, end = self._computes.jobs, self._ended.append, Signal(self.env)
         while True:
             while not jobs:
                 yield self._computes.filled()
             completion, duration, rank = jobs.popleft()
-            if completion[1] == self._arriving != NO_EXPERT and self._arrival is not None:
+            if completion[1] == self._arriving != NO_EXPERT:
                 yield self._arrival
-            yield At(env, duration, rank)
+            yield end.after(duration, rank)
             ended(completion)
 
     def now(self) -> int:
@@ -210,9 +217,9 @@ class SimpyDevice(Device):
         """Rule 18."""
         self._at(ns - self.now(), WAKE, Completion(Kind.WAKE))
 
-    def _at(self, delay: int, rank: int, completion: Completion) -> simpy.Event:
+    def _at(self, delay: int, rank: int, completion: Completion) -> Signal:
         """Report a completion so many ns from now."""
-        event = At(self.env, delay, rank)
+        event = Signal(self.env).after(delay, rank)
         event.callbacks.append(lambda _: self._ended.append(completion))
         return event
 

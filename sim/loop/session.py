@@ -225,16 +225,15 @@ class Session:
         computing.popleft()
         if not computing or (landing and computing[0] in landing):
             self._turn(WAITING)
-        elif self._doing == PREDICTING:
-            self._turn(COMPUTING)
         if kind is EXPERT:
             self._computed(expert)
-            if self.pump.blocked:
+            if self.pump.blocked or self._host:
                 self._pump()
-            if self._host:
-                self._pump()
-                self._host.act()
+                if self._host:
+                    self._host.act()
         elif kind is PREDICTOR_ENDED:
+            if self._doing == PREDICTING:
+                self._turn(COMPUTING)
             if self._proposal is not None:
                 self._proposal_arrives()
             self._pump()
