@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay import cli, report, run
@@ -314,9 +315,18 @@ def test_every_prediction_names_its_own_machine(command) -> None:
     }
 
 
-def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: Path) -> None:
+STAND_IN = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: Path, device: str) -> None:
     """SIGKILL in the middle, as soon as some steps are written; what was measured before stays to the digit."""
-    asked = ("--policy", "lru", "--device", "cpu", "--requests", "6", "--out", "here", "-q")
+    asked: tuple[str, ...] = ("--policy", "lru", "--device", device, "--requests", "6", "--out", "here", "-q")
+    if device == "disk":
+        shapes = re.sub(r"(?m)^(hidden_size|expert_intermediate_size) = .*", r"\1 = 128", STAND_IN)
+        (tmp_path / "small.toml").write_text(shapes)
+        assert command("store", "experts", "--model-profile", "small.toml")[0] == 0
+        asked = (*asked, "--store", "experts", "--model-profile", "small.toml")
     killed = subprocess.Popen([sys.executable, "-c", "from replay.cli import main; main()", *asked], cwd=tmp_path)
     steps = tmp_path / "here" / "per_token.csv"
     while not steps.exists() or len(steps.read_text().splitlines()) < 60:
