@@ -19,6 +19,7 @@ from sim.backtest.model import profile_of
 from sim.engines import engine
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
+from sim.profiles.derived import Blocking
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing
@@ -52,44 +53,6 @@ class Played:
     hit_rate: float
     bytes_read: float  # a token, over the link or from the disk
     log: RunLog
-
-
-@dataclass(frozen=True)
-class Blocking:
-    """The times of a system that computes no expert before all of a layer have arrived."""
-
-    timing: Timing
-    top_k: int
-
-    @property
-    def predictor_ns(self) -> int:
-        """As it is."""
-        return self.timing.predictor_ns
-
-    @property
-    def hop_ns(self) -> int:
-        """As it is."""
-        return self.timing.hop_ns
-
-    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """As it is."""
-        return self.timing.dense_ns(layer, tokens, context, requests)
-
-    def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """Nothing: it comes with the combine."""
-        return 0
-
-    def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """As it is."""
-        return self.timing.host_ns(tokens, layer)
-
-    def combine_ns(self, tokens: int) -> int:
-        """After all experts of the token, those of the largest layer."""
-        return self.timing.combine_ns(tokens) + self.top_k * self.timing.expert_ns(tokens)
-
-    def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """As it is."""
-        return self.timing.head_ns(tokens, requests)
 
 
 @dataclass(frozen=True)
@@ -244,7 +207,7 @@ class Case:
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
         timing: Timing = Roofline(hardware, profile)
         if setting.blocking or setting.whole_layers or system.get("blocking"):
-            timing = Blocking(timing, profile.top_k)
+            timing = Blocking(timing, profile.experts, profile.top_k)
         link = self._link(FREE if setting.free_copies else host_link(hardware, profile))
         host = None
         if setting.host_cache:

@@ -16,6 +16,7 @@ from policies.core.spec import PolicySpec, parse
 from sim.engines import engine
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, gpu_run
+from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.precision import bytes_per_parameter
@@ -249,7 +250,7 @@ def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, 
     if system.zero_copy:
         timing = transforms.ZeroCopy(timing, loaded.link)
     if system.blocking or system.whole_layers:
-        timing = transforms.Blocking(timing, loaded.trace.num_experts, loaded.trace.top_k)
+        timing = Blocking(timing, loaded.trace.num_experts, loaded.trace.top_k)
     if system.preload:
         timing = transforms.Preloaded(timing, setting.mark)
     if system.us_per_layer or system.us_per_token:

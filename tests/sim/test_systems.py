@@ -14,6 +14,7 @@ from policies.core.spec import parse
 from sim.cli import main
 from sim.engines import engine
 from sim.loop.run import gpu_run
+from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
@@ -111,7 +112,7 @@ def test_with_copying_back_a_run_that_misses_always_waits_twice_as_long(trace):
 
 def test_blocking_adds_the_compute_of_all_experts_behind_their_transfers(trace):
     steps = trace.steps(0)
-    log = played([steps], Shape(L, E), 1, "lru", transforms.Blocking(TIMES, E, K), LINK)
+    log = played([steps], Shape(L, E), 1, "lru", Blocking(TIMES, E, K), LINK)
     decoded = log.phase == DECODE
     moving = log.demand_transfers[decoded] * LINK.used_ns(50)
     expected = L * (100 + 11 + K * TIMES.expert_ns(1)) + 13 + moving
@@ -122,7 +123,7 @@ def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_laye
     steps, resident = trace.steps(0), 1
     streamed = transforms.streamed(steps, L, resident)
     link = transforms.of_whole_layers(LINK, E)
-    log = played([streamed], Shape(L, 1), 1, "lru", transforms.Blocking(TIMES, E, K), link)
+    log = played([streamed], Shape(L, 1), 1, "lru", Blocking(TIMES, E, K), link)
     assert link.expert_bytes == E * 50
     np.testing.assert_array_equal(log.demand_bytes, (L - resident) * E * 50)
     decoded = log.phase == DECODE
@@ -133,7 +134,7 @@ def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_laye
 def test_streaming_ahead_hides_the_compute_of_the_layers_before(trace):
     """Every layer is copied while the one before computes, so where copies take longer they alone count."""
     streamed, link = transforms.streamed(trace.steps(0), L, 0), transforms.of_whole_layers(LINK, E)
-    timing = transforms.Blocking(replace(TIMES, dense=1, combine=0, head=0), E, K)
+    timing = Blocking(replace(TIMES, dense=1, combine=0, head=0), E, K)
     log = played([streamed], Shape(L, 1), 2, "fifo+oracle:horizon=1", timing, link)
     steady = log.step_ns[2:-1]
     np.testing.assert_array_equal(steady, L * link.used_ns(E * 50))

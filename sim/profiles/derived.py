@@ -1,0 +1,63 @@
+"""Times that are another timing's, but for what a subclass changes: options of systems that many of them share."""
+
+from dataclasses import dataclass
+
+from sim.profiles.timing import Timing
+
+
+@dataclass(frozen=True)
+class Derived:
+    """Times that are another's, but for what a subclass changes."""
+
+    timing: Timing
+
+    @property
+    def predictor_ns(self) -> int:
+        """Of the policy."""
+        return self.timing.predictor_ns
+
+    @property
+    def hop_ns(self) -> int:
+        """To the host and back."""
+        return self.timing.hop_ns
+
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """Before the router."""
+        return self.timing.dense_ns(layer, tokens, context, requests)
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert on the GPU."""
+        return self.timing.expert_ns(tokens, layer)
+
+    def host_ns(self, tokens: int, layer: int = 0) -> int:
+        """One expert on the host."""
+        return self.timing.host_ns(tokens, layer)
+
+    def combine_ns(self, tokens: int) -> int:
+        """After the experts."""
+        return self.timing.combine_ns(tokens)
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """After the last layer."""
+        return self.timing.head_ns(tokens, requests)
+
+
+@dataclass(frozen=True)
+class Blocking(Derived):
+    """No expert is computed before all of its layer have arrived: their compute comes with the combine.
+
+    Of n tokens that choose k of E experts, min(E, n k) are computed, with as many tokens each.
+    """
+
+    experts: int
+    top_k: int
+
+    def expert_ns(self, tokens: int, layer: int = 0) -> int:
+        """Nothing yet."""
+        return 0
+
+    def combine_ns(self, tokens: int) -> int:
+        """After the experts' compute, those of the first layer."""
+        computed = min(self.experts, tokens * self.top_k)
+        each = -(-tokens * self.top_k // max(computed, 1))
+        return computed * self.timing.expert_ns(each) + self.timing.combine_ns(tokens)
