@@ -16,6 +16,7 @@ from sim.commands.adapt import adapt
 from sim.commands.analysis import analyze, compare
 from sim.commands.backtest import backtest
 from sim.commands.eamc import eamc
+from sim.commands.plan import plan
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
 from sim.commands.sweep import sweep
@@ -40,6 +41,7 @@ app = typer.Typer(
 
 app.command()(sweep)
 app.command()(run)
+app.command()(plan)
 
 
 @app.command()

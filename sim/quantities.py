@@ -39,6 +39,17 @@ def parse_bytes(text: str, what: str) -> int:
     return math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
 
 
+def parse_gb_per_s(text: str, what: str) -> float:
+    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else, 0 included."""
+    size, slash, unit = text.strip().partition("/")
+    if not slash or unit.strip().lower() not in ("s", "sec") or not _BYTES.fullmatch(size.strip()):
+        raise InputError(f"{what} {text!r} is no bandwidth: write it as 25GB/s or 3500MB/s")
+    found = parse_bytes(size, what) / 1e9
+    if not found:
+        raise InputError(f"{what} {text!r}: must be above 0")
+    return found
+
+
 def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
     """The slots of a cache as typed, `total` experts at most; InputError unless it holds one.
 

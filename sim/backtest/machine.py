@@ -125,13 +125,15 @@ def _link(machine: Machine, base: Hardware | None, factors: Mapping[str, Any]) -
 
 
 def _data_sheet(machine: Machine) -> Mapping[str, Any]:
-    """Return what gpus.toml says of the machine's GPU; InputError with near names where it does not know it."""
-    if not machine.gpu:
-        return {}
+    return gpu_data_sheet(machine.gpu) if machine.gpu else {}
+
+
+def gpu_data_sheet(gpu: str) -> dict[str, Any]:
+    """Return what gpus.toml says of a GPU; InputError with near names where it does not know it."""
     for name, known in table("gpus").items():
-        if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", machine.gpu)):
+        if _plain(name) == _plain(re.sub(r"(?i)nvidia|geforce|amd|radeon|apple|tesla", "", gpu)):
             return dict(known)
-    raise unknown("gpu", machine.gpu, table("gpus"))
+    raise unknown("gpu", gpu, table("gpus"))
 
 
 def _peak(machine: Machine) -> float:

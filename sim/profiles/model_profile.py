@@ -6,9 +6,11 @@ Figures of all shipped models: the configurations that their authors published.
 
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from sim import profiles
+from sim.profiles import transformers_config
 from traces.errors import InputError
 from traces.schema import TraceMeta
 
@@ -99,6 +101,14 @@ class ModelProfile:
         width = self.kv_bytes_per_value or self.dense_bytes_per_parameter
         return (latent if self.kv_latent_size else by_head) * width
 
+    def kv_cache_bytes(self, context: int) -> float:
+        """Return the bytes of the KV cache of all layers; layers with a sliding window keep no more than that."""
+        layers = self.moe_layers * (1 + self.dense_layers_before_each)
+        layers += self.leading_dense_layers + self.trailing_dense_layers
+        windowed = (self.moe_layers + 1) // 2 if self.sliding_window else 0
+        kept = (layers - windowed) * context + windowed * min(context, self.sliding_window)
+        return kept * self.kv_bytes
+
     @property
     def head_bytes(self) -> float:
         """Of the vocabulary matmul."""
@@ -153,9 +163,17 @@ class ModelProfile:
 
 
 def model(text: str) -> ModelProfile:
-    """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
-    path = profiles.find("models", "model", text)
-    profile = profiles.read(ModelProfile, path)
+    """The shipped profile of that name, or that of a TOML file or a transformers config at that path.
+
+    InputError where it cannot be used.
+    """
+    path = Path(text).expanduser()
+    if text not in profiles.names("models") and path.exists() and transformers_config.is_config(path):
+        profile = ModelProfile(**transformers_config.read(path))
+        profiles.check(profile)
+    else:
+        path = profiles.find("models", "model", text)
+        profile = profiles.read(ModelProfile, path)
     if profile.top_k > profile.experts:
         raise InputError(f"{path}: top_k {profile.top_k} is above {profile.experts} experts")
     if profile.encoder_moe_layers >= profile.moe_layers:

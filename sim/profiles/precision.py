@@ -18,3 +18,9 @@ def bytes_per_parameter(name: str) -> float:
     if key not in _bits():
         raise unknown("precision", name, _bits())
     return _bits()[key] / 8
+
+
+def name_of(bytes_per_parameter: float) -> str:
+    """Return the first precision with so many bytes a parameter, or how many bits that are."""
+    bits = 8 * bytes_per_parameter
+    return next((name for name, each in _bits().items() if each == bits), f"{bits:.3g} bits a weight")

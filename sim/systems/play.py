@@ -98,9 +98,7 @@ class Setting:
             base = self.model()
             return replace(self.loaded, profile=base).slots(self.cache_size) * base.expert_bytes
         memory = self.hardware.memory_gib * 2**30
-        layers = model.moe_layers * (1 + model.dense_layers_before_each)
-        layers += model.leading_dense_layers + model.trailing_dense_layers
-        kept = model.dense_bytes + layers * model.kv_bytes * CONTEXT
+        kept = model.dense_bytes + model.kv_cache_bytes(CONTEXT)
         if memory - kept < model.expert_bytes:
             raise InputError(
                 f"{show_bytes(memory)} of GPU memory on {self.hardware.name} do not hold the dense part and the KV "

@@ -1,0 +1,159 @@
+"""The command `moe-sim plan`: what a model would do on a machine, and what would help."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sim.commands import options
+from sim.commands.printed import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from sim.planner.plan import CachePlan, Plan, Speed
+
+
+@options.expanded
+def plan(
+    model: Annotated[
+        str, typer.Option(help="Model (moe-sim models lists them), profile file, or transformers config or its folder.")
+    ] = "",
+    gpu_memory: Annotated[str | None, typer.Option(help="GPU memory (12GiB), 0 for none. Default: none.")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory (32GiB). Default: none.")] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Link to the GPU (pcie4x8) or its bandwidth (12GB/s). Default: the GPU's.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option(help="Disk bandwidth (3GB/s), for what memory does not hold. Default: no disk.")
+    ] = None,
+    cpu_bandwidth: Annotated[
+        str | None,
+        typer.Option(
+            help="Host memory bandwidth: of the data sheet (50GB/s), or as STREAM measures it ('40GB/s measured'). "
+            "Default: a desktop's of the link's time."
+        ),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens in the KV cache.")] = 8192,
+    precision: Annotated[
+        str | None, typer.Option(help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published.")
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="GPU ('RTX 3090'): its memory, bandwidth and link. Default: one of that size."),
+    ] = None,
+    gpu_bandwidth: Annotated[
+        str | None, typer.Option(help="GPU memory bandwidth of the data sheet (936GB/s). Default: of --gpu.")
+    ] = None,
+    *,
+    output: options.OutputOptions,
+) -> None:
+    """Say what a model would do on a machine: tokens per second, where to put what, and what would help.
+
+    Expected is what compiled runtimes (llama.cpp) have flags for; an expert cache is set beside it. Times come from
+    data sheets as in moe-sim backtest, the interval from its errors. How often experts are used again is taken from a
+    trace of another model. docs/planner.md says how well it does.
+
+    [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
+    """
+    from sim.planner.plan import plan as planned
+
+    if not model:
+        from traces.errors import InputError
+
+        raise InputError("which model? Give --model qwen3-30b-a3b (moe-sim models lists them) or a transformers config")
+    found = planned(
+        model,
+        gpu_memory=gpu_memory,
+        host_memory=host_memory,
+        link=link,
+        disk=disk,
+        cpu_bandwidth=cpu_bandwidth,
+        context=context,
+        precision=precision,
+        gpu=gpu,
+        gpu_bandwidth=gpu_bandwidth,
+    )
+    output.show(found.facts, lambda: _shown(found))
+
+
+def _shown(plan: "Plan") -> "Iterator[str | Table]":
+    from sim.planner.errors import CONFIDENCE
+    from sim.quantities import show_bytes
+
+    yield f"{plan.model} at {plan.precision}, {plan.context:,} tokens of context, on {plan.machine}"
+    lines = {
+        "expect": f"{_speed(plan.speed)} tokens/s",
+        "placement": plan.placement,
+        "on the GPU": f"{plan.cache_experts:,} of {plan.all_experts:,} experts ({show_bytes(plan.cache_bytes)})",
+        "policy": plan.policy,
+        "wall": f"{plan.wall} (share of a token's time that a tier of no time would save: {_shares(plan)})",
+        "limit": f"{plan.limit_tokens_per_s:,.1f} tokens/s by the bytes and bandwidths alone, of which "
+        f"{plan.speed.tokens_per_s / plan.limit_tokens_per_s:.0%} are reached",
+    }
+    if plan.cache:
+        lines["a cache"] = _cache(plan.cache, plan)
+    lines["precision"] = _precision(plan)
+    lines["llama.cpp"] = plan.llama_cpp[0]
+    if len(plan.llama_cpp) > 1:
+        lines["or"] = plan.llama_cpp[1]
+    lines["vLLM"] = plan.vllm[0] if plan.vllm else "not on this machine: it needs the GPU, and the rest in host memory"
+    yield "\n".join(f"  {name:<10} {text}" for name, text in lines.items())
+    yield _upgrades(plan)
+    if plan.precisions:
+        yield _precisions(plan)
+    each = plan.interval
+    yield (
+        f"The interval holds {CONFIDENCE:.0%} of the {each.machines} machines ({each.rows} figures) of moe-sim "
+        f"backtest with such a placement, none of them calibrated."
+    )
+    yield from (f"Assumed: {note}." for note in plan.notes)
+
+
+def _shares(plan: "Plan") -> str:
+    others = [f"{tier} {share:.0%}" for tier, share in plan.shares.items() if tier != plan.wall and share >= 0.005]
+    return f"{plan.shares[plan.wall]:.0%}" + (f"; {', '.join(others)}" if others else "")
+
+
+def _speed(speed: "Speed") -> str:
+    return f"{speed.tokens_per_s:,.1f} ({speed.low:,.1f} to {speed.high:,.1f})"
+
+
+def _cache(cache: "CachePlan", plan: "Plan") -> str:
+    times = cache.speed.tokens_per_s / plan.speed.tokens_per_s
+    verdict = f"{times:.2f} times as fast" if times >= 1.02 else "it does not help"
+    return (
+        f"{_speed(cache.speed)} tokens/s with {cache.policy} over {cache.experts:,} experts, misses {cache.placement}: "
+        f"{verdict}; hit rate {cache.hit_rate:.0%} under LRU, routing like {cache.routing or 'even'}; "
+        f"{cache.speed.tokens_per_s / plan.limit_tokens_per_s:.0%} of the limit"
+    )
+
+
+def _precision(plan: "Plan") -> str:
+    from sim.quantities import show_bytes
+
+    best = plan.better_precision
+    if best is None:
+        return "no lower one of at least 4 bits that fits would be faster"
+    return (
+        f"{best.name} ({show_bytes(best.total_bytes)}, fits {best.fits}) would be {best.times:.1f} times as fast: "
+        f"{best.tokens_per_s:,.1f} tokens/s"
+    )
+
+
+def _upgrades(plan: "Plan") -> "Table":
+    shown = table("one unit more", "", "tokens/s", "gain", "with a cache", gap=1)
+    for each in plan.upgrades:
+        with_cache = "-" if each.with_cache is None else f"{each.with_cache:,.1f}"
+        shown.add_row(each.resource, each.unit, f"{each.tokens_per_s:,.1f}", f"{each.gain:+.1%}", with_cache)
+    return shown
+
+
+def _precisions(plan: "Plan") -> "Table":
+    from sim.quantities import show_bytes
+
+    shown = table("precision", "model and KV cache", "fits", "tokens/s", "quality", gap=1)
+    for each in plan.precisions:
+        quality = "below 4 bits" if each.loses_quality else ""
+        shown.add_row(each.name, show_bytes(each.total_bytes), each.fits, f"{each.tokens_per_s:,.1f}", quality)
+    return shown

@@ -1,0 +1,174 @@
+"""The machine as a user states it, and what is assumed of what they leave out.
+
+What a runtime and an operating system need beside the model is reserved; each assumption is a sentence for the user.
+"""
+
+import math
+import re
+from dataclasses import dataclass, replace
+
+from sim.backtest.file import Machine
+from sim.backtest.machine import gpu_data_sheet, table
+from sim.quantities import parse_bytes, parse_gb_per_s, show_bytes
+from traces.errors import InputError, unknown
+
+GIB = 2**30
+
+GPU_RESERVED = 1 * GIB
+"""For the CUDA context and the buffers of a compiled runtime, beside weights and KV cache."""
+
+HOST_RESERVED = 2 * GIB
+"""For the operating system and the runtime."""
+
+RAM = {"PCIe 3.0": "2 x DDR4-2666", "PCIe 4.0": "2 x DDR4-3200", "PCIe 5.0": "2 x DDR5-5600"}
+"""Memory of a desktop of that time, where neither its bandwidth nor its kind is stated."""
+
+LINK = "PCIe 4.0 x16"
+
+_LINK = re.compile(r"(?:pcie)?\s*-?([345])(?:\.0)?\s*[x ]*x(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """A machine. Memories in bytes and bandwidths in GB/s; 0: it has none.
+
+    machine: the same as the back-test takes it, from which all times follow. assumed: sentences.
+    """
+
+    gpu_memory: int
+    host_memory: int
+    machine: Machine
+    gpu_gb_per_s: float  # of the data sheet
+    host_gb_per_s: float  # peak, or as measured
+    link_gb_per_s: float
+    disk_gb_per_s: float
+    assumed: tuple[str, ...] = ()
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether there is a GPU."""
+        return self.gpu_memory > 0
+
+    def with_more(self, **more: float) -> "Resources":
+        """Return the machine with more of some resources, by the names of the fields."""
+        grown = replace(self, **{name: getattr(self, name) + value for name, value in more.items()})
+        host = grown.host_gb_per_s / self.host_gb_per_s if self.host_gb_per_s else 1.0
+        machine = replace(
+            self.machine,
+            gpu="",
+            gpu_data_sheet_gb_per_s=grown.gpu_gb_per_s,
+            ram="",
+            host_peak_gb_per_s=self.machine.host_peak_gb_per_s * host,
+            host_stream_gb_per_s=self.machine.host_stream_gb_per_s * host,
+            link="",
+            link_gb_per_s=grown.link_gb_per_s,
+            disk_gb_per_s=grown.disk_gb_per_s,
+        )
+        return replace(grown, machine=machine)
+
+
+def resources(
+    gpu_memory: str | None = None,
+    host_memory: str | None = None,
+    link: str | None = None,
+    disk: str | None = None,
+    cpu_bandwidth: str | None = None,
+    gpu: str | None = None,
+    gpu_bandwidth: str | None = None,
+) -> Resources:
+    """Return the machine of options as typed. Raise InputError for what cannot be read, or where nothing is stated."""
+    assumed: list[str] = []
+    sheet = gpu_data_sheet(gpu) if gpu else {}
+    memory = _memory(gpu_memory, "--gpu-memory")
+    if gpu_memory is None and gpu:
+        if not sheet.get("memory_gib"):
+            raise InputError(f"--gpu {gpu} shares its memory with the CPU: say how much of it with --gpu-memory 36GiB")
+        memory = int(sheet["memory_gib"]) * GIB
+    host = _memory(host_memory, "--host-memory")
+    if not memory and not host:
+        raise InputError("a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both")
+    reads, like = 0.0, ""
+    if memory:
+        reads, like = _gpu_reads(memory, sheet, gpu_bandwidth)
+        if like:
+            assumed.append(f"the GPU reads {reads:,.0f} GB/s, as the {like} does (--gpu or --gpu-bandwidth)")
+    lanes, carries = _link(link, sheet, like, assumed, bool(memory and host))
+    peak, stream = _host_reads(cpu_bandwidth, lanes, assumed, bool(host))
+    disk_reads = parse_gb_per_s(disk, "--disk") if disk else 0.0
+    machine = Machine(
+        name="the machine of the plan",
+        gpu_data_sheet_gb_per_s=reads,
+        host_peak_gb_per_s=peak,
+        host_stream_gb_per_s=stream,
+        link_gb_per_s=carries,
+        disk_gb_per_s=disk_reads,
+    )
+    return Resources(memory, host, machine, reads, stream or peak, carries, disk_reads, tuple(assumed))
+
+
+def _memory(text: str | None, option: str) -> int:
+    return 0 if text is None or text.strip() in ("", "0") else parse_bytes(text, option)
+
+
+def _gpu_reads(memory: int, sheet: dict[str, object], stated: str | None) -> tuple[float, str]:
+    """Return GB/s of GPU memory, and the GPU that was assumed, if one was: the middle card of those of that size."""
+    if stated:
+        return parse_gb_per_s(stated, "--gpu-bandwidth"), ""
+    if sheet:
+        return float(str(sheet["gb_per_s"])), ""
+    known = {name: one for name, one in table("gpus").items() if re.match(r"RTX \d", name)}
+    near = min(abs(math.log(one["memory_gib"] * GIB / memory)) for one in known.values())
+    alike = [name for name, one in known.items() if abs(math.log(one["memory_gib"] * GIB / memory)) <= near + 1e-9]
+    alike.sort(key=lambda name: known[name]["gb_per_s"])
+    middle = alike[(len(alike) - 1) // 2]
+    return float(known[middle]["gb_per_s"]), middle
+
+
+def _link(text: str | None, sheet: dict[str, object], like: str, assumed: list[str], needed: bool) -> tuple[str, float]:
+    """Return the link's generation, and GB/s of a copy; ("", GB/s) where it was given as that."""
+    links = table("factors")["links"]
+    if text and "/" in text:
+        return "", parse_gb_per_s(text, "--link")
+    if text:
+        found = _LINK.fullmatch(text.strip())
+        name = f"PCIe {found[1]}.0 x{found[2]}" if found else text
+        if name not in links:
+            raise unknown(
+                "link", text, [*(each.replace(" ", "").replace(".0", "").lower() for each in links), "25GB/s"]
+            )
+    else:
+        name = str(sheet.get("link") or (table("gpus")[like]["link"] if like else LINK))
+        if needed:
+            assumed.append(f"the GPU is linked by {name} (--link)")
+    return name.rsplit(" ", 1)[0], float(links[name])
+
+
+def _host_reads(text: str | None, lanes: str, assumed: list[str], needed: bool) -> tuple[float, float]:
+    """Return the peak of host memory, or what was measured of it, in GB/s; the other is 0."""
+    if text is None:
+        ram = RAM.get(lanes, RAM["PCIe 4.0"])
+        channels, kind = ram.split(" x ")
+        peak = int(channels) * int(kind.split("-")[1]) * 8 / 1_000
+        if needed:
+            assumed.append(f"host memory is {ram}, {peak:.1f} GB/s by its data sheet (--cpu-bandwidth)")
+        return peak, 0.0
+    words = text.strip()
+    if words.endswith("measured"):
+        return 0.0, parse_gb_per_s(words.removesuffix("measured"), "--cpu-bandwidth")
+    return parse_gb_per_s(words, "--cpu-bandwidth"), 0.0
+
+
+def described(resources: Resources) -> str:
+    """Return the machine in a line."""
+    parts = [
+        f"{show_bytes(resources.gpu_memory)} of GPU memory at {resources.gpu_gb_per_s:,.0f} GB/s"
+        if resources.has_gpu
+        else "no GPU",
+        f"{show_bytes(resources.host_memory)} of host memory at {resources.host_gb_per_s:,.1f} GB/s"
+        if resources.host_memory
+        else "no host memory for experts",
+    ]
+    if resources.has_gpu and resources.host_memory:
+        parts.append(f"a link of {resources.link_gb_per_s:g} GB/s")
+    parts.append(f"a disk of {resources.disk_gb_per_s:g} GB/s" if resources.disk_gb_per_s else "no disk")
+    return ", ".join(parts)

@@ -1,0 +1,184 @@
+"""The fields of a model profile from a transformers `config.json`, for models without a shipped profile.
+
+The names of its keys differ by architecture: each size is looked up under all names that architectures of transformers
+use. What a config does not state follows from its other sizes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from traces.errors import InputError, located
+
+Config = Mapping[str, Any]
+
+LAYERS = ("num_hidden_layers", "n_layers", "num_layers", "num_decoder_layers")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
+TOP_K = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts"),
+    *("num_selected_experts", "moe_router_topk", "top_k"),
+)
+EXPERT_SIZE = (
+    *("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size", "ffn_hidden_size"),
+    *("intermediate_size", "d_ff", "expert_dim"),
+)
+DENSE_SIZE = ("intermediate_size_mlp", "dense_intermediate_size", "intermediate_size", "ffn_dim")
+HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
+HEADS = ("num_attention_heads", "n_heads", "num_heads", "encoder_attention_heads")
+KV_HEADS = ("num_key_value_heads", "kv_n_heads", "num_kv_heads")
+MOE_STEP = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval", "expert_layer_period")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+SHARED_SIZE = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+
+BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
+"""Of a parameter, by the config's data type."""
+
+METHODS = {"mxfp4": 4.25 / 8, "fp8": 1.0, "fbgemm_fp8": 1.0, "awq": 4.25 / 8, "gptq": 4.25 / 8}
+"""Bytes of an expert's parameter, by the config's quantisation method."""
+
+WHOLE = ("fp8", "fbgemm_fp8")
+"""Methods that quantise the layers without experts too."""
+
+
+def is_config(path: Path) -> bool:
+    """Return whether this is a config file, or a folder that holds one."""
+    return path.suffix == ".json" or (path / "config.json").is_file()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the fields of a profile by a config file, or the one in a folder. Raise InputError for what it lacks."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} is no transformers config that can be read: {error}") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{file}: a transformers config is a JSON object")
+    with located(str(file)):
+        return fields_of(config, path.resolve().name if path.is_dir() else path.stem)
+
+
+def fields_of(config: Config, name: str) -> dict[str, Any]:
+    """Return the fields of a profile by a transformers config. Raise InputError, naming keys, for a missing size."""
+    whole = config
+    for inner in ("thinker_config", "text_config", "llm_config", "language_config"):
+        if isinstance(config.get(inner), dict):
+            config = {**config, **config[inner]}
+    for inner in ("ffn_config", "attn_config"):  # DBRX
+        if isinstance(config.get(inner), dict):
+            config = {**config, **{key: value for key, value in config[inner].items() if key != "model_type"}}
+    experts = _size(config, EXPERTS)
+    layers, hidden = _size(config, LAYERS), _size(config, HIDDEN)
+    heads = _size(config, HEADS)
+    moe = _moe_layers(config, layers)
+    leading, between, trailing = _dense_layers(moe)
+    expert_size = _size(config, EXPERT_SIZE)
+    dense_bytes, expert_bytes = _bytes(config, whole)
+    latent = config.get("kv_lora_rank") or 0
+    return {
+        "name": name,
+        "hub_ids": (),
+        "moe_layers": sum(moe),
+        "experts": experts,
+        "top_k": _size(config, TOP_K),
+        "hidden_size": hidden,
+        "expert_intermediate_size": expert_size,
+        "expert_bytes_per_parameter": expert_bytes,
+        "heads": heads,
+        "head_size": (config.get("v_head_dim") if latent else config.get("head_dim")) or hidden // heads,
+        "vocabulary": _size(config, ("vocab_size",)),
+        "dense_bytes_per_parameter": dense_bytes,
+        "kv_heads": _first(config, KV_HEADS) or 0,
+        "kv_latent_size": latent,
+        "rope_head_size": (config.get("qk_rope_head_dim") or 0) if latent else 0,
+        "query_latent_size": (config.get("q_lora_rank") or 0) if latent else 0,
+        "sliding_window": _window(config),
+        "shared_intermediate_size": _shared(config, expert_size),
+        "dense_intermediate_size": (_first(config, DENSE_SIZE) or 0) if leading + between + trailing else 0,
+        "leading_dense_layers": leading,
+        "dense_layers_before_each": between,
+        "trailing_dense_layers": trailing,
+        "kv_bytes_per_value": 2.0 if dense_bytes < 2 else 0.0,
+    }
+
+
+def _first(config: Config, names: Sequence[str]) -> int | None:
+    """Return the first of these keys that is a number; of a list its largest one."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list) and value and all(isinstance(each, int) for each in value):
+            value = max(value)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _size(config: Config, names: Sequence[str]) -> int:
+    found = _first(config, names)
+    if found is None:
+        what = "this is no Mixture-of-Experts model" if names is EXPERTS else f"expected {names[0]}"
+        raise InputError(f"none of the keys {', '.join(names)} is there: {what}")
+    return found
+
+
+def _moe_layers(config: Config, layers: int) -> list[bool]:
+    """Return which layers have experts. Raise InputError where none has."""
+    kinds = config.get("mlp_layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        found = [kind == "sparse" for kind in kinds]
+    elif isinstance(config.get("moe_layers"), list):  # Llama 4
+        found = [i in config["moe_layers"] for i in range(layers)]
+    else:
+        leading = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0)) or 0
+        leading = (
+            config.get("num_dense_layers", leading) if isinstance(config.get("num_dense_layers"), int) else leading
+        )
+        last = config.get("moe_layer_end_index", -1)
+        last = layers - 1 if not isinstance(last, int) or last < 0 else last
+        step = _first(config, MOE_STEP) or 1
+        place = config.get("expert_layer_offset", step - 1)  # Jamba states which of a period has experts
+        dense = config.get("mlp_only_layers") or []
+        found = [int(leading) <= i <= last and i % step == place and i not in dense for i in range(layers)]
+    if not any(found):
+        raise InputError("none of its layers has experts")
+    return found
+
+
+def _dense_layers(moe: Sequence[bool]) -> tuple[int, int, int]:
+    """Return the layers without experts before the first MoE layer, before each one, and after the last one."""
+    places = [i for i, has_experts in enumerate(moe) if has_experts]
+    leading, trailing = places[0], len(moe) - 1 - places[-1]
+    inside = places[-1] - places[0] + 1 - len(places)
+    each = round(inside / max(len(places) - 1, 1))
+    return (leading - each if leading >= each else 0), each, trailing
+
+
+def _bytes(config: Config, whole: Config) -> tuple[float, float]:
+    """Return the bytes of a parameter of the dense part and of experts."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or whole.get("torch_dtype") or "bfloat16")
+    dense = BYTES.get(name.removeprefix("torch."), 2.0)
+    quantised = config.get("quantization_config") or whole.get("quantization_config")
+    if not isinstance(quantised, dict):
+        return dense, dense
+    method = str(quantised.get("quant_method", ""))
+    bits = quantised.get("bits")
+    experts = METHODS.get(method, bits / 8 if isinstance(bits, int) else 4.5 / 8)
+    return (experts if method in WHOLE else dense), experts
+
+
+def _window(config: Config) -> int:
+    """Return the sliding window where every second layer, the first one included, has one."""
+    kinds, window = config.get("layer_types"), config.get("sliding_window")
+    if not isinstance(window, int) or not isinstance(kinds, list) or not kinds:
+        return 0
+    share = sum("sliding" in str(kind) for kind in kinds) / len(kinds)
+    return window if 0.4 <= share <= 0.6 and "sliding" in str(kinds[0]) else 0
+
+
+def _shared(config: Config, expert_size: int) -> int:
+    if stated := _first(config, SHARED_SIZE):
+        return stated
+    if config.get("model_type", "").startswith("llama4"):
+        return expert_size
+    return (_first(config, SHARED) or 0) * expert_size

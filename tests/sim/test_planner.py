@@ -1,0 +1,262 @@
+"""Plans: what fits where, times that can be reckoned by hand, what is missing, and how far off published speeds are."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sim.backtest import file
+from sim.planner import errors, published
+from sim.planner.plan import PRECISIONS, Plan, plan, quick
+from sim.planner.resources import GPU_RESERVED, resources
+from sim.profiles.model_profile import model
+from tests.support.command import moe_sim
+from traces.errors import InputError
+
+DESKTOP: dict[str, Any] = {"gpu_memory": "12GiB", "host_memory": "32GiB", "link": "pcie4x8", "cpu_bandwidth": "50GB/s"}
+
+
+@pytest.fixture(scope="module")
+def desktop() -> Plan:
+    return plan("qwen3-30b-a3b", precision="q4_k_m", **DESKTOP)
+
+
+def test_a_desktop_gets_a_split_whose_time_adds_up_by_hand(desktop):
+    profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
+    host = desktop.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0]
+    per_layer = profile.top_k * profile.expert_bytes
+    host_s = int(host) * (per_layer / (50e9 * 0.8 * 0.73) + 45e-6)  # data sheet to expert kernels; a hop
+    gpu_bytes = (48 - int(host)) * per_layer + profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(8192)
+    gpu_s = gpu_bytes / (504e9 * 0.82 * 0.8) + 48 * 27 * 2e-6  # launches
+    assert 1 / desktop.speed.tokens_per_s == pytest.approx(host_s + gpu_s, rel=0.02)
+    assert desktop.speed.low < desktop.speed.tokens_per_s < desktop.speed.high
+    assert desktop.wall == "CPU and host memory"
+
+
+def test_what_is_said_to_be_on_the_gpu_fits_it_and_one_layer_more_would_not(desktop):
+    profile = model("qwen3-30b-a3b").at(4.85 / 8, 4.85 / 8)
+    fixed = profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(8192) + GPU_RESERVED
+    layer = profile.experts * profile.expert_bytes
+    assert fixed + desktop.cache_bytes <= 12 * 2**30 < fixed + desktop.cache_bytes + layer
+    assert desktop.cache_bytes == desktop.cache_experts * profile.expert_bytes
+
+
+def test_nothing_beats_the_limit_and_more_of_a_resource_never_costs(desktop):
+    assert desktop.cache is not None
+    assert max(desktop.speed.tokens_per_s, desktop.cache.speed.tokens_per_s) < desktop.limit_tokens_per_s
+    assert {each.resource for each in desktop.upgrades} >= {"GPU memory", "CPU bandwidth", "link", "GPU bandwidth"}
+    assert all(each.gain >= 0 for each in desktop.upgrades)
+    assert max(desktop.upgrades, key=lambda each: each.gain).resource == "CPU bandwidth"
+
+
+def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
+    found = plan("qwen3-30b-a3b", precision="q4_k_m", gpu="RTX 3090")
+    assert (found.kind, found.cache, found.host_bytes, found.vllm) == ("resident", None, 0, ("--max-model-len 8192",))
+    assert found.llama_cpp == ("-ngl 99 -c 8192",)
+    assert found.wall == "GPU memory"
+
+
+@pytest.mark.parametrize("gpu_memory", [None, "0"])
+def test_without_a_gpu_the_cpu_reads_all_of_a_token(gpu_memory):
+    found = plan("mixtral-8x7b", precision="q8_0", gpu_memory=gpu_memory, host_memory="64GiB", cpu_bandwidth="50GB/s")
+    profile = model("mixtral-8x7b").at(8.5 / 8, 8.5 / 8)
+    read = profile.token_bytes + profile.dense_bytes - profile.head_bytes + profile.kv_cache_bytes(8192)
+    assert 1 / found.speed.tokens_per_s == pytest.approx(read / (50e9 * 0.8 * 0.73) + 32 * 100e-6, rel=0.02)
+    assert (found.kind, found.cache, found.llama_cpp) == ("cpu", None, ("-ngl 0 -c 8192",))
+    assert found.limit_tokens_per_s == pytest.approx(50e9 / read)
+
+
+def test_what_memory_does_not_hold_comes_from_the_disk_and_a_lower_precision_is_named():
+    found = plan("qwen3-30b-a3b", disk="3GB/s", **DESKTOP)
+    assert found.kind == "disk"
+    assert found.disk_bytes > 10e9
+    assert found.better_precision
+    assert found.better_precision.name == "q4_k_m"
+    assert found.better_precision.times > 3
+    slow = quick("qwen3-30b-a3b", disk="1GB/s", **DESKTOP)
+    assert slow.tokens_per_s < found.speed.tokens_per_s
+
+
+def test_a_small_machine_without_a_gpu_streams_from_the_disk():
+    held, streamed = (quick("qwen3-30b-a3b", host_memory=memory, disk="3GB/s") for memory in ("96GiB", "16GiB"))
+    assert streamed.tokens_per_s < held.tokens_per_s / 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (DESKTOP, r"17\.\d GB are missing; give --host-memory 49GiB or --disk .*at --precision q8_0 it fits"),
+        ({"gpu_memory": "12GiB"}, r"are missing; give --host-memory \d+GiB"),
+        ({"gpu_memory": "2GiB"}, r"do not hold the dense part .* are missing, or --host-memory"),
+        ({"host_memory": "4GiB", "disk": "3GB/s"}, r"beside experts .* are missing"),
+        ({}, "a machine without memory: give --gpu-memory"),
+        ({"gpu_memory": "12GiB", "link": "pcie9x8"}, "unknown link 'pcie9x8'"),
+        ({"gpu_memory": "12GiB", "link": "12"}, "unknown link '12'"),
+        ({"host_memory": "12GiB", "disk": "fast"}, "--disk 'fast' is no bandwidth: write it as 25GB/s"),
+        ({"host_memory": "12GiB", "cpu_bandwidth": "0GB/s"}, "must be above 0"),
+        ({"gpu": "RTX 3O90"}, "RTX 3090"),
+        ({"gpu": "M3 Max"}, "say how much of it with --gpu-memory"),
+        ({**DESKTOP, "precision": "q4"}, "q4_0"),
+        ({**DESKTOP, "context": 0}, "--context 0"),
+    ],
+)
+def test_what_cannot_be_is_said_with_what_is_missing(options, message):
+    with pytest.raises(InputError, match=message):
+        plan("qwen3-30b-a3b", **options)
+
+
+def test_an_unknown_model_is_told_the_near_ones():
+    with pytest.raises(InputError, match="qwen3-30b-a3b"):
+        plan("qwen3-30b-a3", **DESKTOP)
+
+
+def test_layers_without_experts_count_in_llama_cpps_numbers():
+    found = plan("deepseek-v3", precision="q4_k_m", gpu="RTX 3090", host_memory="512GiB")
+    n = int(found.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0])
+    assert n - 3 == (found.all_experts - found.cache_experts) // 256
+
+
+@pytest.mark.parametrize("text", ["pcie4x8", "PCIe 4.0 x8", "4x8", "pcie4.0x8", "12.5GB/s"])
+def test_a_link_is_read_however_it_is_written(text):
+    assert resources("12GiB", "32GiB", text).link_gb_per_s == 12.5
+
+
+def test_bandwidth_of_memory_counts_as_the_data_sheets_unless_it_was_measured():
+    stated, measured = (
+        quick("mixtral-8x7b", host_memory="128GiB", cpu_bandwidth=text) for text in ("100GB/s", "80GB/s measured")
+    )
+    assert stated.tokens_per_s == pytest.approx(measured.tokens_per_s, rel=1e-6)
+
+
+QWEN3 = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    options = {**DESKTOP, "precision": "q4_k_m"}
+    assert quick(str(tmp_path), **options) == quick("qwen3-30b-a3b", **options)
+    assert quick(str(tmp_path / "config.json"), **options) == quick("Qwen/Qwen3-30B-A3B", **options)
+
+
+def test_configs_of_other_architectures_are_read(tmp_path: Path):
+    deepseek = {
+        **QWEN3,
+        "n_routed_experts": 64,
+        "num_experts": None,
+        "num_hidden_layers": 27,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "kv_lora_rank": 512,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "moe_intermediate_size": 1408,
+        "intermediate_size": 10944,
+        "vocab_size": 102400,
+    }
+    maverick = {
+        "text_config": {
+            **QWEN3,
+            "model_type": "llama4_text",
+            "moe_layers": list(range(1, 48, 2)),
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "moe_intermediate_size": None,
+            "num_experts": None,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 1,
+            "hidden_size": 5120,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "vocab_size": 202048,
+        }
+    }
+    for name, config in (("deepseek-v2-lite", deepseek), ("llama-4-maverick", maverick)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(config))
+        found, shipped = model(str(path)), model(name)
+        for key in ("moe_layers", "experts", "top_k", "leading_dense_layers", "dense_layers_before_each"):
+            assert getattr(found, key) == getattr(shipped, key), (name, key)
+        assert found.parameters == pytest.approx(shipped.parameters, rel=0.001)
+        assert found.kv_bytes == shipped.kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (json.dumps({**QWEN3, "num_experts": None}), "no Mixture-of-Experts model"),
+        (json.dumps({**QWEN3, "vocab_size": None}), "vocab_size"),
+        (json.dumps({**QWEN3, "num_experts_per_tok": 200}), "top_k 200 is above 128"),
+        ("[]", "is a JSON object"),
+        ("{", "can be read"),
+    ],
+)
+def test_a_config_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        model(str(path))
+
+
+def test_the_errors_are_those_of_the_shipped_rows_of_the_back_test():
+    rows = [row for path in file.shipped() for row in file.read(path)]
+    timed = {row.figure for row in rows if row.metric in ("speed", "latency") and not row.unsimulated and row.machine}
+    held = tomllib.loads(errors.FILE.read_text("utf-8"))
+    assert {row["figure"] for kind in held.values() for row in kind} == timed
+    by_name = {row.figure: row for row in rows}
+    for kind, listed in held.items():
+        assert all(errors.kind_of(by_name[row["figure"]].setting) == kind for row in listed)
+
+
+@pytest.mark.slow
+def test_the_errors_are_what_the_back_test_gives(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(errors, "FILE", tmp_path / "errors.toml")
+    shipped = Path(errors.__file__).with_suffix(".toml").read_text("utf-8")
+    errors.main()
+    assert errors.FILE.read_text("utf-8") == shipped
+
+
+def test_plans_stand_beside_published_speeds_as_the_docs_say():
+    text = published.markdown()
+    assert text in (Path(__file__).parents[2] / "docs" / "planner.md").read_text("utf-8")
+    median = float(text.split("Median error ")[1].split("%")[0])
+    assert median <= 15
+
+
+def test_the_command_prints_a_plan_and_its_json_begins_with_the_speed(tmp_path):
+    options = ["--model", "olmoe-1b-7b", "--gpu-memory", "8GiB", "--host-memory", "32GiB"]
+    shown = moe_sim("plan", *options, cwd=tmp_path)
+    assert all(word in shown.stdout for word in ("expect", "placement", "wall", "limit", "llama.cpp", "vLLM"))
+    facts = json.loads(moe_sim("plan", *options, "--json", cwd=tmp_path).stdout)
+    assert next(iter(facts)) == "tokens_per_s"
+    assert facts["tokens_per_s_low"] < facts["tokens_per_s"] < facts["tokens_per_s_high"]
+    assert {each["name"] for each in facts["precisions"]} <= set(PRECISIONS)
+
+
+def test_the_command_refuses_a_model_that_does_not_fit_in_one_line(tmp_path):
+    machine = ("--gpu-memory", "8GiB", "--host-memory", "16GiB")
+    shown = moe_sim("plan", "--model", "deepseek-v3", *machine, cwd=tmp_path)
+    assert shown.returncode == 2
+    assert "are missing" in shown.stderr.replace("\n", " ")
+    assert not shown.stdout
