@@ -1,9 +1,9 @@
 """The conformance kit: what every policy must hold to, checked in one call, without a clock.
 
-    from policies.checker import check
-    print(check("my_file.py:MyPolicy"))        # or: python -m policies.checker my_file.py:MyPolicy
+    from policies import check_policy
+    print(check_policy("my_file.py:MyPolicy"))        # or: python -m policies.checker my_file.py:MyPolicy
 
-A prefetcher is checked beside what it is paired with: `check("lru+my_file.py:MyPrefetch")`. The kit drives the
+A prefetcher is checked beside what it is paired with: `check_policy("lru+my_file.py:MyPrefetch")`. The kit drives the
 residency with scripted random routing on caches of all sizes (one slot, events without experts, prefills,
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
@@ -45,7 +45,7 @@ NEVER_CALLED = ("on_hit", "on_insert", "victim")
 """Methods of a retention policy that a `ScorePolicy` inherits and the compiled residency does not call."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What the kit found. us_per_event: mean time in `observe` and `propose` on a model of 26 x 64 experts, top-6."""
 
@@ -64,16 +64,21 @@ class Report:
         if self.failures:
             raise AssertionError(str(self))
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         found = "".join(f"\n  - {failure}" for failure in self.failures)
         verdict = "does not conform:" + found if found else "conforms"
         return f"{self.policy} {verdict}\n  ({self.events:,} events played, {self.us_per_event:.1f} us an event)"
 
 
-def check(policy: Policy, seed: int = 0) -> Report:
-    """Hold a policy, a name or a class, to the contract; `seed` draws other routing.
+def check_policy(policy: Policy, seed: int = 0) -> Report:
+    """Return a report on whether a policy, given by name or as a class, keeps the contract.
 
-    InputError if the name or an option is wrong. Whatever the policy raises is a failure of the report.
+    seed: draws other routing. Whatever the policy raises is a failure in the report.
+
+    Raises InputError if the name or an option is wrong.
     """
     spec = parse(policy)
     failures: dict[str, str] = {}  # by rule, the first of each
@@ -320,7 +325,7 @@ if __name__ == "__main__":
     if not sys.argv[1:] or sys.argv[1].startswith("-"):
         sys.exit("usage: python -m policies.checker POLICY ..., as in lru+markov or my_file.py:MyPolicy")
     try:
-        reports = [check(name) for name in sys.argv[1:]]
+        reports = [check_policy(name) for name in sys.argv[1:]]
     except InputError as error:
         sys.exit(str(error))
     console.prepare_streams()

@@ -90,14 +90,14 @@ class Choice:
         if simulated:
             raise InputError(f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it")
         if self.dense not in DENSE:
-            raise unknown("--dense", self.dense, DENSE)
-        ignored = {"--host-dedup": self.host_dedup, "--verify": self.verify, "--weights": self.weights}
-        ignored["--dense none"] = self.dense != DENSE[0]
+            raise unknown("`dense`", self.dense, DENSE)
+        ignored = {"`host_dedup`": self.host_dedup, "`verify`": self.verify, "`weights`": self.weights}
+        ignored["`dense` none"] = self.dense != DENSE[0]
         if self.device == "virtual" and (given := [option for option, value in ignored.items() if value]):
-            raise InputError(f"{given[0]}: a logical clock moves and computes nothing; leave it out")
+            raise InputError(f"{given[0]}: the virtual device moves and computes nothing; leave it out")
         self._check_disk()
         if self.nvtx and self.device != "cuda":
-            raise InputError(f"--nvtx marks what a GPU is given, and the device is {self.device}")
+            raise InputError(f"`nvtx` needs the device cuda, not {self.device}")
 
     def _check_disk(self) -> None:
         """InputError for options of another device, and for numbers of threads that there cannot be."""
@@ -105,16 +105,16 @@ class Choice:
             if self.store is None:
                 name = self.loaded.profile.name if self.loaded.profile else "NAME"
                 raise InputError(
-                    "--device disk reads experts from a file: write it with "
-                    f"moe-replay store FILE --model-profile {name}, and name it with --store FILE"
+                    "`device` disk reads experts from a file: write it with "
+                    f"moe-replay store FILE --model-profile {name}, and name it with `store`"
                 )
             if self.host_dedup:
-                raise InputError("--host-dedup is of experts in host memory: moe-replay store --dedup writes a file so")
-        elif given := [name for name, value in {"--store": self.store, "--lanes": self.lanes}.items() if value]:
-            raise InputError(f"{given[0]} belongs to --device disk, and the device is {self.device}")
+                raise InputError("`host_dedup` is for experts in host memory: for a file, use moe-replay store --dedup")
+        elif given := [name for name, value in {"`store`": self.store, "`lanes`": self.lanes}.items() if value]:
+            raise InputError(f"{given[0]} needs the device disk, not {self.device}")
         if self.threads and self.device in ("virtual", "cuda"):
-            raise InputError(f"--threads compute on the CPU, and the device is {self.device}")
-        for name, value in {"--lanes": self.lanes, "--threads": self.threads}.items():
+            raise InputError(f"`threads` compute on the CPU, and the device is {self.device}")
+        for name, value in {"`lanes`": self.lanes, "`threads`": self.threads}.items():
             if value is not None and not 1 <= value <= MOST_THREADS:
                 raise InputError(f"{name} {value}: must be 1 to {MOST_THREADS}")
 
@@ -243,7 +243,7 @@ def choose_device(text: str) -> str:
     if text == "auto":
         return "cpu"
     built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-    raise InputError(f"--device cuda: {built}; --device cpu needs none")
+    raise InputError(f"`device` cuda: {built}; `device` cpu needs none")
 
 
 def first_steps(loaded: Loaded, steps: int) -> Loaded:

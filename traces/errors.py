@@ -1,16 +1,17 @@
-"""The one error that a user can mend: its text is a single line that says what, where and what to do.
+"""The one error that a user can fix: its text is a single line that says what is wrong, where, and what to do.
 
-Commands print it and exit with status 2; anything else that escapes is a defect of ours and keeps its
-traceback.
+Commands print it and exit with status 2; anything else that escapes is a defect of ours and keeps its traceback.
+A text names a parameter of the library in backquotes, `cache_size`; commands show it as the flag --cache-size.
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 
-class InputError(Exception):
-    """Bad input: a file, an option or a combination of them that cannot be used."""
+class InputError(ValueError):
+    """Invalid input: a file, a parameter or a combination of them that cannot be used."""
 
     def __init__(self, text: str):
         super().__init__(" ".join(text.splitlines()))
@@ -31,3 +32,12 @@ def unknown(what: str, name: str, known: Iterable[str]) -> InputError:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     offer = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     return InputError(f"unknown {what} {name!r}; {offer}")
+
+
+def with_flags(text: str, parameters: Collection[str]) -> str:
+    """Return the text with each of these parameters that it names in backquotes as a flag of a command."""
+
+    def flag(found: re.Match[str]) -> str:
+        return f"--{found[1].replace('_', '-')}" if found[1] in parameters else found[0]
+
+    return re.sub(r"`(\w+)`", flag, text)

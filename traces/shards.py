@@ -102,7 +102,7 @@ class Shards(OfAModel):
         the model did not write these tokens.
         """
         if self.phases == "decode":
-            raise InputError(f"{self.name} holds no prefill that could be played as decode: leave --as-decode out")
+            raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
         return replace(self, name=f"{self.name} (prefill as decode)", prompts=np.zeros_like(self.prompts))
 
     def steps(self, i: int) -> RequestSteps:

@@ -3,6 +3,7 @@
 Tokens are rows, grouped by request; within a request they are in the order of execution, prefill first.
 """
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams
+from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
 from traces.errors import InputError
 from traces.index import Index
 from traces.reader import Folder, Requests, numpy, open_folder, require_known
@@ -46,7 +47,7 @@ class OfAModel:
         return self.meta.top_k
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Trace(OfAModel):
     """R requests and T tokens of a model with L MoE layers of E experts, top-k.
 
@@ -122,6 +123,79 @@ class Trace(OfAModel):
             **arrays,
         )
 
+    @staticmethod
+    def from_arrays(
+        requests: Sequence[NDArray[np.integer]],
+        num_experts: int,
+        prompt_tokens: int | Sequence[int] = 0,
+        model: str = "unnamed",
+        name: str = "in memory",
+    ) -> "Trace":
+        """Return a trace of routing that is in memory.
+
+        requests: for each request the ids of its tokens' experts, int[tokens, L, k], ids within a layer, -1 where
+        nothing was routed. prompt_tokens: how many tokens of each request are its prompt, which runs as one prefill.
+        model: names the model profile that gives the sizes, such as "olmoe-1b-7b".
+
+        Raises InputError for arrays that are not the routing of one model.
+        """
+        shapes = {array.shape[1:] if array.ndim == 3 else None for array in map(np.asarray, requests)}
+        if len(shapes) != 1 or None in shapes:
+            raise InputError(f"{name}: each request needs an array [tokens, layers, k], with the same layers and k")
+        ids = np.concatenate([np.asarray(array) for array in requests])
+        if ids.dtype.kind not in "iu":
+            raise InputError(f"{name}: expert ids are integers, not {ids.dtype}")
+        _, L, k = ids.shape
+        meta = TraceMeta(model, L, num_experts, k, tuple(f"layers.{layer}" for layer in range(L)), mode="import")
+        if fault := first_fault(ids.astype(np.int64), num_experts):
+            row, layer, reason = fault
+            raise InputError(f"{name}: token row {row}, MoE layer {layer}: {reason}")
+        lengths = np.array([len(array) for array in requests], np.int64)
+        prompts = np.broadcast_to(np.asarray(prompt_tokens, np.int64), lengths.shape)
+        if (wrong := (prompts < 0) | (prompts > lengths)).any():
+            i = int(np.argmax(wrong))
+            raise InputError(f"{name}: request {i} has {lengths[i]} tokens, {prompts[i]} of them in its prompt")
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        position = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
+        prompt = np.repeat(prompts, lengths)
+        opens_step = (position == 0) | (position >= np.maximum(prompt, 1))
+        decoded = lengths - prompts
+        frame = pd.DataFrame(
+            {
+                "id": [str(r) for r in range(len(lengths))],
+                "dataset": name,
+                "task": "",
+                "prompt_tokens": pd.array(prompts, dtype="Int64"),
+                "output_tokens": np.where(decoded, decoded + 1, 0),
+                "arrival_ns": pd.array([pd.NA] * len(lengths), dtype="Int64"),
+                "mode": meta.mode,
+            }
+        )
+        return Trace(
+            name=name,
+            meta=meta,
+            requests=frame,
+            offsets=offsets,
+            experts=np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type),
+            phase=np.where(position < prompt, PREFILL, DECODE).astype(np.uint8),
+            position=position.astype(np.uint32),
+            step=(np.cumsum(opens_step) - 1).astype(np.uint32),
+        )
+
+    def __repr__(self) -> str:
+        shape = f"{self.layers} layers x {self.num_experts} experts, top-{self.top_k}"
+        held = f"{len(self.requests):,} requests, {int(self.offsets[-1]):,} tokens"
+        return f"<Trace {self.name!r} of {self.meta.model}: {shape}; {held}>"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the routing and the requests."""
+        digest = hashlib.sha256(f"{self.name} {self.meta}".encode())
+        for array in (self.offsets, self.experts, self.phase, self.position, self.step, self.lookahead):
+            digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
+        digest.update(pd.util.hash_pandas_object(self.requests, index=False).to_numpy().tobytes())
+        return digest.hexdigest()
+
     @property
     def sentinel(self) -> int:
         """The id that means: nothing was routed here."""
@@ -193,7 +267,7 @@ class Trace(OfAModel):
         the model did not write these tokens.
         """
         if self.phases == "decode":
-            raise InputError(f"{self.name} holds no prefill that could be played as decode: leave --as-decode out")
+            raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
         return replace(self, name=f"{self.name} (prefill as decode)", phase=np.full_like(self.phase, DECODE))
 
     def steps(self, i: int) -> RequestSteps:

@@ -279,6 +279,18 @@ def parse(policy: Policy, **options: Any) -> PolicySpec:
     return spec.with_options(options) if options else spec
 
 
+def make_policy(policy: Policy, *, prefetch: Half | None = None, **options: Any) -> PolicySpec:
+    """Return a policy with other options than its defaults, or with a prefetcher beside it.
+
+    policy: a name such as "eamc", a class, or a policy. prefetch: a name such as "popular:n=2", or a class.
+    `make_policy(Mine, prefetch="popular", alpha=0.9)` is Mine with its option alpha, beside the prefetcher.
+
+    Raises InputError for an unknown name or option.
+    """
+    spec = parse(policy, **options)
+    return spec if prefetch is None else PolicySpec.of(spec.evict, prefetch, spec.scope, spec.placement)
+
+
 def text_of(policy: Policy) -> str:
     """Return what results call a policy; text stays as it is."""
     return policy if isinstance(policy, str) else parse(policy).text

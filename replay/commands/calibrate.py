@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replay.commands.device_options import Dense
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from traces import console, demo_trace
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from replay.calibration.calibrate import Found
 
 
+@options.expanded
 def calibrate(
     model_profile: Annotated[
         list[str] | None, typer.Option(help="Profile or TOML file of a model to measure; several times for several.")
@@ -24,7 +26,7 @@ def calibrate(
         list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is made up.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu, disk or cuda.")] = "auto",
-    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = options.COMPARED_POLICIES,
+    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = defaults.POLICIES,
     repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from replay.commands.device_options import DeviceOptions, ReplayOptions
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
@@ -30,8 +31,8 @@ MODES = "closed-loop,lockstep"
 @options.expanded
 def compare(
     trace: options.Trace = None,
-    policies: options.Policies = options.COMPARED_POLICIES,
-    cache_sizes: options.CacheSizes = options.CACHE_SIZES,
+    policies: options.Policies = defaults.POLICIES,
+    cache_sizes: options.CacheSizes = defaults.CACHE_SIZES,
     modes: Annotated[
         str, typer.Option(help="closed-loop: the policy decides on the device; lockstep: the simulator's decisions.")
     ] = MODES,
@@ -104,7 +105,7 @@ def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
     from replay.comparison.cell import check_mode
 
     if not names:
-        raise InputError(f"--modes names none: write {MODES}")
+        raise InputError(f"`modes` is empty: use {MODES}")
     for name in names:
         check_mode(name)
     return tuple(dict.fromkeys(names))

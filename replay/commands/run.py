@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from replay.commands.device_options import DeviceOptions, ReplayOptions
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, written
 from traces import console
@@ -102,7 +103,7 @@ class Request:
 
 def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
     setup = options.setup_of(cell, played)
-    policy = cell.policy or options.POLICY
+    policy = cell.policy or defaults.POLICY
     return Request(setup, policy, cell.size, whole=played.requests is not None, notes=cell.taken(setup))
 
 
@@ -117,7 +118,7 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
     sizes = {one.cache_size: one for one in winners}
     if not sizes:
         raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
-    size = cell.cache_size or (options.CACHE_SIZE if options.CACHE_SIZE in sizes else next(iter(sizes)))
+    size = cell.cache_size or (defaults.CACHE_SIZE if defaults.CACHE_SIZE in sizes else next(iter(sizes)))
     if size not in sizes:
         raise InputError(f"the sweep in {folder} did not try a cache of {size}; it tried {', '.join(sizes)}")
     best = sizes[size]
@@ -157,11 +158,11 @@ def _scope(request: Request, choice: "Choice", asked: str) -> str:
 
 
 def _unpriced(choice: "Choice") -> list[str]:
-    """A policy of the user's own, whose work nobody has measured."""
+    """Return a note on a policy whose overhead was never measured."""
     if choice.loaded.predictor_us(choice.policy) is not None:
         return []
     machine = choice.loaded.setup.hardware
-    return [f"nobody has measured what {choice.policy.text} costs an event: it is free in what {machine} is predicted"]
+    return [f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"]
 
 
 def _too_small(choice: "Choice") -> list[str]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table, written
 from traces import console
@@ -32,11 +33,11 @@ PAPER = {
 @options.expanded
 def adapt(
     trace: options.Trace = None,
-    policies: options.Policies = options.COMPARED_POLICIES,
+    policies: options.Policies = defaults.POLICIES,
     scope: options.Scope = None,
     by: Annotated[str, typer.Option(help="Label whose values are the groups: dataset or task.")] = "dataset",
     cache_size: Annotated[str, typer.Option(help="Cache size: a share (25%), experts (64) or bytes (8GiB).")] = (
-        options.CACHE_SIZE
+        defaults.CACHE_SIZE
     ),
     warmup: Annotated[int, typer.Option(help="Requests of one group before the shift.")] = 50,
     after: Annotated[int, typer.Option(help="Requests of another group after the shift.")] = 50,
@@ -73,7 +74,7 @@ def adapt(
     planned = plan(loaded.whole, protocol)
     folder = output.folder(setup.trace, "/adaptation")
     for warning in report.warnings(loaded, grid):
-        console.warn(warning)
+        options.warn(warning)
     total = to_play(grid, planned)
     shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
     output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to play")

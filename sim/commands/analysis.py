@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table, written
 from traces import console
@@ -15,15 +16,15 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from sim.analysis.misses import Analysis
-    from sim.results.compare import Difference, Played
+    from sim.results.compare import Difference, SweptRun
 
 
 @options.expanded
 def analyze(
     trace: options.Trace = None,
-    policies: options.Policies = options.POLICIES,
+    policies: options.Policies = defaults.POLICIES,
     scope: options.Scope = None,
-    cache_sizes: options.CacheSizes = options.CACHE_SIZES,
+    cache_sizes: options.CacheSizes = defaults.CACHE_SIZES,
     *,
     requests: options.RequestOptions,
     output: options.ResultOptions,
@@ -60,6 +61,7 @@ def analyze(
     )
 
 
+@options.expanded
 def compare(
     a: Annotated[str, typer.Argument(help="A sweep's results folder, or one cell of it: results/x:lru@25%.")],
     b: Annotated[str | None, typer.Argument(help="What to compare it with; none with --policies.")] = None,
@@ -90,12 +92,12 @@ def compare(
             console.say(f"{size}{difference.sentence()}")
 
 
-def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "list[tuple[Played, Played]]":
+def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "list[tuple[SweptRun, SweptRun]]":
     """(baseline, cell): what was asked for."""
     from policies.core.grammar import split_list
     from sim.results.compare import choose, pairs_across, pairs_within, read, split_name
 
-    def named(text: str) -> "list[Played]":
+    def named(text: str) -> "list[SweptRun]":
         folder, policy, own_size = split_name(text)
         return choose(read(folder), policy, own_size or size)
 
@@ -108,7 +110,7 @@ def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "li
     return pairs_within(named(a), list(dict.fromkeys(split_list(policies))))
 
 
-def _row(baseline: "Played", cell: "Played", difference: "Difference") -> dict[str, object]:
+def _row(baseline: "SweptRun", cell: "SweptRun", difference: "Difference") -> dict[str, object]:
     return {
         "measure": difference.measure.name,
         "unit": difference.measure.unit,
@@ -119,7 +121,7 @@ def _row(baseline: "Played", cell: "Played", difference: "Difference") -> dict[s
     }
 
 
-def _cell(one: "Played") -> dict[str, object]:
+def _cell(one: "SweptRun") -> dict[str, object]:
     return {"folder": str(one.folder), "policy": one.policy, "cache_experts": one.cache_experts}
 
 

@@ -8,6 +8,7 @@ import typer
 from sim.commands import options
 
 
+@options.expanded
 def backtest(
     files: Annotated[list[Path] | None, typer.Argument(help="Files of rows. Default: the shipped ones.")] = None,
     every_row: Annotated[bool, typer.Option("--rows", help="Also print every row.")] = False,

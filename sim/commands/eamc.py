@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sim.commands import options
 from sim.commands.options import Overwrite
 from traces import console
 
@@ -16,6 +17,7 @@ eamc = typer.Typer(help="Past EAMs as a file, for eamc to start from.", no_args_
 
 
 @eamc.command()
+@options.expanded
 def build(
     trace: Annotated[Path, typer.Argument(help="Folder of a trace; one of EAMs alone will do.")],
     out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
@@ -45,6 +47,7 @@ def build(
 
 
 @eamc.command()
+@options.expanded
 def show(
     file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,

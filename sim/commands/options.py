@@ -13,21 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sim.defaults import CACHE_SIZE, CACHE_SIZES, HARDWARE, POLICIES, POLICY
 from traces import console, demo_trace
-from traces.errors import InputError
+from traces.errors import InputError, with_flags
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from policies.core.spec import PolicySpec
     from sim.sweeps.setup import Loaded, Setup
-
-POLICY = "eamc-blend"
-CACHE_SIZE = "25%"
-HARDWARE = "a5000"
-POLICIES = "lru,lfu,eamc"
-COMPARED_POLICIES = "lru,eamc,eamc-blend"
-CACHE_SIZES = "10%,25%,50%"
 
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
 _SIZES = "a share (25%), experts (64) or bytes (8GiB)"
@@ -141,7 +135,7 @@ class CellOptions:
 
         output.note(*self.taken(loaded.setup))
         for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
-            console.warn(warning)
+            warn(warning)
 
     def taken(self, setup: "Setup") -> list[str]:
         """Return the note on the defaults that were taken, if any was."""
@@ -199,6 +193,13 @@ class ResumableOptions(ResultOptions):
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds; replace a timeline.")
     ] = False
+
+
+def warn(text: str) -> None:
+    """Print a warning, in which parameters of a run stand as flags."""
+    from sim.sweeps.setup import Options
+
+    console.warn(with_flags(text, Options.__annotations__))
 
 
 def taken(defaults: Mapping[str, bool]) -> list[str]:
@@ -260,8 +261,10 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
 
         try:
             command(**values)
-        except FieldError as error:  # of a file it would be said with the file's name
-            raise error.of_option() from error
+        except InputError as error:
+            worded = error.of_option() if isinstance(error, FieldError) else error  # of a file it has the file's name
+            error.args = (with_flags(str(worded), parameters),)
+            raise
 
     called.__name__, called.__doc__ = command.__name__, command.__doc__
     called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
-from traces import console, demo_trace
+from traces import demo_trace
 from traces.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def sweep(
     prefetch: Annotated[str | None, typer.Option(help="Prefetchers, each with every --evict.")] = None,
     cache_sizes: options.SomeCacheSizes = None,
     hardware: Annotated[
-        str | None, typer.Option(help=f"Hardware profiles or TOML files. Default: {options.HARDWARE}.")
+        str | None, typer.Option(help=f"Hardware profiles or TOML files. Default: {defaults.HARDWARE}.")
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds: policies that draw are run once with each.")] = None,
     *,
@@ -126,11 +127,11 @@ def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, dict[str, bool]]":
     from sim.sweeps.config import Config
 
     shipped = str(demo_trace())
-    lists = {"policies": options.POLICIES, "cache_sizes": options.CACHE_SIZES, "hardware": options.HARDWARE}
+    lists = {"policies": defaults.POLICIES, "cache_sizes": defaults.CACHE_SIZES, "hardware": defaults.HARDWARE}
     made = Config(**{"traces": (shipped,), **{name: split_list(text) for name, text in lists.items()}, **asked})
     taken = {f"the shipped trace {shipped}": "traces" not in asked}
     taken |= {f"{name.replace('_', ' ')} {text}": name not in asked for name, text in lists.items()}
-    taken[f"hardware {options.HARDWARE}"] &= not made.untimed
+    taken[f"hardware {defaults.HARDWARE}"] &= not made.untimed
     return made, taken
 
 
@@ -238,7 +239,7 @@ def _run(
     from sim.sweeps.workers import Local
 
     for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
-        console.warn(warning)
+        options.warn(warning)
     folder = store.folder
     config.resolved().write(folder / NAME)
     tasks = missing(tables, store)

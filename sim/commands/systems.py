@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table
 from traces.errors import InputError
@@ -28,7 +29,7 @@ def systems(
         ),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {options.HARDWARE}.")
+        str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {defaults.HARDWARE}.")
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="Precision of the experts (Q4_K_M). Default: as the model profile has it.")

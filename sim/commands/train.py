@@ -6,12 +6,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from sim.commands import options
 from sim.commands.options import Overwrite, Quiet
 from sim.commands.printed import progress
 from traces import console
 from traces.errors import InputError
 
 
+@options.expanded
 def train_stride(
     trace: Annotated[Path, typer.Argument(help="Folder of a trace.")],
     out: Annotated[Path, typer.Option(help="File for the predictor.")],

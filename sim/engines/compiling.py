@@ -43,6 +43,12 @@ def start_if_needed(versions: Iterable[bool], quiet: bool) -> None:
         _process.start()
 
 
+def announce(versions: Iterable[bool]) -> None:
+    """Print a note if one of these versions of the compiled engine will be compiled where it is first called."""
+    if not all(map(compiled_engine.on_disk, dict.fromkeys(versions))):
+        console.note(f"compiling the engine, once: {EXPECTED}")
+
+
 def going() -> bool:
     """Whether the process is at work. Warns when it has failed, and the engine is compiled where it is called."""
     global _process

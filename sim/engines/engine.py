@@ -23,7 +23,7 @@ def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
     """InputError where `engine` cannot play `policy`."""
     reason = dispatch.refusal(*policy.build(shape)) if engine == COMPILED else None
     if reason:
-        raise InputError(f"--engine compiled does not play {policy.text}: {reason}; --engine auto plays it on SimPy")
+        raise InputError(f"`engine` compiled does not run {policy.text}: {reason}; `engine` auto runs it on SimPy")
 
 
 def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:

@@ -44,11 +44,11 @@ class FieldError(InputError):
 
     def __init__(self, key: str, value: object, reason: str) -> None:
         super().__init__(f"{key} = {value!r}: {reason}")
-        self._option = f"--{key.replace('_', '-')} {value}: {reason}"
+        self._of_option = f"`{key}` {value}: {reason}"
 
     def of_option(self) -> InputError:
-        """Return the same said of the option of that name."""
-        return InputError(self._option)
+        """Return the same error, worded for the parameter of that name."""
+        return InputError(self._of_option)
 
 
 Reader = Callable[[str, Any], Any]

@@ -201,7 +201,7 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
         if ours != theirs:
             raise InputError(
                 f"the model profile {profile.name} has {ours} {what}, the trace of {meta.model} "
-                f"has {theirs}; choose another with --model-profile"
+                f"has {theirs}; choose another with `model_profile`"
             )
     return profile
 
@@ -211,7 +211,7 @@ def derived(meta: TraceMeta) -> ModelProfile:
     if not (meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes):
         raise InputError(
             f"no model profile is known for {meta.model!r} and its trace states no sizes; choose one with "
-            f"--model-profile NAME or FILE.toml (shipped: {', '.join(profiles.names('models'))})"
+            f"`model_profile`, a name or FILE.toml (shipped: {', '.join(profiles.names('models'))})"
         )
     parameters = 3 * meta.hidden_size * meta.expert_intermediate_size
     head_size = min(64, meta.hidden_size)

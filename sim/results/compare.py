@@ -19,7 +19,7 @@ from policies.core.grammar import split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
-from sim.results.metrics import REQUESTS, RESULTS, tables_below
+from sim.results.metrics import REQUESTS, RESULTS, Row, tables_below
 from traces.errors import InputError, unknown
 from traces.files import plain
 
@@ -51,7 +51,7 @@ MEASURES = (
 
 
 @dataclass(frozen=True)
-class Played:
+class SweptRun:
     """One cell of a sweep, with its requests in the order of play."""
 
     folder: Path
@@ -77,6 +77,7 @@ class Difference:
     low: float
     high: float
     requests: int
+    cache_experts: int  # of the cell
 
     def sentence(self) -> str:
         """`eamc is 3.2 ms (95%: 2.1 to 4.4) slower per token than lru over 40 requests`."""
@@ -94,7 +95,7 @@ class Difference:
         )
 
 
-def read(folder: Path) -> list[Played]:
+def read(folder: Path) -> list[SweptRun]:
     """The cells of a sweep's results folder, in the order of its rows. InputError if it is none."""
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
@@ -105,19 +106,24 @@ def read(folder: Path) -> list[Played]:
         except (OSError, ValueError) as error:
             raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
     cells, requests = tables
-    requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
-    said = ("policy", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
     return [
-        Played(
-            folder=folder,
-            **{name: row[name] for name in said},
-            expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
-            timed=row["hardware"] is not None,
-            requests=by_cell[row["policy"], row["cache_experts"]].reset_index(drop=True),
-        )
+        swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder)  # type: ignore[arg-type]
         for row in cells.to_dict("records")
     ]
+
+
+def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
+    """Return a run from its row of results and the rows of its requests."""
+    requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
+    said = ("policy", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
+    return SweptRun(
+        folder=folder,
+        **{name: row[name] for name in said},
+        expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
+        timed=row["hardware"] is not None,
+        requests=requests.reset_index(drop=True),
+    )
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:
@@ -134,7 +140,7 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
     raise InputError(f"no results folder {text}: write results/x, or results/x:policy@size for one of its cells")
 
 
-def choose(cells: Sequence[Played], policy: Policy | None, size: str | None) -> list[Played]:
+def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -> list[SweptRun]:
     """Those of one folder's cells that have this policy and cache size, of either kind if None.
 
     InputError, naming what there is, if there are none.
@@ -156,10 +162,10 @@ def choose(cells: Sequence[Played], policy: Policy | None, size: str | None) -> 
     return found
 
 
-def pairs_within(cells: Sequence[Played], policies: Sequence[Policy]) -> list[tuple[Played, Played]]:
+def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[tuple[SweptRun, SweptRun]]:
     """(baseline, cell) at each size: the first policy is the baseline of the others. InputError if one is missing."""
     if len(policies) < 2:
-        raise InputError("--policies needs two or more to compare: the baseline first, as in lru,eamc")
+        raise InputError("`policies` needs two or more to compare: the baseline first, as in lru,eamc")
     names, found = list(map(text_of, policies)), []
     for slots in dict.fromkeys(cell.cache_experts for cell in cells):
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
@@ -170,7 +176,7 @@ def pairs_within(cells: Sequence[Played], policies: Sequence[Policy]) -> list[tu
     return found
 
 
-def pairs_across(first: Sequence[Played], second: Sequence[Played]) -> list[tuple[Played, Played]]:
+def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[tuple[SweptRun, SweptRun]]:
     """(baseline, cell): of two folders the cells of one policy and size; where each gives one cell, those two."""
     if len(first) == len(second) == 1:
         return [(first[0], second[0])]
@@ -184,7 +190,7 @@ def pairs_across(first: Sequence[Played], second: Sequence[Played]) -> list[tupl
     return found
 
 
-def differences(baseline: Played, cell: Played, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
+def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
     """What `cell` has more than `baseline`, for each measure that both have. InputError if they cannot be paired."""
     _pairable(baseline, cell)
     names = _names(baseline, cell)
@@ -197,13 +203,14 @@ def differences(baseline: Played, cell: Played, seed: int = 0, resamples: int = 
         if len(difference) > 1:
             low, high = interval(difference, seed, resamples)
             mean = float(difference.mean())
-            found.append(Difference(measure, names[1], names[0], mean, low, high, len(difference)))
+            size = cell.cache_experts
+            found.append(Difference(measure, names[1], names[0], mean, low, high, len(difference), size))
     if not found:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
     return found
 
 
-def indistinct(best: Played, others: Sequence[Played], judged_by: str) -> list[Played]:
+def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:
     """Return those of `others` that are not worse than `best` beyond the noise, by a column of results.
 
     That is: the interval of the paired difference over requests reaches 0. Two requests are needed to tell.
@@ -232,7 +239,7 @@ def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
     return float(low), float(high)
 
 
-def _pairable(baseline: Played, cell: Played) -> None:
+def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
     """InputError unless both played the same requests the same way."""
     for what, one, other in (
         ("traces", baseline.trace, cell.trace),
@@ -253,12 +260,12 @@ def _pairable(baseline: Played, cell: Played) -> None:
         )
 
 
-def _names(baseline: Played, cell: Played) -> tuple[str, str]:
+def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:
     """The two as short as they can be told apart: policy, then size, then folder where these differ."""
     sizes = baseline.cache_experts != cell.cache_experts
     folders = baseline.folder.resolve() != cell.folder.resolve()
 
-    def name(one: Played) -> str:
+    def name(one: SweptRun) -> str:
         return f"{f'{one.folder}:' if folders else ''}{one.policy}{f'@{one.cache_experts}' if sizes else ''}"
 
     return name(baseline), name(cell)

@@ -5,7 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+import pandas as pd
+
 from policies.core.grammar import pieces
+from sim.loop.log import STALLS
 from sim.results.files import write_figures
 from sim.results.metrics import Row
 
@@ -27,6 +31,9 @@ DRAWN = {
 """Columns of results that there is a plot of: its file, its axis."""
 
 USERS = "users.png"
+
+BINS = 200
+"""Groups of steps that a figure of a long run shows."""
 
 
 def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iterable[str], folder: Path) -> list[Path]:
@@ -54,6 +61,33 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
             axes.axvline(100 * demand, **DEMAND)
         axes.set_xlim(left=0)
         axes.set_ylim(0, 1 if column == "hit_rate" else None)
+    return drawing
+
+
+def steps(table: "pd.DataFrame", title: str) -> "Figure":
+    """Return a figure of where the time of each step went; of untimed steps, the hit rate.
+
+    table: from `sim.results.steps.frame`. Many steps are shown as the means of `BINS` groups.
+    """
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(9, 4.2), layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, title, "step")
+    group = np.arange(len(table)) * min(BINS, len(table)) // max(1, len(table))
+    means = table.select_dtypes("number").groupby(group).mean()
+    at = pd.Series(table.index).groupby(group).mean()
+    if not table["step_ms"].any():
+        axes.set_ylabel("hit rate")
+        axes.plot(at, means["hits"] / means[["hits", "late", "misses"]].sum(axis=1), color=COLOURS[0])
+        axes.set_ylim(0, 1)
+        return drawing
+    stalls = [f"stall_{cause}_ms" for cause in STALLS if means[f"stall_{cause}_ms"].any()]
+    columns = {"compute_busy_ms": "compute", **{name: name[:-3].replace("_", " ") for name in stalls}}
+    axes.stackplot(at, *(means[name] for name in columns), labels=list(columns.values()), colors=COLOURS)
+    axes.set_ylabel("time of a step (ms)")
+    axes.set_ylim(bottom=0)
+    drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
     return drawing
 
 

@@ -53,9 +53,9 @@ class Config:
     engine: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, (option, example) in _EXAMPLES.items():
+        for name, example in _EXAMPLES.items():
             if not getattr(self, name):
-                raise InputError(f"{option} names none: {example}")
+                raise InputError(f"`{name}` is empty: {example}")
         profiles.check(self, _LIMITS)
 
     @property
@@ -133,7 +133,7 @@ def read(path: Path) -> dict[str, Any]:
             if key not in kinds:
                 raise unknown("key", key, kinds)
             if key in _EXAMPLES and value == []:
-                raise InputError(f"{key} = []: {_EXAMPLES[key][1]}")
+                raise InputError(f"{key} = []: {_EXAMPLES[key]}")
         return {key: profiles.checked(key, value, kinds[key], **_LIMITS.get(key, {})) for key, value in values.items()}
 
 
@@ -142,10 +142,10 @@ _LIMITS["seeds"] = _LIMITS["seed"]
 """What values may be: as in `Setup`, of lists each one."""
 
 _EXAMPLES = {
-    "traces": ("TRACE", "name the folder of one"),
-    "policies": ("--policies", "write lru,eamc (moe-sim policies lists them)"),
-    "cache_sizes": ("--cache-sizes", "write 10%,25% or 64 or 8GiB"),
-    "hardware": ("--hardware", "write a5000 (moe-sim hardware lists them)"),
-    "seeds": ("--seeds", "write 1,2,3"),
+    "traces": "name the folder of one",
+    "policies": "use lru,eamc (moe-sim policies lists them)",
+    "cache_sizes": "use 10%,25% or 64 or 8GiB",
+    "hardware": "use a5000 (moe-sim hardware lists them)",
+    "seeds": "use 1,2,3",
 }
-"""What a sweep needs at least one of: its flag, and how to write it."""
+"""What a sweep needs at least one of, and how to write it."""

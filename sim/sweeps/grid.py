@@ -19,13 +19,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 
 from policies.core import user_file
 from policies.core.grammar import file_and_class
 from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, Policy, PolicySpec, parse
-from sim.loop.log import Ended, RunLog
+from sim.loop.log import Ended, RunLog, joined
 from sim.results import files, metrics, plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.results.provenance import sources
@@ -68,9 +69,9 @@ class Grid:
 def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
     """Each size once. InputError for a size or a policy that this trace cannot have."""
     if not cache_sizes:
-        raise InputError("--cache-sizes names none: write 10%,25% or 64 or 8GiB")
+        raise InputError("`cache_sizes` is empty: use 10%,25% or 64 or 8GiB")
     if not policies:
-        raise InputError("--policies names none: write lru,eamc (moe-sim policies lists them)")
+        raise InputError("`policies` is empty: use lru,eamc (moe-sim policies lists them)")
     sizes: dict[str, int] = {}
     for text in cache_sizes:
         slots = loaded.slots(text)
@@ -123,10 +124,33 @@ def sweep(
 
 def played(loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None) -> Outcome:
     """Sweep one grid for its rows alone: nothing stays on disk."""
+    return played_with_requests(loaded, grid, workers, advance)[0]
+
+
+def played_with_requests(
+    loaded: Loaded, grid: Grid, workers: int = 1, advance: Advance | None = None
+) -> tuple[Outcome, pd.DataFrame]:
+    """Return what `played` does, and a row for each run and request."""
     with TemporaryDirectory() as scratch:
         table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
         sweep([table], store, Local(workers), advance)
-        return outcome(table, store)
+        requests = [store.requests(key(loaded, *cell)) for cell in grid.asked()]
+        return outcome(table, store), pa.concat_tables(requests).to_pandas()
+
+
+def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, metrics.Summary]:
+    """Run one cell; return its log and its sums."""
+    parts: list[RunLog] = []
+
+    def play(ended: Ended) -> None:
+        def kept(log: RunLog) -> None:
+            parts.append(log)
+            ended(log)
+
+        loaded.play(policy, slots, kept)
+
+    summary = summed(loaded, policy, slots, lambda requests: None, play)
+    return joined(parts), summary
 
 
 def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:

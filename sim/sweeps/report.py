@@ -28,8 +28,8 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
         if slots < demand:
             none = slots <= demand - loaded.trace.top_k
             found.append(
-                f"a cache of {slots} experts is below one token's demand of {demand}: what is kept by "
-                f"recency goes before its next use{', LRU hits nothing' if none else ''}"
+                f"a cache of {slots} experts is below the working set of one token ({demand} experts): LRU evicts "
+                f"experts before their next use{' and never hits' if none else ''}"
             )
     if loaded.hardware and loaded.profile:
         memory = loaded.hardware.memory_gib * 2**30
@@ -44,17 +44,15 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
         held = loaded.hardware.host_memory_gib * 2**30
         asked = loaded.setup.host_memory
         if asked and loaded.exceeds(asked):
-            found.append(f"--host-memory {asked} is larger than all experts: it holds them all (100%)")
+            found.append(f"`host_memory` {asked} is larger than all experts: it holds them all (100%)")
         if asked is None and 0 < held < experts:
             found.append(
                 f"all experts take {show_bytes(experts)} of host memory, {loaded.hardware.name} has "
-                f"{show_bytes(held)}: --host-memory puts a disk below it"
+                f"{show_bytes(held)}: `host_memory` puts a disk below it"
             )
     costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
     if loaded.hardware and costless:
-        found.append(
-            f"nobody has measured what {', '.join(costless)} costs an event: it is free unless --predictor-us says more"
-        )
+        found.append(f"no measured policy overhead for {', '.join(costless)}: assuming 0 (set `predictor_us`)")
     return found
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import TypedDict, overload
 
 import numpy as np
 
 from policies.core.policy import Int, Shape
 from policies.core.spec import FETCHED, Policy, parse
 from sim import profiles
+from sim.defaults import HARDWARE
 from sim.engines import engine
 from sim.loop.log import Ended, RunLog, joined
 from sim.loop.run import Run, Tier, Users, gpu_run
@@ -38,6 +39,28 @@ CLOSED, TRACE, POISSON = "closed", "trace", "poisson"
 MOST = 10**9
 """Of requests, and of microseconds that a policy takes for an event: a clock of 64 bits counts what comes of it."""
 
+
+class Options(TypedDict, total=False):
+    """Options of a run, all with a default: the fields of `Setup` but the trace, which says what each is."""
+
+    hardware: str
+    model_profile: str | None
+    requests: int | None
+    warmup_requests: int
+    as_decode: bool
+    cold: bool
+    untimed: bool
+    seed: int
+    chunk_bytes: int | None
+    predictor_us: float | None
+    host_memory: str | None
+    expert_sizes: str | None
+    max_batch: int | None
+    arrivals: str
+    arrival_rate: float | None
+    engine: str
+
+
 ARRIVALS = (CLOSED, TRACE, POISSON)
 """When requests arrive, where several run at a time: as soon as there is room (a closed loop), as recorded, drawn."""
 
@@ -47,7 +70,7 @@ class Setup:
     """What all cells share, by names and paths."""
 
     trace: str  # a folder or a URL
-    hardware: str = "a5000"
+    hardware: str = HARDWARE
     model_profile: str | None = None  # None: by the trace's model
     requests: int | None = None  # None: all
     warmup_requests: int = field(default=0, metadata=profiles.MAY_BE_ZERO)  # played, not counted
@@ -73,16 +96,21 @@ class Setup:
     def _check_users(self) -> None:
         """InputError for users who cannot be."""
         if self.arrivals != CLOSED and self.max_batch is None:
-            raise InputError("requests that arrive by themselves need --max-batch: how many run at a time")
+            raise InputError("requests that arrive by themselves need `max_batch`: how many run at a time")
         if (self.arrivals == POISSON) != (self.arrival_rate is not None):
-            raise InputError("--arrivals poisson and --arrival-rate, in requests a second, need each other")
-        timed = {"--max-batch": self.max_batch, "--host-memory": self.host_memory}
+            raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
+        timed = {"`max_batch`": self.max_batch, "`host_memory`": self.host_memory}
         if self.untimed and (given := [option for option, value in timed.items() if value is not None]):
-            raise InputError(f"--untimed counts without a clock: it cannot have {' or '.join(given)}")
+            raise InputError(f"`untimed` counts without a clock: it cannot have {' or '.join(given)}")
 
-    def load(self) -> "Loaded":
-        """Open everything. InputError for whatever cannot be used."""
-        trace = Shards.open(self.trace)
+    def load(self, trace: Trace | None = None) -> "Loaded":
+        """Return the setup with its files read. trace: one in memory, instead of the one named by `self.trace`.
+
+        Raises InputError for whatever cannot be used.
+        """
+        return self._load(Shards.open(self.trace) if trace is None else trace, trace is not None)
+
+    def _load(self, trace: Shards | Trace, in_memory: bool) -> "Loaded":
         if trace.meta.mode == AGGREGATE:
             raise InputError(
                 f"{self.trace} holds EAMs only, no sequences that could be played: its source counted tokens"
@@ -94,10 +122,10 @@ class Setup:
         if self.warmup_requests >= len(trace.requests):
             raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
         if self.untimed:
-            return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)))
+            return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)), in_memory)
         profile = self._sized(model_profile.of_trace(trace.meta, self.model_profile))
         assert profile
-        loaded = Loaded(self, trace, hardware(self.hardware), profile)
+        loaded = Loaded(self, trace, hardware(self.hardware), profile, in_memory)
         loaded.check_memory()
         loaded.users()
         return loaded
@@ -107,7 +135,7 @@ class Setup:
         if self.expert_sizes is None:
             return profile
         if profile is None:
-            raise InputError("--expert-sizes needs a model profile beside it: name one with --model-profile")
+            raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
         sizes = tuple(expert_bytes_by_layer(Path(self.expert_sizes)).tolist())
         if len(sizes) != profile.moe_layers:
             raise InputError(
@@ -115,7 +143,7 @@ class Setup:
             )
         return replace(profile, layer_expert_bytes=sizes)
 
-    def _profile_if_any(self, trace: Shards) -> ModelProfile | None:
+    def _profile_if_any(self, trace: Shards | Trace) -> ModelProfile | None:
         """Counting needs no sizes: do without them where none are known."""
         sized = trace.meta.hidden_size and trace.meta.expert_intermediate_size and trace.meta.expert_bytes
         if self.model_profile or sized or model_profile.known(trace.meta.model):
@@ -131,6 +159,7 @@ class Loaded:
     trace: Shards | Trace  # the first where only its requests are played, in order
     hardware: Hardware | None  # None: untimed
     profile: ModelProfile | None  # None: untimed, and nothing states the sizes
+    in_memory: bool = False  # whether the trace is in this process alone, so that no other can open it
 
     @cached_property
     def whole(self) -> Trace:
@@ -143,8 +172,9 @@ class Loaded:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the trace's files: another one for other content."""
-        return self.trace.fingerprint if isinstance(self.trace, Shards) else open_folder(self.setup.trace).fingerprint
+        """Return a digest of the trace: another one for other content."""
+        in_files = isinstance(self.trace, Shards) or self.in_memory
+        return self.trace.fingerprint if in_files else open_folder(self.setup.trace).fingerprint
 
     @property
     def all_experts(self) -> int:
@@ -195,7 +225,7 @@ class Loaded:
         if memory < self.profile.dense_bytes:
             raise InputError(
                 f"{self.hardware.name} has {show_bytes(memory)} of memory, and {self.profile.name} needs "
-                f"{show_bytes(self.profile.dense_bytes)} without any expert: choose another --hardware"
+                f"{show_bytes(self.profile.dense_bytes)} without any expert: choose another `hardware`"
             )
 
     def users(self) -> Users | None:
@@ -210,7 +240,9 @@ class Loaded:
             draws = np.random.default_rng(setup.seed).exponential(1e9 / setup.arrival_rate, len(self.trace.requests))
             arrivals_ns = np.cumsum(np.ceil(draws))
             if arrivals_ns[-1] >= 2**62:
-                raise InputError(f"--arrival-rate {setup.arrival_rate}: the last request would come in a century")
+                raise InputError(
+                    f"`arrival_rate` {setup.arrival_rate}: its last request comes after more than a century"
+                )
             return Users(setup.max_batch, tuple(arrivals_ns.astype(np.int64).tolist()))
         return Users(setup.max_batch)
 
@@ -218,7 +250,7 @@ class Loaded:
         """When each request of the trace arrived, counted from the first."""
         recorded = self.trace.requests["arrival_ns"]
         if recorded.isna().any():
-            raise InputError(f"{self.setup.trace} does not say when its requests arrived: use --arrival-rate")
+            raise InputError(f"{self.setup.trace} does not say when its requests arrived: use `arrival_rate`")
         ns = recorded.astype("int64").to_numpy()
         if (back := np.flatnonzero(np.diff(ns) < 0)).size:
             before, after = self.trace.requests["id"].iloc[[back[0], back[0] + 1]]
@@ -274,8 +306,8 @@ class Loaded:
         """Return what of a cell no real device runs so far; None: nothing."""
         found = {
             f"the placement {parse(policy).placement.term}": parse(policy).placement != FETCHED,
-            "a disk below host memory (--host-memory)": self.setup.host_memory is not None,
-            "several users (--max-batch)": self.setup.max_batch is not None,
+            "a disk below host memory (`host_memory`)": self.setup.host_memory is not None,
+            "several users (`max_batch`)": self.setup.max_batch is not None,
             "experts of several sizes": self.sizes is not None,
         }
         return next((what for what, asked in found.items() if asked), None)
@@ -325,7 +357,7 @@ class Loaded:
         try:
             room = self.slots(self.setup.host_memory)
         except InputError as error:
-            raise InputError(f"--host-memory: {error}") from None
+            raise InputError(f"`host_memory`: {error}") from None
         return Tier(room, None, disk_link(self.hardware, self.profile))
 
     def log(self, policy: Policy, slots: int) -> RunLog:

@@ -2,7 +2,8 @@
 
 What the compiled engine plays leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
 goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. A
-policy that a notebook or a script defines stays in its thread, since no other process can import its class. While the
+policy that a notebook or a script defines stays in its thread, since no other process can import its class; so does
+a run over a trace in memory. While the
 engine compiles, SimPy plays one cell after the other. On a cluster every cell is a task: its worker reads the trace by
 its path or URL, one that dies is replaced by another.
 """
@@ -63,9 +64,12 @@ class Task(Generic[T]):
 
     @property
     def stays(self) -> str | None:
-        """The policy that no other process can import, if it plays one."""
+        """Return what keeps it in this process and what to do about that; None: it can run in any."""
+        if self.loaded.in_memory:
+            return f"the trace {self.loaded.trace.name} is in memory: write it to a folder that all workers can read"
         policies = (each for each in self.arguments if isinstance(each, PolicySpec))
-        return next((policy.text for policy in policies if not policy.importable), None)
+        own = next((policy.text for policy in policies if not policy.importable), None)
+        return own and f"{own} is defined in a notebook or script: save its class in a file, and name it FILE.py:CLASS"
 
     @property
     def requests(self) -> int:
@@ -207,10 +211,7 @@ class Cluster:
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says; `advance` is told when a cell has ended. InputError where the cluster is lost."""
         if stays := [task.stays for task in tasks if task.stays]:
-            raise InputError(
-                f"{stays[0]} is defined where no worker of {self.address} can import it: save its class in a file, and "
-                "name it as my_file.py:MyPolicy"
-            )
+            raise InputError(f"no worker of {self.address} can run this: {stays[0]}")
         executor = self._client.get_executor(pure=False)
 
         def submit(task: Task[T]) -> Future[T]:
@@ -226,7 +227,7 @@ class Cluster:
                     advance(tasks[place].requests)
                     yield place, result
         except self._distributed.KilledWorker as error:
-            raise InputError(f"a cell kills its workers, by want of memory perhaps: {error}") from error
+            raise InputError(f"a cell kills its workers, possibly out of memory: {error}") from error
         except (CancelledError, OSError) as error:
             if self._client.status == "running":
                 raise
@@ -323,7 +324,7 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
                 pool.submit(int).result()
             yield counter, pool
         except BrokenProcessPool as error:
-            raise InputError("a worker process was killed, by want of memory perhaps: try fewer --workers") from error
+            raise InputError("a worker process was killed, possibly out of memory: try fewer `workers`") from error
         finally:
             for process in set(multiprocessing.active_children()) - strangers:
                 process.terminate()

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from policies.checker import check
+from policies.checker import check_policy
 from policies.core.catalog import available
 from policies.core.spec import parse
 from policies.random_routing import scripts
@@ -19,7 +19,7 @@ BUILT_IN = [typed for typed in TYPED if not NEEDS_A_TRACE & {part["name"] for pa
 @pytest.mark.parametrize("policy", BUILT_IN)
 def test_every_policy_conforms(policy):
     """Rules 3, 4 and 16, among all that `policies.checker` checks."""
-    report = check(policy)
+    report = check_policy(policy)
     report.require()
     assert report.passed
     assert report.events > 1000
@@ -141,7 +141,7 @@ class Bad(Prefetcher):
 def test_a_policy_that_breaks_a_rule_is_caught(tmp_path, says):
     code, typed = BAD[says]
     (tmp_path / "bad.py").write_text(HEAD + code)
-    report = check(typed.format(f"{tmp_path / 'bad.py'}:Bad"))
+    report = check_policy(typed.format(f"{tmp_path / 'bad.py'}:Bad"))
     assert not report.passed
     assert any(says.removesuffix(" (prefetch)") in failure for failure in report.failures), report
     assert all("\n" not in failure for failure in report.failures)
@@ -168,12 +168,12 @@ class Everything(Prefetcher):
         return np.arange(self.shape.total), np.zeros(self.shape.total)
 """
     )
-    check(f"{tmp_path / 'odd.py'}:Odd+{tmp_path / 'odd.py'}:Everything").require()
+    check_policy(f"{tmp_path / 'odd.py'}:Odd+{tmp_path / 'odd.py'}:Everything").require()
 
 
 def test_a_name_that_cannot_be_checked_is_told_as_ever():
     with pytest.raises(InputError, match="did you mean lru"):
-        check("lrru")
+        check_policy("lrru")
 
 
 def test_seeds_draw_other_routing():

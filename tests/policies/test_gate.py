@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from policies.checker import check
+from policies.checker import check_policy
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
@@ -143,9 +143,9 @@ class TooEarly(Prefetcher):
 
 def test_the_kit_catches_a_prefetcher_that_reads_a_pick_before_it_is_made(tmp_path):
     (tmp_path / "early.py").write_text(TOO_EARLY)
-    failures = check(f"lru+{tmp_path / 'early.py'}:TooEarly").failures
+    failures = check_policy(f"lru+{tmp_path / 'early.py'}:TooEarly").failures
     assert any("changes a decision before it" in failure for failure in failures), failures
-    assert check("lru+gate").passed
+    assert check_policy("lru+gate").passed
 
 
 def test_a_request_without_lookahead_is_not_played_as_if_nothing_were_picked():

@@ -226,7 +226,7 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
 def test_the_kit_ends_a_policy_that_never_ends_an_event(tmp_path, monkeypatch):
     monkeypatch.setattr(checker, "LIMIT_S", 0.3)
     body = "def observe(self, event):\n    while event.serial > 2:\n        time.sleep(0.01)"
-    (failure,) = checker.check(file_of(tmp_path, body, "ScorePolicy")).failures[:1]
+    (failure,) = checker.check_policy(file_of(tmp_path, body, "ScorePolicy")).failures[:1]
     assert failure.startswith("it takes more than 0.3 s for an event")
 
 

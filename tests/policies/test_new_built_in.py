@@ -22,7 +22,7 @@ PLAIN = re.findall(r"Save this as `fading\.py`:\n\n```python\n(.*?)```", WALK_TH
 
 PLAYS = """
 import numpy as np
-from policies.checker import check
+from policies.checker import check_policy
 from policies.core import dispatch
 from policies.core.policy import Shape
 from policies.core.catalog import available
@@ -53,8 +53,8 @@ for options in ("", ":alpha=0.9"):
     theirs = simpy_engine.simulate(gpu_run(requests, Shape(3, 6), 5, f"fading.py:Fading{options}+again", *times))
     assert ours.evictions.tolist() == theirs.evictions.tolist() != []
     assert ours.step_ns.tolist() == theirs.step_ns.tolist()
-check("lru+again").require()
-check("fading").require()
+check_policy("lru+again").require()
+check_policy("fading").require()
 assert cost_us(parse("lru+again"), 3, 6) is None
 """
 

@@ -390,10 +390,10 @@ SCORED_AND_OTHER = ["lru", "eamc", "clock", "arc"]
 
 @pytest.mark.parametrize("policy", SCORED_AND_OTHER)
 def test_policies_conform_in_a_scope_of_layers(policy):
-    from policies.checker import check
+    from policies.checker import check_policy
 
     assert {info.name for info in available()} >= set(SCORED_AND_OTHER)
-    check(f"{policy}@layer").require()
+    check_policy(f"{policy}@layer").require()
 
 
 @settings(max_examples=30)

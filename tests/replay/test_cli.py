@@ -198,7 +198,7 @@ def test_a_policy_whose_cost_nobody_knows_is_told(command, tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text("from policies.core.policy import ScorePolicy\n\nclass Mine(ScorePolicy): pass\n")
     status, _, err = command("--policy", "mine.py:Mine", "--device", "virtual", "--requests", "1")
     assert status == 0, err
-    assert "nobody has measured what mine.py:Mine costs an event" in err
+    assert "no measured policy overhead for mine.py:Mine" in err
 
 
 @pytest.mark.parametrize("device", ["virtual", "cpu"])
@@ -426,13 +426,13 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--host-dedup", "3"), "--host-dedup: a logical clock moves and computes nothing"),
+        (("--host-dedup", "3"), "--host-dedup: the virtual device moves and computes nothing"),
         (("--weights", "nowhere"), "--weights: a logical clock"),
         (("--verify",), "--verify: a logical clock"),
         (("--dense", "none"), "--dense none: a logical clock"),
         (("--min-gb-per-s", "nan"), "--min-gb-per-s nan: must be above 0"),
         (("--min-gb-per-s", "-1"), "must be above 0"),
-        (("--nvtx",), "--nvtx marks what a GPU is given"),
+        (("--nvtx",), "--nvtx needs the device cuda"),
         (("--resume",), "a run on a logical clock takes seconds: leave it out"),
     ],
 )

@@ -401,10 +401,10 @@ def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Pat
     ("arguments", "said"),
     [
         (["--policies", "eamk"], "did you mean eamc"),
-        (["--policies", ","], "--policies names none"),
-        (["--cache-sizes", ""], "--cache-sizes names none"),
+        (["--policies", ","], "--policies is empty"),
+        (["--cache-sizes", ""], "--cache-sizes is empty"),
         (["--modes", "lock-step"], "did you mean lockstep"),
-        (["--modes", ","], "--modes names none"),
+        (["--modes", ","], "--modes is empty"),
         (["--max-error", "-1"], "--max-error -1"),
         (["--max-error", "nan"], "--max-error nan"),
         (["--repeat", "0"], "--repeat 0"),

@@ -284,7 +284,7 @@ STAND_IN = "demo-stand-in"
     [
         (["--device", "disk"], "moe-replay store FILE --model-profile"),
         (["--device", "disk", "--store", "nowhere"], "there is no such file"),
-        (["--device", "cpu", "--store", "file"], "--store belongs to --device disk"),
+        (["--device", "cpu", "--store", "file"], "--store needs the device disk"),
         (["--device", "virtual", "--threads", "2"], "--threads compute on the CPU"),
         (["--device", "disk", "--store", "file", "--lanes", "0"], "--lanes 0: must be 1 to"),
         (["--device", "disk", "--store", "file", "--host-dedup", "3"], "moe-replay store --dedup"),

@@ -155,7 +155,7 @@ def test_json_holds_the_answer_and_quiet_says_nothing(home):
     ("arguments", "error"),
     [
         (("--cache-size", "200%"), "a cache of 200% is impossible"),
-        (("--cache-size", ""), "names none"),
+        (("--cache-size", ""), "is empty"),
         (("--policies", "lruu"), "did you mean lru"),
         (("--requests", "9"), "holds 4 requests"),
     ],

@@ -37,9 +37,9 @@ def home(tmp_path_factory):
 def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
     done = moe_sim("sweep", "tiny", "--cache-sizes", "10%,25%,50%", "--workers", "1", cwd=home)
     assert done.returncode == 0, done.stderr
-    assert "taking policies lru,lfu,eamc, hardware a5000" in done.stderr
+    assert "taking policies lru,eamc,eamc-blend, hardware a5000" in done.stderr
     assert "tiny has no model profile: derived one" in done.stderr
-    assert "a cache of 5 experts is below one token's demand of 6" in done.stderr
+    assert "a cache of 5 experts is below the working set of one token (6 experts)" in done.stderr
     assert "NVIDIA RTX A5000" in done.stdout
     assert done.stdout.count(" best ") + done.stdout.count(" equal ") >= 3
     written = {file.name for file in (home / "results" / "tiny").iterdir()}
@@ -122,7 +122,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--cache-sizes", "0"], "a cache of 0 is impossible: it has 0 slots"),
         (["tiny", "--cache-sizes", "0%"], "a cache of 0% is impossible"),
         (["tiny", "--cache-sizes", "10%,101%"], "a cache of 101% is impossible"),
-        (["tiny", "--cache-sizes", ","], "names none"),
+        (["tiny", "--cache-sizes", ","], "is empty"),
         (["tiny", "--policies", "lru,lfuu"], "unknown policy 'lfuu'; did you mean lfu"),
         (["tiny", "--prefetch", "eamc"], "name what to keep with --evict"),
         (["tiny", "--hardware", "a500"], "unknown hardware profile 'a500'; did you mean a5000 or"),
@@ -131,7 +131,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--predictor-us", "nan"], "--predictor-us nan: must be at least 0 and finite"),
         (["tiny", "--workers", "0"], "at least one process"),
         (["tiny", "--seeds", "x"], "--seeds 'x': a seed is a whole number"),
-        (["tiny", "--seeds", ","], "--seeds names none"),
+        (["tiny", "--seeds", ","], "--seeds is empty"),
         (["tiny", "--config", "absent.toml"], "absent.toml: cannot be read: No such file"),
         (["tiny", "--config", "file.toml"], "file.toml: unknown key 'policy'; did you mean policies"),
         (["tiny", "--policies", "eamc:capacity=" + "|".join(map(str, range(1, 20_000)))], "59,997 cells"),

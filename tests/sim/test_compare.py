@@ -12,7 +12,7 @@ from sim.cli import app
 from sim.results.compare import (
     MEASURES,
     Difference,
-    Played,
+    SweptRun,
     choose,
     differences,
     interval,
@@ -57,11 +57,11 @@ def home(tmp_path_factory):
     return home
 
 
-def played(**columns) -> Played:
+def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return Played(Path("x"), "lru", 4, 16, None, "t", "decode", 0, True, requests)
+    return SweptRun(Path("x"), "lru", 4, 16, None, "t", "decode", 0, True, requests)
 
 
 def mean_interval_of_normal(values):
@@ -142,7 +142,7 @@ def test_a_request_that_lacks_a_measure_is_left_out_of_it():
     ],
 )
 def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sentence):
-    assert Difference(measure, "eamc", "lru", mean, low, high, 40).sentence() == sentence
+    assert Difference(measure, "eamc", "lru", mean, low, high, 40, 16).sentence() == sentence
 
 
 def test_a_cell_is_named_by_folder_policy_and_size(home, monkeypatch):

@@ -55,7 +55,7 @@ def test_what_is_written_is_read_back(tmp_path):
     ("line", "complaint"),
     [
         ("policies = 'lru'", "policies = 'lru': must be a list"),
-        ("policies = []", "policies = []: write lru,eamc"),
+        ("policies = []", "policies = []: use lru,eamc"),
         ("requests = [3]", "requests = [3]: must be a whole number"),
         ("requests = 'three'", "requests = 'three': must be a whole number"),
         ("requests = -1", "requests = -1: must be at least 1"),

@@ -178,7 +178,7 @@ def test_an_unknown_model_is_derived_from_the_sizes_in_its_trace():
     sizes = {"hidden_size": 128, "expert_intermediate_size": 96, "expert_bytes": 147_456}
     profile = of_trace(meta("tiny-olmoe", 4, 16, 4, **sizes))
     assert (profile.name, profile.expert_bytes, profile.heads) == ("tiny-olmoe", 147_456, 2)
-    with pytest.raises(InputError, match="states no sizes; choose one with --model-profile"):
+    with pytest.raises(InputError, match="states no sizes; choose one with `model_profile`"):
         derived(meta("tiny-olmoe", 4, 16, 4))
 
 

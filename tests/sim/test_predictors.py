@@ -213,8 +213,8 @@ def test_a_cost_that_nobody_knows_is_told_in_one_line_and_may_be_given(folder):
     )
     done = moe_sim(*asked, cwd=folder.parent)
     assert done.stderr.count("mine.py:Mine") == 1, done.stderr
-    assert "nobody has measured what mine.py:Mine costs an event" in done.stderr
+    assert "no measured policy overhead for mine.py:Mine: assuming 0 (set --predictor-us)" in done.stderr
     assert [row["predictor_us"] for row in json.loads(done.stdout)] == [0, 0]
     done = moe_sim(*asked, "--predictor-us", "3", cwd=folder.parent)
-    assert "costs an event" not in done.stderr
+    assert "no measured policy overhead" not in done.stderr
     assert pd.read_parquet(folder.parent / "own" / "results.parquet")["predictor_us"].tolist() == [3, 3]

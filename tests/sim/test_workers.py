@@ -230,5 +230,8 @@ def test_a_policy_that_only_this_process_knows_plays_in_it(loaded):
 
 def test_a_cluster_refuses_a_policy_that_only_this_process_knows(loaded, cluster):
     tasks = [Task(loaded, process_of_cell, (here_alone(),), False)]
-    with pytest.raises(InputError, match=r"Here is defined where no worker .* name it as my_file.py:MyPolicy"):
+    with pytest.raises(
+        InputError,
+        match=r"no worker of .* can run this: Here is defined in a notebook or script: .* name it FILE.py:CLASS",
+    ):
         list(Cluster(cluster.scheduler_address).results(tasks, lambda requests: None))

@@ -1,0 +1,83 @@
+"""The public function of replay: `replay` runs a policy over a trace on a real device, beside the prediction of it.
+
+Parameters have the names of the command's options, and the same defaults.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+
+from policies.core.spec import Policy, parse
+from replay.run import Choice, choose_device, first_part
+from replay.run import replay as run_on_device
+from sim import defaults
+from sim.api import CacheSize, RunResult, TraceLike, cache_text, load, result_of
+from sim.results import plot
+from sim.results.metrics import Row
+from sim.sweeps.setup import Options
+from traces.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
+
+
+class DeviceOptions(TypedDict, total=False):
+    """Options of the device, all with a default: fields of `replay.run.Choice`."""
+
+    host_dedup: int | None
+    verify: bool
+    dense: str
+    weights: "Path | None"
+    pin: str
+    store: "Path | None"
+    lanes: int | None
+    threads: int | None
+
+
+class ReplayOptions(Options, DeviceOptions):
+    """Options of a replay: those of a simulated run, and of the device."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ReplayResult(RunResult):
+    """One run on a device. predictions: for each machine, the row of the simulated run, this machine's first."""
+
+    predictions: dict[str, Row]
+
+    def __repr__(self) -> str:
+        (machine, predicted), *_ = self.predictions.items()
+        column = "tpot_mean_ms" if self.row["tpot_mean_ms"] is not None else "ttft_mean_ms"
+        return f"{super().__repr__()[:-1]}; predicted for {machine}: {column} {predicted[column]:.4g}>"
+
+    def plot(self) -> "Figure":
+        """Return a figure of the measured time of each step by cause. Needs matplotlib."""
+        return plot.steps(self.steps, f"{self.policy} on {self.row['device']}, measured")
+
+
+def replay(
+    trace: TraceLike,
+    policy: Policy = defaults.POLICY,
+    cache_size: CacheSize = defaults.CACHE_SIZE,
+    device: str = "auto",
+    **options: Unpack[ReplayOptions],
+) -> ReplayResult:
+    """Return what one policy does with one cache over a trace, measured on a device, and what was predicted.
+
+    device: auto (cuda, or cpu without it), virtual, cpu, disk or cuda. Without `requests`, a real device runs the
+    first requests, of about 1,000 steps (disk: 100 tokens). options: see `ReplayOptions`.
+
+    Raises InputError for whatever cannot be run on this machine.
+    """
+    given: dict[str, Any] = dict(options)
+    if given.get("untimed"):
+        raise InputError("`untimed` is for simulation: a device measures times")
+    of_device = {name: given.pop(name) for name in DeviceOptions.__annotations__ if name in given}
+    chosen, spec, loaded = choose_device(device), parse(policy), load(trace, given)
+    slots = loaded.slots(cache_text(cache_size))
+    loaded.require(spec, slots)
+    if loaded.setup.requests is None:
+        loaded = first_part(loaded, chosen)
+    outcome = run_on_device(Choice(loaded, spec, slots, chosen, **of_device))
+    run = result_of(outcome.row, outcome.log, outcome.requests.to_pandas(), loaded)
+    return ReplayResult(run.row, run.steps, run.requests, {one.machine: one.row for one in outcome.predictions})

@@ -1,0 +1,270 @@
+"""The public functions of sim: `simulate` runs a policy over a trace, `sweep` runs many at several cache sizes.
+
+Parameters have the names of the commands' options, and the same defaults. What is wrong with one is an InputError, a
+ValueError whose text names the parameter; what a command would warn of is a warning.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import pandas as pd
+
+from policies.core.grammar import split_list
+from policies.core.spec import Policy, parse
+from sim import defaults
+from sim.engines import compiling
+from sim.loop.log import RunLog
+from sim.results import plot, steps
+from sim.results.compare import Difference, SweptRun, differences, pairs_within, swept_run
+from sim.results.metrics import Row
+from sim.sweeps import grid, report
+from sim.sweeps.config import specs
+from sim.sweeps.setup import Loaded, Options, Setup
+from traces.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CacheSize = str | int | float
+"""A share of all experts ("25%", or 0.25), a number of experts (64), or bytes ("8GiB")."""
+
+TraceLike = Trace | Path | str
+"""A trace, or the folder or URL of one."""
+
+FIGURES = ("hit_rate", "tpot_mean_ms", "ttft_mean_ms", "tokens_per_s")
+"""Columns of results that a short description shows."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class RunResult:
+    """One simulated run: its totals, and a table of its steps and of its requests.
+
+    row: the columns of results.parquet, described in docs/glossary.md and sim/results/metrics.py; `run["tpot_p99_ms"]`
+    is one of them. steps: a row for each forward pass. requests: a row for each request.
+    """
+
+    row: Row
+    steps: pd.DataFrame
+    requests: pd.DataFrame
+
+    def __getitem__(self, column: str) -> Any:
+        return self.row[column]
+
+    def __repr__(self) -> str:
+        return f"<Run of {_title(self.row)}: {_figures(self.row)}>"
+
+    @property
+    def policy(self) -> str:
+        """Return the policy as results show it."""
+        return str(self.row["policy"])
+
+    @property
+    def hit_rate(self) -> float:
+        """Return hits over lookups."""
+        return float(self.row["hit_rate"])
+
+    @property
+    def tpot_mean_ms(self) -> float | None:
+        """Return the mean time per output token; None if the run is untimed or decodes nothing."""
+        return self.row["tpot_mean_ms"]  # type: ignore[no-any-return]
+
+    @property
+    def ttft_mean_ms(self) -> float | None:
+        """Return the mean time to the first token; None if the run is untimed or has no prefill."""
+        return self.row["ttft_mean_ms"]  # type: ignore[no-any-return]
+
+    def compare(self, baseline: "RunResult", seed: int = 0) -> "Comparison":
+        """Return the differences from a baseline, paired over the requests that both ran.
+
+        seed: of the bootstrap. Raises InputError if the two did not run the same requests.
+        """
+        return _compared([(baseline, self)], seed)
+
+    def plot(self) -> "Figure":
+        """Return a figure of where the time of each step went; untimed, of its hit rate. Needs matplotlib."""
+        return plot.steps(self.steps, _title(self.row))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SweepResult:
+    """The runs of a sweep: one for each policy and cache size.
+
+    rows: the columns of results.parquet for each run. bound: the same of Belady, for plots. requests: a row for each
+    run and request.
+    """
+
+    rows: list[Row]
+    bound: list[Row]
+    requests: pd.DataFrame
+    token_share: float  # experts that one token needs, as a share of all experts
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """Return a row for each run, with the columns of results.parquet."""
+        return pd.DataFrame(self.rows)
+
+    @property
+    def policies(self) -> list[str]:
+        """Return the policies in the order in which they were given."""
+        return list(dict.fromkeys(row["policy"] for row in self.rows))
+
+    def __repr__(self) -> str:
+        shown = [column for column in FIGURES if any(row[column] is not None for row in self.rows)]
+        table = self.frame[["policy", "cache_experts", "cache_fraction", *shown]]
+        first = self.rows[0]
+        where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
+        return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
+
+    def compare(self, baseline: Policy, seed: int = 0) -> "Comparison":
+        """Return the differences of all policies from the baseline policy at the same cache size, paired over requests.
+
+        seed: of the bootstrap. Raises InputError if the sweep did not run the baseline.
+        """
+        runs = self._runs()
+        names = [text for text in self.policies if text != parse(baseline).text]
+        pairs = pairs_within(runs, [parse(baseline).text, *names])
+        return Comparison([found for pair in pairs for found in differences(*pair, seed=seed)])
+
+    def plot(self, column: str = "") -> "Figure":
+        """Return a figure of a column of results against the cache size. Needs matplotlib.
+
+        column: hit_rate, tpot_mean_ms or ttft_mean_ms. Default: the mean TPOT, or the hit rate of untimed runs.
+        """
+        chosen = column or ("hit_rate" if self.rows[0]["tpot_mean_ms"] is None else "tpot_mean_ms")
+        return plot.figure(self.rows, self.bound, self.token_share, chosen)
+
+    def _runs(self) -> list[SweptRun]:
+        by_cell = dict(iter(self.requests.groupby(["policy", "cache_experts"], sort=False)))
+        return [swept_run(row, by_cell[row["policy"], row["cache_experts"]]) for row in self.rows]
+
+
+class Comparison(Sequence[Difference]):
+    """Paired differences between runs, each with a 95% bootstrap interval."""
+
+    def __init__(self, differences: Sequence[Difference]) -> None:
+        self._differences = list(differences)
+
+    def __len__(self) -> int:
+        return len(self._differences)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self._differences[i]
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self._differences)
+
+    def __repr__(self) -> str:
+        several = len({difference.cache_experts for difference in self}) > 1
+        size = "{:,} experts: " if several else ""
+        return "\n".join(size.format(difference.cache_experts) + difference.sentence() for difference in self)
+
+    @property
+    def frame(self) -> pd.DataFrame:
+        """Return a row for each difference: cache, measure, run, baseline, mean, low, high, unit and requests."""
+        return pd.DataFrame(
+            {
+                "cache_experts": difference.cache_experts,
+                "measure": difference.measure.name,
+                "run": difference.cell,
+                "baseline": difference.baseline,
+                "mean": difference.mean,
+                "low": difference.low,
+                "high": difference.high,
+                "unit": difference.measure.unit,
+                "requests": difference.requests,
+            }
+            for difference in self
+        )
+
+
+def simulate(
+    trace: TraceLike,
+    policy: Policy = defaults.POLICY,
+    cache_size: CacheSize = defaults.CACHE_SIZE,
+    **options: Unpack[Options],
+) -> RunResult:
+    """Return what one policy does with one cache over a trace, on a simulated machine.
+
+    trace: a `Trace`, or the folder or URL of one. policy: a name, a class, or what `make_policy` returns.
+    cache_size: "25%", 64 (experts) or "8GiB". options: see `Options`; hardware="a5000" is the default machine.
+
+    Raises InputError for whatever cannot be run, and for a fault of the policy.
+    """
+    loaded, spec = load(trace, options), parse(policy)
+    asked = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
+    _prepare(loaded, asked)
+    (slots,) = asked.sizes.values()
+    log, summary = grid.simulated(loaded, spec, slots)
+    row = {**summary.row(), **summary.latencies()} if loaded.hardware else summary.row()
+    return result_of(row, log, summary.requests().to_pandas(), loaded)
+
+
+def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> RunResult:
+    """Return the result of a run from its row, its log and the table of its requests."""
+    return RunResult(row, steps.frame(log, loaded.trace.requests["id"], loaded.setup.warmup_requests), requests)
+
+
+def sweep(
+    trace: TraceLike,
+    policies: Sequence[Policy] = split_list(defaults.POLICIES),
+    cache_sizes: Sequence[CacheSize] = split_list(defaults.CACHE_SIZES),
+    *,
+    seeds: Sequence[int] = (0,),
+    workers: int = 1,
+    **options: Unpack[Options],
+) -> SweepResult:
+    """Return what each policy does at each cache size over a trace.
+
+    Other arguments are those of `simulate`. seeds: policies that draw are run once with each.
+    workers: how many runs at a time. With several, some policies run in processes: a script then needs
+    `if __name__ == "__main__":`, as for any use of multiprocessing. Neither number nor order changes a result.
+
+    Raises InputError for whatever cannot be run, and for a fault of a policy.
+    """
+    loaded = load(trace, options)
+    asked = grid.grid_of(loaded, specs(policies, None, seeds), [cache_text(size) for size in cache_sizes])
+    _prepare(loaded, asked)
+    found, requests = grid.played_with_requests(loaded, asked, workers)
+    return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
+
+
+def load(trace: TraceLike, options: Mapping[str, Any]) -> Loaded:
+    """Return a trace with the options of a run. Raise InputError for whatever cannot be used."""
+    if unknown := set(options) - set(Options.__annotations__):
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(Options.__annotations__)}")
+    setup = Setup(trace=trace.name if isinstance(trace, Trace) else str(trace), **options)
+    return setup.load(trace if isinstance(trace, Trace) else None)
+
+
+def cache_text(size: CacheSize) -> str:
+    """Return the cache size as text: 0.25 is a share, 64 a number of experts."""
+    return f"{100 * size:.10g}%" if isinstance(size, float) else str(size)
+
+
+def _prepare(loaded: Loaded, asked: grid.Grid) -> None:
+    """Warn of what commands warn of, and say that the engine will be compiled if it will."""
+    compiling.announce(loaded.versions(policy for policy, _ in asked.cells()))
+    for text in report.warnings(loaded, asked):
+        warnings.warn(text, stacklevel=3)
+
+
+def _compared(pairs: Sequence[tuple[RunResult, RunResult]], seed: int) -> Comparison:
+    found = []
+    for baseline, run in pairs:
+        one, other = (swept_run(each.row, each.requests) for each in (baseline, run))
+        found += differences(one, other, seed=seed)
+    return Comparison(found)
+
+
+def _title(row: Row) -> str:
+    where = f" on {row['hardware']}" if row["hardware"] else ", untimed"
+    cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
+    return f"{row['policy']} with {cache}, {row['model']}{where}"
+
+
+def _figures(row: Row) -> str:
+    return ", ".join(f"{column} {row[column]:.4g}" for column in FIGURES if row[column] is not None)

@@ -1,0 +1,188 @@
+"""The public names, and what a researcher does with them in a script of 25 lines."""
+
+import subprocess
+import sys
+import warnings
+from dataclasses import fields
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+import policies
+import replay
+import sim
+import traces
+from policies.core.spec import PolicySpec
+from sim.sweeps.setup import Options, Setup
+
+NAMES = {
+    traces: ["InputError", "Trace", "demo_trace"],
+    policies: ["Event", "Policy", "Prefetcher", "ScorePolicy", "check_policy", "make_policy"],
+    sim: ["Comparison", "RunResult", "SweepResult", "plan", "simulate", "sweep"],
+    replay: ["ReplayResult", "replay"],
+}
+"""Semantic versioning is promised for these names."""
+
+SCRIPT = '''
+import numpy as np
+from policies import Event, ScorePolicy, check_policy
+from sim import simulate, sweep
+from traces import Trace
+
+rng = np.random.default_rng(0)
+scores = rng.gumbel(size=(3, 24, 16, 64)) - np.log(np.arange(1, 65))
+experts = np.argsort(-scores, axis=-1)[..., :8]  # [requests, tokens, layers, top_k]
+trace = Trace.from_arrays(list(experts), num_experts=64, prompt_tokens=8, model="olmoe-1b-7b")
+
+class Fading(ScorePolicy):
+    """Keep what recent tokens used most."""
+
+    def observe(self, event: Event) -> None:
+        self.keep[0] *= 0.995
+        self.keep[0, event.experts] += event.counts
+
+assert check_policy(Fading).passed
+result = sweep(trace, ["lru", Fading, "belady"], ["25%", 512], workers=2, predictor_us=0.0, engine="simpy")
+print(result.frame[["policy", "cache_experts", "tpot_mean_ms"]])
+print(result.compare("lru"))
+result.plot().savefig("sweep.png")
+run = simulate(trace, Fading, "25%", predictor_us=0.0, engine="simpy")
+print(run, run.steps.groupby("phase")["step_ms"].mean(), run.requests["hits"].sum())
+'''
+
+
+@pytest.fixture(scope="module")
+def trace():
+    rng = np.random.default_rng(1)
+    experts = np.argsort(-rng.gumbel(size=(4, 12, 16, 64)), axis=-1)[..., :8]
+    return traces.Trace.from_arrays(list(experts), 64, prompt_tokens=[0, 4, 6, 12], model="olmoe-1b-7b")
+
+
+@pytest.mark.parametrize("package", NAMES, ids=lambda package: package.__name__)
+def test_the_public_names_are_these(package):
+    assert package.__all__ == NAMES[package]
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = package.nothing
+
+
+def test_importing_a_package_imports_none_of_its_modules():
+    code = (
+        "import sys, sim, policies, traces, replay; print([m for m in sys.modules if m.startswith(('sim.', 'numpy'))])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_researchers_script_runs(tmp_path):
+    assert len(SCRIPT.strip().splitlines()) <= 25
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "faster per token than lru over 3 requests" in done.stdout
+    assert "<Run of Fading with 256 experts (0.25 of all), olmoe-1b-7b on a5000: hit_rate" in done.stdout
+    assert (tmp_path / "sweep.png").stat().st_size > 10_000
+
+
+def test_the_options_are_the_fields_of_a_setup():
+    assert set(Options.__annotations__) == {field.name for field in fields(Setup)} - {"trace"}
+
+
+def test_a_run_has_its_totals_steps_and_requests(trace):
+    run = sim.simulate(trace, "lru", 0.25, warmup_requests=1, engine="simpy")
+    counted = run.steps[~run.steps["warmup"]]
+    assert run["misses"] == counted["misses"].sum() == run.requests["misses"].sum()
+    decodes = counted[counted["phase"] == "decode"]
+    assert run.tpot_mean_ms == pytest.approx(decodes["step_ms"].mean())
+    assert len(decodes) == 8 + 6
+    assert run.steps["request"].iloc[0] == "0"
+    assert isinstance(run.plot(), matplotlib.figure.Figure)
+
+
+def test_a_run_equals_the_sweeps_run_of_the_same_policy_and_size(trace):
+    swept = sim.sweep(trace, ["lru", "lfu"], [256], engine="simpy")
+    alone = sim.simulate(trace, "lfu", "25%", engine="simpy")
+    (row,) = swept.frame[swept.frame["policy"] == "lfu"].to_dict("records")
+    assert {name: row[name] for name in ("misses", "tpot_mean_ms")} == {
+        "misses": alone["misses"],
+        "tpot_mean_ms": alone.tpot_mean_ms,
+    }
+
+
+def test_differences_are_paired_over_requests(trace):
+    slow, fast = (sim.simulate(trace, policy, "25%", untimed=True) for policy in ("lru", "belady"))
+    (difference,) = fast.compare(slow)
+    by_request = fast.requests["hits"] / fast.requests["lookups"] - slow.requests["hits"] / slow.requests["lookups"]
+    assert difference.mean == pytest.approx(100 * by_request.mean())
+    assert list(fast.compare(slow).frame["baseline"]) == ["lru"]
+    assert isinstance(fast.plot(), matplotlib.figure.Figure)
+
+
+def test_the_virtual_device_measures_what_was_predicted(trace):
+    found = replay.replay(trace, "lru", "25%", device="virtual")
+    (predicted,) = found.predictions.values()
+    assert found.tpot_mean_ms == predicted["tpot_mean_ms"]
+    assert "predicted for a5000" in repr(found)
+    assert len(found.steps) == sum(found.steps["phase"] == "decode") + 3
+
+
+def test_a_policy_is_made_of_a_class_its_options_and_a_prefetcher():
+    made = policies.make_policy("eamc:capacity=10", prefetch="popular:n=2", split=True)
+    assert isinstance(made, PolicySpec)
+    assert (made.evict.values["capacity"], made.evict.values["split"]) == (10, True)
+    assert (made.prefetch.name, made.prefetch.values["n"]) == ("popular", 2)
+    with pytest.raises(ValueError, match="option"):
+        policies.make_policy("lru", alpha=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"host_memory": "1GiB", "untimed": True}, r"`untimed` counts without a clock: it cannot have `host_memory`"),
+        ({"arrivals": "poisson"}, "need `max_batch`"),
+        ({"chunk_bytes": -1}, "chunk_bytes = -1: must be at least 1"),
+        ({"hardware": "a50000"}, "unknown hardware profile 'a50000'; did you mean a5000"),
+    ],
+)
+def test_errors_are_value_errors_that_name_parameters(trace, options, said):
+    with pytest.raises(ValueError, match=said):
+        sim.simulate(trace, "lru", "25%", **options)
+
+
+def test_an_option_that_there_is_not_is_a_type_error(trace):
+    with pytest.raises(TypeError, match="unknown option cash; known: hardware"):
+        sim.simulate(trace, "lru", "25%", cash=1)  # type: ignore[call-arg]
+
+
+def test_what_commands_warn_of_is_a_warning(trace):
+    with pytest.warns(UserWarning, match="below the working set of one token"):
+        sim.simulate(trace, "lru", "10%", engine="simpy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sim.simulate(trace, "lru", "50%", engine="simpy")
+
+
+@pytest.mark.parametrize(
+    ("experts", "said"),
+    [
+        ([np.zeros((2, 3))], "an array .tokens, layers, k."),
+        ([np.zeros((2, 1, 1)), np.zeros((2, 2, 1))], "the same layers and k"),
+        ([np.full((1, 1, 1), 0.5)], "expert ids are integers, not float64"),
+        ([np.full((1, 1, 1), 9)], "9 is no id of 8 experts"),
+        ([np.zeros((1, 1, 2), int)], "an expert is repeated"),
+    ],
+)
+def test_arrays_that_are_no_routing_are_refused(experts, said):
+    with pytest.raises(ValueError, match=said):
+        traces.Trace.from_arrays(experts, 8)
+
+
+def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):
+    from traces.writer import write_trace
+
+    write_trace(trace, tmp_path / "t")
+    read = traces.Trace.read(tmp_path / "t")
+    assert (read.experts == trace.experts).all()
+    assert (read.step == trace.step).all()
+    assert repr(read) == "<Trace 't' of olmoe-1b-7b: 16 layers x 64 experts, top-8; 4 requests, 48 tokens>"
