@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all fuzz bench disk-check gpu-check lint format clean
+.PHONY: demo test test-all fuzz fuzz-engines soak audit bench disk-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -31,7 +31,20 @@ test: $(READY) lint ## what CI runs: at most 8 minutes on two cores
 test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2 --dist worksteal
 
-fuzz: $(READY) ## both engines against each other and the oracle on 50,000 random runs of each kind
+FUZZ_SECONDS ?= 60
+fuzz: $(READY) ## every reader of foreign bytes, FUZZ_SECONDS each: guided by coverage where atheris installs
+	-$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
+
+SOAK_MINUTES ?= 60
+soak: $(READY) ## record, sweep and replay for SOAK_MINUTES while processes are killed and disks fill
+	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --report docs/reliability.md
+
+audit: $(READY) ## known vulnerabilities in what is installed
+	$(BIN)/pip install -q --disable-pip-version-check pip-audit
+	$(BIN)/pip-audit --skip-editable --progress-spinner off
+
+fuzz-engines: $(READY) ## both engines against each other and the oracle on 50,000 random runs of each kind
 	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_model_equals_reference.py -k seeded
 
 lint: $(READY)

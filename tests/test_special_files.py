@@ -22,7 +22,7 @@ from sim.sweeps.grid import _digest
 from tracer.models import Loading, load_model
 from tracer.torch_dumps import load
 from traces.errors import InputError
-from traces.files import plain, read_toml
+from traces.files import expanded, plain, read_toml
 from traces.importers import Options, import_dump
 
 READERS: dict[str, Callable[[Path], Any]] = {
@@ -88,3 +88,11 @@ def test_a_list_that_stands_in_two_places_is_read(tmp_path: Path) -> None:
     content = load(tmp_path / "x.pt")
     assert content["a"] == content["b"][0] == shared
     assert content["b"][1].tolist() == [0, 1, 2]
+
+
+def test_a_home_that_nobody_has_is_a_path_where_nothing_is() -> None:
+    assert expanded("~nobody-of-that-name/x.toml") == Path("~nobody-of-that-name/x.toml")
+    assert expanded("~/x") == Path.home() / "x"
+    for read in (hardware, expert_bytes_by_layer):
+        with pytest.raises(InputError, match="~nobody-of-that-name"):
+            read("~nobody-of-that-name/x.toml")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from traces.errors import InputError, located, unknown
 from traces.facts import text, whole
-from traces.files import read_toml
+from traces.files import expanded, read_toml
 
 PROFILES = Path(__file__).parents[1] / "sim" / "profiles" / "models"
 
@@ -28,7 +28,7 @@ def shape_of(model: str) -> tuple[str, Shape]:
     """
     path = PROFILES / f"{model}.toml"
     if not path.is_file():
-        path = Path(model).expanduser()
+        path = expanded(model)
         if path.suffix != ".toml" or not path.is_file():
             raise unknown("model profile", model, [each.stem for each in PROFILES.glob("*.toml")])
     held = read_toml(path)

@@ -35,6 +35,14 @@ def plain(path: Path) -> Path:
     return path
 
 
+def expanded(path: Path | str) -> Path:
+    """Return the path with a home in place of `~`; as it stands where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raise InputError, beginning with the path, where it has none."""
     try:

@@ -6,18 +6,18 @@ decode's or the one of both, `eams` and `waiting` (int64 [n, L, E], in the order
 
 import dataclasses
 import json
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from numpy.typing import NDArray
 
 from policies.core.policy import Int, Shape
 from policies.eamc.options import EamcOptions
+from traces import arrays
 from traces.errors import InputError, located
-from traces.files import plain
+from traces.facts import parse_json, short
 
 FORMAT = "moe-expert-cache EAMC 1"
 ADVICE = "make one with moe-sim eamc build TRACE --out FILE"
@@ -52,29 +52,25 @@ class SavedEamc:
     def read(path: Path | str) -> "SavedEamc":
         """InputError, one line, for a file that is missing, another, or damaged."""
         try:
-            with plain(Path(path)).open("rb") as file:
-                if not zipfile.is_zipfile(file):
-                    raise InputError(f"{path} holds no EAMC, or half of one: {ADVICE}")
-                file.seek(0)
-                arrays = np.load(file, allow_pickle=False)
-                about = json.loads(str(arrays["about"]))
-                if about.get("format") != FORMAT:
-                    raise InputError(f"{path} holds no EAMC of this version ({FORMAT}): {ADVICE}")
-                held = {name: arrays[name] for name in arrays.files}
+            held = arrays.read_npz(Path(path))
+            about = parse_json(arrays.text(held["about"]), "what it says of itself")
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
+                raise InputError(f"it is not of this version ({FORMAT})")
         except OSError as error:
             raise InputError(f"cannot read the EAMC {path}: {error.strerror or error}; {ADVICE}") from error
-        except (ValueError, KeyError, AttributeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            raise InputError(f"{path} holds no EAMC, or a damaged one ({error}): {ADVICE}") from error
+        except (InputError, KeyError) as error:
+            raise InputError(f"{path} holds no EAMC, or half of one ({error}): {ADVICE}") from error
         with located(f"{path} is damaged"):
             return _checked(about, held)
 
 
-def _checked(about: dict[str, Any], arrays: dict[str, Any]) -> SavedEamc:
+def _checked(about: dict[str, Any], held: dict[str, NDArray[Any]]) -> SavedEamc:
     """What the file says, if it can be true."""
     try:
         shape, options = Shape(about["layers"], about["experts"]), EamcOptions(**about["options"])
         kinds = [field.name for field in dataclasses.fields(Part)]
-        parts = tuple(Part(**{kind: arrays[f"{kind}{i}"] for kind in kinds}) for i in range(1 + options.split))
+        trace = short("trace", about["trace"])
+        parts = tuple(Part(**{kind: held[f"{kind}{i}"] for kind in kinds}) for i in range(1 + options.split))
     except (KeyError, TypeError) as error:
         raise InputError(f"it lacks or mistakes {error}: {ADVICE}") from error
     for part in parts:
@@ -87,4 +83,4 @@ def _checked(about: dict[str, Any], arrays: dict[str, Any]) -> SavedEamc:
             raise InputError(f"its counts of use do not go with its EAMs: {ADVICE}")
         if len(part.eams) > options.capacity:
             raise InputError(f"it holds {len(part.eams)} EAMs, more than its capacity {options.capacity}: {ADVICE}")
-    return SavedEamc(shape, options, str(about["trace"]), parts)
+    return SavedEamc(shape, options, trace, parts)

@@ -12,7 +12,6 @@ replaces the queue (rule 4), so the latest prediction for each layer in between 
 many tokens and no token's choice: it is not remembered, nor is another request.
 """
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +26,8 @@ from policies.core.registry import prefetcher
 from policies.prefetch import previous
 from policies.prefetch.previous import Latest, no_choices
 from policies.prefetch.previous import observe as remember
+from traces import arrays
 from traces.errors import InputError
-from traces.files import plain
 from traces.steps import DECODE
 
 KIND = "moe-expert-cache stride predictor 1"
@@ -56,15 +55,14 @@ class Predictor:
     def load(path: Path) -> "Predictor":
         """Read what `save` wrote. InputError for any other file."""
         try:
-            with np.load(plain(path), allow_pickle=False) as held:
-                if "kind" not in held or str(held["kind"]) != KIND:
-                    raise ValueError("it is something else")
-                found = Predictor(int(held["stride"]), held["weights"], held["bias"])
+            held = arrays.read_npz(path)
+            if "kind" not in held or arrays.text(held["kind"]) != KIND:
+                raise InputError("it is something else")
+            found = Predictor(int(held["stride"]), held["weights"], held["bias"])
         except FileNotFoundError:
             raise InputError(f"no stride predictor at {path}: moe-sim train-stride TRACE --out {path}") from None
-        except (OSError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
-            reason = str(error).splitlines()[0]
-            raise InputError(f"{path} is no stride predictor of moe-sim train-stride: {reason}") from None
+        except (InputError, KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{path} is no stride predictor of moe-sim train-stride: {error}") from None
         found._check(path)
         return found
 

@@ -5,8 +5,8 @@
 To be run where matplotlib is, on the file that came back. Prints tables in Markdown, for a README.
 """
 
-import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -21,6 +21,9 @@ from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
 from traces import console
 from traces.errors import InputError
+from traces.facts import parse_json
+from traces.files import plain
+from traces.output import check_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,12 +35,21 @@ SIZE_INCHES = (10.0, 4.4)
 
 def read(path: Path) -> Row:
     """What the check wrote. InputError for anything else."""
-    try:
-        found: Row = json.loads(path.read_text(encoding="utf-8"))
+    with _told_by(path):
+        found: Row = parse_json(plain(path).read_text(encoding="utf-8"), "it")
         list(found["cells"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not what make gpu-check writes: {error}") from error
     return found
+
+
+@contextmanager
+def _told_by(path: Path) -> Iterator[None]:
+    """Raise InputError where a file does not hold what is read of it."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (InputError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not what make gpu-check writes: {error!r}") from error
 
 
 def predicted(found: Row) -> list[Row]:
@@ -99,7 +111,8 @@ def _scatter(axes: "Axes", cells: Sequence[Row]) -> None:
     axes.plot([min(ends), max(ends)], [min(ends), max(ends)], color=BOUND_COLOUR, linewidth=0.8)
     axes.set(xscale="log", yscale="log", xlabel="TPOT measured (ms)", ylabel="TPOT predicted (ms)")
     _plain_ticks(axes.xaxis, axes.yaxis)
-    axes.legend(fontsize=7)
+    if models:
+        axes.legend(fontsize=7)
 
 
 def _bars(axes: "Axes", cells: Sequence[Row]) -> None:
@@ -136,13 +149,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def draw(
     file: Annotated[Path, typer.Argument(help="What make gpu-check or make disk-check wrote.")],
     figure_: Annotated[Path | None, typer.Option("--figure", help="The picture to write (.png).")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a picture that is already there.")] = False,
 ) -> None:
     """Print tables of a check in Markdown, and draw it."""
-    found = read(file)
-    for line in tables(found):
-        console.out.print(line, soft_wrap=True)
     if figure_:
-        write_figure(figure(found), figure_)
+        check_file(figure_, overwrite)
+    found = read(file)
+    with _told_by(file):
+        lines = list(tables(found))
+        drawing = figure(found) if figure_ else None
+    for line in lines:
+        console.say(line)
+    if figure_ and drawing:
+        write_figure(drawing, figure_)
 
 
 if __name__ == "__main__":

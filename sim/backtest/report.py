@@ -8,6 +8,8 @@ from typing import Any
 from sim.backtest.file import UNITS
 from sim.backtest.score import Backtest, Result, errors, grouped, summary
 from traces.errors import InputError
+from traces.files import plain
+from traces.output import check_file, replacing
 
 Cells = list[str]
 
@@ -163,15 +165,24 @@ BEGINS, ENDS = "<!-- moe-sim backtest -->", "<!-- end of moe-sim backtest -->"
 
 
 def put_into(document: Path, test: Backtest) -> None:
-    """Replace the report between its marks in a Markdown document; InputError where they are not there."""
-    if not document.is_file():
-        raise InputError(f"no file {document} to put the report into")
-    held = document.read_text("utf-8")
+    """Replace the report between its marks in a Markdown document, whole or not at all; InputError as `around`."""
+    before, after = around(document)
+    with replacing(document) as part:
+        part.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
+
+
+def around(document: Path) -> tuple[str, str]:
+    """Return what stands before and after the report's marks; InputError where they are not there."""
+    check_file(document, overwrite=True)
+    try:
+        held = plain(document).read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise InputError(f"{document} cannot be read: {error}") from error
     before, begins, rest = held.partition(BEGINS)
     _, ends, after = rest.partition(ENDS)
     if not (begins and ends):
         raise InputError(f"{document} has no lines {BEGINS} and {ENDS}, between which the report would stand")
-    document.write_text(f"{before}{BEGINS}\n\n{markdown(test)}\n{ENDS}{after}", "utf-8")
+    return before, after
 
 
 def markdown(test: Backtest) -> str:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from sim.backtest.machine import DATA, table
 from traces.errors import InputError, unknown
+from traces.files import expanded
 from traces.importers import Options, import_dump
 from traces.steps import DECODE, RequestSteps, steps_of_rows
 from traces.trace import Trace
@@ -112,7 +113,7 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
     if name == PHONE:
         theirs, requests = PHONE_SHAPE, [phone()]
     else:
-        trace = _read(Path(name).expanduser())
+        trace = _read(expanded(name))
         if as_decode and trace.phases != "decode":
             trace = trace.as_decode()
         theirs = trace.layers, trace.num_experts, trace.top_k

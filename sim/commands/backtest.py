@@ -37,6 +37,8 @@ def backtest(
 
     engine = engine or engines.SIMPY
     engines.check(engine)
+    if update:
+        report.around(update)  # before what takes minutes
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows played") as advance:
         test = score.backtest(rows, engine, ended=lambda: advance(1))

@@ -17,6 +17,7 @@ from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
+from traces.facts import parse_json
 from traces.files import plain
 from traces.steps import DECODE, PREFILL, RequestSteps
 
@@ -27,10 +28,10 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
         with plain(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise InputError(f"{path}, line {number}: not JSON ({error.msg})") from None
+                    case = parse_json(line, f"{path}, line {number}")
+                    if not isinstance(case, dict):
+                        raise InputError(f"{path}, line {number} is no JSON object")
+                    yield case
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read cases from {path}: {error}") from None
 
@@ -44,7 +45,7 @@ def run_file(path: Path, out: TextIO, engine: str = AUTO) -> int:
             result = run_case(case, engine)
         except KeyError as error:
             raise InputError(f"{path}, case {count}: no key {error}") from None
-        except (TypeError, ValueError, OverflowError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError, IndexError, MemoryError) as error:
             raise InputError(f"{path}, case {count}: {error}") from None
         out.write(json.dumps(result, separators=(",", ":")) + "\n")
     return count

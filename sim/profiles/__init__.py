@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from traces.errors import InputError, unknown
-from traces.files import read_toml
+from traces.files import expanded, read_toml
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ def find(kind: str, what: str, text: str) -> Path:
     """The file of a shipped profile, or of a path as typed; InputError with near names if there is none."""
     if text in names(kind):
         return Path(__file__).parent / kind / f"{text}.toml"
-    path = Path(text).expanduser()
+    path = expanded(text)
     if path.exists() and not path.is_dir():
         return path
     if path.suffix == ".toml":
@@ -74,7 +74,7 @@ def find(kind: str, what: str, text: str) -> Path:
 
 def absolute(kind: str, text: str) -> str:
     """The path of a profile in a file, from the root; the name of a shipped one as it is."""
-    return text if text in names(kind) else str(Path(text).expanduser().resolve())
+    return text if text in names(kind) else str(expanded(text).resolve())
 
 
 def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError, located
-from traces.files import plain
+from traces.files import expanded, plain
 
 INDEX = "model.safetensors.index.json"
 
@@ -57,7 +57,7 @@ def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
     in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
     missing one, and where no experts are found or those of a layer differ in size.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     layers: dict[str, _Layer] = defaultdict(_Layer)
     for tensor, match in _expert_tensors(path):
         layer, expert = layers[match[1]], match[2]
@@ -76,7 +76,7 @@ def _expert_bytes(name: str, layer: _Layer) -> int:
     counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
     if layer.own:
         counts.add(len(layer.own))
-    if len(counts) != 1:
+    if len(counts) != 1 or 0 in counts:
         found = ", ".join(map(str, sorted(counts))) or "in a matrix of all of them"
         raise InputError(f"the number of experts of {name} is unclear: {found}")
     if len(set(layer.own.values())) > 1:

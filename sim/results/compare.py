@@ -7,12 +7,15 @@ of this kind, as if they were independent; a cache that stays warm between them 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from policies.core.grammar import split_size
@@ -100,15 +103,17 @@ def read(folder: Path) -> list[SweptRun]:
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
         try:
-            tables.append(pd.read_parquet(plain(folder / name), columns=schema.names))
+            table = pq.read_table(plain(folder / name), columns=schema.names, partitioning=None).cast(schema)
+            table.validate(full=True)
+            tables.append(table.to_pandas())
         except FileNotFoundError as error:
             raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
     cells, requests = tables
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
     return [
-        swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder)  # type: ignore[arg-type]
+        swept_run(row, _of_cell(by_cell, row, folder), folder)  # type: ignore[arg-type]
         for row in cells.to_dict("records")
     ]
 
@@ -124,6 +129,16 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
         timed=row["hardware"] is not None,
         requests=requests.reset_index(drop=True),
     )
+
+
+def _of_cell(by_cell: dict[Any, pd.DataFrame], row: dict[Hashable, Any], folder: Path) -> pd.DataFrame:
+    """Return the requests of a row. InputError where the two tables do not go together."""
+    found = by_cell.get((row["policy"], row["cache_experts"]))
+    if found is None:
+        raise InputError(
+            f"{folder}: its requests.parquet has none of {row['policy']} at {row['cache_experts']} experts"
+        )
+    return found
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:

@@ -1,5 +1,6 @@
 """Tables and figures as files of results, each there whole or not at all."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-    with replacing(path) as file:
+    with replacing(path) as file, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box stands for it
         figure.savefig(file, format="png", dpi=150)
 
 

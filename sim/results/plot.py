@@ -148,11 +148,15 @@ def look(i: int) -> dict[str, Any]:
 
 
 def wrapped(policy: str, width: int = 28) -> str:
-    """A policy as typed, broken before its options so that a legend has room for it."""
+    """A policy as typed, broken before its options so that a legend has room for it.
+
+    A space stands before what begins with an underscore, which matplotlib leaves out of legends.
+    """
     lines = [""]
     for part in pieces(policy):
         lines[-1:] = [lines[-1] + part] if len(lines[-1]) + len(part) <= width else [lines[-1], part]
-    return "\n".join(filter(None, lines))
+    text = "\n".join(filter(None, lines))
+    return f" {text}" if text.startswith("_") else text
 
 
 def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:

@@ -295,3 +295,29 @@ def test_a_file_that_is_no_check_is_refused_in_one_line(tmp_path):
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(InputError, match="is not what make gpu-check writes"):
         draw.read(tmp_path / "other.json")
+
+
+def test_a_picture_is_replaced_only_where_that_is_asked_for_and_a_damaged_check_is_one_line(
+    tmp_path, monkeypatch, capsys
+):
+    def ended(*arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr("sys.argv", ["draw", *arguments])
+        with pytest.raises(SystemExit) as end:
+            console.main(draw.app, "draw")
+        return end.value.code, capsys.readouterr().err
+
+    check, picture = tmp_path / "check.json", tmp_path / "notes.txt"
+    cell = {"model": "m", "mode": "lockstep", "measured": {"tpot_mean_ms": 1.0}}
+    facts = {"gpu": "a", "torch": "2", "commit": "c", "date": "d"}
+    check.write_text(json.dumps({**facts, "cells": [cell]}))
+    picture.write_text("mine")
+    code, said = ended(str(check), "--figure", str(picture))
+    assert (code, "notes.txt exists: replace it with --overwrite" in said) == (2, True)
+    assert picture.read_text() == "mine"
+    assert ended(str(check), "--figure", str(picture), "--overwrite")[0] == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    damages: list[object] = [[], {**facts, "cells": 5}, {"cells": [{"predicted": 1}]}]
+    for damage in (*damages, {**facts, "cells": [cell], "ratios": [{}]}):
+        check.write_text(json.dumps(damage))
+        code, said = ended(str(check))
+        assert (code, said.count("\n"), "is not what make gpu-check writes" in said) == (2, 1, True), said

@@ -3,11 +3,14 @@
 The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
 """
 
+import errno
 import json
 import math
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -449,6 +452,30 @@ def test_a_report_is_put_between_its_marks(tmp_path):
     assert report.markdown(test) in held
     with pytest.raises(InputError, match="has no lines"):
         report.put_into(written(tmp_path, ROW), test)
+
+
+def test_a_document_that_cannot_take_the_report_is_refused_before_anything_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(score, "backtest", None)
+    document = tmp_path / "page.md"
+    for damage in (lambda: os.mkfifo(document), lambda: document.symlink_to("/dev/zero"), document.mkdir):
+        damage()
+        with pytest.raises(InputError, match="cannot write"):
+            CliRunner().invoke(app, ["backtest", "--update", str(document)], catch_exceptions=False)
+        document.rmdir() if document.is_dir() else document.unlink()
+    document.write_bytes(f"{report.BEGINS}\xff{report.ENDS}".encode("latin-1"))
+    with pytest.raises(InputError, match="cannot be read"):
+        CliRunner().invoke(app, ["backtest", "--update", str(document)], catch_exceptions=False)
+
+
+def test_a_document_keeps_what_it_holds_where_the_report_cannot_be_written(tmp_path, monkeypatch):
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{report.BEGINS}\nold\n{report.ENDS}\nafter\n")
+    before, test = document.read_bytes(), score.backtest(file.read(written(tmp_path, ROW)), SIMPY)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=full))
+    with pytest.raises(InputError, match="No space left"):
+        report.put_into(document, test)
+    assert document.read_bytes() == before
 
 
 def test_the_document_has_a_line_for_every_key_of_the_format():

@@ -111,8 +111,12 @@ def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
     assert played == ["lfu"]
 
 
+PLAYED = "MOE_TEST_PLAYED"
+"""The file, in the environment of processes that are started, which says that a request was played."""
+
+
 def until_a_request_is_played(versions: list[bool]) -> None:
-    while not Path("played").exists():
+    while not Path(os.environ[PLAYED]).exists():
         time.sleep(0.1)
 
 
@@ -120,7 +124,7 @@ def endless_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) 
     if loaded.setup.engine == "simpy":
         while True:
             advance(1)
-            Path("played").touch()
+            Path(os.environ[PLAYED]).touch()
             time.sleep(0.1)
     for _ in range(REQUESTS):
         advance(1)
@@ -131,7 +135,7 @@ def endless_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) 
 def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(
     home: Path, tmp_path: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(PLAYED, str(tmp_path / "played"))
     loaded = Setup(str(home / "tiny"), engine=engine).load()
     tasks = [Task(loaded, endless_on_simpy, (name,), compiled=True) for name in ("a", "b")]
     compiler(until_a_request_is_played if engine == "auto" else a_second)

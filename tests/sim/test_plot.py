@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from sim.results.plot import draw, figure, wrapped
+from sim.results.plot import draw, draw_users, figure, wrapped
 
 
 def rows(policy, **columns):
@@ -41,6 +41,23 @@ def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
     assert list(lines) == ["lru", "eamc", "belady (bound)", "one token's experts"]
     assert np.asarray(lines["lru"].get_xdata()).tolist() == pytest.approx([10, 25, 50])
     assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
+
+
+NAMES = [r"a$x_{$\frac{b} $y$", "a$^$", "\\alpha{", "two\nlines\t\x1b[31m", "%s {} [/red] :smile: 🅱"]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", NAMES)
+def test_no_name_is_a_formula_or_anything_else_but_itself(name, tmp_path):
+    named = {"model": name, "trace": name, "hardware": name}
+    users = [{**row, "max_batch": i, "tokens_per_s": 1.0} for i, row in enumerate(rows(f"{name}.py:Mine", **named), 1)]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in draw(users, users, 0.1, ("hit_rate",), tmp_path))
+    assert draw_users(users, tmp_path)[0].read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_policy_whose_file_begins_with_an_underscore_is_in_the_legend():
+    drawn = figure(rows("_mine.py:Mine"), [], 0.1, "hit_rate")
+    assert "_mine.py:Mine" in [text.get_text().strip() for text in drawn.legends[0].get_texts()]
 
 
 def test_a_long_policy_is_broken_before_its_options_and_nothing_of_it_is_lost():

@@ -7,15 +7,14 @@ requests with both phases, `phase` (0 prefill, 1 decode), `position`, `step` and
 """
 
 import reprlib
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from traces import arrays
 from traces.errors import InputError
-from traces.files import plain
 from traces.importers.dump import Dump, integers
 from traces.importers.source import Request, Source, count, requests_of
 from traces.steps import DECODE
@@ -41,15 +40,13 @@ def read_npz(source: Source) -> Dump:
 
 def _arrays(path: Path, names: set[str]) -> dict[str, NDArray[Any]]:
     """Those of a .npz with these names. Raises InputError."""
-    if not plain(path).is_file():
-        raise InputError(f"no file {path} to import")
     try:
-        with zipfile.ZipFile(path) as members:
-            held = {name.removesuffix(".npy") for name in members.namelist()}
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: np.asarray(arrays[name]) for name in names & held}
-    except Exception as error:  # zipfile and numpy raise a dozen kinds for a damaged file
-        raise InputError(f"{path} is no .npz, or damaged: {error}") from error
+        held = arrays.read_npz(path)
+    except FileNotFoundError:
+        raise InputError(f"no file {path} to import") from None
+    except InputError as error:
+        raise InputError(f"{path} {error}") from error
+    return {name: array for name, array in held.items() if name in names}
 
 
 def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
@@ -83,14 +80,11 @@ def offsets_beside(path: Path) -> Path:
 def load_npy(path: Path) -> NDArray[Any]:
     """The array of a .npy. Raises InputError."""
     try:
-        with plain(path).open("rb") as file:
-            return np.asarray(np.lib.format.read_array(file, allow_pickle=False))
-    except InputError:
-        raise
+        return arrays.read_npy(path)
     except FileNotFoundError:
         raise InputError(f"no file {path} to import") from None
-    except Exception as error:  # numpy raises a dozen kinds for a damaged file
-        raise InputError(f"{path} is no .npy, or damaged: {error}") from error
+    except InputError as error:
+        raise InputError(f"{path} {error}") from error
 
 
 def _dump(

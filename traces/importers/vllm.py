@@ -8,12 +8,12 @@ or, in 0.21, int16 apart for the prompt, `prompt_routed_experts` of the answer, 
 `routed_experts` of the choice, as nested lists (docs/training/routed_experts_replay.md).
 """
 
-import io
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from traces.arrays import read_npy
 from traces.errors import InputError
 from traces.importers.answers import Answer, answers, is_file, taken_in, token_count, token_ids, unbase64
 from traces.importers.dump import Dump, Sequence, each_file, integers, join
@@ -91,14 +91,13 @@ def _experts(place: str, value: Any, what: str) -> NDArray[np.integer]:
         )
     if value == []:  # of a generated token that was the only one, and the last
         return np.zeros((0, 0, 0), np.int16)
+    content = b"" if isinstance(value, list) else unbase64(place, value)
     try:
-        if isinstance(value, list):
-            return integers(np.array(value), place, what)
-        array = np.lib.format.read_array(io.BytesIO(unbase64(place, value)), allow_pickle=False)
-    except InputError:
-        raise
-    except Exception as error:  # numpy raises a dozen kinds for damaged bytes
-        raise InputError(f"{place}: {what} is no .npy, or damaged: {error}") from error
+        array = np.array(value) if isinstance(value, list) else read_npy(content)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{place}: {what} is no array: {error}") from error
+    except InputError as error:
+        raise InputError(f"{place}: {what} {error}") from error
     return integers(array, place, what)
 
 

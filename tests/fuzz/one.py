@@ -1,0 +1,90 @@
+"""Run one fuzzer: `python -m tests.fuzz.one TARGET SECONDS`; `tests.fuzz` starts it.
+
+It goes on after a finding. The first input of each kind is left in the working directory, `crash-TARGET-KIND`.
+"""
+
+import hashlib
+import re
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+PACKAGES = ("traces", "policies", "tracer", "sim", "replay")
+
+COMPILES = re.compile(r"compiled import|njit|compiled\.")
+"""In modules that numba compiles, which it cannot once they count their coverage."""
+
+
+def instrument() -> Any:
+    """Have the modules that are imported from now on count their coverage; None where atheris is not installed."""
+    try:
+        import atheris
+    except ImportError:
+        return None
+    files = [file for package in PACKAGES for file in (ROOT / package).rglob("*.py")]
+    compiling = [file.relative_to(ROOT) for file in files if COMPILES.search(file.read_text("utf-8"))]
+    left_out = [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in compiling]
+    with atheris.instrument_imports(include=[*PACKAGES, "tomllib"], exclude=left_out):
+        import tests.fuzz.targets  # noqa: F401
+    return atheris
+
+
+def kind_of(error: BaseException) -> str:
+    """Which finding it is: what was raised, and where in our own code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename).is_relative_to(ROOT)]
+    told = f"{type(error).__name__} {own[-1].filename} {own[-1].lineno}"
+    return hashlib.sha256(told.encode()).hexdigest()[:8]
+
+
+def main() -> None:
+    """Run it."""
+    name, seconds = sys.argv[1], float(sys.argv[2])
+    atheris = instrument()
+    from tests.fuzz import harness
+    from tests.fuzz.targets import TARGETS
+
+    warnings.simplefilter("ignore")
+    target, folder, found = TARGETS[name], Path(tempfile.mkdtemp()), set[str]()
+
+    def attack(content: bytes) -> None:
+        try:
+            with harness.bounded():
+                target.attack(content, folder)
+        except (Exception, harness.TooSlow) as error:
+            if (kind := kind_of(error)) not in found:
+                found.add(kind)
+                Path(f"crash-{name}-{kind}").write_bytes(content)
+                print(f"\ncrash-{name}-{kind}:", file=sys.stderr)
+                traceback.print_exception(error, limit=-6)
+
+    for seed in target.seeds().values():
+        attack(seed)
+    if atheris:
+        options = {
+            "max_total_time": round(seconds),
+            "max_len": harness.LARGEST_INPUT,
+            "timeout": 120,  # seconds, for what hangs outside of Python
+            "rss_limit_mb": 4096,
+            "artifact_prefix": f"crash-{name}-",
+        }
+        flags = [f"-{option}={value}" for option, value in options.items()]
+        atheris.Setup([sys.argv[0], *flags, tempfile.mkdtemp(), str(target.corpus)], attack)
+        atheris.Fuzz()
+        return
+    from hypothesis import given, settings
+
+    fuzz = settings(max_examples=200, database=None)(given(harness.mutated(list(target.seeds().values())))(attack))
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        fuzz()
+
+
+if __name__ == "__main__":
+    main()

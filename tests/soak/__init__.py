@@ -1,0 +1,1 @@
+"""Faults under load: `python -m tests.soak`, `make soak`."""
