@@ -53,7 +53,7 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     name = path.name.removesuffix(".gz")
     try:
         if name.endswith(".parquet"):
-            return Table(pq.read_table(path, partitioning=None).to_pylist())
+            return Table(pq.read_table(path.absolute(), partitioning=None).to_pylist())
         content = path.read_bytes()
         text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException) as error:

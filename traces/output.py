@@ -37,7 +37,7 @@ def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
     """
     if not path.name:
         raise InputError("a file to write needs a name")
-    part = path.with_name(f".{path.name}.part")
+    part = path.absolute().with_name(f".{path.name}.part")  # Arrow takes a `~` at the beginning for a home
     with _writing(path):
         try:
             part.unlink(missing_ok=True)  # left by a process that was killed, or a link to somewhere else
@@ -211,7 +211,7 @@ def is_trace(folder: Path) -> bool:
 def is_of_trace(file: Path) -> bool:
     """Whether it is one of the files of a trace, of any version."""
     try:
-        return file.is_file() and KEY in (pq.read_schema(str(file)).metadata or {})
+        return file.is_file() and KEY in (pq.read_schema(str(file.absolute())).metadata or {})
     except (OSError, pa.ArrowException):
         return False
 

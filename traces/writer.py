@@ -111,11 +111,11 @@ class _Files:
         files = sorted(self.folder.glob("part-*.parquet"))
         while files:
             self._number = len(files) - 1
-            held = pq.read_metadata(str(files[-1])).num_rows
+            held = pq.read_metadata(str(files[-1].absolute())).num_rows
             if keep is None and held >= self.limit:
                 self.rows = held
             else:
-                table = pq.read_table(str(files[-1]), partitioning=None).cast(schema)
+                table = pq.read_table(str(files[-1].absolute()), partitioning=None).cast(schema)
                 if keep is not None:
                     table = table.filter(pc.less(table.column("request"), keep))
                 if not len(table) and len(files) > 1:
@@ -268,7 +268,7 @@ def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
 def _last_step(parts: list[Path], requests: int) -> int:
     """The last step of the first `requests` requests; -1 without any."""
     for part in reversed(parts):
-        table = pq.read_table(str(part), columns=["request", "step"], partitioning=None)
+        table = pq.read_table(str(part.absolute()), columns=["request", "step"], partitioning=None)
         steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
         if len(steps):
             return int(steps.max())
@@ -316,7 +316,7 @@ _FLOATS = ("weights", "gate_probs", "embedding")
 @contextmanager
 def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
     """A Parquet file under a temporary name, which gets its own when it is whole."""
-    temporary = _temporary(path)
+    temporary = _temporary(path.absolute())  # Arrow takes a `~` at the beginning for a home
     lists = {name for name in schema.names if pa.types.is_fixed_size_list(schema.field(name).type)}
     repeating = set(schema.names) - set(_COUNTERS) - set(_FLOATS)
     try:
@@ -345,11 +345,11 @@ def _rows_of_a_group(schema: pa.Schema) -> int:
 
 def _join(files: list[Path], into: Path) -> None:
     """One file with the rows of several, in row groups that do not tell which row came from which file."""
-    schema = pq.read_schema(str(files[0]))
+    schema = pq.read_schema(str(files[0].absolute()))
     held, size = schema.empty_table(), _rows_of_a_group(schema)
     with _writing(into, schema) as writer:
         for file in files:
-            with pq.ParquetFile(str(file)) as rows:
+            with pq.ParquetFile(str(file.absolute())) as rows:
                 for group in range(rows.num_row_groups):
                     held = pa.concat_tables([held, rows.read_row_group(group).cast(schema)]).combine_chunks()
                     full = len(held) // size * size

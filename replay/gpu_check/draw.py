@@ -52,6 +52,13 @@ def _told_by(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is not what make gpu-check writes: {error!r}") from error
 
 
+def told(path: Path, drawn: bool) -> tuple[list[str], "Figure | None"]:
+    """Return the tables of a check, and where it is `drawn`, its figure. InputError where it lacks a part of them."""
+    found = read(path)
+    with _told_by(path):
+        return list(tables(found)), figure(found) if drawn else None
+
+
 def predicted(found: Row) -> list[Row]:
     """Cells that were played and predicted."""
     return [cell for cell in found["cells"] if ERROR not in cell and cell.get("predicted")]
@@ -154,10 +161,7 @@ def draw(
     """Print tables of a check in Markdown, and draw it."""
     if figure_:
         check_file(figure_, overwrite)
-    found = read(file)
-    with _told_by(file):
-        lines = list(tables(found))
-        drawing = figure(found) if figure_ else None
+    lines, drawing = told(file, drawn=figure_ is not None)
     for line in lines:
         console.say(line)
     if figure_ and drawing:

@@ -103,7 +103,7 @@ def read(folder: Path) -> list[SweptRun]:
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
         try:
-            table = pq.read_table(plain(folder / name), columns=schema.names, partitioning=None).cast(schema)
+            table = pq.read_table(plain(folder / name).absolute(), columns=schema.names, partitioning=None).cast(schema)
             table.validate(full=True)
             tables.append(table.to_pandas())
         except FileNotFoundError as error:
@@ -112,10 +112,7 @@ def read(folder: Path) -> list[SweptRun]:
             raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
     cells, requests = tables
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
-    return [
-        swept_run(row, _of_cell(by_cell, row, folder), folder)  # type: ignore[arg-type]
-        for row in cells.to_dict("records")
-    ]
+    return [swept_run(row, _of_cell(by_cell, row, folder), folder) for row in cells.to_dict("records")]
 
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:

@@ -142,7 +142,7 @@ def _ours(folder: Path) -> list[str]:
 
 def _read(file: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
     try:
-        return pq.read_table(str(file), schema=schema, columns=columns)
+        return pq.read_table(str(file.absolute()), schema=schema, columns=columns)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(
             f"{file} is damaged, or of another version of moe-sim sweep: drop what is there with --overwrite, "

@@ -260,8 +260,7 @@ def journal(path: Path) -> object:
 
 def drawn(path: Path) -> object:
     """A file of `make gpu-check`, put into words and drawn."""
-    found = draw.read(path)
-    return list(draw.tables(found)), draw.figure(found)
+    return draw.told(path, drawn=True)
 
 
 GOOD = synthetic(3, 3, 2, 6, 2, seed=0, prompt_tokens=2)

@@ -84,7 +84,9 @@ class Soak:
             err += f"\nstill running after {LONGEST:.0f} s"
         self.done["commands"] += 1
         status = running.returncode
-        if status not in allowed or "Traceback" in err or "still running" in err:
+        if status == -signal.SIGINT and err.rstrip().endswith("KeyboardInterrupt"):
+            self.done["interrupted while Python imported"] += 1
+        elif status not in allowed or "Traceback" in err or "still running" in err:
             self.found.append(f"{job.name}: status {status}, not one of {allowed}: {err[-2000:]}")
         elif status > 0:
             self.done[ENDED.get(status, f"ended with {status}")] += 1
@@ -292,6 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--report", type=Path, help="file that the summary is appended to")
     asked = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, by children too
     home, begun, rounds = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic(), 0
     soak, draw = Soak(home, asked.seed), random.Random(asked.seed)
     try:

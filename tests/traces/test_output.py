@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from traces.errors import InputError
@@ -202,3 +204,18 @@ def test_a_trace_is_not_written_into_a_trace(trace: Path) -> None:
     with pytest.raises(InputError, match="is a trace: nothing else is written there"):
         write_trace(MADE, trace / "inner", overwrite=True)
     assert not (trace / "inner").exists()
+
+
+def test_a_folder_whose_name_begins_with_a_tilde_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(home))
+    write_trace(MADE, Path("~"))
+    write_trace(MADE, Path("~"), overwrite=True)
+    with replacing(Path("~") / "table.parquet") as part:
+        pq.write_table(pa.table({"a": [1]}), part)
+    assert np.array_equal(Trace.read(Path("~")).experts, MADE.experts)
+    assert sorted(path.name for path in (tmp_path / "~").iterdir()) == [REQUESTS, ROUTING, "table.parquet"]
+    assert not list(home.iterdir())
+    refuses(Path("~"), ["results.parquet"], "~ is a trace")
