@@ -16,13 +16,15 @@ $(READY): pyproject.toml constraints.txt
 	-$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[oracle]'
 	@touch $@
 
-demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare
+demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare, report
 	$(BIN)/moe-trace record --out demo/trace --overwrite
 	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
 	$(BIN)/moe-replay store demo/experts --model-profile demo-stand-in --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device disk --store demo/experts --requests 4 --out demo/replay-disk --overwrite
+	$(BIN)/moe-sim report demo/sweep demo/replay-virtual demo/replay-disk --out demo/report.html --overwrite
 	@echo
+	@echo "Open demo/report.html in a browser: what was found, with figures."
 	@echo "The commands are in $(BIN): run '. $(BIN)/activate' to type moe-trace, moe-sim and moe-replay as they are."
 
 test: $(READY) lint ## what CI runs: at most 8 minutes on two cores

@@ -17,6 +17,7 @@ from sim.commands.analysis import analyze, compare
 from sim.commands.backtest import backtest
 from sim.commands.eamc import eamc
 from sim.commands.plan import plan
+from sim.commands.report import report
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
 from sim.commands.sweep import sweep
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command()(sweep)
 app.command()(run)
 app.command()(plan)
+app.command()(report)
 
 
 @app.command()

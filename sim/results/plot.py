@@ -1,4 +1,8 @@
-"""The pictures of a sweep: hit rate and latency against cache size, with Belady as the bound."""
+"""The figures of results, in one style: those of a sweep, of README, notebooks and report.
+
+Colours are told apart without colour vision (Okabe and Ito), and each goes with a marker or a hatch of its own. Axes
+have units, small multiples share their scales, and a bound is drawn wherever there is one.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -7,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from policies.core.grammar import pieces
 from sim.loop.log import STALLS
@@ -17,10 +22,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from sim.results.compare import Difference
+
+Float = NDArray[np.float64]
+
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
 BOUND_COLOUR = "#777777"
 BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (bound)"}
+FLOOR: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "-.", "linewidth": 1.3, "label": "physical floor"}
 DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "one token's experts"}
 
 DRAWN = {
@@ -45,8 +56,10 @@ def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iter
     return write_figures(drawn, folder)
 
 
-def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str) -> "Figure":
-    """One column of the results against cache size."""
+def figure(
+    rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str, floor: Sequence[Row] = ()
+) -> "Figure":
+    """One column of the results against cache size. floor: rows below which no policy gets in that column."""
     first = rows[0]
     machine = f" on {first['hardware']}" if first["hardware"] else ""
     title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"
@@ -57,6 +70,8 @@ def figure(rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str
             axes.plot(*points, **look(i), label=wrapped(policy), linewidth=1.6)
         if bound:
             axes.plot(*_points(bound, column), **BOUND, marker=".")
+        if floor:
+            axes.plot(*_points(floor, column), **FLOOR)
         if any(row["phase"] != "prefill" for row in rows):
             axes.axvline(100 * demand, **DEMAND)
         axes.set_xlim(left=0)
@@ -161,5 +176,134 @@ def wrapped(policy: str, width: int = 28) -> str:
 
 def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:
     """Cache sizes in % and the column's values, by size."""
-    ordered = sorted(rows, key=lambda row: row["cache_experts"])
+    ordered = sorted((row for row in rows if row[column] is not None), key=lambda row: row["cache_experts"])
     return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]
+
+
+def size_text(row: Row) -> str:
+    """Return a cell's cache size as a share of all experts."""
+    return f"{100 * row['cache_fraction']:.3g}%"
+
+
+def panels(titles: Sequence[str], xlabel: str, height: float = 3.4) -> "tuple[Figure, list[Axes]]":
+    """Return a figure of small multiples side by side that share their scales, three in a row."""
+    from matplotlib.figure import Figure
+
+    columns = min(3, max(1, len(titles)))
+    lines = -(-len(titles) // columns)
+    drawing = Figure(figsize=(3.4 * columns + 1.2, height * lines), layout="constrained")
+    grid = drawing.subplots(lines, columns, sharex=True, sharey=True, squeeze=False).ravel().tolist()
+    for axes, title in zip(grid, titles, strict=False):
+        frame(axes, title, xlabel)
+    for axes in grid[len(titles) :]:
+        axes.set_visible(False)
+    return drawing, grid[: len(titles)]
+
+
+def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure":
+    """Return the share of requests at or below a value, by panel (as titled) and policy."""
+    drawing, grid = panels(list(requests), unit)
+    policies = list(dict.fromkeys(policy for each in requests.values() for policy in each))
+    for axes, held in zip(grid, requests.values(), strict=True):
+        for policy, values in held.items():
+            ordered = np.sort(values)
+            shares = np.arange(1, len(ordered) + 1) / len(ordered)
+            style = {**look(policies.index(policy)), "markersize": 3.5, "markevery": max(1, len(ordered) // 8)}
+            axes.step(ordered, shares, where="post", label=wrapped(policy), linewidth=1.4, **style)
+        axes.set_ylim(0, 1)
+        axes.set_xlim(left=0)
+    grid[0].set_ylabel("share of requests")
+    _legend_below(drawing, grid)
+    return drawing
+
+
+def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
+    """Return horizontal bars, each a stack of named parts with a hatch of its own."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(8, 1.2 + 0.26 * len(bars)), layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, title, xlabel, "x")
+    names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
+    left = np.zeros(len(bars))
+    for i, name in enumerate(names):
+        widths = np.array([parts.get(name, 0.0) for parts in bars.values()])
+        style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)]}
+        axes.barh(list(bars), widths, left=left, label=name, linewidth=0.5, edgecolor="white", **style)
+        left += widths
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.set_xlim(left=0)
+    drawing.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    return drawing
+
+
+def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
+    """Return maps of layers x experts, one scale for all."""
+    drawing, grid = panels(list(maps), "expert", 3.0)
+    highest = max((float(each.max(initial=0)) for each in maps.values()), default=1.0) or 1.0
+    image = None
+    for axes, values in zip(grid, maps.values(), strict=True):
+        axes.grid(visible=False)
+        image = axes.imshow(values, aspect="auto", cmap="cividis", vmin=0, vmax=highest, interpolation="nearest")
+    grid[0].set_ylabel("MoE layer")
+    if image:
+        drawing.colorbar(image, ax=grid, label=label, shrink=0.8)
+    return drawing
+
+
+def similarity_map(cosines: Float, title: str) -> "Figure":
+    """Return the cosines of requests with each other, [R, R]."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(5.2, 4.4), layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, title, "request")
+    axes.grid(visible=False)
+    axes.set_ylabel("request")
+    image = axes.imshow(cosines, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+    drawing.colorbar(image, ax=axes, label="cosine of their EAMs", shrink=0.8)
+    return drawing
+
+
+def ranking(found: "dict[str, list[Difference]]", policies: Sequence[str], unit: str) -> "Figure":
+    """Return the differences to the best policy with their intervals, by panel. policies: all, for their colours."""
+    drawing, grid = panels(list(found), unit, 2.6)
+    names = list(dict.fromkeys(each.cell for differences in found.values() for each in differences))
+    for axes, differences in zip(grid, found.values(), strict=True):
+        axes.axvline(0, **{**BOUND, "label": "the best policy"})
+        for each in differences:
+            i = names.index(each.cell)
+            ends = [[each.mean - each.low], [each.high - each.mean]]
+            style = look(policies.index(each.cell) if each.cell in policies else i)
+            axes.errorbar([each.mean], [i], xerr=ends, capsize=3, linestyle="none", **style)
+        axes.set_yticks(range(len(names)), [wrapped(name) for name in names], fontsize=7)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+    return drawing
+
+
+def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]", unit: str) -> "Figure":
+    """Return predicted, at least, at most and measured, by name."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7, 1.4 + 0.35 * len(pairs)), layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, "predicted against measured", unit, "x")
+    for i, (predicted, low, high, measured) in enumerate(pairs.values()):
+        ends = [[max(0.0, predicted - low)], [max(0.0, high - predicted)]]
+        style = {**look(0), "label": "predicted" if not i else None}
+        axes.errorbar([predicted], [i - 0.1], xerr=ends, capsize=3, linestyle="none", **style)
+        axes.plot([measured], [i + 0.1], **look(1), linestyle="none", label="measured" if not i else None)
+    axes.set_yticks(range(len(pairs)), list(pairs), fontsize=8)
+    axes.set_ylim(len(pairs) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    drawing.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    return drawing
+
+
+def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
+    found: dict[str, Any] = {}
+    for axes in grid:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    drawing.legend(list(found.values()), list(found), loc="outside lower center", ncols=4, frameon=False, fontsize=8)

@@ -1,0 +1,42 @@
+"""The command `moe-sim report`: one page about results, to be handed to somebody."""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+from traces import console
+from traces.errors import InputError
+
+
+@options.expanded
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Folders of moe-sim sweep and moe-replay.")],
+    out: Annotated[Path, typer.Option(help="File for the page.")] = Path("report.html"),
+    overwrite: options.Overwrite = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write one page about results: what to run, how sure that is, and how far the bound is.
+
+    It needs no network and opens by a double click; tables sort. What a folder lacks, the page says. The traces that
+    the sweeps ran are read again for Belady's bound, the physical floor and the maps of the routing.
+
+    [b]moe-sim report results/my-trace results/my-replay --out report.html[/b]
+    """
+    from sim.quantities import show_bytes
+    from sim.report import inputs, page
+    from traces.output import check_file, replacing
+
+    check_file(out, overwrite)
+    if not any(folder.exists() for folder in results):
+        raise InputError(f"no such folder: {', '.join(map(str, results))}; name what moe-sim sweep --out has written")
+    command = shlex.join(["moe-sim", "report", *map(str, results), "--out", str(out), "--overwrite"])
+    text, problems = page.written(inputs.read(results), command)
+    with replacing(out) as part:
+        part.write_text(text, "utf-8")
+    for problem in problems:
+        console.warn(problem)
+    if not quiet:
+        console.say(f"wrote {out} ({show_bytes(out.stat().st_size)}): open it in a browser")

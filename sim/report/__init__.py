@@ -1,0 +1,1 @@
+"""One page about results that can be handed to somebody: `moe-sim report`."""

@@ -1,0 +1,121 @@
+"""What a report is made of: folders of sweeps and of replays, read as far as they can be.
+
+What is missing or made by another version is a sentence of the page, never its end.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pandas as pd
+
+from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.sweeps import config, winner
+from sim.sweeps.setup import Loaded, Setup
+from sim.sweeps.winner import Winner
+from traces.errors import InputError
+from traces.files import plain
+from traces.trace import Trace
+
+T = TypeVar("T")
+
+DEVICE = "device"
+"""A column that replays have and sweeps have not."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """A folder of results. problems: sentences; requests: None where there is no such table."""
+
+    folder: Path
+    rows: list[Row]
+    requests: pd.DataFrame | None
+    winners: tuple[Winner, ...] = ()
+    setup: Setup | None = None
+    configured: bool = False  # a sweep.toml stands beside it
+    missing: tuple[str, ...] = ()  # columns that another version did not write
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def replayed(self) -> bool:
+        """Whether it was measured."""
+        return any(row.get(DEVICE) for row in self.rows)
+
+    @cached_property
+    def loaded(self) -> Loaded | None:
+        """The setup with its files read; None, with the reason among the problems, where that cannot be."""
+        if self.setup is None:
+            return None
+        try:
+            return self.setup.load()
+        except InputError as error:
+            self.problems.append(f"{self.folder}: its trace or profiles cannot be read again: {error}")
+            return None
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """The trace in memory."""
+        return self.loaded.whole if self.loaded else None
+
+
+def read(folders: Iterable[Path]) -> list[Results]:
+    """Return the results of these folders, and of the folders in one that holds several sweeps."""
+    return [results for folder in folders for results in _below(folder)]
+
+
+def _below(folder: Path) -> Iterator[Results]:
+    below = sorted(file.parent for file in folder.glob(f"*/{RESULTS_FILE}"))
+    if not (folder / RESULTS_FILE).exists() and below:
+        yield from map(_read, below)
+    else:
+        yield _read(folder)
+
+
+def _read(folder: Path) -> Results:
+    if not folder.exists():
+        return Results(folder, [], None, problems=[f"{folder}: there is no such folder"])
+    problems: list[str] = []
+    cells, missing = _table(folder / RESULTS_FILE, RESULTS.names, problems)
+    requests, _ = _table(folder / REQUESTS_FILE, REQUESTS.names, problems)
+    rows = [] if cells is None else [_plain(row) for row in cells.to_dict("records")]
+    if cells is not None and not rows:
+        problems.append(f"{folder / RESULTS_FILE} holds no cells: nothing was run, or it was cut off")
+    winners: tuple[Winner, ...] = ()
+    setup = None
+    if not any(row.get(DEVICE) for row in rows) and rows:
+        read_winners = _tried(lambda: winner.read(folder), problems)
+        if read_winners:
+            setup, winners = read_winners[0], tuple(read_winners[1])
+    configured = (folder / config.NAME).exists()
+    return Results(folder, rows, requests, winners, setup, configured, tuple(missing), problems)
+
+
+def _table(path: Path, columns: list[str], problems: list[str]) -> tuple[pd.DataFrame | None, list[str]]:
+    """Return a table, or None, and the columns that another version did not write, which are empty in it."""
+    try:
+        found = pd.read_parquet(plain(path))
+    except FileNotFoundError:
+        problems.append(f"{path} is missing: moe-sim sweep and moe-replay run write it")
+        return None, []
+    except (OSError, ValueError, InputError) as error:
+        problems.append(f"{path} cannot be read: {str(error).splitlines()[0]}")
+        return None, []
+    if missing := [name for name in columns if name not in found.columns]:
+        problems.append(f"{path} is of another version: it has no {', '.join(missing)}; what needs them is left out")
+        found = found.assign(**dict.fromkeys(missing))
+    return found, missing
+
+
+def _plain(row: Any) -> Row:
+    """Return a row of Python values, with None for what is missing."""
+    return {str(name): None if pd.isna(value) else value for name, value in row.items()}
+
+
+def _tried(read_it: Callable[[], T], problems: list[str]) -> T | None:
+    try:
+        return read_it()
+    except InputError as error:
+        problems.append(str(error))
+        return None

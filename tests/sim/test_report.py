@@ -1,0 +1,243 @@
+"""The report: it opens in a browser and sorts, escapes what data hold, and says what is missing instead of failing."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from sim.report import bounds, inputs, page
+from sim.results.metrics import RESULTS
+from sim.sweeps.setup import Setup
+from tests.support.command import moe_sim
+from traces import demo_trace
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+SIZES = "25%,50%"
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A sweep of four requests."""
+    folder: Path = tmp_path_factory.mktemp("swept")
+    ended = _sweep(folder, "--requests", 4)
+    assert ended.returncode == 0, ended.stderr
+    return folder / "sweep"
+
+
+def _sweep(folder: Path, *options: object):
+    asked = ("--policies", "lru,eamc-blend")
+    common = ("--model-profile", "demo-stand-in", "--engine", "simpy", "--workers", 1, "--quiet")
+    return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, "--out", "sweep", *options, cwd=folder)
+
+
+@pytest.fixture
+def copy(swept, tmp_path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(swept, tmp_path / "sweep"))
+
+
+def _page(*folders: Path) -> tuple[str, list[str]]:
+    return page.written(inputs.read(folders), "moe-sim report")
+
+
+def _edit(file: Path, change) -> None:
+    table = pd.read_parquet(file)
+    pq.write_table(pa.Table.from_pandas(change(table), preserve_index=False), file)
+
+
+@pytest.fixture(scope="module")
+def whole(swept) -> str:
+    text, problems = _page(swept)
+    assert not problems
+    return text
+
+
+def test_the_page_has_every_section_and_needs_no_network(whole):
+    headings = re.findall("<h2>(.*?)</h2>", whole)
+    assert headings == [
+        "What was run",
+        "Hit rate and time against cache size",
+        "Which policy",
+        "Latencies",
+        "Where the time goes",
+        "The routing",
+        "Predicted against measured",
+        "How to make it again",
+    ]
+    assert whole.count("<svg") >= 9
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", whole.replace("xlink:href", "href"))
+    assert len(whole) < 8 * 2**20
+
+
+def test_the_recommendation_is_the_fastest_causal_cell_with_its_interval(swept, whole):
+    best = min(inputs.read([swept])[0].rows, key=lambda row: row["tpot_mean_ms"])
+    summary = whole.split('<div class="summary">')[1].split("</div>")[0]
+    assert f"run {best['policy']} with {100 * best['cache_fraction']:.3g}% of the experts" in summary
+    assert f"{best['tpot_mean_ms']:,.4g} ms a token" in summary
+    assert re.search(r"\(95%: [\d.-]+ to [\d.]+\) (faster|slower) per token than lru over 4 requests", summary)
+
+
+def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):
+    rows = inputs.read([swept])[0].rows
+    loaded = Setup(trace=str(demo_trace()), model_profile="demo-stand-in", requests=4).load()
+    lowest = {row["cache_experts"]: row["tpot_mean_ms"] for row in bounds.floor(loaded, rows, on_host=False)}
+    highest = {row["cache_experts"]: row["hit_rate"] for row in bounds.belady(loaded, rows)}
+    for row in rows:
+        assert row["tpot_mean_ms"] > lowest[row["cache_experts"]] > 0
+        assert row["policy"] != "lru" or row["hit_rate"] <= highest[row["cache_experts"]] + 1e-12
+    everything = [{"cache_experts": loaded.all_experts, "cache_fraction": 1.0}]
+    timing = loaded.timing("lru")
+    computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(loaded.trace.layers))
+    computing += loaded.trace.layers * (loaded.trace.top_k * timing.expert_ns(1) + timing.combine_ns(1))
+    assert bounds.floor(loaded, everything, on_host=False)[0]["tpot_mean_ms"] >= (computing + timing.head_ns(1)) / 1e6
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_in_a_browser_it_opens_without_errors_sorts_and_draws(swept, tmp_path):
+    assert CHROMIUM
+    ended = moe_sim("report", swept, "--out", "report.html", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    text = (tmp_path / "report.html").read_text("utf-8")
+    probe = """<script>
+    const table = document.querySelector("table.sortable");
+    const column = () => [...table.tBodies[0].rows].map(row => row.cells[4].textContent);
+    const found = {drawn: 0, before: column()};
+    for (const svg of document.querySelectorAll("figure svg")) found.drawn += svg.getBoundingClientRect().height > 50;
+    table.tHead.rows[0].cells[4].querySelector("button").click(); found.up = column();
+    table.tHead.rows[0].cells[4].querySelector("button").click(); found.down = column();
+    const input = table.closest("section").querySelector("input.filter");
+    input.value = "blend"; input.dispatchEvent(new Event("input"));
+    found.shown = [...table.tBodies[0].rows].filter(row => !row.hidden).length;
+    document.title = JSON.stringify(found);
+    </script>"""
+    (tmp_path / "probed.html").write_text(text.replace("</body>", f"{probe}</body>"), "utf-8")
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--dump-dom"]
+    command.append((tmp_path / "probed.html").as_uri())
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert 'data-ready="yes"' in shown.stdout
+    assert not re.search("CONSOLE.*(rror|Refused)", shown.stderr)
+    title = re.search("<title>(.*?)</title>", shown.stdout, re.DOTALL)
+    assert title
+    found = json.loads(html.unescape(title[1]))
+    values = sorted(map(float, found["before"]))
+    assert [float(each) for each in found["up"]] == values
+    assert [float(each) for each in found["down"]] == values[::-1]
+    assert found["drawn"] == text.count("<figure")
+    assert found["shown"] == 2
+
+
+def test_markup_in_data_is_escaped(copy):
+    evil = "<script>alert(1)</script>$x$ & co"
+
+    def changed(table):
+        return table.assign(**{name: evil for name in ("trace", "model") if name in table.columns})
+
+    def renamed(table):
+        return table.assign(policy=table["policy"].replace("eamc-blend", f"x{evil}"))
+
+    for name in ("results.parquet", "requests.parquet"):
+        _edit(copy / name, lambda table: renamed(changed(table)))
+    text, _ = _page(copy)
+    assert "<script>alert" not in text
+    assert text.count("&lt;script&gt;alert(1)") > 5
+    assert text.count("<script") == 1
+
+
+def test_one_request_gives_a_page_without_intervals(tmp_path):
+    assert _sweep(tmp_path, "--requests", 1).returncode == 0
+    text, problems = _page(tmp_path / "sweep")
+    assert any("fewer than two requests" in problem for problem in problems)
+    assert "There is one request only" in text
+    assert "fewer than two requests, to compare" in text
+
+
+def test_counts_without_a_clock_give_a_page_of_counts(tmp_path):
+    assert _sweep(tmp_path, "--requests", 3, "--untimed").returncode == 0
+    text, problems = _page(tmp_path / "sweep")
+    assert "Nothing was timed" in text
+    assert "misses, hit rate" in text
+    assert not problems
+
+
+def test_columns_of_another_version_are_named_and_the_rest_is_shown(copy):
+    _edit(copy / "results.parquet", lambda table: table.drop(columns=["stall_demand_ms", "tpot_p95_ms"]))
+    text, problems = _page(copy)
+    assert any("of another version: it has no tpot_p95_ms, stall_demand_ms" in problem for problem in problems)
+    assert "Hit rate and time against cache size" in text
+    assert "<svg" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("column", RESULTS.names)
+def test_no_missing_column_breaks_the_page(column, copy, monkeypatch):
+    _edit(copy / "results.parquet", lambda table: table.drop(columns=[column]))
+    monkeypatch.setattr(page, "svg_of", lambda figure: None)
+    monkeypatch.setattr(bounds, "belady", lambda *_: [])
+    monkeypatch.setattr(bounds, "floor", lambda *_: [])
+    text, problems = _page(copy)
+    assert any(column in problem for problem in problems)
+    assert "</html>" in text
+
+
+def test_empty_and_damaged_tables_are_said(copy):
+    _edit(copy / "results.parquet", lambda table: table.head(0))
+    text, problems = _page(copy)
+    assert any("holds no cells" in problem for problem in problems)
+    assert "There is no result to recommend anything by" in text
+    (copy / "results.parquet").write_bytes(b"PAR1")
+    assert any("cannot be read" in problem for problem in _page(copy)[1])
+    (copy / "results.parquet").unlink()
+    assert any("is missing" in problem for problem in _page(copy)[1])
+
+
+def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
+    file = copy / "winner.toml"
+    file.write_text(file.read_text("utf-8").replace(str(demo_trace()), "/nowhere/trace"), "utf-8")
+    text, problems = _page(copy)
+    assert any("cannot be read again" in problem for problem in problems)
+    assert any("Belady's bound and the physical floor cannot be computed" in problem for problem in problems)
+    assert "The trace is not there" in text
+
+
+def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
+    text, problems = _page(swept, tmp_path / "replay")
+    assert any("there is no such folder" in problem for problem in problems)
+    assert "No replay was given" in text
+    refused = moe_sim("report", "nowhere", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "no such folder: nowhere" in refused.stderr
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_page_that_is_there_is_replaced_only_if_asked(swept, tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    assert moe_sim("report", swept, cwd=tmp_path).returncode == 2
+    assert (tmp_path / "report.html").read_text() == "mine"
+    assert moe_sim("report", swept, "--overwrite", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
+    replay = Path(shutil.copytree(copy, tmp_path / "replay"))
+    told = {"device": "disk", "predicted_tpot_mean_ms": 2.0, "predicted_hit_rate": 0.5}
+    _edit(replay / "results.parquet", lambda table: table.head(1).assign(**told, tpot_mean_ms=2.5))
+    text, problems = _page(copy, replay)
+    section = text.split("Predicted against measured</h2>")[1]
+    assert "-20.0%" in section
+    assert "<svg" in section
+    assert not problems
+
+
+def test_similar_requests_are_bright_and_maps_are_shares(swept):
+    trace = inputs.read([swept])[0].trace
+    assert trace is not None
+    shares = page._shares(trace.eams(1).sum(axis=0))
+    assert np.allclose(shares.sum(axis=1), 1)
