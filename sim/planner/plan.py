@@ -182,28 +182,36 @@ def plan(
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
-    Raise InputError for an option that cannot be, and where the model does not fit.
+    A model that does not fit at its published precision is planned at the highest one of at least 4 bits that does,
+    unless `precision` names one. Raise InputError for an option that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth)
-    return _planned(_fit(model, machine, context, precision))
+    return _planned(*_fit(model, machine, context, precision))
 
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: str) -> Speed:
     """Return what `plan` expects, and nothing else of it. Raise InputError likewise."""
-    way = ways.today(_fit(model, resources(**machine), context, precision))
+    way = ways.today(_fit(model, resources(**machine), context, precision)[0])
     return _speed(way.play()[0], _kind(way))
 
 
-def _fit(model: str, machine: Resources, context: int, precision: str | None) -> Fit:
-    """Return the model on the machine. Raise InputError where it does not fit."""
+def _fit(model: str, machine: Resources, context: int, precision: str | None) -> tuple[Fit, list[str]]:
+    """Return the model on the machine, and what to note about its precision. Raise InputError where it does not fit."""
     if context < 1:
         raise InputError(f"--context {context}: at least one token")
     fit = Fit(_model(model, precision), machine, context)
     try:
         fit.require()
     except InputError as error:
-        raise _with_a_precision_that_fits(error, fit) from None
-    return fit
+        lower = [each for each in _lower(fit) if _fits(each)]
+        if not lower:
+            raise
+        first = lower[0]
+        if precision or _loses_quality(first):
+            advice = f"at --precision {first.model.precision} it fits ({show_bytes(first.total_bytes)})"
+            raise InputError(f"{error}; {advice}") from None
+        return first, [f"{first.precision}, since {error}"]
+    return fit, []
 
 
 def _model(text: str, precision: str | None) -> Model:
@@ -213,15 +221,6 @@ def _model(text: str, precision: str | None) -> Model:
     experts = precision or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
     return Model(profile.name, shipped.name if shipped else text, precision or "", dense)
-
-
-def _with_a_precision_that_fits(error: InputError, fit: Fit) -> InputError:
-    lower = [each for each in _lower(fit) if _fits(each)]
-    if not lower:
-        return error
-    return InputError(
-        f"{error}; at --precision {lower[0].model.precision} it fits ({show_bytes(lower[0].total_bytes)})"
-    )
 
 
 def _fits(fit: Fit) -> bool:
@@ -238,7 +237,11 @@ def _lower(fit: Fit) -> list[Fit]:
     return [each for each in found if each.profile.expert_bytes < 0.97 * fit.profile.expert_bytes]
 
 
-def _planned(fit: Fit) -> Plan:
+def _loses_quality(fit: Fit) -> bool:
+    return fit.profile.expert_bytes_per_parameter < GOOD
+
+
+def _planned(fit: Fit, notes: list[str]) -> Plan:
     way = ways.today(fit)
     own = rates(fit.resources.machine, RUNTIME)
     seconds, _ = way.play(own)
@@ -267,7 +270,7 @@ def _planned(fit: Fit) -> Plan:
         llama_cpp=tuple(flags.llama_cpp(way)),
         vllm=tuple(flags.vllm(fit)),
         interval=errors.interval(_kind(way)),
-        notes=(*fit.resources.assumed, *_notes(fit, way)),
+        notes=(*notes, *fit.resources.assumed, *_notes(fit, way)),
     )
 
 
@@ -391,5 +394,5 @@ def _at(fit: Fit, speed: float) -> Precision:
         fits=f"{where} with the disk" if fit.missing_bytes else where,
         tokens_per_s=faster,
         times=faster / speed,
-        loses_quality=fit.profile.expert_bytes_per_parameter < GOOD,
+        loses_quality=_loses_quality(fit),
     )

@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +88,14 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (DESKTOP, r"17\.\d GB are missing; give --host-memory 49GiB or --disk .*at --precision q8_0 it fits"),
+        (
+            {**DESKTOP, "precision": "bf16"},
+            r"17\.\d GB are missing; give --host-memory 49GiB or --disk .*at --precision q8_0 it fits",
+        ),
+        ({"host_memory": "18GiB"}, r"are missing; .*at --precision q3_k_m it fits"),
         ({"gpu_memory": "12GiB"}, r"are missing; give --host-memory \d+GiB"),
         ({"gpu_memory": "2GiB"}, r"do not hold the dense part .* are missing, or --host-memory"),
-        ({"host_memory": "4GiB", "disk": "3GB/s"}, r"beside experts .* are missing"),
+        ({"host_memory": "4GiB", "disk": "3GB/s", "precision": "bf16"}, r"beside experts .* are missing"),
         ({}, "a machine without memory: give --gpu-memory"),
         ({"gpu_memory": "12GiB", "link": "pcie9x8"}, "unknown link 'pcie9x8'"),
         ({"gpu_memory": "12GiB", "link": "12"}, "unknown link '12'"),
@@ -105,6 +110,12 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
 def test_what_cannot_be_is_said_with_what_is_missing(options, message):
     with pytest.raises(InputError, match=message):
         plan("qwen3-30b-a3b", **options)
+
+
+def test_a_model_that_does_not_fit_as_published_is_planned_at_the_next_precision_that_does():
+    found = plan("qwen3-30b-a3b", **DESKTOP)
+    assert (found.precision, found.notes[0].split(" at ")[0]) == ("q8_0", "q8_0, since qwen3-30b-a3b")
+    assert replace(found, notes=()) == replace(plan("qwen3-30b-a3b", precision="q8_0", **DESKTOP), notes=())
 
 
 def test_an_unknown_model_is_told_the_near_ones():
