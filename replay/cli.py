@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from replay.commands.calibrate import calibrate
 from replay.commands.compare import compare
+from replay.commands.generate import generate
 from replay.commands.run import run
 from replay.commands.store import store
 from traces import console
@@ -46,6 +47,7 @@ app.command()(run)
 app.command()(calibrate)
 app.command()(compare)
 app.command()(store)
+app.command()(generate)
 
 
 def main() -> None:

@@ -44,10 +44,18 @@ class Answer:
 class Runner:
     """Runs batches of token ids through a model that is observed by `hook`."""
 
-    def __init__(self, loaded: LoadedModel, hook: ExpertsHook, on_step: Callable[[int], None]):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        hook: ExpertsHook,
+        on_step: Callable[[int], None],
+        on_tokens: Callable[[Tokens], None] = lambda tokens: None,
+    ):
+        """`on_step` hears how many tokens a forward pass gave, `on_tokens` which: one a row."""
         self.loaded = loaded
         self.hook = hook
         self._on_step = on_step
+        self._on_tokens = on_tokens
 
     def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""
@@ -132,6 +140,7 @@ class Runner:
     def _stepped(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """A stopping criterion that stops nothing: it tells of the step."""
         self._on_step(len(input_ids))
+        self._on_tokens(input_ids[:, -1].tolist())
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     def _ended(self, new: Tokens, limit: int) -> int | None:

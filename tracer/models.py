@@ -53,7 +53,7 @@ class LoadedModel:
 
     name: str
     model: Any  # transformers.PreTrainedModel
-    tokenizer: Any  # transformers.PreTrainedTokenizerBase
+    tokenizer: Any  # transformers.PreTrainedTokenizerBase; None: it is fed with token ids
 
     @property
     def device(self) -> torch.device:
@@ -65,13 +65,13 @@ class LoadedModel:
     def stop_ids(self) -> list[int]:
         """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id
-        ids = self.tokenizer.eos_token_id if ids is None else ids
+        ids = getattr(self.tokenizer, "eos_token_id", None) if ids is None else ids
         return [] if ids is None else list(ids) if isinstance(ids, list) else [int(ids)]
 
     @property
     def pad_id(self) -> int:
         """A token id to fill batches with; it is masked, so any will do."""
-        pad = self.tokenizer.pad_token_id
+        pad = getattr(self.tokenizer, "pad_token_id", None)
         return int(pad) if pad is not None else (self.stop_ids or [0])[0]
 
     @property
@@ -151,6 +151,10 @@ class Loading:
     trust_remote_code: bool = False
 
 
+OURS = ("tracer.", "replay.", "sim.", "policies.")
+"""Packages whose errors are defects of this project."""
+
+
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
     """Tell in one line that starts with `what` whatever a model's own code raises; our own errors stay as they are.
@@ -163,7 +167,7 @@ def blaming(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         *_, (innermost, _) = walk_tb(error.__traceback__)
-        if innermost.f_globals.get("__name__", "").startswith("tracer."):
+        if innermost.f_globals.get("__name__", "").startswith(OURS):
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, torch.OutOfMemoryError):
@@ -171,16 +175,20 @@ def blaming(what: str) -> Iterator[None]:
         raise InputError(f"{what}: {reason}") from error
 
 
-def load_model(source: str, how: Loading) -> LoadedModel:
-    """Load `source`, a folder or a hub id; raises InputError."""
-    if how.dtype not in DTYPES:
-        raise unknown("dtype", how.dtype, DTYPES)
-    if how.offload not in (None, *OFFLOADS):
-        raise unknown("place to offload to", how.offload, OFFLOADS)
-    if how.offload is None and (how.max_memory or how.offload_folder):
-        raise InputError("--max-memory and --offload-folder belong to --offload: say where the rest goes, cpu or disk")
+@dataclass(frozen=True)
+class Found:
+    """A model that was found, before any of its weights are read."""
+
+    name: str
+    source: str  # a folder or a hub id
+    config: Any
+    tokenizer: Any  # None: there is none, and none is needed
+    auto: Any  # the auto class that loads it
+
+
+def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bool = True) -> Found:
+    """Read config and tokenizer of `source`, a folder or a hub id; raises InputError."""
     _be_quiet()
-    place = _device(how.device)
     folder = Path(source)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -193,25 +201,48 @@ def load_model(source: str, how: Loading) -> LoadedModel:
     with blaming(f"cannot load the model {source}"):
         if not folder.is_dir():
             _require_hub(source)
-        own_code = {"trust_remote_code": how.trust_remote_code}
+        own_code = {"trust_remote_code": trust_remote_code}
         with _naming_the_flag(source):
             config = AutoConfig.from_pretrained(source, **own_code)
         _require_finite(source, config.to_dict())
-        tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
-        loaded: Any = _class_for(source, config).from_pretrained(
+        tokenizer = None
+        if needs_tokenizer or _has_tokenizer(folder):
+            tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
+        name = folder.resolve().name if folder.is_dir() else source
+        return Found(name, source, config, tokenizer, _class_for(source, config))
+
+
+def load_model(source: str, how: Loading) -> LoadedModel:
+    """Load `source`, a folder or a hub id; raises InputError."""
+    if how.dtype not in DTYPES:
+        raise unknown("dtype", how.dtype, DTYPES)
+    if how.offload not in (None, *OFFLOADS):
+        raise unknown("place to offload to", how.offload, OFFLOADS)
+    if how.offload is None and (how.max_memory or how.offload_folder):
+        raise InputError("--max-memory and --offload-folder belong to --offload: say where the rest goes, cpu or disk")
+    place = _device(how.device)
+    found = find_model(source, how.trust_remote_code)
+    with blaming(f"cannot load the model {source}"):
+        loaded: Any = found.auto.from_pretrained(
             source,
             dtype=how.dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            **own_code,
+            trust_remote_code=how.trust_remote_code,
             **_placing(how, place),
         )
         model, loading = loaded
-        _require_weights(source, loading)
+        require_weights(source, loading)
         model = (model if how.offload else model.to(place)).eval()
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
-    return LoadedModel(folder.resolve().name if folder.is_dir() else source, model, tokenizer)
+    return LoadedModel(found.name, model, found.tokenizer)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Whether there are a tokenizer's files, or may be; a model that is fed with token ids needs none."""
+    files = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+    return not folder.is_dir() or any((folder / file).is_file() for file in files)
 
 
 UNLIMITED = "time_step_limit"
@@ -293,7 +324,7 @@ def _require_hub(source: str) -> None:
             get_hf_file_metadata(hf_hub_url(source, "config.json"))
 
 
-def _require_weights(source: str, loading: dict[str, Any]) -> None:
+def require_weights(source: str, loading: dict[str, Any]) -> None:
     """Refuse a checkpoint that leaves weights as they were drawn at random: its routing would be random too."""
     missing = {*loading["missing_keys"], *(name for name, *_ in loading["mismatched_keys"])}
     if missing:

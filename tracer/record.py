@@ -6,7 +6,7 @@ all that was said before.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,49 +73,66 @@ def record(
     with ExpertsHook(loaded.model, options.weights, options.gate_probs, options.lookahead) as hook:
         with blaming(f"{loaded.name} cannot be run"):
             hook.probe()
-        if hook.alone and options.batch_size > 1:
-            on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
-            options = replace(options, batch_size=1)
-        if hook.alone and options.mode == FORCED:
-            on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
-        batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
-        if not batches:
-            raise InputError("--shard {}/{} is empty: there are fewer batches of prompts".format(*options.shard))
-        settings = _settings(loaded, hook, prompts, options)
-        settings["requests"] = sum(len(prompt.turns) for _, batch in batches for prompt in batch)
-        meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
-        for note in hook.notes:
-            on_note(note)
-        with TraceWriter(out, meta, overwrite, resume) as writer:
-            done, step = writer.written, writer.next_step
-            on_done(done)
-            recorder = _Recorder(loaded, hook, meta, options, on_step)
-            for number, batch in batches:
-                requests = sum(len(prompt.turns) for prompt in batch)
-                if done:
-                    done -= requests
-                    continue
-                trace = recorder.record(batch, number, step)
+        recording = Recording(loaded, hook, prompts, options, on_step, on_note)
+        with TraceWriter(out, recording.meta, overwrite, resume) as writer:
+            on_done(writer.written)
+            for requests, trace in recording.traces(writer.written, writer.next_step):
                 writer.add(trace)
                 on_done(requests)
-                step = int(trace.step.max()) + 1
 
 
-class _Recorder:
-    """Records batches of prompts with one model."""
+class Recording:
+    """What a model answers to prompts, as traces; `hook` has probed it and is entered. Raise InputError."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         hook: ExpertsHook,
-        meta: TraceMeta,
+        prompts: Sequence[Prompt],
         options: Options,
-        on_step: Callable[[int], None],
+        on_step: Callable[[int], None] = lambda rows: None,
+        on_note: Callable[[str], None] = lambda text: None,
+        on_tokens: Callable[[Tokens], None] = lambda tokens: None,
     ):
+        """`on_tokens` hears the newest token of each row, as it comes; see `record` for the others."""
+        if hook.alone and options.batch_size > 1:
+            on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
+            options = replace(options, batch_size=1)
+        if hook.alone and options.mode == FORCED:
+            on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
+        self._batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
+        if not self._batches:
+            raise InputError("--shard {}/{} is empty: there are fewer batches of prompts".format(*options.shard))
+        settings = _settings(loaded, hook, prompts, options)
+        settings["requests"] = sum(len(prompt.turns) for _, batch in self._batches for prompt in batch)
+        self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
+        for note in hook.notes:
+            on_note(note)
+        self._recorder = _Recorder(loaded, Runner(loaded, hook, on_step, on_tokens), self.meta, options)
+
+    def traces(self, done: int = 0, step: int = 0) -> Iterator[tuple[int, Trace]]:
+        """Yield, batch by batch, how many requests were answered, and their trace; the first `done` are passed over.
+
+        step: number of the next step.
+        """
+        for number, batch in self._batches:
+            requests = sum(len(prompt.turns) for prompt in batch)
+            if done:
+                done -= requests
+                continue
+            trace = self._recorder.record(batch, number, step)
+            yield requests, trace
+            step = int(trace.step.max()) + 1
+
+
+class _Recorder:
+    """Records batches of prompts with one model."""
+
+    def __init__(self, loaded: LoadedModel, runner: Runner, meta: TraceMeta, options: Options):
         self._loaded = loaded
         self._meta = meta
         self._options = options
-        self._runner = Runner(loaded, hook, on_step)
+        self._runner = runner
 
     def record(self, batch: Sequence[Prompt], number: int, step: int) -> Trace:
         """The requests of a batch: the first turns of its prompts, then the second ones, ..."""

@@ -23,28 +23,25 @@ from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
-Outcomes = SimpleQueue[Completion | Exception]
+Outcome = Completion | Exception
+Outcomes = SimpleQueue[Outcome]
 
 
 TAIL_BYTES = 256 << 10
 """memcpy takes some 50 us for it, about what threads take to hand over; a disk takes longer."""
 
 
-class CpuDevice(Device):
-    """Threads. With `verify`, each expert's bytes are compared with the store's when it computes."""
+class LinkThreads(Device):
+    """The link: lanes that bring experts from a store into slots. Who computes is another matter."""
 
     tail_bytes = TAIL_BYTES
     watchdog_s = WATCHDOG_S
 
-    def __init__(self, store: ExpertStore, network: Network, slots: int, verify: bool = False, lanes: int = 1) -> None:
+    def __init__(self, store: ExpertStore, slots: int, lanes: int = 1) -> None:
         self.store = store
-        self._network = network
-        self._verify = verify
         self.pool = self._slots(slots)
-        self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._outcomes: Outcomes = SimpleQueue()
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
-        self._compute = Stream("compute")
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
@@ -72,6 +69,63 @@ class CpuDevice(Device):
             lane.submit(partial(self.store.read, expert, *part, self.pool[slot]), report)
 
     @timed
+    def next_completion(self) -> Completion:
+        """Whichever thread is done first; what a thread raised is raised here."""
+        if not (self._copies or self._computes):
+            raise nothing_under_way()
+        while True:
+            try:
+                return self._ended(self._outcomes.get(timeout=self.watchdog_s))
+            except Empty:
+                if self._may_wait():
+                    continue
+                self._stuck = True
+                oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
+                raise stuck(self.watchdog_s, oldest) from None
+
+    def _may_wait(self) -> bool:
+        """Return whether what is under way may take longer than anything should."""
+        return False
+
+    @timed
+    def poll(self) -> Completion | None:
+        """Return what a thread has done by now."""
+        try:
+            return self._ended(self._outcomes.get_nowait())
+        except Empty:
+            return None
+
+    def _ended(self, outcome: Outcome) -> Completion:
+        if isinstance(outcome, Exception):
+            raise outcome
+        if outcome.kind is Kind.COPY:
+            self._copies.popleft()
+        else:
+            self._computes.popleft()
+        return outcome
+
+    def discard_copies(self) -> None:
+        """Let the chunks under way end, and forget them."""
+        while self._copies:
+            self.next_completion()
+
+    def close(self) -> None:
+        """End all threads, but for one that is stuck: nobody can end that, and it ends with the process."""
+        for lane in self._lanes:
+            lane.close(wait=not self._stuck)
+
+
+class CpuDevice(LinkThreads):
+    """Threads. With `verify`, each expert's bytes are compared with the store's when it computes."""
+
+    def __init__(self, store: ExpertStore, network: Network, slots: int, verify: bool = False, lanes: int = 1) -> None:
+        super().__init__(store, slots, lanes)
+        self._network = network
+        self._verify = verify
+        self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
+        self._compute = Stream("compute")
+
+    @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """The real shapes."""
         self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens, context))
@@ -93,44 +147,10 @@ class CpuDevice(Device):
         """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
-    @timed
-    def next_completion(self) -> Completion:
-        """Whichever thread is done first; what a thread raised is raised here."""
-        if not (self._copies or self._computes):
-            raise nothing_under_way()
-        try:
-            return self._ended(self._outcomes.get(timeout=self.watchdog_s))
-        except Empty:
-            self._stuck = True
-            oldest = [pending[0] for pending in (self._copies, self._computes) if pending]
-            raise stuck(self.watchdog_s, oldest) from None
-
-    @timed
-    def poll(self) -> Completion | None:
-        """Return what a thread has done by now."""
-        try:
-            return self._ended(self._outcomes.get_nowait())
-        except Empty:
-            return None
-
-    def _ended(self, outcome: Completion | Exception) -> Completion:
-        if isinstance(outcome, Exception):
-            raise outcome
-        if outcome.kind is Kind.COPY:
-            self._copies.popleft()
-        else:
-            self._computes.popleft()
-        return outcome
-
-    def discard_copies(self) -> None:
-        """Let the chunks under way end, and forget them."""
-        while self._copies:
-            self.next_completion()
-
     def close(self) -> None:
-        """End all threads, but for one that is stuck: nobody can end that, and it ends with the process."""
-        for stream in (*self._lanes, self._compute):
-            stream.close(wait=not self._stuck)
+        """End all threads."""
+        super().close()
+        self._compute.close(wait=not self._stuck)
 
     def _multiply(self, completion: Completion, work: Callable[[], None]) -> None:
         self._computes.append(completion)

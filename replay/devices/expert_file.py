@@ -65,7 +65,7 @@ class ExpertFile:
             size = self.begin + self.distinct * self.stride
             if path.stat().st_size != size:
                 raise InputError(f"has {path.stat().st_size} bytes instead of {size}: write it again")
-            self._file, self.past_cache = _open(path)
+            self._file, self.past_cache = open_past_cache(path)
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
@@ -190,7 +190,7 @@ def _require(facts: Facts, profile: ModelProfile) -> None:
         )
 
 
-def _open(path: Path) -> tuple[int, bool]:
+def open_past_cache(path: Path) -> tuple[int, bool]:
     """A descriptor, and whether what it reads passes by the page cache."""
     if hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # some file systems know it not

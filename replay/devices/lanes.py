@@ -32,14 +32,16 @@ def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
     return list(zip([first, *cuts], [*cuts, last], strict=True))
 
 
-def rates(store: ExpertStore, size: int, tried: Sequence[int] = TRIED) -> dict[int, float]:
+def rates(store: ExpertStore, size: int, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
     """Return GB/s by number of lanes, of reads of `size` bytes (at most an expert's), one expert behind another.
 
     The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
+    slots: uint8[any, stride] to read into; None: of its own.
     """
-    count = max(1, SLOTS_BYTES // store.stride)
-    slots = anonymous(count * store.stride).reshape(count, store.stride)
-    slots.fill(1)
+    if slots is None:
+        count = max(1, SLOTS_BYTES // store.stride)
+        slots = anonymous(count * store.stride).reshape(count, store.stride)
+        slots.fill(1)
     found: dict[int, list[float]] = {lanes: [] for lanes in tried}
     at = 0
     for _ in range(SERIES):

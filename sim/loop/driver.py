@@ -42,14 +42,19 @@ class Driver:
     """One run on a device."""
 
     def __init__(
-        self, run: Run, device: Device, decider: Decider | None = None, observer: LoopObserver | None = None
+        self,
+        run: Run,
+        device: Device,
+        decider: Decider | None = None,
+        observer: LoopObserver | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
-        """`decider`: who decides, if not the run's policies."""
+        """`decider`: who decides, if not the run's policies; `schedule`: of a live model, instead of the requests."""
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule: Schedule = OneAtATime(run.requests, run.shape.layers)
-        if run.users:
+        self._schedule: Schedule = schedule or OneAtATime(run.requests, run.shape.layers)
+        if run.users and not schedule:
             self._schedule = Batches(run.requests, run.shape.layers, run.users, self.session)
         self._observer = observer
         self.nobody_active = True

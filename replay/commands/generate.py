@@ -1,0 +1,87 @@
+"""The command `moe-replay generate`: a model goes on with prompts, its experts on disk behind a cache."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from replay.live.options import LiveOptions
+from sim.commands import options
+from traces import console
+from traces.errors import InputError
+
+
+@options.expanded
+def generate(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
+    opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
+    *,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on with; may be given several times.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="File of prompts, as moe-trace record reads them.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Token ids to go on with (5,6,7); needs no tokenizer.")] = None,
+    print_token_ids: Annotated[
+        bool, typer.Option("--print-token-ids", help="End with a line of the last answer's token ids.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 32,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy; else sampled.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of so much.")] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,
+    no_chat_template: Annotated[
+        bool, typer.Option("--no-chat-template", help="Do not apply the tokenizer's chat template.")
+    ] = False,
+    record: Annotated[Path | None, typer.Option(help="Folder for a trace, as moe-trace record writes it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace that --record names.")] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Let a model generate whose experts stay on disk, but for a cache of them.
+
+    The answers are those of the whole model, to the bit. They go to standard output as they come, the report to
+    standard error.
+
+    [b]moe-replay generate --prompt "Once upon a time"[/b]
+
+    [b]moe-replay generate --model ~/models/OLMoE-1B-7B --cache-size 8GiB --prompt "The capital of France is"[/b]
+
+    [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
+    """
+    from replay.live.answering import TextStream, answer
+    from replay.live.model import open_live
+    from replay.live.prompts import prompts_of, reading_ids
+    from tracer.answers import Sampling
+    from tracer.record import Options
+    from traces.writer import check_target
+
+    if overwrite and not record:
+        raise InputError("--overwrite replaces the trace of --record: name its folder, or leave it out")
+    asked = prompts_of(prompt or [], prompts, token_ids)
+    if record:
+        check_target(record, overwrite)
+    how = opened.how(model)
+    settings = Options(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature, top_p),
+        seed=seed,
+        chat_template=not no_chat_template,
+    )
+
+    def show(text: str) -> None:
+        console.out.file.write(text)
+        console.out.file.flush()
+
+    with open_live(how, lambda count: lambda: None) as live:
+        loaded = reading_ids(live.loaded) if token_ids else live.loaded
+        if loaded.tokenizer is None:
+            raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
+        stream = TextStream(loaded, show)
+        last: list[int] = []
+
+        def ended() -> None:
+            nonlocal stream, last
+            stream.end()
+            last = stream.tokens
+            show("\n")
+            stream = TextStream(loaded, show)
+
+        answer(live, loaded, asked, settings, lambda token: stream.add(token), ended, record, overwrite, console.warn)
+        if print_token_ids:
+            console.say(" ".join(map(str, last)))

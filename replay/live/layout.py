@@ -1,0 +1,232 @@
+"""Where the weights of experts lie: in a slot, and in a checkpoint's files.
+
+An expert is one row of each stacked parameter of its layer. In a slot these rows lie one behind another. In a
+checkpoint they are found by transformers' own rules of conversion: as rows of stacked tensors, or as tensors of each
+expert that loading would stack and concatenate. Both are ranges of bytes, and are read as such. Where loading would do
+anything else (transpose, split, change the type), there are no such ranges, and a store is written once.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from replay.devices.lanes import page_up
+from replay.devices.store import Bytes
+from replay.live.shards import Shard, ShardTensor
+from traces.errors import InputError
+
+ALIGNMENT = 64
+"""Of a row in a slot, as torch aligns what it allocates."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The row of one stacked parameter in a slot."""
+
+    name: str  # of the parameter in its module
+    shape: tuple[int, ...]  # of the row
+    dtype: torch.dtype
+    begin: int  # byte in the slot
+
+    @property
+    def nbytes(self) -> int:
+        """Of the row."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def view(self, slot: Tensor) -> Tensor:
+        """Return it as the stacked parameter of a module of one expert. slot: uint8[stride]."""
+        return slot[self.begin : self.begin + self.nbytes].view(self.dtype).view(1, *self.shape)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """One module of stacked experts."""
+
+    name: str  # as in `model.named_modules()`
+    module: nn.Module
+    experts: int
+    rows: tuple[Row, ...]
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert in a slot."""
+        last = self.rows[-1]
+        return last.begin + last.nbytes
+
+
+def expert_layers(model: nn.Module) -> list[ExpertLayer]:
+    """Return the modules of a model that have the experts interface of transformers. Raise InputError for none."""
+    found = [_layer(name, module) for name, module in model.named_modules() if is_interface(module)]
+    if not found:
+        raise InputError(
+            f"{type(model).__name__} does not have the experts interface of transformers 5 (stacked experts behind "
+            "use_experts_implementation): it cannot generate from a cache of experts"
+        )
+    return found
+
+
+def is_interface(module: nn.Module) -> bool:
+    """Return whether a module is of a class that `use_experts_implementation` decorates."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_bias") and hasattr(module, "num_experts")
+
+
+def _layer(name: str, module: nn.Module) -> ExpertLayer:
+    experts = _experts(name, module)
+    rows, begin = [], 0
+    for label, weight in module.named_parameters(recurse=False):
+        if weight.dim() > 1 and len(weight) == experts:
+            row = Row(label, tuple(weight.shape[1:]), weight.dtype, begin)
+            rows.append(row)
+            begin = -(-(begin + row.nbytes) // ALIGNMENT) * ALIGNMENT
+    if not rows:
+        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
+    return ExpertLayer(name, module, experts, tuple(rows))
+
+
+def _experts(name: str, module: nn.Module) -> int:
+    """E: the length of the stacked matrices, which must agree."""
+    lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
+    if len(lengths) != 1:
+        raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
+    return lengths.pop()
+
+
+class Piece(NamedTuple):
+    """Bytes of an expert that lie together in a file."""
+
+    shard: Shard
+    offset: int  # in the file
+    begin: int  # in the slot
+    size: int
+
+
+@dataclass
+class Source:
+    """Where loading would take one stacked parameter from: `tensors` by the converter's patterns, in its order."""
+
+    parameter: str  # full name
+    converter: WeightConverter | WeightRenaming
+    tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
+
+    def pieces(self, row: Row, experts: int) -> list[list[Piece]] | None:
+        """Return the pieces of `row` of each expert; None where only loading can make them."""
+        every = [tensor for tensors in self.tensors.values() for tensor in tensors]
+        if any(tensor.dtype != row.dtype for tensor in every):
+            return None
+        kinds = [] if isinstance(self.converter, WeightRenaming) else self.converter.operations
+        merges = bool(kinds) and isinstance(kinds[0], MergeModulelist) and kinds[0].dim == 0
+        rest = kinds[1:] if merges else kinds
+        joins = len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1
+        if (rest and not joins) or (len(self.tensors) > 1 and not joins):
+            return None
+        parts = [self._of_each(tensors, experts, merges) for tensors in self._in_order()]
+        if any(part is None for part in parts):
+            return None
+        found: list[list[Piece]] = []
+        for each in zip(*(part for part in parts if part is not None), strict=True):
+            begin, own = row.begin, []
+            for shard, offset, size in each:
+                own.append(Piece(shard, offset, begin, size))
+                begin += size
+            if begin != row.begin + row.nbytes:
+                return None
+            found.append(own)
+        return found
+
+    def converted(self, model: nn.Module, config: object) -> dict[str, Tensor]:
+        """Return what loading makes of the tensors, by full names of parameters."""
+        converter = deepcopy(self.converter)
+        for pattern, tensors in self.tensors.items():
+            for tensor in tensors:
+                converter.add_tensor(self.parameter, tensor.name, pattern, _reader(tensor))  # type: ignore[arg-type]
+        made: dict[str, Any] = converter.convert(self.parameter, model=model, config=config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+    def _in_order(self) -> list[list[ShardTensor]]:
+        """By the converter's patterns, as Concatenate takes them."""
+        patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
+        return [self.tensors[pattern] for pattern in patterns or self.tensors]
+
+    @staticmethod
+    def _of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[tuple[Shard, int, int]] | None:
+        """Where each expert's part lies: a tensor each, or a row of one."""
+        if merges:
+            each = [(tensor.shard, tensor.offset, tensor.nbytes) for tensor in tensors]
+            return each if len(each) == experts else None
+        (tensor,) = tensors
+        if not tensor.shape or tensor.shape[0] != experts:
+            return None
+        size = tensor.nbytes // experts
+        return [(tensor.shard, tensor.offset + expert * size, size) for expert in range(experts)]
+
+
+def _reader(tensor: ShardTensor) -> Callable[[], Tensor]:
+    return lambda: tensor[...]
+
+
+def sources(
+    tensors: dict[str, ShardTensor], model: Any, load_config: Any, layers: Sequence[ExpertLayer]
+) -> tuple[dict[str, Source], dict[str, ShardTensor]]:
+    """Divide a checkpoint into the sources of stacked parameters, by full names, and all other tensors.
+
+    As `transformers.core_model_loading.convert_and_load_state_dict_in_model` assigns them.
+    """
+    wanted = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows}
+    mapping = load_config.weight_mapping or []
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Source] = {}
+    others: dict[str, ShardTensor] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        if target not in wanted:
+            others[name] = tensors[name]
+            continue
+        if target not in found:
+            converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
+            found[target] = Source(target, converter)
+        found[target].tensors.setdefault(pattern or name, []).append(tensors[name])
+    return found, others
+
+
+class ShardStore:
+    """An `ExpertStore` over ranges of a checkpoint's files: expert e of layer l is l * E + e."""
+
+    def __init__(self, pieces: list[list[Piece]], expert_bytes: int) -> None:
+        self._pieces = pieces
+        self.expert_bytes, self.stride, self.distinct = expert_bytes, page_up(expert_bytes), len(pieces)
+        self.past_cache = all(piece.shard.past_cache for each in pieces for piece in each)
+
+    def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
+        """Read what of these bytes the expert has."""
+        for shard, offset, begin, size in self._pieces[expert]:
+            low, high = max(first, begin), min(last, begin + size)
+            if low < high:
+                shard.read(offset + low - begin, slot[low:high])
+
+    def holds(self, expert: int, content: Bytes) -> bool:
+        """By reading it again."""
+        again = np.zeros_like(content)
+        self.read(expert, 0, len(content), again)
+        return all(
+            np.array_equal(again[begin : begin + size], content[begin : begin + size])
+            for _, _, begin, size in self._pieces[expert]
+        )

@@ -1,0 +1,220 @@
+"""Load a transformers model without its experts: everything else into memory, of the experts where they lie.
+
+transformers itself loads: its class is asked to leave the experts' stacked parameters out, and takes all other tensors
+from a reader that maps nothing. In their place stand meta tensors, so that nothing can read an expert around the cache.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from replay.devices.expert_file import ExpertFile, write
+from replay.devices.store import Bytes
+from replay.live.layout import ExpertLayer, Piece, ShardStore, Source, expert_layers, sources
+from replay.live.shards import Shard, open_shards
+from sim.profiles.model_profile import ModelProfile
+from tracer.models import Found, LoadedModel, blaming, find_model, require_weights
+from traces.errors import InputError, located
+
+IMPLEMENTATION = "moe-expert-cache"
+"""The experts implementation that `replay.live` registers with transformers."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose experts are elsewhere."""
+
+    loaded: LoadedModel
+    layers: list[ExpertLayer]  # in the order of the model's modules
+    sources: dict[str, Source]  # of their stacked parameters, by full name
+    shards: list[Shard]
+
+    @property
+    def dense_bytes(self) -> int:
+        """Of everything but experts."""
+        model = self.loaded.model
+        held = {
+            tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
+        }
+        return sum(held.values())
+
+
+@contextmanager
+def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]:
+    """Load the model without its experts; its files stay open inside. Raise InputError where it cannot be."""
+    found = find_model(source, needs_tokenizer=False)
+    kind = _class_of(found)
+    shards: list[Shard] = []
+    layers: list[ExpertLayer] = []
+    origins: dict[str, Source] = {}
+
+    def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
+        """Stands for the model's own loading."""
+        if load_config.hf_quantizer is not None:
+            raise InputError(f"{found.name} is quantised: its experts are not read so; take them in bf16 or fp32")
+        if not files or not all(str(file).endswith(".safetensors") for file in files):
+            raise InputError(f"{found.name} is no safetensors checkpoint: its experts cannot be read one by one")
+        layers.extend(expert_layers(model))
+        with_experts = model.state_dict()
+        own, tensors = open_shards(Path(file) for file in files)
+        shards.extend(own)
+        wanted, others = sources(tensors, model, load_config, layers)
+        origins.update(wanted)
+        lacking = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows} - origins.keys()
+        if lacking:
+            raise InputError(
+                f"{found.name} is no whole checkpoint of its model: {len(lacking)} stacks of experts are missing, such "
+                f"as {min(lacking)}"
+            )
+        for layer in layers:
+            for row in layer.rows:
+                del layer.module._parameters[row.name]
+        loaded = kind._load_pretrained_model(model, others, None, load_config)
+        for layer in layers:
+            for row in layer.rows:
+                meta = with_experts[f"{layer.name}.{row.name}"]
+                layer.module._parameters[row.name] = nn.Parameter(meta, requires_grad=False)
+        return loaded
+
+    without_experts: Any = type(
+        kind.__name__, (kind,), {"__module__": kind.__module__, "_load_pretrained_model": staticmethod(load)}
+    )
+    try:
+        with blaming(f"cannot load the model {source}"):
+            model, loading = without_experts.from_pretrained(
+                source, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+            require_weights(source, loading)
+        model.__class__ = kind
+        _require_numbers(source, model)
+        yield Opened(LoadedModel(name or found.name, model.eval(), found.tokenizer), layers, origins, shards)
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def _class_of(found: Found) -> Any:
+    """The model's class."""
+    kinds = found.auto._model_mapping[type(found.config)]
+    if not isinstance(kinds, tuple | list):
+        return kinds
+    named = set(getattr(found.config, "architectures", None) or ())
+    return next((kind for kind in kinds if kind.__name__ in named), kinds[0])
+
+
+def _require_numbers(source: str, model: nn.Module) -> None:
+    """InputError naming a tensor that holds NaN."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta and tensor.is_floating_point() and bool(tensor.isnan().any()):
+            raise InputError(f"{source}: {name} holds NaN: the checkpoint is damaged")
+
+
+@contextmanager
+def expert_store(
+    model: Opened, layers: list[ExpertLayer], file: Path | None, progress: Callable[[int], Callable[[], None]]
+) -> Iterator[ShardStore | ExpertFile]:
+    """Open where experts are read from: the shards where their layout allows it, else `file`, written if it is missing.
+
+    layers: in the order of execution; progress: gets how many experts are written, and returns what hears of each.
+    """
+    pieces = _pieces(model, layers)
+    if pieces is not None:
+        yield ShardStore(pieces, max(layer.expert_bytes for layer in layers))
+        return
+    profile, origin = _profile(model, layers), _origin(model, layers)
+    file = file or _own_file(model.loaded.name, origin)
+    if not file.exists():
+        count = len(layers) * layers[0].experts
+        with located(f"{model.loaded.name}: loading converts its experts, so they are written to a file (--store)"):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write(file, profile, _Converting(model, layers).fill, origin, count, progress(count))
+    with closing(ExpertFile(file, profile)) as written:
+        if written.facts.weights != origin:
+            raise InputError(f"{file} holds experts of {written.facts.weights}: remove it, or name another --store")
+        yield written
+
+
+def _own_file(name: str, origin: str) -> Path:
+    """Where a store lies that nobody has named, by what it is made from."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
+    return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"
+
+
+def _pieces(model: Opened, layers: list[ExpertLayer]) -> list[list[Piece]] | None:
+    """Of each expert of all layers; None where any has to be converted."""
+    found: list[list[Piece]] = []
+    for layer in layers:
+        own: list[list[Piece]] = [[] for _ in range(layer.experts)]
+        for row in layer.rows:
+            of_row = model.sources[f"{layer.name}.{row.name}"].pieces(row, layer.experts)
+            if of_row is None:
+                return None
+            for pieces, more in zip(own, of_row, strict=True):
+                pieces += more
+        found += own
+    return found
+
+
+class _Converting:
+    """Gives experts one after another as loading would make them, one layer in memory at a time."""
+
+    def __init__(self, model: Opened, layers: list[ExpertLayer]) -> None:
+        self._model, self._layers = model, layers
+        self._layer = -1
+        self._made: dict[str, Tensor] = {}
+
+    def fill(self, expert: int, target: Bytes) -> None:
+        """Write expert l * E + e as it lies in a slot."""
+        layer, number = divmod(expert, self._layers[0].experts)
+        rows = self._layers[layer].rows
+        if layer != self._layer:
+            self._made, self._layer = {}, layer
+            for row in rows:
+                self._convert(f"{self._layers[layer].name}.{row.name}", row.dtype)
+        for row in rows:
+            content = self._made[f"{self._layers[layer].name}.{row.name}"][number].contiguous()
+            np.copyto(target[row.begin : row.begin + row.nbytes], content.view(-1).view(torch.uint8).numpy())
+
+    def _convert(self, name: str, dtype: torch.dtype) -> None:
+        if name not in self._made:
+            model = self._model.loaded.model
+            made = self._model.sources[name].converted(model, model.config)
+            self._made |= {each: tensor.to(dtype) for each, tensor in made.items()}
+
+
+def _profile(model: Opened, layers: list[ExpertLayer]) -> ModelProfile:
+    """Of what a file of experts says of its model."""
+    config, width = model.loaded.model.config.get_text_config(), layers[0].rows[0].dtype.itemsize
+    return ModelProfile(
+        name=model.loaded.name,
+        hub_ids=(),
+        moe_layers=len(layers),
+        experts=layers[0].experts,
+        top_k=1,
+        hidden_size=config.hidden_size,
+        expert_intermediate_size=1,
+        expert_bytes_per_parameter=width,
+        heads=1,
+        head_size=1,
+        vocabulary=config.vocab_size,
+        dense_bytes_per_parameter=width,
+        layer_expert_bytes=(max(layer.expert_bytes for layer in layers),) * len(layers),
+    )
+
+
+def _origin(model: Opened, layers: list[ExpertLayer]) -> str:
+    """What the experts are made from, in words that no others share: the files, and the type of the weights."""
+    digest = hashlib.sha256()
+    for shard in model.shards:
+        found = shard.path.stat()
+        digest.update(repr((shard.path.resolve(), found.st_size, found.st_mtime_ns)).encode())
+    return f"{model.loaded.name} as {str(layers[0].rows[0].dtype).removeprefix('torch.')} ({digest.hexdigest()[:16]})"

@@ -1,0 +1,39 @@
+"""Options that `generate` and `serve` share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sim.commands import options
+from tracer import demo
+
+if TYPE_CHECKING:
+    from replay.live.model import How
+
+
+@dataclass(frozen=True)
+class LiveOptions:
+    """How a model is opened: fields of `replay.live.model.How`, but for `model`."""
+
+    policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = (
+        options.POLICY
+    )
+    cache_size: Annotated[
+        str, typer.Option(help="Cache size: a share of all experts (25%), experts (64) or bytes (8GiB).")
+    ] = options.CACHE_SIZE
+    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
+    lanes: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Threads that read the disk. Default: measured.")
+    ] = None
+    store: Annotated[
+        Path | None,
+        typer.Option(help="File for experts that loading converts, written once. Default: beside the model."),
+    ] = None
+
+    def how(self, model: str | None) -> "How":
+        """Return how to open the model; None: the shipped one."""
+        from replay.live.model import How
+
+        return How(model or str(demo.MODEL), name=None if model else demo.NAME, **vars(self))

@@ -1,0 +1,53 @@
+"""What a live model is asked: texts, files of prompts, or token ids for models that have no tokenizer."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tracer.models import LoadedModel
+from tracer.prompts import Columns, Prompt, read_prompts
+from traces.errors import InputError
+
+
+class TokenIds:
+    """Stands for a tokenizer: it reads token ids, `5,6,7`, and writes what the model's own does, if there is one."""
+
+    def __init__(self, vocabulary: int, own: Any) -> None:
+        self._vocabulary, self._own = vocabulary, own
+        self.eos_token_id = getattr(own, "eos_token_id", None)
+        self.pad_token_id = getattr(own, "pad_token_id", None)
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        """Return the ids of a text."""
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise InputError(f"--token-ids {text!r}: write numbers with commas between them, such as 5,6,7")
+        ids = [int(part) for part in parts]
+        if (most := max(ids)) >= self._vocabulary:
+            raise InputError(f"--token-ids: the model has no token {most}, its vocabulary has {self._vocabulary}")
+        return {"input_ids": ids}
+
+    def decode(self, tokens: Sequence[int], **how: Any) -> str:
+        """Return the text of ids: numbers where nothing else is known."""
+        return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **how))
+
+
+def reading_ids(loaded: LoadedModel) -> LoadedModel:
+    """Return the model as one that is asked with token ids."""
+    vocabulary = loaded.model.config.get_text_config().vocab_size
+    return replace(loaded, tokenizer=TokenIds(vocabulary, loaded.tokenizer))
+
+
+def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -> list[Prompt]:
+    """Return what was asked for; InputError unless it was asked for in one way."""
+    ways = [bool(texts), file is not None, token_ids is not None]
+    if sum(ways) != 1:
+        raise InputError("say what the model is to go on with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7")
+    if file is not None:
+        return read_prompts(file, Columns())
+    if token_ids is not None:
+        return [Prompt("0", "", "", (token_ids,))]
+    if not all(text.strip() for text in texts):
+        raise InputError("--prompt: a blank text is no prompt")
+    return [Prompt(str(number), "", "", (text,)) for number, text in enumerate(texts)]

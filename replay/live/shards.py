@@ -1,0 +1,166 @@
+"""Tensors of safetensors files, read piece by piece and past the page cache; nothing is mapped into memory.
+
+A header says where each tensor lies (github.com/huggingface/safetensors, "Format"). A file that is cut off, or says
+what cannot be, is refused here, before anything is read of it.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from threading import local
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from replay.devices.expert_file import LONGEST_HEADER, open_past_cache
+from replay.devices.lanes import PAGE, page_up
+from replay.devices.store import Bytes, anonymous
+from traces.errors import InputError, located
+from traces.files import plain
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+BOUNCE_BYTES = 1 << 20
+"""Read at once where a place in a file and the place in memory do not agree in their last bits."""
+
+
+class Shard:
+    """An open file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with located(str(path)):
+            try:
+                self._file, self.past_cache = open_past_cache(plain(path))
+                self._size = path.stat().st_size
+            except OSError as error:
+                raise InputError(f"cannot be read: {error.strerror}") from error
+        self._bounce = local()
+
+    def read(self, offset: int, target: Bytes) -> None:
+        """Read len(target) bytes from `offset` on. Raise InputError where they cannot be had."""
+        begin, end = 0, len(target)
+        direct = not (offset % PAGE or target.ctypes.data % PAGE or len(target) % PAGE)
+        while begin < end:
+            lead = 0 if direct else (offset + begin) % PAGE
+            block = target[begin:] if direct else self._block(lead + end - begin)
+            try:
+                got = os.preadv(self._file, [block.data], offset + begin - lead) - lead
+            except OSError as error:
+                raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
+            if got <= 0 or (direct and got % PAGE):
+                raise InputError(f"{self.path} is cut off at byte {offset + begin + max(got, 0)}")
+            got = min(got, end - begin)
+            if not direct:
+                np.copyto(target[begin : begin + got], block[lead : lead + got])
+            begin += got
+
+    def header(self) -> dict[str, Any]:
+        """Return what the file says of each tensor. Raise InputError where it cannot be true."""
+        with located(str(self.path)):
+            if self._size < 8:
+                raise InputError("is no safetensors file, or is cut off")
+            length = struct.unpack("<Q", self._bytes(0, 8))[0]
+            if not 2 <= length <= min(LONGEST_HEADER, self._size - 8):
+                raise InputError("is no safetensors file, or is cut off")
+            try:
+                told = json.loads(self._bytes(8, length))
+                told.pop("__metadata__", None)
+                for entry in told.values():
+                    first, last = entry["data_offsets"]
+                    entry["data_offsets"] = 8 + length + first, 8 + length + last
+                end = max((entry["data_offsets"][1] for entry in told.values()), default=0)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise InputError("its header is damaged") from error
+            if end > self._size:
+                raise InputError(f"is cut off: it has {self._size} bytes of {end}")
+            return dict(told)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        target = np.empty(size, np.uint8)
+        self.read(offset, target)
+        return target.tobytes()
+
+    def _block(self, size: int) -> Bytes:
+        """Return memory of this thread, uint8[whole pages, enough for `size` or BOUNCE_BYTES]."""
+        if not hasattr(self._bounce, "memory"):
+            self._bounce.memory = anonymous(BOUNCE_BYTES)
+        memory: Bytes = self._bounce.memory
+        return memory[: min(page_up(size), BOUNCE_BYTES)]
+
+
+@dataclass(frozen=True)
+class ShardTensor:
+    """A tensor at rest. `tensor[...]` reads it: what transformers asks of a slice of a checkpoint."""
+
+    name: str
+    shard: Shard
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of its content."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __getitem__(self, _: object) -> Tensor:
+        """Return the whole tensor, in memory of its own."""
+        content = torch.empty(self.nbytes, dtype=torch.uint8)
+        if self.nbytes:
+            self.shard.read(self.offset, content.numpy())
+        return content.view(self.dtype).view(self.shape)
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self.shape)
+
+
+def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:
+    """Open all files of a checkpoint; return them and what they hold. Raise InputError for one that cannot be used."""
+    shards: list[Shard] = []
+    found: dict[str, ShardTensor] = {}
+    try:
+        for path in files:
+            shards.append(Shard(path))
+            for name, entry in shards[-1].header().items():
+                found[name] = _tensor(name, shards[-1], entry)
+    except BaseException:
+        for shard in shards:
+            shard.close()
+        raise
+    return shards, found
+
+
+def _tensor(name: str, shard: Shard, entry: dict[str, Any]) -> ShardTensor:
+    with located(str(shard.path)):
+        if entry.get("dtype") not in DTYPES:
+            raise InputError(f"{name} is of type {entry.get('dtype')}, which is not read")
+        first, last = entry["data_offsets"]
+        tensor = ShardTensor(name, shard, first, tuple(entry.get("shape", ())), DTYPES[entry["dtype"]])
+        if tensor.nbytes != last - first:
+            raise InputError(f"{name} has {last - first} bytes instead of {tensor.nbytes}: its header is damaged")
+        return tensor

@@ -1,0 +1,217 @@
+"""A live model computes what the whole model computes, to the bit, whatever its cache holds."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from replay.cli import main
+from replay.live.layout import ShardStore
+from replay.live.model import How, LiveModel, open_live
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import COLUMNS
+from sim.sweeps.setup import Requests
+from tests.support.command import run
+from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
+from tracer import demo
+from traces.errors import InputError
+
+ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "gpt_oss")
+OTHERS = ("aria", "inkling2", "nemotron_h", "jamba")
+"""Experts that are transposed, added up in float32, without a gate, or beside other layers."""
+
+
+@pytest.fixture(autouse=True)
+def _small(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for each other, and stores in the user's own folder, have no place in a test."""
+    torch.set_num_threads(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def assert_equal(wanted: Sequence[torch.Tensor], live: LiveModel, ids: torch.Tensor) -> None:
+    found = logits(live.model, ids, len(wanted) - 1)
+    live.end_request()
+    for place, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(ours, theirs), f"logits differ at token {place}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
+    architecture: str, dtype: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, architecture, dtype)
+    wanted = logits(whole_model(folder), prompt(17))
+    for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
+        with open_live(How(str(folder), policy=policy, cache_size=size, lanes=2)) as live:
+            assert isinstance(live.device.store, ShardStore)
+            assert all(weight.is_meta for name, weight in live.model.named_parameters() if "experts.gate_up" in name)
+            assert_equal(wanted, live, prompt(17))
+            assert len(live.rows) == 1 + NEW_TOKENS
+            assert sum(row.numbers[COLUMNS.index("misses")] for row in live.rows) > 0
+
+
+@pytest.mark.parametrize("architecture", OTHERS)
+def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, architecture, "bfloat16")
+    with open_live(How(str(folder), policy="lru", cache_size="2", lanes=1)) as live:
+        assert_equal(logits(whole_model(folder), prompt(9), 6), live, prompt(9))
+
+
+def test_the_shipped_model_is_equal() -> None:
+    with open_live(How(str(demo.MODEL), policy="eamc-blend", cache_size="20%", lanes=2)) as live:
+        assert_equal(logits(whole_model(demo.MODEL), prompt(30, 4096)), live, prompt(30, 4096))
+
+
+def test_other_routing_other_prompts_and_batches_are_equal_in_one_cache(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "qwen3_moe", num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
+    model = whole_model(folder)
+    with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=3)) as live:
+        for seed in range(3):
+            ids = prompt(5 + seed, seed=seed)
+            assert_equal(logits(model, ids, 8), live, ids)
+        batch = torch.cat([prompt(6, seed=1), prompt(6, seed=2)])
+        assert_equal(logits(model, batch, 4), live, batch)
+
+
+def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "qwen2_moe")
+    how = How(str(folder), policy="lru", cache_size="3", dtype="bfloat16", lanes=2, store=tmp_path / "experts")
+    model = whole_model(folder, "bfloat16")
+    written: list[int] = []
+
+    def told(count: int) -> Any:
+        return lambda: written.append(count)
+
+    for _ in range(2):
+        with open_live(how, told) as live:
+            assert_equal(logits(model, prompt(9), 5), live, prompt(9))
+    assert len(written) == written[0] == live.run.shape.total
+
+
+def test_what_is_played_is_what_the_simulator_plays(tmp_path: Path) -> None:
+    """The same decisions: LRU on demand does not depend on time."""
+    folder, trace = saved(tmp_path / "model", "mixtral"), tmp_path / "trace"
+    from replay.live.answering import answer
+    from replay.live.prompts import prompts_of, reading_ids
+    from tracer.record import Options
+
+    with open_live(How(str(folder), policy="lru", cache_size="5", lanes=2)) as live:
+        asked = prompts_of([], None, "5,6,7,8,9,10,11")
+        loaded = reading_ids(live.loaded)
+        answered = answer(live, loaded, asked, Options(max_new_tokens=12), lambda token: None, lambda: None, trace)
+    from dataclasses import replace
+
+    simulated = simulate(replace(live.run, requests=Requests(answered.trace)))
+    for column in ("hits", "late", "misses", "demand_transfers", "tokens", "phase"):
+        np.testing.assert_array_equal(getattr(answered.log, column), getattr(simulated, column))
+    assert answered.log.step_ns.min() > 0
+
+
+def generate(*arguments: object) -> Any:
+    return run(main, "generate", *arguments)
+
+
+def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "deepseek_v3")
+    ids = [5, 6, 7, 200]
+    done = generate(
+        *("--model", folder, "--token-ids", ",".join(map(str, ids)), "--print-token-ids", "--max-new-tokens", 10),
+        *("--policy", "eamc-blend", "--cache-size", "20%", "--lanes", 1),
+    )
+    assert done.returncode == 0, done.stderr
+    told = whole_model(folder).generate(torch.tensor([ids]), max_new_tokens=10, do_sample=False)[0, len(ids) :]
+    assert done.stdout.splitlines()[-1] == " ".join(map(str, told.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "belady"), "knows the future"),
+        (("--cache-size", "0"), "0 slots"),
+        (("--token-ids", "5,x"), "write numbers"),
+        (("--token-ids", "9999"), "has no token 9999"),
+        (("--prompt", "a", "--token-ids", "5"), "say what the model is to go on with"),
+        (("--overwrite",), "--overwrite replaces the trace of --record"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path, "mixtral")
+    given = arguments if "--token-ids" in arguments else ("--token-ids", "5,6", *arguments)
+    done = generate("--model", folder, "--lanes", 1, *given)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+
+
+def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "switch_transformers")
+    with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
+        pass
+
+
+def damaged(folder: Path, change: Any) -> Path:
+    """Change what the first shard with experts of layer 1 holds; return that file."""
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file: str = next(name for key, name in index["weight_map"].items() if "layers.1." in key and "experts.3" in key)
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, {"format": "pt"})
+    return folder / file
+
+
+def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:
+    def refused(folder: Path, said: str) -> None:
+        with pytest.raises(InputError, match=said) as told, open_live(How(str(folder), policy="lru", lanes=1)):
+            pass
+        assert "\n" not in str(told.value)
+
+    folder = saved(tmp_path / "nan", "mixtral")
+    dense = (
+        folder / json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]["model.norm.weight"]
+    )
+    tensors = load_file(dense)
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, dense, {"format": "pt"})
+    refused(folder, "model.norm.weight holds NaN")
+
+    folder = saved(tmp_path / "cut", "mixtral")
+    file = damaged(folder, lambda tensors: None)
+    file.write_bytes(file.read_bytes()[:-10])
+    refused(folder, "cut off")
+    file.unlink()
+    refused(folder, file.name)
+
+
+def test_a_nan_in_an_expert_fails_that_request_and_the_next_one_works(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "mixtral")
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            if "layers.1." in name and "experts.3." in name:
+                tensors[name][:] = torch.nan
+
+    model = whole_model(folder)
+    damaged(folder, spoil)
+    with open_live(How(str(folder), policy="lru", cache_size="4", lanes=1)) as live:
+        with pytest.raises(InputError, match="checkpoint is damaged"):
+            logits(live.model, prompt(30))
+        ids = next(ids for ids in (prompt(1, seed=seed) for seed in range(99)) if not _uses(model, ids, 1, 3))
+        found = live.model(input_ids=ids).logits
+        live.end_request()
+        assert torch.equal(found, model(input_ids=ids).logits)
+
+
+def _uses(model: Any, ids: torch.Tensor, layer: int, expert: int) -> bool:
+    """Whether an expert of a layer is chosen for these tokens."""
+    seen: list[torch.Tensor] = []
+    handle = model.model.layers[layer].mlp.experts.register_forward_pre_hook(lambda _, args: seen.append(args[1]))
+    with torch.no_grad():
+        model(input_ids=ids)
+    handle.remove()
+    return bool((seen[0] == expert).any())
