@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 from replay.devices.cpu import LinkThreads, Outcome
 from replay.devices.store import ExpertStore
-from replay.devices.waiting import timed
+from replay.devices.waiting import stuck, timed
 from sim.loop.device import Completion, Kind, Work
 
 Order = Kind | Sequence[Work] | Exception
@@ -30,6 +30,7 @@ class LiveDevice(LinkThreads):
     def __init__(self, store: ExpertStore, slots: int, lanes: int = 1) -> None:
         super().__init__(store, slots, lanes)
         self._orders = SimpleQueue()
+        self._failed = False
 
     # The driver's side
 
@@ -54,15 +55,26 @@ class LiveDevice(LinkThreads):
         self._submit([Completion(Kind.HEAD)], Kind.HEAD)
 
     def fail(self, error: Exception) -> None:
-        """Let the model's thread raise `error` where it waits, and let the copies under way end."""
+        """Let the model's thread raise `error` where it waits; return when the copies under way have ended.
+
+        Raise InputError where one of them never ends: then nobody can use the device again.
+        """
+        self._failed = True
+        self._orders.put(error)
         while self._copies:
-            outcome = self._outcomes.get(timeout=self.watchdog_s)
+            try:
+                outcome = self._outcomes.get(timeout=self.watchdog_s)
+            except Empty:
+                self._stuck = True
+                raise stuck(self.watchdog_s, [self._copies[0]]) from error
             if _is_copy(outcome):
                 self._copies.popleft()
-        self._orders.put(error)
 
-    def clear(self) -> None:
-        """Forget everything that was submitted; called while the model's thread begins a step."""
+    def recover(self) -> None:
+        """Forget what was submitted before a failure; called while the model's thread begins a step."""
+        if not self._failed:
+            return
+        self._failed = False
         for queue in (self._orders, self._outcomes):
             while True:
                 try:
@@ -100,8 +112,9 @@ class LiveDevice(LinkThreads):
 
     def landed(self, expert: int) -> None:
         """Wait for an expert's last piece."""
-        if landing := self._landing.get(expert):
-            landing.wait()
+        landing = self._landing.get(expert)
+        if landing and not landing.wait(2 * self.watchdog_s):
+            raise stuck(2 * self.watchdog_s, [Completion(Kind.COPY, expert)])
 
     def abort(self) -> None:
         """Let the driver drop the step that was begun."""

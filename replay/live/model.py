@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from policies.core.policy import Shape
+from policies.core.policy import NO_INTS, Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
 from replay.devices.expert_file import ExpertFile
 from replay.devices.store import require_host_memory
@@ -74,7 +74,7 @@ class LiveModel:
         self._step: Step | None = None  # the one that was begun last
         self._routing = LiveStep(0, 0, 0)
         self._next = 0  # layer of it
-        self._busy = threading.Lock()
+        self._dead: InputError | None = None  # why the model cannot be called any more
         self._driver = threading.Thread(target=self._drive, name="driver", daemon=True)
         self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
         for number, layer in enumerate(layers):
@@ -100,18 +100,18 @@ class LiveModel:
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pass begins."""
-        ids = (
-            args[0]
-            if args
-            else next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
-        )
-        rows, columns = ids.shape[:2]
+        names = ("input_ids", "inputs_embeds")
+        given: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
+        rows, columns = given.shape[:2]
         cache = kwargs.get("past_key_values")
         before = int(cache.get_seq_length()) if cache is not None else 0
         self._close_step(ends=before == 0)
         self._steps.waiting.wait()
-        self.device.clear()
-        self._step, self._routing = self._steps.begin(rows * columns, rows * (before + columns), before == 0)
+        if self._dead:
+            raise self._dead
+        self.device.recover()
+        ids = NO_INTS if given.is_floating_point() else given.numpy().reshape(-1)
+        self._step, self._routing = self._steps.begin(rows * columns, rows * (before + columns), before == 0, ids)
         self._next = 0
         self._expect(Kind.ROUTER)
 
@@ -177,7 +177,12 @@ class LiveModel:
                     self.rows.append(row)
                 return
             except Exception as error:
-                self.device.fail(error)
+                try:
+                    self.device.fail(error)
+                except InputError as stuck:
+                    self._dead = stuck
+                    self._steps.waiting.set()
+                    return
                 self._steps.forget()
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from queue import SimpleQueue
 from threading import Event as Flag
 
+from policies.core.policy import Int
 from sim.loop.schedule import LiveStep, Place, Step
 from traces.steps import DECODE, PREFILL
 
@@ -22,18 +23,18 @@ class LiveSteps:
         """Count requests and steps from the beginning."""
         self._ordinal, self._number, self._events = -1, 0, 0
 
-    def begin(self, tokens: int, context: int, is_new: bool) -> tuple[Step, LiveStep]:
-        """A forward pass begins. Return its step, and what is told of its routing."""
+    def begin(self, tokens: int, context: int, is_new: bool, token_ids: Int) -> tuple[Step, LiveStep]:
+        """A forward pass begins. Return its step, and what is told of its routing. token_ids: [tokens], or none."""
         if is_new or self._ordinal < 0:
             self._ordinal, self._number = self._ordinal + 1, -1
         self._number += 1
         phase = PREFILL if is_new or tokens > 1 else DECODE
-        routing = LiveStep(phase, self._number, self._events)
+        routing = LiveStep(phase, self._number, self._events, token_ids)
         self._events += self._layers
         places = (Place(self._ordinal, 0, self._ordinal, tokens, self._number),)
         begins = () if self._number else places
-        asked = routing.chosen, routing.event
-        step = Step(phase, tokens, context, places, begins, (), more=True, idle=False, chosen=asked[0], event=asked[1])
+        asked = routing.chosen, routing.event, routing.start
+        step = Step(phase, tokens, context, places, begins, (), True, False, *asked)
         self.waiting.clear()
         self._queue.put(step)
         return step, routing

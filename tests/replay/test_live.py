@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from replay.cli import main
 from replay.live.layout import ShardStore
 from replay.live.model import How, LiveModel, open_live
+from replay.live.shards import Shard
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import COLUMNS
 from sim.sweeps.setup import Requests
@@ -215,3 +216,45 @@ def _uses(model: Any, ids: torch.Tensor, layer: int, expert: int) -> bool:
         model(input_ids=ids)
     handle.remove()
     return bool((seen[0] == expert).any())
+
+
+def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    read, broken = Shard.read, [False]
+
+    def fails(self: Shard, offset: int, target: Any) -> None:
+        if broken[0]:
+            raise InputError(f"{self.path} cannot be read: Input/output error")
+        read(self, offset, target)
+
+    monkeypatch.setattr(Shard, "read", fails)
+    for policy in ("lru", "eamc-blend"):
+        with open_live(How(str(folder), policy=policy, cache_size="4", lanes=2)) as live:
+            for _ in range(3):
+                assert_equal(wanted, live, prompt(9))
+                live.model(input_ids=prompt(9))
+                broken[0] = True
+                with pytest.raises(InputError, match="Input/output error"):
+                    logits(live.model, prompt(12))
+                broken[0] = False
+                assert_equal(wanted, live, prompt(9))
+
+
+def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=2)) as live:
+        norm = live.model.model.layers[1].post_attention_layernorm
+
+        def leave(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        for _ in range(2):
+            handle = norm.register_forward_hook(leave)
+            with pytest.raises(KeyboardInterrupt):
+                live.model(input_ids=prompt(9))
+            handle.remove()
+            assert_equal(wanted, live, prompt(9))
