@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sim.commands import options
+from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
 
 if TYPE_CHECKING:
@@ -17,19 +17,17 @@ if TYPE_CHECKING:
 class LiveOptions:
     """How a model is opened: fields of `replay.live.model.How`, but for `model`."""
 
-    policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = (
-        options.POLICY
-    )
+    policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
     cache_size: Annotated[
         str, typer.Option(help="Cache size: a share of all experts (25%), experts (64) or bytes (8GiB).")
-    ] = options.CACHE_SIZE
+    ] = CACHE_SIZE
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     lanes: Annotated[
         int | None, typer.Option(min=1, max=256, help="Threads that read the disk. Default: measured.")
     ] = None
     store: Annotated[
         Path | None,
-        typer.Option(help="File for experts that loading converts, written once. Default: beside the model."),
+        typer.Option(help="File for experts that loading converts, written once. Default: in the cache folder."),
     ] = None
 
     def how(self, model: str | None) -> "How":
