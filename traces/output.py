@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,20 +34,43 @@ ELSEWHERE = "choose another folder with --out"
 def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
     """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
 
-    InputError where the disk is full, or the folder cannot be written to.
+    Of two that write one file at once, the one that began last does. InputError for the other, and where the disk is
+    full or the folder cannot be written to.
     """
     if not path.name:
         raise InputError("a file to write needs a name")
     part = path.absolute().with_name(f".{path.name}.part")  # Arrow takes a `~` at the beginning for a home
     with _writing(path):
-        try:
-            part.unlink(missing_ok=True)  # left by a process that was killed, or a link to somewhere else
-            yield part
-            if keep:
+        part.unlink(missing_ok=True)  # left by a process that was killed, or a link to somewhere else
+        with part.open("xb") as begun:  # it stays open, so that no other file gets its number
+            try:
+                yield part
+                if not _is(part, begun):
+                    raise InputError(f"another command writes {path}: wait for it, or name another file")
+            except BaseException:
+                _remove(part, begun)
+                raise
+            if not keep:
+                _remove(part, begun)
+        if keep:
+            try:
                 part.replace(path)
-        finally:
-            with suppress(OSError):
+            finally:
                 part.unlink(missing_ok=True)
+
+
+def _is(path: Path, file: IO[bytes]) -> bool:
+    """Whether an open file is the one that lies at `path`."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(path: Path, file: IO[bytes]) -> None:
+    with suppress(OSError):
+        if _is(path, file):
+            path.unlink()
 
 
 @contextmanager

@@ -189,6 +189,10 @@ class _Alone(Generic[T]):
             self._advance(requests)
 
 
+LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio", "concurrent.futures")
+"""What logs a traceback, some of them only now and then, when a scheduler goes."""
+
+
 class Cluster:
     """The workers of a Dask scheduler; they need the same version of this package, and the traces' paths or URLs."""
 
@@ -201,7 +205,8 @@ class Cluster:
             raise InputError(f"--scheduler {address}: write it as tcp://HOST:8786")
         self.address = address
         self._distributed: Any = distributed
-        logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # what is wrong is told once, below
+        for name in LOGGERS:  # what is wrong is told once, below
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         try:
             self._client = self._distributed.Client(address, timeout=ANSWER_S, set_as_default=False)
         except (OSError, ValueError) as error:
@@ -231,7 +236,7 @@ class Cluster:
         except (CancelledError, OSError) as error:
             if self._client.status == "running":
                 raise
-            raise InputError(f"the Dask scheduler at {self.address} is gone: go on with --resume") from error
+            raise InputError(f"the Dask scheduler at {self.address} is gone") from error
         finally:
             self._client.close(timeout=2)
 

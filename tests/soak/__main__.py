@@ -1,9 +1,9 @@
 """Record, sweep and replay for an hour, and cut everything off: `python -m tests.soak --minutes 60`, `make soak`.
 
-Each round draws a job and a fault: a process is killed at a random moment, once or several times, a worker dies, a
-scheduler vanishes, or the disk is full. Then the job is resumed, and what it wrote is held against a run that nothing
-disturbed. A finding is a traceback, a status that is none of ours, a hang, or another result. Rounds are drawn from
---seed. The summary goes to the end of --report. Full disks need rights to mount a tmpfs, and are left out without.
+Every job meets each of its faults in turn: a process is killed at a random moment, once or several times, a worker
+dies, a scheduler vanishes, or the disk is full. Then the job is resumed, and what it wrote is held against a run that
+nothing disturbed. A finding is a traceback, a status that is none of ours, a hang, or another result. Moments are drawn
+from --seed. The summary goes to the end of --report. Full disks need rights to mount a tmpfs, and are left out without.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -34,6 +35,9 @@ ROOT = Path(__file__).parents[2]
 
 LONGEST = 600.0
 """Seconds after which a command hangs."""
+
+LINGER = 60.0
+"""Seconds that workers may take to see that the process which started them is gone."""
 
 ENDED = {0: "ended", 1: "failed in one line", 2: "refused in one line", 130: "was interrupted"}
 
@@ -121,13 +125,36 @@ def counted(folder: Path) -> object:
     return table.to_pylist()
 
 
-def children(process: int) -> list[int]:
-    """Processes that it started."""
+def workers(process: int) -> list[int]:
+    """The processes that it started to play cells; none that watches over them."""
     try:
-        listed = Path(f"/proc/{process}/task/{process}/children").read_text()
+        listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        return [int(child) for child in listed if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
     except OSError:
         return []
-    return [int(number) for number in listed.split()]
+
+
+def left_behind(session: int) -> list[str]:
+    """What still runs of a session that has ended, after LINGER seconds at most; that is killed then."""
+    ends = time.monotonic() + LINGER
+    while found := [process for process in Path("/proc").iterdir() if _is_of(process, session)]:
+        if time.monotonic() > ends:
+            told = [
+                (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace") for process in found
+            ]
+            for process in found:
+                os.kill(int(process.name), signal.SIGKILL)
+            return told
+        time.sleep(0.2)
+    return []
+
+
+def _is_of(process: Path, session: int) -> bool:
+    try:
+        state, *facts = (process / "stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False
+    return process.name.isdigit() and state != "Z" and int(facts[2]) == session
 
 
 def killed(soak: Soak, job: Job, draw: random.Random, seconds: float, out: Path) -> None:
@@ -141,8 +168,8 @@ def killed(soak: Soak, job: Job, draw: random.Random, seconds: float, out: Path)
             running.send_signal(how)
             soak.done[f"{how.name} sent"] += 1
         status = soak.ends(job, running, 0, 1, 2, 130, -how)
-        for left in children(running.pid):
-            soak.found.append(f"{job.name}: process {left} is left behind")
+        if left := left_behind(running.pid):
+            soak.found.append(f"{job.name}: {LINGER:.0f} s after {how.name} it has left behind: {', '.join(left)}")
         if status == 0:
             return
         more = (job.again,)
@@ -154,7 +181,7 @@ def worker_dies(soak: Soak, job: Job, draw: random.Random, seconds: float, out: 
     ends = time.monotonic() + 2 * seconds
     while running.poll() is None and time.monotonic() < ends:
         time.sleep(draw.random() * seconds / 4)
-        if started := children(running.pid):
+        if started := workers(running.pid):
             os.kill(draw.choice(started), signal.SIGKILL)
             soak.done["workers killed"] += 1
             break
@@ -264,9 +291,10 @@ def jobs(home: Path) -> list[Job]:
     ]
 
 
+@cache
 def faults_of(job: Job) -> list[str]:
     """Those that a job can have here."""
-    found = ["kill", "kill"]
+    found = ["kill"]
     if job.command == "sim":
         found += ["worker", "scheduler"]
     return found + ["full disk"] * (mounts() and job.name != "replay disk")
@@ -298,17 +326,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     home, begun, rounds = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic(), 0
     soak, draw = Soak(home, asked.seed), random.Random(asked.seed)
     try:
-        known = []
+        known, turn = [], 0
         for job in jobs(home):
             began = time.monotonic()
             soak.ends(job, soak.command(job, home / job.name), 0)
             known.append((job, time.monotonic() - began, job.content(home / job.name)))
             print(f"{job.name}: {known[-1][1]:.1f} s undisturbed", flush=True)
         while time.monotonic() - begun < 60 * asked.minutes:
+            turn += 1
             for job, seconds, whole in known:
                 if time.monotonic() - begun >= 60 * asked.minutes:
                     break
-                fault = draw.choice(faults_of(job))
+                fault = faults_of(job)[turn % len(faults_of(job))]
                 before = len(soak.found)
                 round_of(soak, job, fault, draw, seconds, whole)
                 rounds += 1

@@ -206,6 +206,22 @@ def test_a_trace_is_not_written_into_a_trace(trace: Path) -> None:
     assert not (trace / "inner").exists()
 
 
+def test_of_two_that_write_one_file_one_wins_and_the_other_hears_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    for last_to_end in ("first", "second"):
+        writers = {name: replacing(file) for name in ("first", "second")}
+        for name, writer in writers.items():
+            writer.__enter__().write_text(name)
+        for name in sorted(writers, key=last_to_end.__eq__):
+            if name == "second":
+                writers[name].__exit__(None, None, None)
+                continue
+            with pytest.raises(InputError, match=r"another command writes .*x\.txt"):
+                writers[name].__exit__(None, None, None)
+        assert file.read_text() == "second"
+        assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
 def test_a_folder_whose_name_begins_with_a_tilde_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "home"
     home.mkdir()
