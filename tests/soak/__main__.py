@@ -200,7 +200,7 @@ def scheduler_vanishes(soak: Soak, job: Job, draw: random.Random, seconds: float
         env = os.environ | {"PYTHONPATH": str(ROOT)}
         worker = subprocess.Popen([*played, "--nthreads", "1"], **quiet, env=env)  # type: ignore[call-overload]
         try:
-            while not told.exists():
+            while not (told.exists() and told.read_text().rstrip().endswith("}")):  # whole
                 time.sleep(0.1)
             running = soak.command(job, out, "--scheduler", json.loads(told.read_text())["address"])
             time.sleep(draw.random() * 2 * seconds)
