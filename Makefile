@@ -42,9 +42,10 @@ SOAK_MINUTES ?= 60
 soak: $(READY) ## record, sweep and replay for SOAK_MINUTES while processes are killed and disks fill
 	$(BIN)/python -m tests.soak --minutes $(SOAK_MINUTES) --report docs/reliability.md
 
-audit: $(READY) ## known vulnerabilities in what is installed
-	$(BIN)/pip install -q --disable-pip-version-check pip-audit
-	$(BIN)/pip-audit --skip-editable --progress-spinner off
+audit: $(READY) ## known vulnerabilities in what is installed: by a tool in a folder of its own
+	$(PYTHON) -m venv .audit
+	.audit/bin/pip install -q --disable-pip-version-check pip-audit
+	.audit/bin/pip-audit --progress-spinner off --path "$$($(BIN)/python -c 'import sysconfig as s; print(s.get_path("purelib"))')"
 
 fuzz-engines: $(READY) ## both engines against each other and the oracle on 50,000 random runs of each kind
 	MOE_FUZZ_CASES=50000 $(BIN)/pytest -n 2 tests/sim/test_kernel.py tests/sim/test_model_equals_reference.py -k seeded
@@ -70,4 +71,4 @@ gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show,
 	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
 
 clean:
-	rm -rf $(VENV) demo
+	rm -rf $(VENV) .audit demo

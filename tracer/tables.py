@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces import facts
+from traces.arrays import MOST_TIMES, MOST_UNPACKED
 from traces.errors import InputError
 
 Row = dict[str, Any]
@@ -55,7 +56,7 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
         if name.endswith(".parquet"):
             return Table(pq.read_table(path.absolute(), partitioning=None).to_pylist())
         content = path.read_bytes()
-        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
+        text = (_unpacked(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if name.endswith(".jsonl"):
@@ -67,6 +68,16 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     if name.endswith(".txt"):
         return Table([{"prompt": line} for line in text.splitlines() if line.strip()])
     raise InputError(f"{path}: prompts are read from {', '.join(ENDINGS)}, also as .gz")
+
+
+def _unpacked(content: bytes) -> bytes:
+    """What is gzipped in `content`. Raise OSError where that is far more than it is."""
+    most = max(MOST_UNPACKED, MOST_TIMES * len(content))
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        unpacked = file.read(most + 1)
+    if len(unpacked) > most:
+        raise OSError(f"it unpacks to more than {most} bytes, far more than it has")
+    return unpacked
 
 
 def _json_lines(path: Path, text: str) -> list[Row]:

@@ -25,6 +25,7 @@ from policies.eamc.options import EamcOptions
 from policies.prefetch.stride import Predictor
 from replay.comparison.record import Record
 from replay.devices import expert_file
+from replay.report import HEADER
 from sim import backtest
 from sim.profiles import hardware_profile
 from sim.tuning.journal import WHAT, Journal
@@ -146,6 +147,11 @@ def texts(folder: Path) -> Iterator[tuple[str, bytes]]:
     yield "hardware-toml", machine + DEMO.encode()
     for name in ("olmoe-1b-7b", "deepseek-v2-lite", "gpt-oss-20b"):
         yield "model-toml", (PROFILES / "models" / f"{name}.toml").read_bytes()
+    yield "config-json", (ROOT / "tracer" / "demo" / "model" / "config.json").read_bytes()
+    each = (GOOD.steps(i) for i in range(3))
+    rows = [(step.request, phase, n) for step in each for phase, n in zip(step.phase, step.tokens, strict=True)]
+    played = [",".join(map(str, [*row, *[7] * (len(HEADER) - len(row))])) for row in rows]
+    yield "steps-csv", "\r\n".join([",".join(HEADER), *played, ""]).encode()
     yield "backtest-toml", (Path(backtest.__file__).parent / "colibri.toml").read_bytes()
     yield "backtest-toml", (Path(backtest.__file__).parent / "disk.toml").read_bytes()
     write_trace(TINY, folder / "tiny")

@@ -27,6 +27,7 @@ from replay.devices.expert_file import ExpertFile
 from replay.devices.store import anonymous
 from replay.gpu_check import draw
 from replay.model.weights import Checkpoint
+from replay.report import done_before
 from sim.backtest import file as backtest
 from sim.engines.cases import run_file
 from sim.profiles.expert_sizes import expert_bytes_by_layer
@@ -194,6 +195,13 @@ def prompts(content: bytes, folder: Path) -> object:
     return read_prompts(path, Columns())
 
 
+def steps(content: bytes, folder: Path) -> object:
+    """The steps of a run that was cut off."""
+    (folder / "run.json").write_text(json.dumps({"key": "k"}))
+    (folder / "per_token.csv").write_bytes(content)
+    return done_before(folder, "k", [GOOD.steps(i) for i in range(3)])
+
+
 def answers(name: str, options: Options, format: str = "auto") -> Callable[[bytes, Path], object]:
     """Answers of a server."""
     return written(name, lambda path: import_dump(path, options=options, format=format))
@@ -298,6 +306,8 @@ TARGETS = {
         Target("prompts", prompts),
         Target("hardware-toml", written("x.toml", lambda path: hardware(str(path)))),
         Target("model-toml", written("x.toml", lambda path: model(str(path)))),
+        Target("config-json", written("config.json", lambda path: model(str(path)))),
+        Target("steps-csv", steps),
         Target("sweep-toml", written("sweep.toml", asked)),
         Target("winner-toml", written("winner.toml", lambda path: winner.read(path.parent))),
         Target("backtest-toml", written("x.toml", backtest.read)),

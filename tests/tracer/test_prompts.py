@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tracer import demo
+from tracer import demo, tables
 from tracer.prompts import Columns, Prompt, read_prompts
 from traces.errors import InputError
 
@@ -402,3 +402,12 @@ def test_the_shipped_prompts_are_64_of_eight_tasks() -> None:
     assert len(prompts) == 64
     assert len({p.task for p in prompts}) == 8
     assert len({p.turns for p in prompts}) == 64
+
+
+def test_what_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.txt.gz"
+    path.write_bytes(gzip.compress(b"one line\n" * 10_000))
+    assert len(read_prompts(path, Columns())) == 10_000
+    monkeypatch.setattr(tables, "MOST_UNPACKED", 1000)
+    with pytest.raises(InputError, match="far more than it has"):
+        read_prompts(path, Columns())
