@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom on what ships with the project."""
+"""Every notebook runs from top to bottom on what ships with the project, and is committed with what it shows."""
 
 from pathlib import Path
 
@@ -7,17 +7,39 @@ import pytest
 from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+QUICK = ("1_", "9_")
+LARGEST = 300_000
 
 
-def test_there_is_a_notebook():
-    assert NOTEBOOKS
+def _figures(notebook: nbformat.NotebookNode) -> int:
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    return sum("image/svg+xml" in output.get("data", {}) for output in outputs)
+
+
+def test_the_questions_are_all_there():
+    assert [path.stem.split("_")[0] for path in NOTEBOOKS] == list("123456789")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_a_question_with_its_outputs_and_small(path):
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    title = notebook.cells[0].source.splitlines()[0]
+    assert title.startswith("# ")
+    assert title.endswith("?") or path.stem.startswith("9_")
+    assert all(cell.execution_count == i for i, cell in enumerate(cells, 1)), "run it from top to bottom"
+    assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
+    assert _figures(notebook)
+    assert path.stat().st_size <= LARGEST
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem.startswith(QUICK) else pytest.mark.slow) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
+    shown = _figures(notebook)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    pictures = [
-        output for cell in notebook.cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})
-    ]
-    assert pictures, "a notebook shows something"
+    assert _figures(notebook) == shown

@@ -382,8 +382,8 @@ def _routing(sweep: Results) -> Iterator[Item]:
     names = trace.requests["id"].astype(str).tolist()
     whole = eams.sum(axis=0)
     places = np.linspace(0, len(names) - 1, min(MAPPED, len(names))).round().astype(int)
-    maps = {"all requests": _shares(whole)} | {
-        _short(names[i]): _shares(eams[i]) for i in dict.fromkeys(places.tolist())
+    maps = {"all requests": plot.shares(whole)} | {
+        _short(names[i]): plot.shares(eams[i]) for i in dict.fromkeys(places.tolist())
     }
     caption = (
         f"Expert activation matrices of {phase}: how much of a layer's routing each expert has. One request activates "
@@ -406,11 +406,6 @@ def _similarity(trace: Trace, eams: Any) -> Iterator[Item]:
     title = f"{len(order)} requests, ordered by task ({len(set(labels[order]))})"
     caption = "How alike requests are: bright blocks along the diagonal are tasks whose requests use the same experts."
     yield _figure(plot.similarity_map(cosines, title), caption)
-
-
-def _shares(eam: Any) -> plot.Float:
-    sums: plot.Float = eam / np.maximum(eam.sum(axis=1, keepdims=True), 1)
-    return sums
 
 
 def _short(name: str) -> str:

@@ -43,6 +43,9 @@ DRAWN = {
 
 USERS = "users.png"
 
+BELADY = "belady"
+"""The name of the bound, which is drawn like none of the policies."""
+
 BINS = 200
 """Groups of steps that a figure of a long run shows."""
 
@@ -307,3 +310,56 @@ def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     drawing.legend(list(found.values()), list(found), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+
+
+def shares(eam: "NDArray[Any]") -> Float:
+    """Return what share of its layer's routing each expert of an EAM [L, E] has."""
+    found: Float = eam / np.maximum(eam.sum(axis=1, keepdims=True), 1)
+    return found
+
+
+def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str) -> "Figure":
+    """Return points of several kinds, as x and y by name."""
+    drawing, (axes,) = panels([""], xlabel)
+    for i, (name, (x, y)) in enumerate(points.items()):
+        axes.plot(x, y, **look(i), linestyle="none", alpha=0.7, label=name)
+    axes.set_ylabel(ylabel)
+    axes.set_ylim(bottom=0)
+    _legend_below(drawing, [axes])
+    return drawing
+
+
+def lines(held: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False, title: str = "") -> "Figure":
+    """Return lines, as x and y by name; one called belady is the bound."""
+    drawing = line_panels({title: held}, xlabel, ylabel)
+    if log:
+        drawing.axes[0].set_xscale("log")
+    return drawing
+
+
+def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylabel: str) -> "Figure":
+    """Return lines by panel and name, as x and y; one called belady is the bound."""
+    drawing, grid = panels(list(held), xlabel)
+    names = [name for name in dict.fromkeys(name for each in held.values() for name in each) if name != BELADY]
+    for axes, each in zip(grid, held.values(), strict=True):
+        for name, (x, y) in each.items():
+            style = BOUND if name == BELADY else {**look(names.index(name)), "linewidth": 1.6, "label": wrapped(name)}
+            axes.plot(x, y, **style)
+    grid[0].set_ylabel(ylabel)
+    _legend_below(drawing, grid)
+    return drawing
+
+
+def changes(bars: "dict[str, float]", xlabel: str) -> "Figure":
+    """Return changes to the left and to the right of 0, the largest first."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(7, 1.2 + 0.26 * len(bars)), layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, "", xlabel, "x")
+    ordered = sorted(bars, key=lambda name: -abs(bars[name]))
+    axes.barh(ordered, [bars[name] for name in ordered], color=COLOURS[0])
+    axes.axvline(0, color=BOUND_COLOUR, linewidth=1)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    return drawing

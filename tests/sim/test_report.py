@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sim.report import bounds, inputs, page
+from sim.results import plot
 from sim.results.metrics import RESULTS
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
@@ -239,5 +240,5 @@ def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
 def test_similar_requests_are_bright_and_maps_are_shares(swept):
     trace = inputs.read([swept])[0].trace
     assert trace is not None
-    shares = page._shares(trace.eams(1).sum(axis=0))
+    shares = plot.shares(trace.eams(1).sum(axis=0))
     assert np.allclose(shares.sum(axis=1), 1)
