@@ -34,18 +34,27 @@ def say(part: RenderableType) -> None:
     A table is never narrower than its names, which are not cut: a terminal wraps its lines then. In a pipe or a file
     each row is one line.
     """
+    _print(part, out, stderr=False)
+
+
+def tell(part: RenderableType) -> None:
+    """Print the same on standard error, where standard output is a result of its own."""
+    _print(part, err, stderr=True)
+
+
+def _print(part: RenderableType, to: Console, stderr: bool) -> None:
     if isinstance(part, str):
-        out.print(part, soft_wrap=True)
+        to.print(part, soft_wrap=True)
         return
-    wide = out.options.update(max_width=WIDEST)
+    wide = to.options.update(max_width=WIDEST)
     for column in part.columns if isinstance(part, Table) else ():
         column.overflow = "fold"
         if column.no_wrap:
-            cells = (Measurement.get(out, wide, cell).maximum for cell in (column.header, *column.cells))
+            cells = (Measurement.get(to, wide, cell).maximum for cell in (column.header, *column.cells))
             column.min_width = max(cells)
-    room = Measurement.get(out, wide, part)
-    width = max(out.width, room.minimum) if out.is_terminal else room.maximum
-    Console(**AS_THEY_ARE, width=width).print(part)
+    room = Measurement.get(to, wide, part)
+    width = max(to.width, room.minimum) if to.is_terminal else room.maximum
+    Console(**AS_THEY_ARE, width=width, stderr=stderr).print(part)
 
 
 def note(text: str) -> None:

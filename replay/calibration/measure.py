@@ -75,7 +75,7 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
     """Measure everything but policies. Leaves whole experts in some slots."""
     meter = Meter(device)
     places = min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
-    transfer_ns, latency_ns = _transfers(meter, run.gpu.link.expert_bytes, places)
+    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, places)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
     sizes, behind = [1, *ladder(most_tokens)], _behind(run)
@@ -244,7 +244,7 @@ class Endless(Transfers):
         return False
 
 
-def _transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
+def transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
     """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots."""
     part_bytes = -(-expert_bytes // 2)
     part = _transfer_ns(meter, part_bytes, places)

@@ -1,5 +1,6 @@
 """The command `moe-replay generate`: a model goes on with prompts, its experts on disk behind a cache."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,7 @@ import typer
 
 from replay.live.options import LiveOptions
 from sim.commands import options
+from sim.commands.printed import progress
 from traces import console
 from traces.errors import InputError
 
@@ -44,9 +46,12 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
+    from replay import report
     from replay.live.answering import TextStream, answer
     from replay.live.model import open_live
+    from replay.live.prediction import outcome
     from replay.live.prompts import prompts_of, reading_ids
+    from replay.warmup import undisturbed
     from tracer.answers import Sampling
     from tracer.record import Options
     from traces.writer import check_target
@@ -68,7 +73,7 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    with open_live(how, lambda count: lambda: None) as live:
+    with open_live(how, partial(progress, quiet=quiet, what="experts written")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
@@ -82,6 +87,15 @@ def generate(
             show("\n")
             stream = TextStream(loaded, show)
 
-        answer(live, loaded, asked, settings, lambda token: stream.add(token), ended, record, overwrite, console.warn)
+        with undisturbed():
+            answered = answer(
+                *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
+                *(record, overwrite, console.warn),
+            )
         if print_token_ids:
             console.say(" ".join(map(str, last)))
+        if not quiet:
+            found = outcome(live, answered)
+            for part in (report.title(found), report.table(found), report.last_line(found)):
+                console.tell(part)
+            console.tell(live.memory.told(int(answered.trace.position.max()) + 2))

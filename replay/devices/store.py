@@ -10,7 +10,9 @@ every result states.
 
 import mmap
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -161,12 +163,29 @@ def available_memory_bytes() -> int | None:
     try:
         system = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         known.append(int(system["MemAvailable"].split()[0]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-            known.append(int(limit) - used)
     except (OSError, ValueError, KeyError):
         pass
+    for group, limit, usage, reclaimable in _control_groups():
+        try:
+            most = (group / limit).read_text().strip()
+            if most != "max":
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                known.append(int(most) - int((group / usage).read_text()) + int(stat.get(reclaimable, 0)))
+        except (OSError, ValueError):
+            pass
     return min(known, default=None)
+
+
+def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
+    """Folders that may tell of this process's limits, and their files: of cgroup v2 and v1, its own and the root's."""
+    root = Path("/sys/fs/cgroup")
+    second = "memory.max", "memory.current", "inactive_file"
+    first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    yield root, *second
+    with suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                yield root / path.lstrip("/"), *second
+            elif "memory" in controllers.split(","):
+                yield root / "memory" / path.lstrip("/"), *first

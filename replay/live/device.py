@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
-from replay.devices.cpu import LinkThreads, Outcome
+from replay.devices.cpu import LinkThreads, Outcome, Stream
 from replay.devices.store import ExpertStore
 from replay.devices.waiting import stuck, timed
 from sim.loop.device import Completion, Kind, Work
@@ -31,6 +31,12 @@ class LiveDevice(LinkThreads):
         super().__init__(store, slots, lanes)
         self._orders = SimpleQueue()
         self._failed = False
+
+    def read_with(self, lanes: int) -> None:
+        """Read with so many lanes from now on; nothing is under way."""
+        for lane in self._lanes:
+            lane.close(wait=True)
+        self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
 
     # The driver's side
 
@@ -110,11 +116,14 @@ class LiveDevice(LinkThreads):
         """Report that a piece of work has ended."""
         self._outcomes.put(completion)
 
-    def landed(self, expert: int) -> None:
-        """Wait for an expert's last piece."""
+    def landed(self, expert: int) -> bool:
+        """Wait for an expert's last piece; return whether that was still under way."""
         landing = self._landing.get(expert)
-        if landing and not landing.wait(2 * self.watchdog_s):
+        if landing is None or landing.is_set():
+            return False
+        if not landing.wait(2 * self.watchdog_s):
             raise stuck(2 * self.watchdog_s, [Completion(Kind.COPY, expert)])
+        return True
 
     def abort(self) -> None:
         """Let the driver drop the step that was begun."""

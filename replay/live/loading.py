@@ -7,7 +7,7 @@ from a reader that maps nothing. In their place stand meta tensors, so that noth
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,10 @@ from traces.errors import InputError, located
 
 IMPLEMENTATION = "moe-expert-cache"
 """The experts implementation that `replay.live` registers with transformers."""
+
+
+Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
+"""Shows work of so many pieces while it is entered, and gives what hears of each."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,11 @@ def _require_numbers(source: str, model: nn.Module) -> None:
 
 @contextmanager
 def expert_store(
-    model: Opened, layers: list[ExpertLayer], file: Path | None, progress: Callable[[int], Callable[[], None]]
+    model: Opened, layers: list[ExpertLayer], file: Path | None, progress: Progress
 ) -> Iterator[ShardStore | ExpertFile]:
     """Open where experts are read from: the shards where their layout allows it, else `file`, written if it is missing.
 
-    layers: in the order of execution; progress: gets how many experts are written, and returns what hears of each.
+    layers: in the order of execution; progress: is shown while experts are written.
     """
     pieces = _pieces(model, layers)
     if pieces is not None:
@@ -135,7 +139,8 @@ def expert_store(
         count = len(layers) * layers[0].experts
         with located(f"{model.loaded.name}: loading converts its experts, so they are written to a file (--store)"):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write(file, profile, _Converting(model, layers).fill, origin, count, progress(count))
+            with progress(count) as advance:
+                write(file, profile, _Converting(model, layers).fill, origin, count, lambda: advance(1))
     with closing(ExpertFile(file, profile)) as written:
         if written.facts.weights != origin:
             raise InputError(f"{file} holds experts of {written.facts.weights}: remove it, or name another --store")

@@ -6,11 +6,13 @@ fails, the pass that needed it raises the error, cache and policy start anew, an
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -20,26 +22,38 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from policies.core.policy import NO_INTS, Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
+from replay.calibration.measure import CYCLE_BYTES, transfers
+from replay.calibration.meter import Meter
 from replay.devices.expert_file import ExpertFile
+from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory
 from replay.live.device import LiveDevice
 from replay.live.experts import LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, ShardStore
-from replay.live.loading import IMPLEMENTATION, Opened, expert_store, opened
+from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
+from replay.live.memory import Memory, cache_bytes, memory_of
+from replay.live.parts import Parts
 from replay.live.steps import LiveSteps
+from replay.warmup import decide
 from sim.loop.device import Completion, Kind
 from sim.loop.driver import Driver
 from sim.loop.log import StepRow
 from sim.loop.run import Run, gpu_run
 from sim.loop.schedule import LiveStep, Step
 from sim.profiles.timing import FixedTiming, Link
-from sim.quantities import parse_cache_size
+from sim.quantities import parse_cache_size, show_bytes
+from sim.sweeps.setup import Requests
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming
 from traces.errors import InputError
+from traces.synthetic import synthetic
 
 HOOK = "moe_expert_cache"
 """Attribute of a module of experts: what computes them."""
+
+
+TRIED_TOKENS = 24
+"""Of a prefill by which a token's share of the KV cache is told."""
 
 
 @dataclass(frozen=True)
@@ -59,27 +73,62 @@ class LiveModel:
     """Open. `model` is transformers' own; `rows` are those of the steps that have ended."""
 
     def __init__(
-        self, loaded: LoadedModel, hook: ExpertsHook, layers: Sequence[ExpertLayer], device: LiveDevice, run: Run
+        self,
+        loaded: LoadedModel,
+        hook: ExpertsHook,
+        layers: Sequence[ExpertLayer],
+        device: LiveDevice,
+        run: Run,
+        memory: Memory,
+        lanes: int,
+        dense_ns: int,
     ) -> None:
-        """hook: of the tracer, which has probed the model; layers: in the order of execution."""
+        """hook: of the tracer, which has probed the model; layers: in the order of execution.
+
+        lanes: of the device; dense_ns: what a layer's dense part takes for a token, about.
+        """
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
-        self.run, self.device = run, device
+        self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
         self._steps = LiveSteps(len(layers))
         slots = torch.from_numpy(device.pool)
         views = {layer.rows: SlotViews(layer.rows, slots) for layer in layers}
         self._layers = [LayerExperts(layer, views[layer.rows]) for layer in layers]
         self._names = [layer.name for layer in layers]
+        self.transfers = self.time_transfers(run)
+        """What an expert takes from the disk, and what of it is latency, in ns: timed before the first request."""
+        self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
         self._step: Step | None = None  # the one that was begun last
         self._routing = LiveStep(0, 0, 0)
         self._next = 0  # layer of it
+        self._tokens = self._context = 0  # of it
+        self._top_k = hook.top_k
+        self.parts = Parts()
         self._dead: InputError | None = None  # why the model cannot be called any more
         self._driver = threading.Thread(target=self._drive, name="driver", daemon=True)
         self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))
         self._driver.start()
+
+    def time_transfers(self, run: Run | None = None) -> tuple[int, int]:
+        """Time transfers, alone; what slots hold is lost, so no request may follow."""
+        gpu = (run or self.run).gpu
+        places = min(gpu.slots, max(2 * self.hook.top_k, CYCLE_BYTES // gpu.link.expert_bytes))
+        return transfers(Meter(self.device), gpu.link.expert_bytes, places)
+
+    def _window(self, dense_ns: int) -> float:
+        """How many experts the disk gives while a layer of a decoded token computes: for prefetch budgets."""
+        hidden = torch.zeros(1, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
+        layer, timed = self._layers[0], []
+        for _ in range(3):
+            began = perf_counter_ns()
+            layer.begin(hidden, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=hidden.dtype))
+            layer.expert(0, 0)
+            layer.combined()
+            timed.append(perf_counter_ns() - began)
+        return (dense_ns + self.hook.top_k * median(timed)) / self.transfers[0]
 
     def end_request(self) -> None:
         """The last forward pass of a request has ended; returns when the driver has heard of it."""
@@ -105,7 +154,8 @@ class LiveModel:
         rows, columns = given.shape[:2]
         cache = kwargs.get("past_key_values")
         before = int(cache.get_seq_length()) if cache is not None else 0
-        self._close_step(ends=before == 0)
+        ends = before == 0 or self._step is None
+        self._close_step(ends)
         self._steps.waiting.wait()
         if self._dead:
             raise self._dead
@@ -113,7 +163,11 @@ class LiveModel:
         ids = NO_INTS if given.is_floating_point() else given.numpy().reshape(-1)
         self._step, self._routing = self._steps.begin(rows * columns, rows * (before + columns), before == 0, ids)
         self._next = 0
+        was, self._tokens, self._context = self._tokens, rows * columns, before + columns
         self._expect(Kind.ROUTER)
+        took = self.parts.lap()
+        if not ends:
+            self.parts.head[was].add(took)
 
     def _close_step(self, ends: bool) -> None:
         """The step that was begun last has ended, or was left in the middle."""
@@ -134,6 +188,8 @@ class LiveModel:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         if layer:
             self._expect(Kind.ROUTER)
+        parts = self.parts
+        parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
         chosen, counts = np.unique(index.numpy(), return_counts=True)
         real = (chosen >= 0) & (chosen < self._experts)
         chosen, counts = chosen[real], counts[real]
@@ -144,23 +200,29 @@ class LiveModel:
         if not bool(output.isfinite().all()):
             raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
         self.device.ended(Completion(Kind.COMBINE))
+        self.parts.combine[self._tokens].add(self.parts.lap())
         self._next += 1
         return output
 
     def _computed(self, experts: LayerExperts, first: int, count: int, event: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Compute `count` experts as they come, and return their sum."""
-        device, output = self.device, None
+        device, parts, output = self.device, self.parts, None
         experts.begin(*event)
         while (order := device.order()) is not Kind.COMBINE:
             assert not isinstance(order, Kind | Exception), order
-            for expert, _, _ in order:
-                device.landed(expert)
+            waited = [device.landed(expert) for expert, _, _ in order]
+            took = parts.lap()
             if len(order) == count:
+                if not any(waited):
+                    parts.answer.add(took)
                 output = experts.whole(*event, {expert - first: slot for expert, slot, _ in order})
-            for expert, slot, _ in order:
+                parts.expert[self._tokens * self._top_k // count or 1].add(parts.lap(), count)
+            for expert, slot, tokens in order:
                 if len(order) < count:
                     experts.expert(expert - first, slot)
+                    parts.expert[tokens].add(parts.lap())
                 device.ended(Completion(Kind.EXPERT, expert))
+        parts.lap()
         return experts.combined() if output is None else output
 
     def _expect(self, kind: Kind) -> None:
@@ -193,10 +255,10 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 @contextmanager
-def open_live(how: How, told: Callable[[int], Callable[[], None]] = lambda count: lambda: None) -> Iterator[LiveModel]:
+def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pieces: None)) -> Iterator[LiveModel]:
     """Load a model without its experts and put a cache of them in front of the disk.
 
-    told: progress of writing a store, see `expert_store`. Raise InputError for whatever cannot be.
+    progress: is shown while a store is written (`expert_store`). Raise InputError for whatever cannot be.
     """
     policy = parse(how.policy)
     require_causal(policy)
@@ -205,16 +267,22 @@ def open_live(how: How, told: Callable[[int], Callable[[], None]] = lambda count
         opening.enter_context(torch.no_grad())
         without = opening.enter_context(opened(how.source, how.dtype, how.name))
         layers, hook = rehearse(without)
-        store: ShardStore | ExpertFile = opening.enter_context(expert_store(without, layers, how.store, told))
+        store: ShardStore | ExpertFile = opening.enter_context(expert_store(without, layers, how.store, progress))
         shape = Shape(len(layers), layers[0].experts)
         slots = parse_cache_size(how.cache_size, shape.total, store.expert_bytes)
         policy.divide(shape, slots)
         require_host_memory(slots * store.stride, f"a cache of {slots} experts", "choose a smaller --cache-size")
-        device = LiveDevice(store, slots, how.lanes or 1)
+        run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
+        _warm_up(run, hook.top_k)
+        kv_per_token, dense_ns = _try_out(without.loaded.model, len(layers))
+        memory = memory_of(without.loaded, without.dense_bytes, slots * store.stride, hook.top_k, kv_per_token)
+        what = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
+        require_host_memory(memory.slots + memory.workspace(0), what, "choose a smaller --cache-size")
+        device = LiveDevice(store, slots)
         opening.callback(device.close)
-        link = Link(0, 1, 1, store.expert_bytes)
-        run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), link, experts_per_layer=1.0)
-        live = LiveModel(without.loaded, hook, layers, device, run)
+        lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
+        device.read_with(lanes)
+        live = LiveModel(without.loaded, hook, layers, device, run, memory, lanes, dense_ns)
         opening.callback(live.close)
         yield live
 
@@ -246,3 +314,26 @@ def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
                 f"{model.loaded.name} cannot generate from a cache of experts"
             )
     return [by_module[module] for module in hook.modules], hook
+
+
+def _warm_up(run: Run, top_k: int) -> None:
+    """Have the policy compiled before memory is stated and time counts."""
+    shape = run.shape
+    steps = {"requests": 2, "tokens": 8, "prompt_tokens": 4}
+    trace = synthetic(**steps, layers=shape.layers, experts=shape.experts, top_k=top_k, seed=0)
+    tiers = (replace(run.gpu, experts_per_layer=1.0),)
+    decide(replace(run, requests=Requests(trace), tiers=tiers))
+
+
+def _try_out(model: Any, layers: int) -> tuple[int, int]:
+    """Run a prefill and a few tokens with experts that add nothing: bytes of KV cache a token, and ns a layer."""
+    ids = torch.zeros(1, TRIED_TOKENS, dtype=torch.int64)
+    took = []
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        size = cache_bytes(cache)
+        for _ in range(3):
+            began = perf_counter_ns()
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+            took.append(perf_counter_ns() - began)
+    return -(-size // TRIED_TOKENS), int(median(took)) // layers

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,13 +16,13 @@ from replay.cli import main
 from replay.live.layout import ShardStore
 from replay.live.model import How, LiveModel, open_live
 from replay.live.shards import Shard
-from sim.engines.simpy_engine import simulate
 from sim.loop.log import COLUMNS
-from sim.sweeps.setup import Requests
 from tests.support.command import run
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
+from tracer.cli import main as tracer_main
 from traces.errors import InputError
+from traces.trace import Trace
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "gpt_oss")
 OTHERS = ("aria", "inkling2", "nemotron_h", "jamba")
@@ -87,7 +89,7 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
     written: list[int] = []
 
     def told(count: int) -> Any:
-        return lambda: written.append(count)
+        return nullcontext(lambda pieces: written.append(count))
 
     for _ in range(2):
         with open_live(how, told) as live:
@@ -95,23 +97,23 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
     assert len(written) == written[0] == live.run.shape.total
 
 
-def test_what_is_played_is_what_the_simulator_plays(tmp_path: Path) -> None:
-    """The same decisions: LRU on demand does not depend on time."""
-    folder, trace = saved(tmp_path / "model", "mixtral"), tmp_path / "trace"
-    from replay.live.answering import answer
-    from replay.live.prompts import prompts_of, reading_ids
-    from tracer.record import Options
-
-    with open_live(How(str(folder), policy="lru", cache_size="5", lanes=2)) as live:
-        asked = prompts_of([], None, "5,6,7,8,9,10,11")
-        loaded = reading_ids(live.loaded)
-        answered = answer(live, loaded, asked, Options(max_new_tokens=12), lambda token: None, lambda: None, trace)
-    from dataclasses import replace
-
-    simulated = simulate(replace(live.run, requests=Requests(answered.trace)))
-    for column in ("hits", "late", "misses", "demand_transfers", "tokens", "phase"):
-        np.testing.assert_array_equal(getattr(answered.log, column), getattr(simulated, column))
-    assert answered.log.step_ns.min() > 0
+def test_the_record_equals_what_the_tracer_records_and_the_simulator_plays_the_same(tmp_path: Path) -> None:
+    """LRU on demand does not depend on time."""
+    prompts, live_record, whole_record = tmp_path / "p.txt", tmp_path / "live", tmp_path / "whole"
+    prompts.write_text("Once upon a time\nThe capital of\n")
+    limits = ("--max-new-tokens", 9, "--prompts", prompts)
+    run(tracer_main, "record", *limits, "--out", whole_record, "--quiet")
+    done = generate(*limits, "--record", live_record, "--policy", "lru", "--cache-size", "10%", "--lanes", 1)
+    assert done.returncode == 0, done.stderr
+    whole, found = Trace.read(whole_record), Trace.read(live_record)
+    assert found.meta == whole.meta
+    pd.testing.assert_frame_equal(found.requests, whole.requests)
+    for column in ("experts", "offsets", "phase", "position", "step", "token_id"):
+        np.testing.assert_array_equal(getattr(found, column), getattr(whole, column))
+    rows = {line.split()[0]: line.split()[1:] for line in done.stderr.splitlines() if line.startswith("  misses")}
+    assert rows["misses"][0] == rows["misses"][1], "measured and predicted"
+    assert "TPOT mean" in done.stderr
+    assert "memory: peak" in done.stderr
 
 
 def generate(*arguments: object) -> Any:

@@ -1,0 +1,105 @@
+"""The memory that a live model takes, part by part, stated before it is taken and compared with the peak afterwards."""
+
+import resource
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replay.devices.lanes import TRIED
+from replay.live.shards import BOUNCE_BYTES
+from sim.quantities import show_bytes
+
+LEAST_WORKSPACE = 48 << 20
+"""Of a forward pass: allocators keep so much for themselves."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    program: int  # the interpreter, its libraries, the policy
+    dense: int  # weights of all that is no expert
+    slots: int
+    kv_per_token: int
+    pass_per_token: int  # of a forward pass
+    fixed: int  # of any
+
+    def kv(self, tokens: int) -> int:
+        """Of a context of so many tokens."""
+        return self.kv_per_token * tokens
+
+    def workspace(self, context: int) -> int:
+        """Of a prefill of so many tokens, with the part of the KV cache that is copied as it grows."""
+        return self.fixed + (self.pass_per_token + self.kv_per_token) * context
+
+    def stated(self, context: int) -> int:
+        """Return all of it."""
+        return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
+
+    def told(self, context: int) -> str:
+        """Return it in words, beside the peak."""
+        parts = {
+            "program": self.program,
+            "dense": self.dense,
+            "slots": self.slots,
+            f"KV cache of {context:,} tokens": self.kv(context),
+            "workspace": self.workspace(context),
+        }
+        each = " + ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
+        return f"memory: peak {show_bytes(peak_bytes())}, stated {show_bytes(self.stated(context))} = {each}"
+
+
+def memory_of(loaded: Any, dense: int, slots: int, top_k: int, kv_per_token: int) -> Memory:
+    """Return what a model takes whose dense part is in memory, and whose slots are not yet."""
+    config = loaded.model.config.get_text_config()
+    hidden, width = config.hidden_size, torch.float32.itemsize
+    inner = max(size for size in (getattr(config, "intermediate_size", 0), hidden) if isinstance(size, int))
+    return Memory(
+        program=max(0, resident_bytes() - dense),
+        dense=dense,
+        slots=slots,
+        kv_per_token=kv_per_token,
+        pass_per_token=width * (hidden * (2 * top_k + 12) + 4 * inner),
+        fixed=LEAST_WORKSPACE + max(TRIED) * BOUNCE_BYTES + 4 * width * config.vocab_size,
+    )
+
+
+def cache_bytes(cache: Any) -> int:
+    """Return what a KV cache of transformers holds."""
+    held: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def walk(thing: Any) -> None:
+        if id(thing) in seen:
+            return
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            held[thing.data_ptr()] = thing.nbytes
+        elif isinstance(thing, dict):
+            for value in thing.values():
+                walk(value)
+        elif isinstance(thing, list | tuple):
+            for value in thing:
+                walk(value)
+        elif type(thing).__module__.startswith("transformers.cache_utils"):
+            walk(vars(thing))
+
+    walk(cache)
+    return sum(held.values())
+
+
+def resident_bytes() -> int:
+    """Return what this process has in memory now."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the most that it ever had."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

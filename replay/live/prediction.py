@@ -1,0 +1,61 @@
+"""What the simulator says of a live run's own trace on this machine, beside what was measured: rows as of a replay."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from replay.calibration.measure import between
+from replay.devices.device_facts import facts
+from replay.live.answering import Answered
+from replay.live.model import LiveModel
+from replay.run import Outcome, Prediction, copy_gb_per_s, host_ms
+from sim.engines.simpy_engine import simulate
+from sim.loop.log import PREDICTOR
+from sim.profiles.timing import experts_per_layer
+from sim.results.metrics import Cell, summarise
+from sim.sweeps.setup import Requests
+
+
+def outcome(live: LiveModel, answered: Answered) -> Outcome:
+    """Return the rows of a run that has just ended, measured and predicted. Times transfers again: slots are lost."""
+    run, trace, log = live.run, answered.trace, answered.log
+    events = len(log.step_ns) * run.shape.layers
+    predictor_ns = int(log.stall_ns[:, PREDICTOR].sum()) // max(1, events)
+    before, behind = live.transfers, live.time_transfers()
+    machines = [live.parts.machine(run.gpu.link.expert_bytes, *each, predictor_ns) for each in (before, behind)]
+    machine = between(machines)
+    timing, link = machine.timing(predictor_ns), machine.link()
+    known = facts(None, live.device.store)
+    cell = Cell(
+        policy=run.policy.text,
+        options=run.policy.options(),
+        oracle=False,
+        trace="this run",
+        phase=trace.phases,
+        model=live.loaded.name,
+        hardware=str(known["device_name"]),
+        predictor_us=predictor_ns / 1_000,
+        cache_experts=run.gpu.slots,
+        cache_bytes=run.gpu.slots * link.expert_bytes,
+        all_experts=run.shape.total,
+        host_memory=None,
+        max_batch=None,
+        arrivals=None,
+        arrival_rate=None,
+        cold=False,
+        warmup_requests=0,
+        seed=run.policy.seed,
+    )
+    row, by_request = summarise(log, cell, trace.requests)
+    row |= {
+        "device": "disk",
+        **known,
+        "lanes": live.lanes,
+        "past_cache": getattr(live.device.store, "past_cache", None),
+    }
+    row["copy_gb_per_s"] = copy_gb_per_s(log, run)
+    row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
+    window = experts_per_layer(timing, link, run.shape.layers, live.hook.top_k)
+    played = replace(run.on(timing, link, window), requests=Requests(trace))
+    predicted = summarise(simulate(played), cell, trace.requests)[0]
+    return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])
