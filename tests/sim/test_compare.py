@@ -1,4 +1,5 @@
 import json
+import tracemalloc
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +82,15 @@ def test_resamples_beyond_what_memory_holds_are_refused(home):
     done = run("compare", "x", "--policies", "lru,lfu", "--resamples", "1000000000", cwd=home)
     assert done.returncode == 2
     assert "10000000" in done.stderr
+
+
+def test_resamples_are_drawn_a_part_at_a_time():
+    values = np.random.default_rng(1).random(100_000)
+    tracemalloc.start()
+    interval(values, resamples=200)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100e6, "all at once are 160 MB of indices and as much of values"
 
 
 def test_the_interval_of_two_values_is_known_exactly():

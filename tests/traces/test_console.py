@@ -12,6 +12,8 @@ from rich.console import Console
 
 from traces import console, demo_trace
 from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,7 +119,15 @@ def test_what_an_encoding_lacks_is_escaped(env: dict[str, str], tmp_path: Path) 
     listed = command("sim", "policies", **env)
     assert (listed.returncode, listed.stderr) == (0, "")
     folder = tmp_path / "caf\u00e9\u4e16"
-    folder.mkdir()
+    write_trace(synthetic(1, 2, 2, 4, 1, seed=0), folder)
+    said = command("tracer", "validate", folder, **env)
+    if "LC_ALL" in env:
+        assert said.returncode == 2
+        assert "this locale cannot name" in said.stderr
+    else:
+        assert (said.returncode, said.stderr) == (0, "")
+        assert "\\u4e16 is a valid trace" in said.stdout
+    (folder / "requests.parquet").unlink()
     done = command("tracer", "validate", folder, **env)
     assert done.returncode == 2
     assert done.stderr.startswith("moe-trace: error: ")
