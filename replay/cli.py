@@ -12,6 +12,7 @@ from replay.commands.calibrate import calibrate
 from replay.commands.compare import compare
 from replay.commands.generate import generate
 from replay.commands.run import run
+from replay.commands.serve import serve
 from replay.commands.store import store
 from traces import console
 
@@ -48,6 +49,7 @@ app.command()(calibrate)
 app.command()(compare)
 app.command()(store)
 app.command()(generate)
+app.command()(serve)
 
 
 def main() -> None:

@@ -98,6 +98,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             )
             require_weights(source, loading)
         model.__class__ = kind
+        model.requires_grad_(False)
         _require_numbers(source, model)
         yield Opened(LoadedModel(name or found.name, model.eval(), found.tokenizer), layers, origins, shards)
     finally:

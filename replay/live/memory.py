@@ -12,8 +12,11 @@ from replay.devices.lanes import TRIED
 from replay.live.shards import BOUNCE_BYTES
 from sim.quantities import show_bytes
 
-LEAST_WORKSPACE = 48 << 20
+LEAST_WORKSPACE = 64 << 20
 """Of a forward pass: allocators keep so much for themselves."""
+
+EXPERTS = 4
+"""Kernels may reorder an expert's matrices, or widen them: so many experts in any forward pass."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,8 @@ class Memory:
         return f"memory: peak {show_bytes(peak_bytes())}, stated {show_bytes(self.stated(context))} = {each}"
 
 
-def memory_of(loaded: Any, dense: int, slots: int, top_k: int, kv_per_token: int) -> Memory:
-    """Return what a model takes whose dense part is in memory, and whose slots are not yet."""
+def memory_of(loaded: Any, dense: int, slots: int, expert: int, top_k: int, kv_per_token: int) -> Memory:
+    """Return what a model takes whose dense part is in memory, and whose slots are not yet; expert: bytes of one."""
     config = loaded.model.config.get_text_config()
     hidden, width = config.hidden_size, torch.float32.itemsize
     inner = max(size for size in (getattr(config, "intermediate_size", 0), hidden) if isinstance(size, int))
@@ -63,7 +66,7 @@ def memory_of(loaded: Any, dense: int, slots: int, top_k: int, kv_per_token: int
         slots=slots,
         kv_per_token=kv_per_token,
         pass_per_token=width * (hidden * (2 * top_k + 12) + 4 * inner),
-        fixed=LEAST_WORKSPACE + max(TRIED) * BOUNCE_BYTES + 4 * width * config.vocab_size,
+        fixed=LEAST_WORKSPACE + EXPERTS * expert + max(TRIED) * BOUNCE_BYTES + 4 * width * config.vocab_size,
     )
 
 

@@ -264,7 +264,6 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
     require_causal(policy)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
     with ExitStack() as opening:
-        opening.enter_context(torch.no_grad())
         without = opening.enter_context(opened(how.source, how.dtype, how.name))
         layers, hook = rehearse(without)
         store: ShardStore | ExpertFile = opening.enter_context(expert_store(without, layers, how.store, progress))
@@ -275,7 +274,9 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
         run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
         _warm_up(run, hook.top_k)
         kv_per_token, dense_ns = _try_out(without.loaded.model, len(layers))
-        memory = memory_of(without.loaded, without.dense_bytes, slots * store.stride, hook.top_k, kv_per_token)
+        memory = memory_of(
+            without.loaded, without.dense_bytes, slots * store.stride, store.stride, hook.top_k, kv_per_token
+        )
         what = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
         require_host_memory(memory.slots + memory.workspace(0), what, "choose a smaller --cache-size")
         device = LiveDevice(store, slots)

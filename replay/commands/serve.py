@@ -1,0 +1,70 @@
+"""The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are on disk."""
+
+import ipaddress
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from replay.live.options import LiveOptions
+from sim.commands import options
+from sim.commands.printed import progress
+from traces import console
+from traces.errors import InputError
+
+
+@options.expanded
+def serve(
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
+    opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
+    *,
+    host: Annotated[str, typer.Option(help="Address to listen at; beyond this computer it needs --api-key.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any that is free.")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="MOE_REPLAY_API_KEY", help="What clients must send as their API key.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of prompt and answer. Default: the model's.")
+    ] = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Serve a model whose experts stay on disk to clients of OpenAI's interface, one request at a time.
+
+    Chat completions and completions, streaming too; what was done in Prometheus' format at /metrics.
+
+    [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
+    """
+    try:
+        import uvicorn
+
+        from replay.live.server import Server
+    except ImportError as error:
+        raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
+    from replay.live.model import open_live
+
+    if api_key is None and not _is_loopback(host):
+        raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
+    if api_key is not None and not api_key.strip():
+        raise InputError("--api-key: an empty key is none")
+    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts written")) as live:
+        server = Server(live, api_key, max_context)
+        config = uvicorn.Config(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+        try:
+            with config.bind_socket() as socket:
+                if not quiet:
+                    at = f"http://{host}:{socket.getsockname()[1]}/v1"
+                    console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
+                    console.note(live.memory.told(server.context))
+                uvicorn.Server(config).run([socket])
+        finally:
+            server.close()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this computer reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,333 @@
+"""A small server of OpenAI's interface (chat completions and completions, streaming too) in front of a live model.
+
+One request is answered at a time, the others wait in a queue. What cannot be served is told as OpenAI's errors are, and
+a request that fails leaves the server as it was.
+"""
+
+import asyncio
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, Field
+
+from replay.live.metrics import Metrics
+from replay.live.model import LiveModel
+from replay.live.prompts import reading_ids
+from replay.live.worker import Job, Told, Worker
+from tracer.answers import Sampling
+from tracer.models import blaming
+from traces.errors import InputError
+
+NEW_TOKENS = 256
+"""Of an answer, where a client does not say."""
+
+LOOK_S = 0.25
+"""How often a client that waits for a whole answer is looked after."""
+
+
+class Asked(BaseModel):
+    """What both kinds of requests share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    n: Literal[1] = 1
+
+
+class Part(BaseModel):
+    """Of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """What somebody has said."""
+
+    role: str
+    content: str | list[Part]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatAsked(Asked):
+    """A conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class CompletionAsked(Asked):
+    """A text, or token ids, to go on with."""
+
+    prompt: str | list[str] | list[int]
+
+
+class RefusedError(Exception):
+    """An answer that is an error, as OpenAI's clients read it."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What is sent."""
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+
+
+class Server:
+    """The application and its worker. api_key: what clients must send; None: nothing."""
+
+    def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
+        self._loaded = live.loaded
+        self._key = api_key
+        config = live.model.config.get_text_config()
+        longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        self.context = min(longest, max_context or longest)
+        gpu = live.run.gpu
+        self.metrics = Metrics(gpu.slots, live.run.shape.total, gpu.link.expert_bytes)
+        self._by_ids = reading_ids(live.loaded)
+        loaded = self._by_ids if live.loaded.tokenizer is None else live.loaded
+        self.worker = Worker(live, loaded, self.metrics.served)
+        self.app = self._application()
+
+    def close(self) -> None:
+        """End the worker."""
+        self.worker.close()
+
+    def _application(self) -> FastAPI:
+        app = FastAPI(title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None)
+        guarded = [Depends(self._allow)]
+
+        @app.exception_handler(RefusedError)
+        async def refused(_: Request, error: RefusedError) -> JSONResponse:
+            return JSONResponse(error.body, error.status)
+
+        @app.exception_handler(RequestValidationError)
+        async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"] if part != "body")
+            return JSONResponse(RefusedError(400, f"{where or 'body'}: {first['msg']}").body, 400)
+
+        @app.get("/health")
+        async def health() -> dict[str, str]:
+            return {"status": "ok"}
+
+        @app.get("/metrics", dependencies=guarded)
+        async def metrics() -> Response:
+            return Response(self.metrics.text(self.worker.waiting), media_type="text/plain; version=0.0.4")
+
+        @app.get("/v1/models", dependencies=guarded)
+        async def models() -> dict[str, Any]:
+            own = {"id": self._loaded.name, "object": "model", "created": 0, "owned_by": "moe-expert-cache"}
+            return {"object": "list", "data": [own]}
+
+        @app.post("/v1/chat/completions", dependencies=guarded)
+        async def chat(asked: ChatAsked, request: Request) -> Response:
+            limit = asked.max_completion_tokens or asked.max_tokens
+            return await self._answer(asked, self._chat_tokens(asked), limit, Chat(self._loaded.name), request)
+
+        @app.post("/v1/completions", dependencies=guarded)
+        async def completions(asked: CompletionAsked, request: Request) -> Response:
+            tokens = self._prompt_tokens(asked)
+            return await self._answer(asked, tokens, asked.max_tokens or 16, Completion(self._loaded.name), request)
+
+        return app
+
+    async def _allow(self, request: Request) -> None:
+        sent = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if self._key is not None and not hmac.compare_digest(sent.encode(), self._key.encode()):
+            raise RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
+
+    def _chat_tokens(self, asked: ChatAsked) -> list[int]:
+        tokenizer = self._loaded.tokenizer
+        if tokenizer is None:
+            raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
+        said = [{"role": message.role, "content": message.text} for message in asked.messages]
+        try:
+            with blaming("the tokenizer fails"):
+                if getattr(tokenizer, "chat_template", None):
+                    given = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)
+                else:
+                    given = tokenizer("\n".join(message["content"] for message in said))
+        except InputError as error:
+            raise RefusedError(400, str(error)) from error
+        return list(given["input_ids"])
+
+    def _prompt_tokens(self, asked: CompletionAsked) -> list[int]:
+        prompt = asked.prompt
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+            prompt = prompt[0]
+        try:
+            if isinstance(prompt, str):
+                if self._loaded.tokenizer is None:
+                    raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids as the prompt")
+                return self._loaded.prompt_tokens([prompt], template=False)
+            if not all(isinstance(token, int) for token in prompt):
+                raise RefusedError(400, "prompt: one text, or one list of token ids")
+            return self._by_ids.prompt_tokens([",".join(map(str, prompt))], template=False)
+        except InputError as error:
+            raise RefusedError(400, str(error)) from error
+
+    async def _answer(
+        self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request
+    ) -> Response:
+        if asked.model not in (None, self._loaded.name):
+            raise RefusedError(404, f"there is no model {asked.model}, only {self._loaded.name}", "model_not_found")
+        if not tokens:
+            raise RefusedError(400, "the prompt has no tokens")
+        if len(tokens) >= self.context:
+            raise RefusedError(
+                400,
+                f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it",
+                "context_length_exceeded",
+            )
+        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told]()
+        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
+        job = Job(
+            tokens,
+            min(limit or NEW_TOKENS, self.context - len(tokens)),
+            lambda piece: _tell(loop, told, piece),
+            Sampling(asked.temperature, asked.top_p),
+            asked.seed,
+            tuple(text for text in stop if text),
+        )
+        if not self.worker.put(job):
+            raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
+        try:
+            first = await _next(told, request)
+        except BaseException:
+            job.left.set()
+            raise
+        if first.error:
+            raise _failed(first.error)
+        if asked.stream:
+            usage = bool((asked.stream_options or {}).get("include_usage"))
+            return StreamingResponse(_events(job, first, told, shape, usage), media_type="text/event-stream")
+        try:
+            text, piece = first.text, first
+            while not piece.ends:
+                piece = await _next(told, request)
+                text += piece.text
+        except BaseException:
+            job.left.set()
+            raise
+        if piece.error:
+            raise _failed(piece.error)
+        return JSONResponse(shape.whole(text, piece.finish, _usage(job, piece.tokens)))
+
+
+class Shape:
+    """How an answer is sent: whole, or piece by piece."""
+
+    kind, piece_kind, prefix = "", "", ""
+
+    def __init__(self, model: str) -> None:
+        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, text: str, finish: str | None, usage: dict[str, int]) -> dict[str, Any]:
+        """Return an answer that has ended."""
+        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **self.content(text)}
+        return {**self._common, "object": self.kind, "choices": [choice], "usage": usage}
+
+    def piece(self, text: str | None, finish: str | None) -> dict[str, Any]:
+        """Return a piece of one; no text: the end."""
+        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **self.delta(text)}
+        return {**self._common, "object": self.piece_kind, "choices": [choice]}
+
+    def sum(self, usage: dict[str, int]) -> dict[str, Any]:
+        """Return what follows the last piece, where it was asked for."""
+        return {**self._common, "object": self.piece_kind, "choices": [], "usage": usage}
+
+    def content(self, text: str) -> dict[str, Any]:
+        """Return the part of a choice that holds the text."""
+        return {"text": text}
+
+    def delta(self, text: str | None) -> dict[str, Any]:
+        """Return the same of a piece."""
+        return {"text": text or ""}
+
+
+class Completion(Shape):
+    """Of /v1/completions."""
+
+    kind = piece_kind = "text_completion"
+    prefix = "cmpl"
+
+
+class Chat(Shape):
+    """Of /v1/chat/completions."""
+
+    kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def content(self, text: str) -> dict[str, Any]:
+        """Return a message."""
+        return {"message": {"role": "assistant", "content": text}}
+
+    def delta(self, text: str | None) -> dict[str, Any]:
+        """Return what a message grows by."""
+        return {"delta": {} if text is None else {"role": "assistant", "content": text}}
+
+
+async def _events(job: Job, first: Told, told: "asyncio.Queue[Told]", shape: Shape, usage: bool) -> AsyncIterator[str]:
+    """Yield server-sent events; a client that vanishes ends the job."""
+    piece = first
+    try:
+        while not piece.ends:
+            yield _event(shape.piece(piece.text, None))
+            piece = await told.get()
+        if piece.error:
+            yield _event(_failed(piece.error).body)
+            return
+        yield _event(shape.piece(None, piece.finish))
+        if usage:
+            yield _event(shape.sum(_usage(job, piece.tokens)))
+        yield "data: [DONE]\n\n"
+    finally:
+        job.left.set()
+
+
+async def _next(told: "asyncio.Queue[Told]", request: Request) -> Told:
+    """Wait for a piece. Raise RefusedError where the client has gone meanwhile."""
+    while True:
+        try:
+            return await asyncio.wait_for(told.get(), LOOK_S)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise RefusedError(499, "the client has gone") from None
+
+
+def _tell(loop: asyncio.AbstractEventLoop, told: "asyncio.Queue[Told]", piece: Told) -> None:
+    """On the worker's thread; a loop that has ended hears nothing."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(told.put_nowait, piece)
+
+
+def _failed(error: Exception) -> RefusedError:
+    return RefusedError(500, f"the request failed: {' '.join(str(error).split()) or type(error).__name__}")
+
+
+def _usage(job: Job, tokens: int) -> dict[str, int]:
+    prompt = len(job.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"

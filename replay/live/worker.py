@@ -1,0 +1,166 @@
+"""One thread that answers requests from a queue with a live model, one after another."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import Empty, Full, Queue
+
+import torch
+
+from replay.live.answering import TextStream
+from replay.live.model import LiveModel
+from sim.loop.log import StepRow
+from tracer.answers import Runner, Sampling
+from tracer.models import LoadedModel
+from traces.errors import InputError
+
+
+class StoppedError(InputError):
+    """A request needs no more tokens."""
+
+
+@dataclass
+class Job:
+    """One request. `tell` hears each piece of text, and at the end why it ended, or the error."""
+
+    tokens: list[int]  # of the prompt
+    limit: int
+    tell: "Callable[[Told], None]"
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    left: threading.Event = field(default_factory=threading.Event)  # the client has gone
+    asked: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Told:
+    """A piece of an answer, or its end: `finish` says why, `error` what went wrong."""
+
+    text: str = ""
+    tokens: int = 0  # so far
+    finish: str | None = None
+    error: Exception | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.error is not None
+
+
+@dataclass(frozen=True)
+class Served:
+    """What a request was, for metrics."""
+
+    outcome: str  # stop, length, left or error
+    prompt_tokens: int
+    tokens: int
+    first_s: float | None  # from the request to its first token
+    rows: list[StepRow]
+
+
+class Worker:
+    """Answers jobs until it is closed; at most `waiting` wait. `served` hears of each that has ended."""
+
+    def __init__(
+        self, live: LiveModel, loaded: LoadedModel, served: Callable[[Served], None], waiting: int = 64
+    ) -> None:
+        self._live, self._loaded, self._served = live, loaded, served
+        self._jobs: Queue[Job | None] = Queue(waiting)
+        self._closing = False
+        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that nobody has begun."""
+        return self._jobs.qsize()
+
+    def put(self, job: Job) -> bool:
+        """Let a job wait for its turn; return False where too many wait already."""
+        try:
+            self._jobs.put_nowait(job)
+        except Full:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End the job that is under way at its next token, and begin no other."""
+        self._closing = True
+        while True:
+            try:
+                job = self._jobs.get_nowait()
+            except Empty:
+                break
+            if job:
+                job.tell(Told(error=InputError("the server ends")))
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        with self._live.hook:
+            while job := self._jobs.get():
+                if not job.left.is_set():
+                    self._answer(job)
+
+    def _answer(self, job: Job) -> None:
+        shown: list[str] = []
+        first: list[float] = []
+
+        def show(text: str) -> None:
+            shown.append(text)
+
+        stream = TextStream(self._loaded, show)
+        held = max((len(text) for text in job.stop), default=1) - 1  # may be the beginning of a stop string
+        sent = 0
+
+        def send(whole: str, upto: int) -> None:
+            nonlocal sent
+            if upto > sent:
+                job.tell(Told(whole[sent:upto], len(stream.tokens)))
+                sent = upto
+
+        def take(tokens: list[int]) -> None:
+            if not first:
+                first.append(time.monotonic() - job.asked)
+            if tokens[0] in self._loaded.stop_ids:
+                return
+            stream.add(tokens[0])
+            whole = "".join(shown)
+            places = [place for text in job.stop if (place := whole.find(text)) >= 0]
+            if places:
+                send(whole, min(places))
+                raise StoppedError("a stop string")
+            send(whole, len(whole) - held)
+            if job.left.is_set() or self._closing:
+                raise StoppedError("the client has gone")
+
+        began = len(self._live.rows)
+        outcome, end = "error", Told()
+        try:
+            if job.seed is not None:
+                torch.manual_seed(job.seed)
+            runner = Runner(self._loaded, self._live.hook, lambda rows: None, take)
+            (answer,) = runner.generate([job.tokens], job.limit, job.sampling)
+            outcome = "stop" if answer.output[-1] in self._loaded.stop_ids else "length"
+        except StoppedError:
+            outcome = "left" if job.left.is_set() or self._closing else "stop"
+        except Exception as error:
+            end = Told(error=error)
+        try:
+            self._live.end_request()
+        except InputError as error:
+            outcome, end = "error", Told(error=error)
+        if outcome in ("stop", "length"):
+            if not any(text in "".join(shown) for text in job.stop):
+                stream.end()
+                send("".join(shown), len("".join(shown)))
+            end = Told(tokens=len(stream.tokens), finish=outcome)
+        elif outcome == "left":
+            end = Told(error=InputError("the request was given up"))
+        rows = self._live.rows[began:]
+        self._live.rows.clear()
+        first_s = first[0] if first else None
+        self._served(Served(outcome, len(job.tokens), len(stream.tokens), first_s, rows))
+        job.tell(end)

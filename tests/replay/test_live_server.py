@@ -1,0 +1,236 @@
+"""The server speaks OpenAI's interface to OpenAI's own client, and a request that fails leaves it as it was."""
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+import uvicorn
+from openai import OpenAI
+
+from replay.cli import main
+from replay.live.model import How, open_live
+from replay.live.server import Server
+from replay.live.shards import Shard
+from tests.support.command import run
+from tests.support.live_models import saved, whole_model
+from tests.support.tokenizer import byte_tokenizer
+from traces.errors import InputError
+
+KEY = "sesame"
+READS = [10**9]
+"""The disk fails after so many more reads."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = saved(tmp_path_factory.mktemp("tiny"), "qwen3_moe")
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def port(folder: Path) -> Iterator[int]:
+    """A server in this process."""
+    torch.set_num_threads(1)
+    read = Shard.read
+
+    def maybe(self: Shard, offset: int, target: Any) -> None:
+        READS[0] -= 1
+        if READS[0] < 0:
+            raise InputError("the disk cannot be read: Input/output error")
+        read(self, offset, target)
+
+    with pytest.MonkeyPatch.context() as patch, open_live(How(str(folder), cache_size="5", lanes=1)) as live:
+        patch.setattr(Shard, "read", maybe)
+        server = Server(live, KEY)
+        config = uvicorn.Config(server.app, port=0, log_level="warning", timeout_graceful_shutdown=1)
+        with config.bind_socket() as bound:
+            running = uvicorn.Server(config)
+            thread = threading.Thread(target=running.run, args=([bound],), daemon=True)
+            thread.start()
+            while not running.started:
+                time.sleep(0.01)
+            yield bound.getsockname()[1]
+            running.should_exit = True
+            thread.join()
+        server.close()
+
+
+@pytest.fixture
+def client(port: int) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> str:
+    return folder.name
+
+
+def expected(folder: Path, text: str, tokens: int) -> str:
+    tokenizer = byte_tokenizer()
+    ids = torch.tensor([tokenizer(text)["input_ids"]])
+    whole = whole_model(folder).generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=256)
+    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def metric(port: int, name: str) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    lines = connection.getresponse().read().decode().splitlines()
+    return float(next((line.split()[-1] for line in lines if line.startswith(name)), 0))
+
+
+def test_answers_are_those_of_the_whole_model(client: OpenAI, folder: Path, model: str) -> None:
+    assert [each.id for each in client.models.list()] == [model]
+    wanted = expected(folder, "Hello there", 12)
+    done = client.completions.create(model=model, prompt="Hello there", max_tokens=12, temperature=0)
+    assert done.choices[0].text == wanted
+    assert done.usage is not None
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (11, 12)
+    assert done.choices[0].finish_reason == "length"
+    said: Any = [{"role": "user", "content": "Hello there"}]
+    chat = client.chat.completions.create(model=model, messages=said, max_tokens=12, temperature=0)
+    assert chat.choices[0].message.content == wanted
+    ids = client.completions.create(model=model, prompt=list(b"Hello there"), max_tokens=12, temperature=0)
+    assert ids.choices[0].text == wanted
+
+
+def test_a_stream_is_the_same_in_pieces_and_counts_at_its_end(client: OpenAI, folder: Path, model: str) -> None:
+    said: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    options: Any = {"include_usage": True}
+    pieces = list(
+        client.chat.completions.create(model=model, messages=said, max_tokens=9, stream=True, stream_options=options)
+    )
+    text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
+    assert text == expected(folder, "Hello", 9)
+    assert len(pieces) > 3
+    assert pieces[-2].choices[0].finish_reason == "length"
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.completion_tokens == 9
+
+
+def test_a_stop_string_ends_an_answer_before_it(client: OpenAI, folder: Path, model: str) -> None:
+    whole = expected(folder, "Hello", 20)
+    stop = whole[6:8]
+    done = client.completions.create(model=model, prompt="Hello", max_tokens=20, stop=[stop])
+    assert done.choices[0].text == whole[: whole.index(stop)]
+    assert done.choices[0].finish_reason == "stop"
+
+
+def test_what_cannot_be_served_is_refused_and_the_next_request_works(
+    client: OpenAI, port: int, folder: Path, model: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="300 tokens, and the context 256") as told:
+        client.completions.create(model=model, prompt="x" * 300)
+    assert told.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="no model other"):
+        client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="no token 999"):
+        client.completions.create(model=model, prompt=[999])
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=model, prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="n: "):
+        client.completions.create(model=model, prompt="x", n=3)
+    with pytest.raises(openai.BadRequestError, match="no tokens"):
+        client.completions.create(model=model, prompt="")
+    with (
+        OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError, match="API key"),
+    ):
+        stranger.models.list()
+    done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50)
+    assert done.usage is not None
+    assert done.usage.total_tokens <= 256
+
+
+@pytest.fixture
+def failing() -> Iterator[None]:
+    yield
+    READS[0] = 10**9
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_disk_that_fails_is_told_to_that_client_alone(client: OpenAI, folder: Path, model: str) -> None:
+    wanted = expected(folder, "Hi", 5)
+    for stream in (False, True):
+        READS[0] = 0
+        with pytest.raises(openai.APIError, match="Input/output error"):
+            list(client.completions.create(model=model, prompt="What now", max_tokens=9, stream=stream))
+        READS[0] = 10**9
+        assert client.completions.create(model=model, prompt="Hi", max_tokens=5).choices[0].text == wanted
+
+
+@pytest.mark.usefixtures("failing")
+def test_a_disk_that_fails_in_mid_stream_ends_the_stream_with_the_error(
+    client: OpenAI, folder: Path, model: str
+) -> None:
+    received: list[str] = []
+
+    def listen() -> None:
+        stream = client.completions.create(model=model, prompt="Hello", max_tokens=200, stream=True)
+        received.extend(piece.choices[0].text for piece in stream)
+
+    READS[0] = 200  # more than a prefill needs
+    with pytest.raises(openai.APIError, match="Input/output error"):
+        listen()
+    READS[0] = 10**9
+    text = "".join(received)
+    assert text
+    assert expected(folder, "Hello", 200).startswith(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_vanishes_does_not_hold_up_the_next_one(
+    client: OpenAI, port: int, folder: Path, model: str, stream: bool
+) -> None:
+    before = metric(port, 'moe_requests_total{outcome="left"}')
+    body = json.dumps({"model": model, "prompt": "Once", "max_tokens": 240, "stream": stream}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as gone:
+        gone.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        if stream:
+            gone.recv(100)
+    wanted = expected(folder, "Hi", 5)
+    assert client.completions.create(model=model, prompt="Hi", max_tokens=5).choices[0].text == wanted
+    if stream:
+        assert metric(port, 'moe_requests_total{outcome="left"}') == before + 1
+
+
+def test_several_clients_at_a_time_wait_for_their_turns(client: OpenAI, folder: Path, model: str) -> None:
+    wanted = {text: expected(folder, text, 6) for text in ("a", "bc", "def", "ghij")}
+    found: dict[str, str] = {}
+
+    def ask(text: str) -> None:
+        found[text] = client.completions.create(model=model, prompt=text, max_tokens=6).choices[0].text
+
+    threads = [threading.Thread(target=ask, args=(text,)) for text in wanted]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == wanted
+
+
+def test_metrics_count_requests_tokens_and_lookups(client: OpenAI, port: int, model: str) -> None:
+    names = ('moe_tokens_total{kind="answer"}', 'moe_requests_total{outcome="length"}', "moe_tpot_seconds_count")
+    before = [metric(port, name) for name in names]
+    looked = sum(metric(port, f'moe_lookups_total{{found="{found}"}}') for found in ("hits", "late", "misses"))
+    client.completions.create(model=model, prompt="Hello", max_tokens=7)
+    assert [metric(port, name) - was for name, was in zip(names, before, strict=True)] == [7, 1, 6]
+    again = sum(metric(port, f'moe_lookups_total{{found="{found}"}}') for found in ("hits", "late", "misses"))
+    assert again - looked >= 6 * 3 * 2
+
+
+def test_beyond_this_computer_a_key_is_needed(folder: Path) -> None:
+    done = run(main, "serve", "--model", folder, "--host", "0.0.0.0")
+    assert done.returncode == 2
+    assert "--api-key" in done.stderr
