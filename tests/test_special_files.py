@@ -96,3 +96,10 @@ def test_a_home_that_nobody_has_is_a_path_where_nothing_is() -> None:
     for read in (hardware, expert_bytes_by_layer):
         with pytest.raises(InputError, match="~nobody-of-that-name"):
             read("~nobody-of-that-name/x.toml")
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 5000, "a\0b"])
+def test_a_name_that_no_file_can_have_is_one_line(name: str) -> None:
+    for read in (hardware, model):
+        with pytest.raises(InputError, match=r"unknown (hardware|model) profile"):
+            read(name)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from os.path import exists  # of any name, however long
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -65,7 +66,7 @@ def find(kind: str, what: str, text: str) -> Path:
     if text in names(kind):
         return Path(__file__).parent / kind / f"{text}.toml"
     path = expanded(text)
-    if path.exists() and not path.is_dir():
+    if exists(path) and not path.is_dir():
         return path
     if path.suffix == ".toml":
         raise InputError(f"no {what} profile at {path}")

@@ -6,12 +6,13 @@ Figures of all shipped models: the configurations that their authors published.
 
 import re
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from os.path import exists  # of any name, however long
 from typing import Any
 
 from sim import profiles
 from sim.profiles import transformers_config
 from traces.errors import InputError
+from traces.files import expanded
 from traces.schema import TraceMeta
 
 
@@ -167,8 +168,8 @@ def model(text: str) -> ModelProfile:
 
     InputError where it cannot be used.
     """
-    path = Path(text).expanduser()
-    if text not in profiles.names("models") and path.exists() and transformers_config.is_config(path):
+    path = expanded(text)
+    if text not in profiles.names("models") and exists(path) and transformers_config.is_config(path):
         profile = ModelProfile(**transformers_config.read(path))
         profiles.check(profile)
     else:

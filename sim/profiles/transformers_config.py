@@ -4,12 +4,13 @@ The names of its keys differ by architecture: each size is looked up under all n
 use. What a config does not state follows from its other sizes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from traces.errors import InputError, located
+from traces.facts import parse_json
+from traces.files import plain
 
 Config = Mapping[str, Any]
 
@@ -37,6 +38,9 @@ BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
 METHODS = {"mxfp4": 4.25 / 8, "fp8": 1.0, "fbgemm_fp8": 1.0, "awq": 4.25 / 8, "gptq": 4.25 / 8}
 """Bytes of an expert's parameter, by the config's quantisation method."""
 
+MOST_LAYERS = 100_000
+"""No model has so many; each is looked at."""
+
 WHOLE = ("fp8", "fbgemm_fp8")
 """Methods that quantise the layers without experts too."""
 
@@ -50,13 +54,16 @@ def read(path: Path) -> dict[str, Any]:
     """Return the fields of a profile by a config file, or the one in a folder. Raise InputError for what it lacks."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        config = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        config = parse_json(plain(file).read_text("utf-8"), "it")
+    except (OSError, ValueError, InputError) as error:
         raise InputError(f"{file} is no transformers config that can be read: {error}") from None
     if not isinstance(config, dict):
         raise InputError(f"{file}: a transformers config is a JSON object")
     with located(str(file)):
-        return fields_of(config, path.resolve().name if path.is_dir() else path.stem)
+        try:
+            return fields_of(config, path.resolve().name if path.is_dir() else path.stem)
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise InputError(f"a key holds what transformers does not write there: {error}") from error
 
 
 def fields_of(config: Config, name: str) -> dict[str, Any]:
@@ -70,6 +77,8 @@ def fields_of(config: Config, name: str) -> dict[str, Any]:
             config = {**config, **{key: value for key, value in config[inner].items() if key != "model_type"}}
     experts = _size(config, EXPERTS)
     layers, hidden = _size(config, LAYERS), _size(config, HIDDEN)
+    if layers > MOST_LAYERS:
+        raise InputError(f"it has {layers} layers, more than {MOST_LAYERS}")
     heads = _size(config, HEADS)
     moe = _moe_layers(config, layers)
     leading, between, trailing = _dense_layers(moe)

@@ -1,6 +1,7 @@
 """Plans: what fits where, times that can be reckoned by hand, what is missing, and how far off published speeds are."""
 
 import json
+import os
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from sim.planner.plan import PRECISIONS, Plan, plan, quick
 from sim.planner.resources import GPU_RESERVED, resources
 from sim.profiles.model_profile import model
 from tests.support.command import moe_sim
+from tracer import demo
 from traces.errors import InputError
 
 DESKTOP: dict[str, Any] = {"gpu_memory": "12GiB", "host_memory": "32GiB", "link": "pcie4x8", "cpu_bandwidth": "50GB/s"}
@@ -271,3 +273,30 @@ def test_the_command_refuses_a_model_that_does_not_fit_in_one_line(tmp_path):
     assert shown.returncode == 2
     assert "are missing" in shown.stderr.replace("\n", " ")
     assert not shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "more than 100000"),
+        ({"model_type": []}, "what transformers does not write there"),
+        ({"mlp_only_layers": 5}, "what transformers does not write there"),
+    ],
+)
+def test_a_config_that_no_model_has_is_one_line(damage: dict[str, object], says: str, tmp_path: Path) -> None:
+    shipped = json.loads((Path(demo.__file__).parent / "model" / "config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**shipped, **damage}))
+    with pytest.raises(InputError, match=says):
+        model(str(file))
+
+
+def test_a_config_that_is_no_plain_file_or_nested_too_deeply_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    os.mkfifo(file)
+    with pytest.raises(InputError, match="is a FIFO"):
+        model(str(file))
+    file.unlink()
+    file.write_text("[" * 100_000)
+    with pytest.raises(InputError, match="nested too deeply"):
+        model(str(file))
