@@ -148,10 +148,10 @@ def anonymous(size: int) -> Bytes:
     return np.frombuffer(memory, np.uint8)
 
 
-def require_host_memory(needed_bytes: float, what: str, advice: str) -> None:
+def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_bytes: int = RESERVE_BYTES) -> None:
     """InputError before the system runs out of memory, which would end the process without a word."""
     free = available_memory_bytes()
-    if free is not None and needed_bytes > free - RESERVE_BYTES:
+    if free is not None and needed_bytes > free - reserve_bytes:
         raise InputError(
             f"{what} needs {show_bytes(needed_bytes)}, but {show_bytes(free)} of host memory are free: {advice}"
         )

@@ -278,7 +278,7 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
             without.loaded, without.dense_bytes, slots * store.stride, store.stride, hook.top_k, kv_per_token
         )
         what = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
-        require_host_memory(memory.slots + memory.workspace(0), what, "choose a smaller --cache-size")
+        require_host_memory(memory.slots + memory.workspace(0), what, "choose a smaller --cache-size", reserve_bytes=0)
         device = LiveDevice(store, slots)
         opening.callback(device.close)
         lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
