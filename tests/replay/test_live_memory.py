@@ -52,12 +52,12 @@ def sparse_checkpoint(folder: Path) -> int:
             place, rows = name.split("experts.")[0] + "experts", weight.shape[1] * weight.shape[2] * 4
             matrices = {"gate_up_proj": ["gate_proj", "up_proj"], "down_proj": ["down_proj"]}[name.split(".")[-1]]
             shape = [weight.shape[1] // len(matrices), weight.shape[2]]
+            part = rows // len(matrices)
             for expert in range(weight.shape[0]):
                 for matrix in matrices:
-                    size = rows // len(matrices)
-                    entry = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + size]}
+                    entry = {"dtype": "F32", "shape": shape, "data_offsets": [at, at + part]}
                     header[f"{place}.{expert}.{matrix}.weight"] = entry
-                    at += size
+                    at += part
         else:
             content[at] = (torch.randn(weight.shape) * 0.05).numpy().tobytes()
             header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [at, at + weight.nbytes]}
