@@ -94,7 +94,7 @@ class Location:
             yield
         except InputError:
             raise
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
             raise InputError(f"{where} {what}: {_reason(error)}") from error
         except Exception as error:
             if not self.remote:

@@ -236,7 +236,7 @@ def is_of_trace(file: Path) -> bool:
     """Whether it is one of the files of a trace, of any version."""
     try:
         return file.is_file() and KEY in (pq.read_schema(str(file.absolute())).metadata or {})
-    except (OSError, pa.ArrowException):
+    except (OSError, pa.ArrowException, UnicodeError):
         return False
 
 

@@ -72,6 +72,7 @@ def main() -> None:
             "max_len": harness.LARGEST_INPUT,
             "timeout": 120,  # seconds, for what hangs outside of Python
             "rss_limit_mb": 4096,
+            "dict": Path(__file__).with_name("tokens.dict"),
             "artifact_prefix": f"crash-{name}-",
         }
         flags = [f"-{option}={value}" for option, value in options.items()]
