@@ -78,14 +78,14 @@ def test_a_trace_in_an_object_store_is_the_same_trace(memory: str) -> None:
     whole = Trace.read(demo_trace(), EXTRA)
     assert_same(whole, Trace.read(memory, EXTRA), EXTRA)
     assert_same(whole, concatenate(list(pieces(memory, EXTRA))), EXTRA)
-    assert_same_shards(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
+    assert_same_shards(Trace.read(demo_trace(), ["lookahead", "token_id"]), Shards.open(memory))
     assert Shards.open(memory + "/").fingerprint == Shards.open(demo_trace()).fingerprint
 
 
 def test_a_growing_trace_in_an_object_store_is_read(memory: str) -> None:
     files = fsspec.filesystem("memory")
     files.mv(f"/place/demo/{REQUESTS}", "/place/demo/requests/part-00000.parquet")
-    assert_same_shards(Trace.read(demo_trace(), ["lookahead"]), Shards.open(memory))
+    assert_same_shards(Trace.read(demo_trace(), ["lookahead", "token_id"]), Shards.open(memory))
 
 
 def test_a_trace_at_a_url_can_be_joined(memory: str, tmp_path: Path) -> None:
