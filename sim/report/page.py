@@ -386,8 +386,9 @@ def _routing(sweep: Results) -> Iterator[Item]:
         _short(names[i]): plot.shares(eams[i]) for i in dict.fromkeys(places.tolist())
     }
     caption = (
-        f"Expert activation matrices of {phase}: how much of a layer's routing each expert has. One request activates "
-        "few experts; all requests together activate most."
+        f"Expert activation matrices of {phase}: how much of a layer's routing each expert has. The mean request uses "
+        f"{_percent(float((eams > 0).mean()))} of all experts, all requests together use "
+        f"{_percent(float((whole > 0).mean()))}."
     )
     yield _figure(plot.heat_maps(maps, "share of the layer's tokens"), caption)
     if len(names) < 2:

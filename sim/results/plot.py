@@ -304,12 +304,24 @@ def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]"
     return drawing
 
 
+def _logarithmic(axes: "Axes") -> None:
+    """Make the x axis logarithmic, its numbers as plain text."""
+    from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
 def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
     found: dict[str, Any] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    drawing.legend(list(found.values()), list(found), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    letters = drawing.get_figwidth() * 14  # of this size in a line
+    columns = int(letters // (6 + max(map(len, found), default=0)))
+    style: dict[str, Any] = {"ncols": min(4, max(1, columns)), "frameon": False, "fontsize": 8}
+    drawing.legend(list(found.values()), list(found), loc="outside lower center", **style)
 
 
 def shares(eam: "NDArray[Any]") -> Float:
@@ -318,13 +330,15 @@ def shares(eam: "NDArray[Any]") -> Float:
     return found
 
 
-def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str) -> "Figure":
+def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False) -> "Figure":
     """Return points of several kinds, as x and y by name."""
     drawing, (axes,) = panels([""], xlabel)
     for i, (name, (x, y)) in enumerate(points.items()):
         axes.plot(x, y, **look(i), linestyle="none", alpha=0.7, label=name)
     axes.set_ylabel(ylabel)
     axes.set_ylim(bottom=0)
+    if log:
+        _logarithmic(axes)
     _legend_below(drawing, [axes])
     return drawing
 
@@ -333,7 +347,7 @@ def lines(held: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: boo
     """Return lines, as x and y by name; one called belady is the bound."""
     drawing = line_panels({title: held}, xlabel, ylabel)
     if log:
-        drawing.axes[0].set_xscale("log")
+        _logarithmic(drawing.axes[0])
     return drawing
 
 

@@ -1,0 +1,137 @@
+"""What is run over the large traces, and written as one table for each study. No routing leaves them.
+
+gpt-oss-20b: requests from 205 on, of the half on which no weight of `eamc-blend` was fitted. DeepSeek-V2-Lite: requests
+from 250 on, prompts played token by token, since the trace has no decoding. Both on the A5000 profile.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from policies.core.stack_distances import lru_misses
+from sim import sweep
+from sim.analysis.curves import Accesses, belady_misses
+from traces.importers import import_dump
+from traces.stats import statistics
+from traces.steps import DECODE
+from traces.trace import Trace
+
+POLICIES = (
+    *("lru", "lfu-perfect", "lfu-aged", "lrfu", "least-stale", "eamc+none", "eamc", "eamc-blend+none", "eamc-blend"),
+    "belady",
+)
+SIZES = ("10%", "25%", "50%")
+CAPACITIES = (1, 10, 50, 120, 300)
+USERS = (1, 2, 4, 8)
+GPT_OSS, DEEPSEEK = "gpt-oss-20b", "deepseek-v2-lite"
+FILES = {GPT_OSS: "gpt-oss-20b-decode", DEEPSEEK: "deepseek-v2-lite-prefill"}
+MOST = 60
+"""Requests of the study of policies, and half of them of that of users: the first ones."""
+HALVES = {GPT_OSS: range(205, 409), DEEPSEEK: range(250, 500)}
+
+
+def read(folder: Path, name: str) -> tuple[Trace, pd.DataFrame]:
+    """Return a trace, decoded token by token, and what its source says of each request: loop, cut, category."""
+    path = folder / f"{FILES[name]}.npz"
+    trace = import_dump(path, path.with_suffix(".json"), None)[0]
+    trace = trace if trace.phases == "decode" else trace.as_decode()
+    told = json.loads(path.with_suffix(".json").read_text("utf-8"))["requests"]
+    listed = told if isinstance(told, list) else [{} for _ in range(told)]
+    facts = pd.DataFrame(
+        {
+            "loop": [bool(each.get("repetition", False)) for each in listed],
+            "cut": [not each.get("finished", True) for each in listed],
+        }
+    )
+    return trace, facts
+
+
+def policies(trace: Trace, facts: pd.DataFrame, rows: Sequence[int], asked: Sequence[str] = POLICIES) -> pd.DataFrame:
+    """Return hits and times of each policy at each size, a row a request."""
+    found = sweep(trace.select(np.array(rows)), list(asked), list(SIZES), engine="compiled")
+    return _labelled(found.requests, facts, rows)
+
+
+def capacities(trace: Trace, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:
+    """Return the same of the paper's policy by the capacity of its collection, and of LRU and Belady."""
+    asked = ["lru", *(f"eamc:capacity={n}+none" for n in CAPACITIES), "belady"]
+    found = sweep(trace.select(np.array(rows)), asked, ["25%"], engine="compiled")
+    return _labelled(found.requests, facts, rows)
+
+
+def users(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
+    """Return tokens a second and hit rate of several users at once, a row a run."""
+    some = trace.select(np.array(rows))
+    runs = [
+        sweep(some, ["lru", "eamc-blend"], ["25%"], engine="compiled", max_batch=n).frame.assign(users=n) for n in USERS
+    ]
+    columns = ["policy", "users", "hit_rate", "tokens_per_s", "tpot_mean_ms", "tokens", "requests"]
+    return pd.concat(runs)[columns].reset_index(drop=True)
+
+
+def curves(trace: Trace, rows: Sequence[int]) -> pd.DataFrame:
+    """Return LRU's and Belady's hit rate at every cache size, layers sharing the cache."""
+    some = trace.select(np.array(rows))
+    accesses = Accesses.of((some.steps(i) for i in range(len(some.requests))), some.layers, some.num_experts)
+    lookups = len(accesses.experts)
+    lru, belady = (f(accesses.experts, accesses.total) for f in (lru_misses, belady_misses))
+    slots = np.arange(accesses.total + 1)
+    return pd.DataFrame({"slots": slots, "lru": 1 - lru / lookups, "belady": 1 - belady / lookups})
+
+
+def activation(trace: Trace, facts: pd.DataFrame) -> pd.DataFrame:
+    """Return the share of all experts that each request uses, and uses for more than one token."""
+    eams = trace.eams(DECODE)
+    tokens = eams[:, 0].sum(axis=1) // trace.top_k
+    shares = {"used": (eams > 0).mean(axis=(1, 2)), "repeated": (eams > 1).mean(axis=(1, 2))}
+    return pd.DataFrame({"tokens": tokens, **shares, **facts})
+
+
+def similarity(trace: Trace) -> pd.DataFrame:
+    """Return how alike the requests' EAMs are, one row."""
+    found = statistics(trace)["decode"].similarity
+    assert found
+    return pd.DataFrame([vars(found)])
+
+
+def _labelled(requests: pd.DataFrame, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:
+    places = requests.groupby(["policy", "cache_experts"], sort=False).cumcount().to_numpy()
+    kept = requests[["policy", "cache_fraction", "tokens", "lookups", "hits", "tpot_mean_ms"]].reset_index(drop=True)
+    return kept.assign(request=np.array(rows)[places], **{name: facts[name].to_numpy()[rows][places] for name in facts})
+
+
+def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
+    """Run every study, or those named, whose result is not there yet."""
+    held: dict[str, tuple[Trace, pd.DataFrame]] = {}
+
+    def of(name: str) -> tuple[Trace, pd.DataFrame]:
+        return held.setdefault(name, read(folder, name)) if name not in held else held[name]
+
+    def halves(study: Callable[..., pd.DataFrame], most: int | None = None, facts: bool = True) -> pd.DataFrame:
+        parts = []
+        for name, half in HALVES.items():
+            trace, told = of(name)
+            rows = list(half)[:most]
+            parts.append((study(trace, told, rows) if facts else study(trace, rows)).assign(trace=name))
+        return pd.concat(parts, ignore_index=True)
+
+    studies: dict[str, Callable[[], pd.DataFrame]] = {
+        "curves": lambda: halves(curves, MOST, facts=False),
+        "activation": lambda: pd.concat([activation(*of(name)).assign(trace=name) for name in HALVES]),
+        "similarity": lambda: pd.concat([similarity(of(name)[0]).assign(trace=name) for name in HALVES]),
+        "policies": lambda: halves(policies, MOST),
+        "capacities": lambda: halves(capacities),
+        "users": lambda: halves(users, MOST // 2, facts=False),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, study in studies.items():
+        if (file := out / f"{name}.parquet").exists() or (only and name not in only):
+            continue
+        began = time.process_time()
+        study().reset_index(drop=True).to_parquet(file, compression="zstd")
+        print(f"{name}: {time.process_time() - began:.0f} s of CPU", file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""FINDINGS.md says what its tables hold, and the tables are what the traces give."""
+
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from benchmarks.findings import studies, text
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "findings" / "results"
+SHARED = ROOT.parent / "shared" / "traces"
+PAGES_OF_LINES = 3 * 55
+
+
+@pytest.fixture(scope="module")
+def held() -> dict[str, pd.DataFrame]:
+    return text.tables(RESULTS)
+
+
+def test_every_number_is_what_the_tables_give(held):
+    assert text.text(held) == (ROOT / text.NAME).read_text("utf-8")
+
+
+def test_a_changed_result_changes_the_text(held):
+    policies = held["policies"].copy()
+    policies.loc[policies["policy"] == "lru", "hits"] -= 1_000
+    assert text.text({**held, "policies": policies}) != text.text(held)
+
+
+def test_the_figures_that_it_names_are_there():
+    named = set(re.findall(r"\]\((\S+\.png)\)", (ROOT / text.NAME).read_text("utf-8")))
+    assert len(named) == 4
+    assert all((ROOT / name).is_file() for name in named)
+
+
+def test_it_has_at_most_three_pages():
+    lines = (ROOT / text.NAME).read_text("utf-8").splitlines()
+    assert sum(-(-len(line) // 120) for line in lines) <= PAGES_OF_LINES
+
+
+def test_the_tables_hold_no_routing(held):
+    assert set(held) == {"policies", "capacities", "users", "curves", "activation", "similarity"}
+    for table in held.values():
+        assert all(table[name].map(type).isin([str, int, float, bool]).all() for name in table.columns)
+    assert not any(name in table.columns for table in held.values() for name in ("expert", "experts", "layer"))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
+def test_the_studies_give_the_tables_again(held):
+    for name, half in studies.HALVES.items():
+        trace, facts = studies.read(SHARED, name)
+        told = {
+            "curves": studies.curves(trace, list(half)[: studies.MOST]),
+            "activation": studies.activation(trace, facts),
+            "similarity": studies.similarity(trace),
+        }
+        for study, found in told.items():
+            committed = held[study][held[study]["trace"] == name].drop(columns="trace").reset_index(drop=True)
+            pd.testing.assert_frame_equal(found.reset_index(drop=True), committed, check_dtype=False)
