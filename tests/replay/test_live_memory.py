@@ -35,11 +35,11 @@ def sparse_checkpoint(folder: Path) -> int:
         num_hidden_layers=8,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
         num_experts=72,
         num_experts_per_tok=4,
         decoder_sparse_step=1,
     )
+    config.head_dim = 64
     config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(folder)
     with torch.device("meta"):
@@ -65,8 +65,8 @@ def sparse_checkpoint(folder: Path) -> int:
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for place, written in content.items():
-            file.seek(8 + len(text) + place)
+        for offset, written in content.items():
+            file.seek(8 + len(text) + offset)
             file.write(written)
         file.truncate(8 + len(text) + at)
     return at
