@@ -17,7 +17,7 @@ from markupsafe import Markup
 from sim.loop.log import STALLS
 from sim.quantities import show_bytes
 from sim.report import bounds
-from sim.report.inputs import Results
+from sim.report.inputs import DEVICE, Results
 from sim.results import compare, diagnosis, plot
 from sim.results.compare import Difference, SweptRun
 from sim.results.metrics import RESULTS, Row
@@ -448,10 +448,13 @@ def _measured(replays: Sequence[Results]) -> Section:
 
 def _commands(results: Sequence[Results], command: str) -> Section:
     lines = []
+    sweeps = [shlex.quote(str(each.folder)) for each in results if each.setup]
+    source = sweeps[0] if len(sweeps) == 1 else "SWEEP"
     for each in results:
         folder = shlex.quote(str(each.folder))
         if each.replayed:
-            lines += [f"moe-replay --from SWEEP --device {row.get('device')}  # {folder}" for row in each.rows[:1]]
+            device = each.rows[0].get(DEVICE)
+            lines.append(f"moe-replay --from {source} --device {device} --out {folder}")
         elif each.configured:
             lines.append(
                 f"moe-sim sweep --config {shlex.quote(str(each.folder / config.NAME))} --out {folder} --resume"

@@ -17,7 +17,7 @@ from sim.report import bounds, inputs, page
 from sim.results import plot
 from sim.results.metrics import RESULTS
 from sim.sweeps.setup import Setup
-from tests.support.command import moe_sim
+from tests.support.command import moe_sim, run
 from traces import demo_trace
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -242,3 +242,18 @@ def test_similar_requests_are_bright_and_maps_are_shares(swept):
     assert trace is not None
     shares = plot.shares(trace.eams(1).sum(axis=0))
     assert np.allclose(shares.sum(axis=1), 1)
+
+
+@pytest.mark.slow
+def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
+    import replay.cli
+
+    asked = ("--from", swept, "--cache-size", "25%", "--device", "virtual", "--requests", 1, "--out", "replayed", "-q")
+    ended = run(replay.cli.main, *asked, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    text, problems = _page(swept, tmp_path / "replayed")
+    section = text.split("Predicted against measured</h2>")[1]
+    assert "virtual: " in section
+    assert "+0.0%" in section
+    assert f"moe-replay --from {swept} --device virtual --out {tmp_path / 'replayed'}" in section
+    assert not problems
