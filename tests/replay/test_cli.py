@@ -427,9 +427,9 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     ("options", "said"),
     [
         (("--host-dedup", "3"), "--host-dedup: the virtual device moves and computes nothing"),
-        (("--weights", "nowhere"), "--weights: a logical clock"),
-        (("--verify",), "--verify: a logical clock"),
-        (("--dense", "none"), "--dense none: a logical clock"),
+        (("--weights", "nowhere"), "--weights: the virtual device"),
+        (("--verify",), "--verify: the virtual device"),
+        (("--dense", "none"), "--dense none: the virtual device"),
         (("--min-gb-per-s", "nan"), "--min-gb-per-s nan: must be above 0"),
         (("--min-gb-per-s", "-1"), "must be above 0"),
         (("--nvtx",), "--nvtx needs the device cuda"),

@@ -1,0 +1,105 @@
+"""Every command and code block of README.md and docs runs, or says why not.
+
+A block runs in a folder of its own with those before it on the page. A page marks a block that does not run with the
+line `<!-- not run by tests: REASON -->` before it. The package pages have tests of their own.
+"""
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+import replay.cli
+import sim.cli
+import tracer.cli
+from tests.support.command import run
+from traces import Trace, demo_trace
+from traces.writer import write_trace
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+)
+MAINS = {"moe-sim": sim.cli.main, "moe-trace": tracer.cli.main, "moe-replay": replay.cli.main}
+DATA = {"text", "toml", "json", "yaml"}
+"""Kinds of blocks that hold no commands."""
+
+
+class Block(NamedTuple):
+    reason: str | None
+    kind: str
+    text: str
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found.group("reason", "kind", "text")) for found in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The commands of a block, without comments, lines that end with a backslash joined."""
+    lines = text.replace("\\\n", " ").splitlines()
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def runnable(page: Path) -> list[Block]:
+    """The blocks that run: Python, and those of which every line is a command of ours."""
+    found = []
+    for block in blocks(page):
+        if block.reason or block.kind in DATA or is_picture(block):
+            continue
+        if block.kind == "python" or all(words[0] in MAINS for words in commands(block.text)):
+            found.append(block)
+    return found
+
+
+def provide(page: Path, folder: Path) -> None:
+    """Put into the folder what a page takes for granted: a trace of one's own, and a model's configuration."""
+    if page.name != "README.md":
+        write_trace(Trace.read(demo_trace()).head(3), folder / "my-trace")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+CONFIG = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "hidden_size": 2048,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151_936,
+    "torch_dtype": "bfloat16",
+}
+
+
+def is_picture(block: Block) -> bool:
+    return not block.kind and any(sign in block.text for sign in "─▶│")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_block_runs_or_says_why_not(page):
+    runs = runnable(page)
+    for block in blocks(page):
+        assert block in runs or block.reason or block.kind in DATA or is_picture(block), block.text
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    provide(page, tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in runnable(page):
+        if block.kind == "python":
+            exec(block.text, names)
+            continue
+        for words in commands(block.text):
+            done = run(MAINS[words[0]], *words[1:], cwd=tmp_path)
+            assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
