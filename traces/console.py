@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from traces.errors import InputError
+from traces.extras import missing
 
 AS_THEY_ARE: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
 
@@ -77,6 +78,11 @@ def main(app: typer.Typer, name: str) -> NoReturn:
             sys.stdout.flush()
     except InputError as error:
         fail(name, str(error), 2)
+    except ModuleNotFoundError as error:
+        absent = missing(error.name or "", name)
+        if absent is None:
+            raise
+        fail(name, str(absent), 2)
     except UnicodeEncodeError as error:
         fail(name, f"this locale cannot name {error.object!r}: set LC_ALL=C.UTF-8 or PYTHONUTF8=1", 2)
     except OSError as error:

@@ -421,4 +421,4 @@ def save(found: Adaptation, loaded: Loaded, folder: Path) -> list[Path]:
     tables = {table: (found.rows(loaded), SHIFTS)}
     if not found.complete:
         return files.save(folder / INTERRUPTED, MAKER, tables, {})
-    return files.save(folder, MAKER, tables, {picture: figure(found, loaded)})
+    return files.save(folder, MAKER, tables, {picture: lambda: figure(found, loaded)})

@@ -230,4 +230,4 @@ def save(found: Analysis, loaded: Loaded, folder: Path) -> list[Path]:
         ([asdict(metrics) for metrics in found.locality], LOCALITY),
     )
     *tables, picture = NAMES
-    return files.save(folder, MAKER, dict(zip(tables, rows, strict=True)), {picture: figure(found, loaded)})
+    return files.save(folder, MAKER, dict(zip(tables, rows, strict=True)), {picture: lambda: figure(found, loaded)})

@@ -284,7 +284,7 @@ def figure(found: Sensitivity) -> "Figure":
 def save(found: Sensitivity, folder: Path) -> list[Path]:
     """Write the table and the plot, each whole or not at all; the files."""
     table, picture = NAMES
-    return files.save(folder, MAKER, {table: (found.rows(), ROWS)}, {picture: figure(found)})
+    return files.save(folder, MAKER, {table: (found.rows(), ROWS)}, {picture: lambda: figure(found)})
 
 
 def _field(name: str, unit: str, path: str, whole: bool = False) -> Parameter:

@@ -1,19 +1,24 @@
 """Tables and figures as files of results, each there whole or not at all."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from traces import console
+from traces.extras import installed, missing
 from traces.output import claim, replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
+
+Drawn = Callable[[], "Figure"]
+"""What draws a figure."""
 
 
 def write_rows(rows: Rows, schema: pa.Schema, path: Path) -> None:
@@ -38,15 +43,18 @@ def write_figure(figure: "Figure", path: Path) -> None:
         figure.savefig(file, format="png", dpi=150)
 
 
-def write_figures(figures: Mapping[str, "Figure"], folder: Path) -> list[Path]:
-    """Figures by their names, as PNGs in a folder; the files."""
-    for name, figure in figures.items():
-        write_figure(figure, folder / name)
+def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:
+    """Draw figures and write each as a PNG of its name; return the files. Without matplotlib: warn, and write none."""
+    if figures and not installed("matplotlib"):
+        console.warn(f"{', '.join(figures)} not drawn: {missing('matplotlib')}")
+        return []
+    for name, draw in figures.items():
+        write_figure(draw(), folder / name)
     return [folder / name for name in figures]
 
 
 def save(
-    folder: Path, maker: str, tables: Mapping[str, tuple[Rows, pa.Schema]], figures: Mapping[str, "Figure"]
+    folder: Path, maker: str, tables: Mapping[str, tuple[Rows, pa.Schema]], figures: Mapping[str, "Drawn"]
 ) -> list[Path]:
     """Write tables (rows and schema) and figures by their names, as the command `maker` does; the files.
 

@@ -6,6 +6,7 @@ have units, small multiples share their scales, and a bound is drawn wherever th
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,7 +56,7 @@ def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iter
 
     `bound`: Belady's rows; `demand`: one token's experts as a share of all, below which recency is of no use.
     """
-    drawn = {DRAWN[column][0]: figure(rows, bound, demand, column) for column in columns if column in DRAWN}
+    drawn = {DRAWN[column][0]: partial(figure, rows, bound, demand, column) for column in columns if column in DRAWN}
     return write_figures(drawn, folder)
 
 
@@ -113,7 +114,7 @@ def draw_users(rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write users.png where numbers of users differ: throughput and latency against how many requests run at a time."""
     if len({row["max_batch"] for row in rows} - {None}) < 2:
         return []
-    return write_figures({USERS: users(rows)}, folder)
+    return write_figures({USERS: partial(users, rows)}, folder)
 
 
 def users(rows: Sequence[Row]) -> "Figure":

@@ -200,7 +200,7 @@ class Cluster:
         try:
             import distributed
         except ImportError as error:
-            raise InputError("--scheduler needs Dask: pip install 'moe-expert-cache[cluster]'") from error
+            raise InputError("`scheduler` needs Dask: pip install 'moe-expert-cache[cluster]'") from error
         if "://" not in address:
             raise InputError(f"--scheduler {address}: write it as tcp://HOST:8786")
         self.address = address
