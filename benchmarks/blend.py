@@ -1,7 +1,7 @@
 """The search behind `eamc-blend`, and its ablation: `python -m benchmarks.blend TRACE TRACE ... [--as-decode]`.
 
 Every variant differs from the shipped policy in one thing: a setting, or a kind of evidence left out. Each is fitted
-anew on the first half of the requests of the traces and played untimed, without prefetch, on both halves. The choice
+again on the first half of the requests of the traces and run untimed, without prefetch, on both halves. The choice
 between settings is made on the first half; the second only says what it was worth. Figures are shares of the gap from
 LRU to Belady closed in hits, in percent.
 """
@@ -94,9 +94,9 @@ def main() -> None:
     """Read the command line; a row for each variant."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.blend", description=__doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="folders of traces")
-    parser.add_argument("--as-decode", action="store_true", help="play prefills token by token")
+    parser.add_argument("--as-decode", action="store_true", help="run prefills token by token")
     parser.add_argument("--cache-size", default="25%", help="of all experts")
-    parser.add_argument("--requests", type=int, default=10**9, help="at most so many are played of each half")
+    parser.add_argument("--requests", type=int, default=10**9, help="at most so many are run of each half")
     chosen = parser.parse_args()
     traces = [Trace.read(path) for path in chosen.traces]
     traces = [t.as_decode() if chosen.as_decode and t.phases != "decode" else t for t in traces]

@@ -1,6 +1,6 @@
 """LRU at every cache size in one pass, against libcachesim's LRU at one size: at most 4 of its runs.
 
-libcachesim (GPL, a test-only extra) reads the same accesses from its own binary format and plays them in C, no call
+libcachesim (GPL, a test-only extra) reads the same accesses from its own binary format and runs them in C, no call
 of Python for an access; of three sizes its mean counts. Belady at every size is shown beside it. Accesses are a
 synthetic trace's of the shape of gpt-oss-20b (24 x 32, top-4) and of DeepSeek-V2-Lite (26 x 64, top-6).
 """

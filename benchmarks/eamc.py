@@ -1,7 +1,7 @@
 """What an event costs `eamc`: the match alone and the whole policy, in compiled code and as the simulator calls them.
 
 A collection of 300 EAMs of a model of the shape of DeepSeek-V2-Lite (26 x 64, top-6), learned from a synthetic trace
-of as many requests; further requests are played against it, decode only. The target is the default's: at most BOUND us
+of as many requests; further requests are run against it, decode only. The target is the default's: at most BOUND us
 an event, compiled. Best of ROUNDS.
 """
 
@@ -46,7 +46,7 @@ OTHERS = [
 
 @njit(nogil=True)
 def match(bucket: matching.Bucket, routing: Routing, steps: int, layers: int) -> int:
-    """All events of a decode: matched anew, nothing else; how often the nearest changed."""
+    """All events of a decode: matched again, nothing else; how often the nearest changed."""
     changes = 0
     for step in range(steps):
         for layer in range(layers):

@@ -1,13 +1,13 @@
 """Both engines, on a synthetic trace of the shape of gpt-oss-20b (24 layers x 32 experts, top-4) at a quarter of all.
 
 The SimPy engine against a bare SimPy loop of the same number of waits: at most 4 times its time under LRU. The other
-policies' own work (matching, proposing hundreds of experts an event) comes on top and is shown beside it.
+policy overhead (matching, proposing hundreds of experts an event) comes on top and is shown beside it.
 
 The compiled engine against libcachesim's untimed LRU on the same accesses (GPL, a test-only extra; see
 `benchmarks.curves`), in accesses per second: under LRU at least a sixth, with the next layer known and fetched ahead a
-twelfth, under the policies that match or learn and prefetch a fiftieth. And against the SimPy engine, which plays the
+twelfth, under the policies that match or learn and prefetch a fiftieth. And against the SimPy engine, which runs the
 first requests alone: under LRU at least 30 times as fast. What other policies do of their own, compiled as it is, takes
-both engines as long, so theirs is shown without a bound. `python -m benchmarks engine --trace=FOLDER` plays a recorded
+both engines as long, so theirs is shown without a bound. `python -m benchmarks engine --trace=FOLDER` runs a recorded
 trace there, on the profiles that `moe-sim` takes by default.
 """
 

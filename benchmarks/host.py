@@ -1,7 +1,7 @@
 """What the replay's host loop costs a layer, beside what policies cost: `python -m benchmarks host`.
 
-The driver plays synthetic decode of DeepSeek-V2-Lite's shape on a logical clock, which answers at once: what is left is
-bookkeeping (residency, pump, accounting), the policy's own work, and the little that the clock does. The ratio
+The driver runs synthetic decode of DeepSeek-V2-Lite's shape on a logical clock, which answers at once: what is left is
+bookkeeping (residency, pump, accounting), policy overhead, and the little that the clock does. The ratio
 is to the compiled engine, which does the same in one loop. On a GPU, `host_us_per_layer` says it of a real run.
 """
 
@@ -39,7 +39,7 @@ def main() -> None:
         whole = _seconds(lambda run=run: play(run, SimpyDevice(TIMING, LINK)))
         layers = sum(len(request.tokens) for request in requests) * LAYERS
         print(
-            f"  {text}: {whole / layers * 1e6:.1f} us a layer, the logical clock's own work included; "
+            f"  {text}: {whole / layers * 1e6:.1f} us a layer, the logical clock's overhead included;  "
             f"{whole / simulated:.1f} times the compiled engine"
         )
 

@@ -1,9 +1,9 @@
-"""What a policy's own work costs an event, as an engine pays it: `python -m benchmarks predictors [--write]`.
+"""What a policy costs an event, as an engine pays it: `python -m benchmarks predictors [--write]`.
 
-Every policy plays the decode of synthetic requests at two shapes: popular experts, topics and reuse make its matches
+Every policy runs the decode of synthetic requests at two shapes: popular experts, topics and reuse make its matches
 change. What passes `observe` and `propose` of a `PolicyRunner` is timed, Python included, less the same loop over a
 policy that has nothing to be told (`lru`): what a cache does anyway is left out. A policy that is timed has its
-collections full (`eamc` starts from a file, others play WARM_UP requests), a profile, a trained model, or a trace with
+collections full (`eamc` starts from a file, others run WARM_UP requests), a profile, a trained model, or a trace with
 lookahead. Of SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it
 longer.
 
@@ -147,7 +147,7 @@ def cpu() -> str:
 def write(found: dict[Row, list[Measured]]) -> None:
     """The table that ships."""
     lines = [
-        "# What a policy's own work costs: microseconds an event, at 26 x 64 experts (top-6) and at 58 x 256 (top-8).",
+        "# What a policy costs: microseconds an event, at 26 x 64 experts (top-6) and at 58 x 256 (top-8).",
         "# Written by `python -m benchmarks predictors --write`; sim/profiles/policy_overhead.py tells how it is used.",
         f'commit = "{commit()}"',
         f'cpu = "{cpu()}"',

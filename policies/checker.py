@@ -42,7 +42,7 @@ LIMIT_S = 60.0
 """Seconds for an event: for more than the first one of a policy that compiles itself needs."""
 
 NEVER_CALLED = ("on_hit", "on_insert", "victim")
-"""Methods of a retention policy that a `ScorePolicy` inherits and the compiled residency does not call."""
+"""Methods of an eviction policy that a `ScorePolicy` inherits and the compiled residency does not call."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +51,7 @@ class Report:
 
     policy: str
     failures: tuple[str, ...]  # a plain sentence each
-    events: int  # played for the checks
+    events: int  # run for the checks
     us_per_event: float
 
     @property
@@ -70,7 +70,7 @@ class Report:
     def __str__(self) -> str:
         found = "".join(f"\n  - {failure}" for failure in self.failures)
         verdict = "does not conform:" + found if found else "conforms"
-        return f"{self.policy} {verdict}\n  ({self.events:,} events played, {self.us_per_event:.1f} us an event)"
+        return f"{self.policy} {verdict}\n  ({self.events:,} events run, {self.us_per_event:.1f} us an event)"
 
 
 def check_policy(policy: Policy, seed: int = 0) -> Report:
@@ -244,7 +244,7 @@ def _told(act: Callable[[], Any]) -> Any:
         raise RuleError(f"it raises {type(error).__name__}", f": {error}, at {where}") from error
 
 
-# The checks: each plays a script some times and returns the number of events
+# The checks: each runs a script some times and returns the number of events
 
 
 def _hears_what_it_overrides(spec: PolicySpec, script: Script, rng: random.Random) -> int:

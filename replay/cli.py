@@ -1,4 +1,4 @@
-"""The command `moe-replay`: play a trace with real transfers and real compute, predicted beside measured.
+"""The command `moe-replay`: run a trace with real transfers and real compute, predicted beside measured.
 
 `moe-replay --policy eamc` is `moe-replay run --policy eamc`. Bad input is told in one line before anything is written.
 """

@@ -36,7 +36,7 @@ SCHEMA = pa.schema(
         ("host_ms", MS),  # nothing was submitted and nothing awaited: bookkeeping on the host
         ("host_us_per_layer", pa.float64()),  # bookkeeping, calls of device and policy apart, whatever runs beside it
         ("dense", TEXT),  # real or none
-        ("fallbacks", TEXT),  # what is launched kernel by kernel for want of graphs or a fused kernel, and why
+        ("fallbacks", TEXT),  # what is launched kernel by kernel for lack of graphs or a fused kernel, and why
         ("dense_loaded", SHARE),  # of the dense parameters, those that --weights gave
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
@@ -92,12 +92,12 @@ def _line(row: StepRow) -> list[int]:
 
 
 def _full(folder: Path, why: str | None) -> InputError:
-    kept = "what it holds is kept: make room and go on with --resume"
+    kept = "what it holds is kept: make room and continue with --resume"
     return InputError(f"cannot write {folder / STEPS}: {why}; {kept}")
 
 
 def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> list[StepRow]:
-    """Rows of the first of the requests that a run cut off has played whole.
+    """Rows of the first of the requests that a run cut off has run whole.
 
     A last line that was cut off does not count. InputError where the folder holds another run, or rows that are none.
     """
@@ -110,7 +110,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         header, *lines = csv.reader(whole.splitlines())
         rows = [[int(value) for value in line] for line in lines]
     except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
-        raise InputError(f"{folder} holds no run that could go on ({error}): go on without --resume") from error
+        raise InputError(f"{folder} holds no run that could continue ({error}): run without --resume") from error
     if was != key or tuple(header) != HEADER:
         raise InputError(
             f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or go "
@@ -123,7 +123,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
             break
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
         if [row[:3] for row in of] != [[request.request, *step] for step in each] or min(map(min, of)) < 0:
-            raise InputError(f"{path} does not hold the steps of this trace: go on without --resume")
+            raise InputError(f"{path} does not hold the steps of this trace: run without --resume")
         done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]
     return done
 
@@ -179,7 +179,7 @@ def table(outcome: Outcome) -> Table:
 
 
 def title(outcome: Outcome) -> str:
-    """What was played on what."""
+    """What was run on what."""
     row = outcome.row
     machine = row["device_name"] or f"a logical clock for {row['hardware']}"
     cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"

@@ -1,8 +1,8 @@
-"""One replay: open the device, measure it, play the trace in closed loop, and ask the simulator for the same cell.
+"""One replay: open the device, measure it, run the trace in closed loop, and ask the simulator for the same cell.
 
 What a real device is compared with is the simulator on this machine as measured just before and just after, not on the
 profile named by `--hardware`, which describes another one; that prediction is told beside it. How far both calibrations
-disagree is the interval of the prediction. The policy's own work differs likewise:
+disagree is the interval of the prediction. Policy overhead differs likewise:
 on a real device it is done, on this host, and predicted from what its first events took; for a profile, and on its
 logical clock, it takes what the simulator charges (`sim.profiles.policy_overhead`).
 """
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
 
 DEFAULT_STEPS = 1_000
-"""Where nobody says how many requests, a real device plays the first ones that hold so many steps."""
+"""By default, a real device runs the first requests that hold this many steps."""
 
 DISK_TOKENS = 100
 
@@ -56,7 +56,7 @@ TIMED_BYTES = 1_000_000
 """Of an expert that threads copy and compute in a time that is worth predicting."""
 
 MOST_THREADS = 256
-"""More of them is a slip."""
+"""More of them is taken as a typo."""
 
 PREDICTED = ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms", "hit_rate")
 """Figures of the simulator that stand in a replay's row."""
@@ -231,7 +231,7 @@ class Outcome:
 
 
 def choose_device(text: str) -> str:
-    """`auto` is CUDA where there is one, else the CPU. InputError for a device that cannot be had."""
+    """`auto` is CUDA where there is one, else the CPU. Raise InputError for a device that is not available."""
     if text not in DEVICES:
         raise unknown("device", text, DEVICES)
     if text in ("virtual", "cpu", "disk"):
@@ -257,7 +257,7 @@ def first_steps(loaded: Loaded, steps: int) -> Loaded:
 
 
 def first_part(loaded: Loaded, device: str) -> Loaded:
-    """What a device plays where nobody says how much: all on a logical clock, else about DEFAULT_STEPS steps.
+    """Return what a device runs by default: all on a logical clock, else about DEFAULT_STEPS steps.
 
     A disk is so slow that it decodes DISK_TOKENS tokens.
     """
@@ -291,7 +291,7 @@ def replay(
     """Run a choice on its device. InputError where the machine cannot: no memory, no device, weights that it cannot
     multiply.
 
-    done: rows of the first requests, from a run cut off; what follows is played.
+    done: rows of the first requests, from a run cut off; what follows is run.
 
     timeline: shows the run and what was predicted of it; `slots`: with a track for each slot.
     """
@@ -347,9 +347,9 @@ def _driver(run: Run, device: Device, done: Sequence[StepRow], observer: Timelin
 
 
 def bookkeeping_us(driver: Driver, log: RunLog, resumed: int = 0) -> float | None:
-    """Return what the host took for a layer of the run that has just ended, the policy's own work left out.
+    """Return what the host took for a layer of the run that has just ended, policy overhead left out.
 
-    None on a clock of its own, where nobody counts.
+    None on a logical clock, where this time is not counted.
     """
     steps = len(log.step_ns) - resumed
     if not (driver.session.device.inside_ns and steps):

@@ -11,12 +11,12 @@ from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 
 DECISIONS_S = 1.0
-"""Of playing on a logical clock: by then policies have learned and proposed, and all that they call is compiled."""
+"""Of running on a logical clock: by then policies have learned and proposed, and all that they call is compiled."""
 
 
 @contextmanager
 def undisturbed(run: Run | None = None) -> Iterator[None]:
-    """No garbage collection; `run`: what is about to be played, whose decisions are gone through once before."""
+    """No garbage collection; `run`: what is about to be run, whose decisions are gone through once before."""
     if run:
         decide(run)
     was_on = gc.isenabled()
@@ -30,7 +30,7 @@ def undisturbed(run: Run | None = None) -> Iterator[None]:
 
 
 def decide(run: Run) -> None:
-    """Play the run's first requests on a logical clock."""
+    """Run the run's first requests on a logical clock."""
     driver = Driver(run, SimpyDevice(FixedTiming(10, 1, 0, 1, 1), Link(0, 1, 1, run.gpu.link.expert_bytes)))
     ends = time.monotonic() + DECISIONS_S
     for _ in driver.steps():

@@ -48,7 +48,7 @@ app.command()(report)
 
 @app.command()
 def policies(
-    name: Annotated[str | None, typer.Argument(help="Tell all of this one.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Show the details of this policy.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the policies: pairs, what to keep (retention), what to fetch early (prefetch), and presets of these.
@@ -147,7 +147,7 @@ def conformance(
     engine: options.Engine = None,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Play engine-neutral cases and write one result line for each.
+    """Run engine-neutral cases and write one result line for each.
 
     [b]moe-sim conformance cases.jsonl --engine simpy --out results.jsonl[/b]
     """

@@ -35,7 +35,7 @@ def parse_bytes(text: str, what: str) -> int:
     """`8GiB`, `500MB`, `64kB`, `4096B`: rounded down; InputError naming `what` for anything else."""
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in UNITS:
-        raise InputError(f"{what} {text!r} is no number of bytes: write it as 8GiB, 500MB or 4096B")
+        raise InputError(f"{what} {text!r} is not a number of bytes: use 8GiB, 500MB or 4096B")
     return math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
 
 
@@ -51,7 +51,7 @@ def parse_gb_per_s(text: str, what: str) -> float:
 
 
 def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
-    """The slots of a cache as typed, `total` experts at most; InputError unless it holds one.
+    """The slots of a cache as given, `total` experts at most; InputError unless it holds one.
 
     `expert_bytes` may be None where nothing states it; then a size in bytes is refused too.
     """
@@ -71,14 +71,14 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
         if not slots:
             raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
     else:
-        raise InputError(f"cache size {text!r} is none: write a share (25%), a number of experts (64) or bytes (8GiB)")
+        raise InputError(f"invalid cache size {text!r}: use 25%, 64 or 8GiB")
     if not slots:
         raise InputError(f"a cache of {text} is impossible: it has 0 slots for the model's {total} experts")
     return min(slots, total)
 
 
 def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
-    """Whether a cache size as typed, one that can be, is more than all `total` experts, which have so many bytes."""
+    """Whether a cache size as given, one that can be, is more than all `total` experts, which have so many bytes."""
     text = text.strip()
     if text.isdecimal():
         return int(text) > total
@@ -86,7 +86,7 @@ def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
 
 
 def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
-    """The bytes of a cache as typed, for a model whose experts have these sizes (rule 19).
+    """The bytes of a cache as given, for a model whose experts have these sizes (rule 19).
 
     A number is of experts of mean size. At most all experts; InputError unless it holds the largest.
     """

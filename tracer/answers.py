@@ -2,7 +2,7 @@
 
 The first forward pass of a stack is its prefill; pass f after it feeds each row the f-th token that it generated.
 A request with n new tokens therefore has prompt + n - 1 routed tokens: the last one is never fed back, and what a
-finished row is fed while others go on is not its own. Forced answers run as one prefill of prompt and answer, which
+finished row is fed while others continue is not its own. Forced answers run as one prefill of prompt and answer, which
 routes each token as decoding it would. An encoder's tokens come first; its decoder's prompt is the start token.
 """
 

@@ -15,7 +15,7 @@ ADAPTED = {
     "doge": "product keys: the look-up of its experts' embeddings",
     "jetmoe": "the gate's sort, inverted; attention experts are layers of their own",
     "llama4": "the router's scores, which are zero but for the experts chosen",
-    "nllb_moe": "combine weights of the experts' call; its forward is mended while recording",
+    "nllb_moe": "combine weights of the experts' call; its forward is patched while recording",
     "zaya": "experts interface; no expert where a token skips",
     "switch_transformers": "one-hot mask of the experts' call; no expert where a token is dropped",
 }

@@ -189,7 +189,7 @@ class ExpertsHook:
             self.notes.append(f"not recorded, because text does not run through them: {', '.join(names)}")
 
     def _learn(self, seen: list[_Choice]) -> None:
-        """E, k, how to read the routers, and that what was asked for can be had."""
+        """E, k, how to read the routers, and that what was asked for is available."""
         for choice in seen:
             site = choice.site
             if self.experts and site.experts != self.experts:
@@ -200,7 +200,7 @@ class ExpertsHook:
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
             if self._weights and not site.weighted:
-                raise InputError(f"weights of {site.name} cannot be recorded: its experts are not told of them")
+                raise InputError(f"weights of {site.name} cannot be recorded: its experts do not receive them")
             if self._gate_probs:
                 output = self._router_outputs.get(site)
                 self._gates[site] = find_gate(site, output, choice.experts, choice.weights)

@@ -98,7 +98,7 @@ class LoadedModel:
         raise InputError(f"{self.name} does not say what its decoder starts with (decoder_start_token_id)")
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
-        """The tokens of a conversation, user and model in turn, that the model is to go on with.
+        """The tokens of a conversation, user and model in turn, that the model is to continue with.
 
         By the tokenizer's chat template, if `template` and it has one; else the texts, a line break between them.
         """

@@ -1,6 +1,6 @@
 """Record what a model routes while it answers prompts, in batches that are written whole or not at all.
 
-So a recording that was interrupted, or killed, goes on at a batch's beginning, with the same random numbers, and
+So a recording that was interrupted, or killed, continues at a batch's beginning, with the same random numbers, and
 ends with the trace that it would have been. A prompt of several turns is several requests: each turn is asked with
 all that was said before.
 """
@@ -66,7 +66,7 @@ def record(
     """Let the model answer each prompt, or take its responses, and write the routing as a trace to `out`.
 
     `on_step` hears how many tokens each forward pass gave, `on_done` how many requests have finished, `on_note`
-    what the user should know. Whole batches stay readable in `out` when it ends early, and `resume` goes on after
+    what the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
     them. Raises InputError.
     """
     _require_turns(prompts, options)

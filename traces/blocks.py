@@ -1,7 +1,7 @@
 """Parquet files as numbered blocks of rows, decoded when they are asked for: memory is that of a few blocks.
 
 A block is a row group or, of a large one, a part. Who goes forward decodes each block once and opens each file once,
-since it goes on where it was; going back within a large row group decodes its beginning again.
+since it continues where it was; going back within a large row group decodes its beginning again.
 
 Threads share the blocks, each at a place of its own. A thread keeps those that it used last, so that no other can take
 away what it is at; together they keep some more, so that a small trace is decoded once. What two threads ask for at
@@ -39,7 +39,7 @@ class Blocks:
     """The columns of a table as blocks; block n has the rows `starts[n]` to `starts[n + 1]` of the table.
 
     Each is a dict of arrays [rows] or [rows, width], passed through `prepare`. What is `passing`, of use but once, is
-    kept only while it is looked at. Pickled, it opens its files anew.
+    kept only while it is looked at. Pickled, it opens its files again.
     """
 
     def __init__(

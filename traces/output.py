@@ -201,9 +201,9 @@ def _mark(folder: Path, names: Mapping[str, str]) -> None:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Make `folder`, and let nobody else write there meanwhile; folders that were made and stayed empty go.
+    """Make `folder`, and lock it against other writers meanwhile; folders that were made and stayed empty go.
 
-    InputError where another process writes there, or nobody can.
+    Raises InputError if another process writes there, or it cannot be written.
     """
     with _writing(f"to {folder}"):
         made = [place for place in (folder, *folder.parents) if not place.exists()]

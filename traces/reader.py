@@ -163,7 +163,7 @@ def open_folder(path: Path | str) -> Folder:
 
 
 def _tables(file: pq.ParquetFile, group: int, columns: list[str], size: int) -> Iterator[pa.Table]:
-    """A row group at once if it has no more than `size` rows: a reader that could go on would hold some memory."""
+    """A row group at once if it has no more than `size` rows: a reader that could continue would hold some memory."""
     if file.metadata.row_group(group).num_rows <= size:
         yield file.read_row_group(group, columns)
     else:

@@ -84,7 +84,7 @@ class TraceMeta:
             values = parse_json(metadata[KEY], "it")
             version = values.pop("schema_version")
             if version != VERSION:
-                raise InputError(f"schema version {version!r}, this program reads {VERSION}; record it anew")
+                raise InputError(f"schema version {version!r}, this program reads {VERSION}; record it again")
             return TraceMeta(**{**values, "layer_names": texts("layer_names", values["layer_names"])})
         except (InputError, TypeError, KeyError, AttributeError) as error:
             raise InputError(f"{where} has metadata that cannot be understood: {error}") from error

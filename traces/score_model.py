@@ -2,7 +2,7 @@
 
 A score is the expert's popularity in its layer plus normal terms, each shared by other tokens: those of the
 request's cluster, of a run of requests, of the request, of the token's kind (as if the same word occurred again), and
-of passages of several lengths, whose terms are drawn anew at random ends. So tokens agree the more the closer they are.
+of passages of several lengths, which end at random. So tokens agree the more the closer they are.
 What is left of the variance of 1 is noise. The first tokens of many requests are the same, as those of a template
 are. `traces.fit` finds popularities and shares of the variance for a real trace.
 """

@@ -1,4 +1,4 @@
-"""A trace of any size, local or at a URL, played request by request without being held: what engines and sweeps need
+"""A trace of any size, local or at a URL, run request by request without being held: what engines and sweeps need
 of a trace, under the names that `traces.trace.Trace` has.
 
 Opening passes once over the columns that number and order the rows (`traces.index`). A request is put together from the
@@ -28,8 +28,8 @@ from traces.trace import OfAModel, Phases
 class Shards(OfAModel):
     """R requests and T tokens of a model with L MoE layers of E experts, top-k; the tokens stay on disk.
 
-    Several threads may play it at once, each going through the requests as it likes; going forward is quickest. Where
-    rows of a request are far apart, all between them is decoded for it. Pickled, it is opened anew at the same place.
+    Several threads may run it at once, each going through the requests as it likes; going forward is quickest. Where
+    rows of a request are far apart, all between them is decoded for it. Pickled, it is opened again at the same place.
     """
 
     name: str  # of the trace's folder
@@ -38,7 +38,7 @@ class Shards(OfAModel):
     fingerprint: str  # tells whether the trace was replaced by another (`traces.reader`)
     requests: pd.DataFrame  # [R] as those of a Trace
     offsets: Int  # [R + 1] request r has the tokens offsets[r] to offsets[r + 1], counted by request
-    prompts: Int  # [R] tokens that are played as one prefill
+    prompts: Int  # [R] tokens that are run as one prefill
     has_lookahead: bool  # whether the requests' steps tell what gates pick ahead of time
     _span: Int  # [2, R] first and last row in the files
     _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
@@ -96,7 +96,7 @@ class Shards(OfAModel):
         )
 
     def as_decode(self) -> "Shards":
-        """The same tokens with the prefill played token by token, as if decoded; the name says so.
+        """The same tokens with the prefill run token by token, as if decoded; the name says so.
 
         Routing is causal, so each token's experts are those that it would have had. It is still no decode:
         the model did not write these tokens.
@@ -106,7 +106,7 @@ class Shards(OfAModel):
         return replace(self, name=f"{self.name} (prefill as decode)", prompts=np.zeros_like(self.prompts))
 
     def steps(self, i: int) -> RequestSteps:
-        """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one.
+        """Request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
 
         Raises InputError if its routing is wrong, or cannot be read (any more).
         """
@@ -118,7 +118,7 @@ class Shards(OfAModel):
         return steps_of_rows(i, *known, rows.get("lookahead"), rows["token_id"])
 
     def _rows_of(self, i: int) -> Arrays:
-        """The rows of request `i`, by column; of one in several blocks copies, lest it hold all of these."""
+        """Return the rows of request `i`, by column; copies if it spans several blocks, which then need not stay."""
         first, last = np.searchsorted(self._rows.starts, self._span[:, i], "right") - 1
         parts = []
         for n in range(first, last + 1):

@@ -1,4 +1,4 @@
-"""Requests as an engine plays them: steps of L events, each the distinct experts that one router chose.
+"""Requests as an engine runs them: steps of L events, each the distinct experts that one router chose.
 
 A step is one forward pass (the prefill of a request, or one decoded token); an event is one (step, layer).
 Expert `e` of layer `l` has the id `l * E + e`; ids ascend within an event.
@@ -60,7 +60,7 @@ def steps_of_rows(
     lookahead: NDArray[np.integer] | None = None,
     token_id: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """The rows of a request as an engine plays them: the first `prompt` as one step, then the others one by one.
+    """The rows of a request as an engine runs them: the first `prompt` as one step, then the others one by one.
 
     experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position, token_id:
     [tokens], -1 where the id was withheld.
@@ -89,7 +89,7 @@ def decode_steps(
     context: Int,
     lookahead: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """Play each token as a step of its own.
+    """Run each token as a step of its own.
 
     experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; context: [tokens].
     """
@@ -114,7 +114,7 @@ def prefill_step(
     sentinel: int,
     lookahead: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """Play all tokens as one step. experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
+    """Run all tokens as one step. experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
     tokens, L, _ = experts.shape
     offsets, ids, counts = _all_together(experts, E, sentinel)
     return RequestSteps(

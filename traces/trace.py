@@ -214,7 +214,7 @@ class Trace(OfAModel):
 
     @property
     def prompts(self) -> NDArray[np.int64]:
-        """[R] tokens of each request that are played as one prefill."""
+        """[R] tokens of each request that are run as one prefill."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.phase == PREFILL)])
         return np.diff(before[self.offsets])
 
@@ -261,7 +261,7 @@ class Trace(OfAModel):
         )
 
     def as_decode(self) -> "Trace":
-        """The same tokens with the prefill played token by token, as if decoded; the name says so.
+        """The same tokens with the prefill run token by token, as if decoded; the name says so.
 
         Routing is causal, so each token's experts are those that it would have had. It is still no decode:
         the model did not write these tokens.
@@ -271,7 +271,7 @@ class Trace(OfAModel):
         return replace(self, name=f"{self.name} (prefill as decode)", phase=np.full_like(self.phase, DECODE))
 
     def steps(self, i: int) -> RequestSteps:
-        """Request `i` as an engine plays it: its prefill as one step, then its decoded tokens one by one."""
+        """Request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one."""
         rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
         prompt = int(np.count_nonzero(self.phase[rows] == PREFILL))
         ahead, ids = (None if held is None else held[rows] for held in (self.lookahead, self.token_id))

@@ -60,7 +60,7 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
     if left and not overwrite and not resume:
         raise InputError(
             f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
-            "`record --resume` goes on with a recording that was interrupted"
+            "`record --resume` continues with a recording that was interrupted"
         )
 
 
@@ -104,7 +104,7 @@ class _Files:
             self._number, self.rows, self._held = self._number + 1, 0, []
 
     def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
-        """Go on after the files that are there; of routing files, only with rows of the first `keep` requests.
+        """Continue after the files that are there; of routing files, only with rows of the first `keep` requests.
 
         What was read is given the `schema` as it is written: Parquet has a name of its own for a list's elements.
         """
@@ -134,7 +134,7 @@ class TraceWriter:
 
     A trace that is already there is removed at that moment, and only if `overwrite` is set; with `resume` its
     requests are kept, and `written` says how many they are. Use as a context manager: leaving it, also by an
-    exception, writes what is still held. Until then nobody else writes there (`traces.output`).
+    exception, writes what is still held. Until then no other process writes there (`traces.output`).
     """
 
     def __init__(self, folder: Path, meta: TraceMeta, overwrite: bool = False, resume: bool = False):

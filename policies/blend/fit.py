@@ -111,7 +111,7 @@ def main() -> None:
     """Read the command line and print the weights."""
     parser = argparse.ArgumentParser(prog="python -m policies.blend.fit", description=__doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="folders of traces")
-    parser.add_argument("--as-decode", action="store_true", help="play prefills token by token")
+    parser.add_argument("--as-decode", action="store_true", help="run prefills token by token")
     chosen = parser.parse_args()
     traces = [Trace.read(path) for path in chosen.traces]
     found = [samples(t.as_decode() if chosen.as_decode and t.phases != "decode" else t) for t in traces]

@@ -21,7 +21,7 @@ class PolicyInfo:
     oracle: bool
     options: dict[str, Any]  # defaults; of a preset as `PolicySpec.options` has them
     theory: str  # of a policy its module's docstring, of a preset what the real system does otherwise
-    stands_for: str = ""  # of a preset: a policy as typed
+    stands_for: str = ""  # of a preset: a policy as given
 
 
 def available() -> list[PolicyInfo]:

@@ -24,7 +24,7 @@ Pairs = tuple[tuple[str, str | None], ...]
 
 @dataclass(frozen=True)
 class Term:
-    """One name with its options: a retention policy, a prefetcher, a scope or a preset."""
+    """One name with its options: an eviction policy, a prefetcher, a scope or a preset."""
 
     name: str
     options: Pairs = ()

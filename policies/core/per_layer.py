@@ -1,4 +1,4 @@
-"""One instance of a retention policy for each layer: how a policy with state of its own serves a partitioned cache.
+"""One instance of an eviction policy for each layer: how a policy with state of its own serves a partitioned cache.
 
 Each hears of its own layer's events, hits, insertions and evictions alone, and names victims among its layer's
 experts, so that what it takes for the size of the cache is its partition's. A score policy needs none of this:

@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple
 from policies.core.policy import Options, bounded
 
 FETCH, HOST, SPLIT, LAYERS = range(4)
-"""Placements that the compiled engine plays."""
+"""Placements that the compiled engine runs."""
 
 
 class Costs(NamedTuple):

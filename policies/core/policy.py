@@ -1,12 +1,12 @@
 """What a policy is: events go in, decisions come out; it knows no clock and no device.
 
-Retention (what to keep) and prefetch (what to fetch early) are separate axes that compose. Most retention policies
+Retention (what to keep) and prefetch (what to fetch early) are separate axes that compose. Most eviction policies
 are scores over layers x experts, the shape of an EAM: the evictable expert with the least score goes, and what ties
 falls to the lower id. Rules 3, 4, 8 and 10 of docs/contract.md say when each method is called; an event holds nothing
 that a policy must not know yet (rule 16).
 
 A step may be of several requests, each in a seat of the batch. What tells of the request itself is its own and is kept
-by seat: what it has used so far, what its latest token chose, which past request it resembles. It begins anew with
+by seat: what it has used so far, what its latest token chose, which past request it resembles. It begins again with
 `begin_request` and is learned from in `end_request`. What tells of the run is merged, whoever chose: counts of use,
 recency, what has been learned, and keep scores, of which an expert has one however many requests want it.
 """
@@ -115,14 +115,14 @@ class Options:
 
 
 class Kernel(NamedTuple):
-    """A policy as compiled functions over its state, a NamedTuple of arrays, which compiled engines then play.
+    """A policy as compiled functions over its state, a NamedTuple of arrays, which compiled engines then run.
 
     Arrays of the state have the same types whatever shape and options are; `start` makes it for the default options of
     any shape, one of a single expert included. Halves of one name that share what they learn have the same `start`.
     """
 
     start: Callable[[Shape, Any], Any]  # the state when a run begins
-    observe: Callable[..., Any] | None = None  # (state, event); of a retention policy (state, keep, event)
+    observe: Callable[..., Any] | None = None  # (state, event); of an eviction policy (state, keep, event)
     propose: Callable[..., int] | None = None  # (state, event, ids, priorities): fill both; how many
     begin_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
     end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
@@ -167,7 +167,7 @@ class Listener:
         """
 
     def begin_request(self, request: int, seat: int) -> None:
-        """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the order of play."""
+        """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the run."""
         if self.kernel and self.kernel.begin_request and self.observes:
             self.kernel.begin_request(self.state, seat)
 
@@ -198,7 +198,7 @@ class RetentionPolicy(Listener, ABC):
 
 
 class ScorePolicy(RetentionPolicy):
-    """A retention policy as keep scores: the least (primary, secondary, id) among the evictable goes.
+    """An eviction policy as keep scores: the least (primary, secondary, id) among the evictable goes.
 
     keep: float64[3, L*E]: primary and secondary score of every expert, resident or not (the third row is the
     residency's: priorities of queued prefetches). `rule` names the compiled bookkeeping of
@@ -232,7 +232,7 @@ class Prefetcher(Listener):
     proposes: ClassVar[bool] = True  # False: `propose` is never called, and nothing is ever fetched early
     at_start: ClassVar[bool] = False  # True: `propose` is asked as well when a step starts, of layer START
     needs_lookahead: ClassVar[bool] = False  # True: engines refuse a trace without that column
-    one_scale_with: ClassVar[str] = ""  # a retention policy whose keep scores compare with the priorities (rule 6)
+    one_scale_with: ClassVar[str] = ""  # an eviction policy whose keep scores compare with the priorities (rule 6)
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)

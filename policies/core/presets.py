@@ -12,7 +12,7 @@ class Preset:
     """A system by name. summary, differs: sentences; the first is shown in lists."""
 
     name: str
-    policy: str  # as typed: EVICT[:opts][+PREFETCH[:opts]][@SCOPE]
+    policy: str  # as given: EVICT[:opts][+PREFETCH[:opts]][@SCOPE]
     summary: str
     differs: str  # what the real system does otherwise, and what stays unverified
 

@@ -1,6 +1,6 @@
 """Names of policies: how a class gets one, and which class a name stands for.
 
-A name may stand for a retention policy, a prefetcher, or both, which share what they learn then. Packages add policies
+A name may stand for an eviction policy, a prefetcher, or both, which share what they learn then. Packages add policies
 under the entry point group `moe_expert_cache.policies`, each naming a module whose import registers them.
 """
 
@@ -54,7 +54,7 @@ P = TypeVar("P", bound=type[Prefetcher])
 
 
 def retention(name: str, oracle: bool = False) -> Callable[[R], R]:
-    """Register a retention policy under `name`; `oracle` marks one that sees the future."""
+    """Register an eviction policy under `name`; `oracle` marks one that sees the future."""
 
     return _register(_retention, name, oracle)
 
@@ -100,7 +100,7 @@ def built_in() -> list[type[Listener]]:
 
 
 def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:
-    """Return the retention policy of that name, or in that file; a class stands for itself. Raise InputError."""
+    """Return the eviction policy of that name, or in that file; a class stands for itself. Raise InputError."""
     cls = _find(policy, _retention, _prefetch)
     if cls is None:
         known = [*_retention, *(preset.name for preset in PRESETS)]
@@ -147,13 +147,13 @@ def preset(name: str) -> Preset | None:
 
 
 def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetcher]]]:
-    """Return all retention policies and all prefetchers, by name."""
+    """Return all eviction policies and all prefetchers, by name."""
     _load()
     return _retention, _prefetch
 
 
 def is_pair(name: str) -> bool:
-    """Return whether `name` stands for a retention policy and a prefetcher."""
+    """Return whether `name` stands for an eviction policy and a prefetcher."""
     return all(name in table for table in tables())
 
 

@@ -16,7 +16,7 @@ the calls of an engine and when it makes them. Evicting moves no bytes (rule 7).
 no case of its own: its demands wait in the queue until what was computed can be evicted (rule 9).
 
 A score policy is served wholly by the compiled core. For any other the core stops where it needs a victim, the policy
-names one in Python, and the core goes on.
+names one in Python, and the core continues.
 
 The slots may be divided into partitions, one for each layer (`policies.core.scope`). Then "a slot" in rule 5 is one of
 the expert's partition, and of the queued prefetches the link takes the best that can have one; a demand is first in any
@@ -146,7 +146,7 @@ class Compiled(NamedTuple):
 
 
 class PolicyResidency:
-    """The residency of one cache under one retention policy.
+    """The residency of one cache under one eviction policy.
 
     partitions: slots of each, in the order of the experts that share them: one for all layers or one for each.
     one_scale: keep scores and prefetch priorities compare, so a prefetch never evicts what is worth as much (rule 6);

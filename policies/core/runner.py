@@ -17,7 +17,7 @@ class PolicyRunner:
 
     silent: neither half wants to hear of events, so that an engine may spare itself the telling.
     experts_per_layer: how many experts the link carries while one layer of a decoded token computes, which a prefetch
-    budget (`policies.core.limits`) is a share of; an engine that cannot tell plays no policy with a budget.
+    budget (`policies.core.limits`) is a share of; an engine that cannot tell runs no policy with a budget.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ SEED = "seed"
 
 @dataclass(frozen=True)
 class Part:
-    """A retention policy, a prefetcher, a scope or a placement: its class and its options.
+    """An eviction policy, a prefetcher, a scope or a placement: its class and its options.
 
     name: as it is written: registered, `my_file.py:MyPolicy`, or the class's own. Another process imports the class
-    anew; that of a user's file it loads by the name.
+    again; that of a user's file it loads by the name.
     """
 
     cls: type[Any]
@@ -152,7 +152,7 @@ class PolicySpec:
 
     @property
     def needs_lookahead(self) -> bool:
-        """Whether it plays only traces that hold the column `lookahead`."""
+        """Whether it runs only traces that hold the column `lookahead`."""
         return bool(self.prefetch.cls.needs_lookahead)
 
     @property
@@ -206,7 +206,7 @@ class PolicySpec:
 
     @property
     def _as_one(self) -> bool:
-        """Whether an option is given to all halves as typed."""
+        """Whether an option is given to all halves as given."""
         return len(self.typed.halves) == 1 or self.shares
 
     def with_options(self, values: Mapping[str, Any]) -> "PolicySpec":
@@ -247,7 +247,7 @@ class PolicySpec:
     def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
         """Return fresh instances; halves of one name and the same options share what they have learned.
 
-        In a scope of layers a retention policy that is no score is one instance for each, so it shares nothing.
+        In a scope of layers an eviction policy that is no score is one instance for each, so it shares nothing.
         """
         keeper: RetentionPolicy = self.evict.build(shape)
         if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
@@ -268,7 +268,7 @@ FETCHED = Part(Fetch, Fetch.Options(), Fetch.name)
 
 
 def parse(policy: Policy, **options: Any) -> PolicySpec:
-    """Return the policy that a text, a retention policy's class, or a spec says, with these options changed.
+    """Return the policy that a text, an eviction policy's class, or a spec says, with these options changed.
 
     InputError for an unknown name (near ones are offered) or option.
     """

@@ -1,7 +1,7 @@
 """Learning an EAMC from a trace ahead of a run, without a cache: what `moe-sim eamc build` does.
 
 The requests are learned in order, by the policy's own rule of replacement. Only `least-used` asks which EAMs were
-matched on the way, so only for it the trace is played event by event; of a trace that holds EAMs alone nothing can be
+matched on the way, so only for it the trace is run event by event; of a trace that holds EAMs alone nothing can be
 matched, and there it replaces the oldest.
 """
 
@@ -16,7 +16,7 @@ from traces.trace import Trace
 
 
 def build(trace: Trace, policy: str) -> Predictor:
-    """The collections of `policy`, as typed, after all requests of the trace. InputError if it has none."""
+    """The collections of `policy`, as given, after all requests of the trace. InputError if it has none."""
     predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts))
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):

@@ -2,7 +2,7 @@
 
 What a profile decided once never changes, as in Fiddler (arXiv 2402.07033) and BrainStorm; but admission is forced,
 as for every policy here, so a missed expert takes the place of the least popular one that is evictable. The profile
-is a trace folder, all its phases counted; popularity learned while the run goes on is `lfu-perfect`.
+is a trace folder, all its phases counted; popularity learned while the run continues is `lfu-perfect`.
 """
 
 from dataclasses import dataclass

@@ -2,7 +2,7 @@
 
 Everything is measured in several passes over the run; the profile holds the medians, and how far the passes lie from
 each other says whether the machine is quiet enough to be described at all. A model is measured on the device that
-replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on routing made up.
+replays it, opened as for a replay (`replay.calibration.measure`); where no trace of it is given, on synthetic routing.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +40,9 @@ AGREES = 0.03
 """Passes of a quiet machine lie no further from each other."""
 
 LONGEST = {"cuda": 2_048, "cpu": 128, "disk": 128}
-"""Tokens of the longest prompt that is made up."""
+"""Tokens of the longest prompt that is synthetic."""
 REQUESTS, TOKENS = 24, 16
-"""Further requests that are made up, and what each decodes: for policies to learn from."""
+"""Further requests that are synthetic, and what each decodes: for policies to learn from."""
 
 DISTINCT_BYTES = {"cuda": 8 << 30, "cpu": 256 << 20}
 """Host buffers together, unless --host-dedup says: more than a host's caches hold."""
@@ -110,7 +110,7 @@ def choices(
     dense: str,
     store: Path | None = None,
 ) -> list[Choice]:
-    """Each model once: with the first trace that it fits, else with routing made up; a trace's own model if none fits.
+    """Return each model once: with the first trace that fits it, else with synthetic routing.
 
     InputError for a profile or trace that cannot be used.
     """
@@ -190,7 +190,7 @@ def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: i
 
 
 def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes: int, told: Told) -> None:
-    """All passes over one model, one after another: opening a device anew takes longer than they do."""
+    """All passes over one model, one after another: opening a device again takes longer than they do."""
     assert choice.loaded.profile
     told(f"{choice.loaded.profile.name}: memory")
     try:

@@ -21,7 +21,7 @@ EXPERTS, TRANSFERS = 16, 3
 """Of a round: what is timed."""
 
 LEAST, MOST = 1.0, 10.0
-"""Of a slow-down: below is noise, and above something else goes on."""
+"""Of a slow-down: below is noise, and above something else continues."""
 
 Play = Callable[[MeasuredModel], RunLog]
 

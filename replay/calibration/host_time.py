@@ -1,4 +1,4 @@
-"""What the host adds to a decoded token: tokens played in the real loop, less what their parts take alone."""
+"""What the host adds to a decoded token: tokens run in the real loop, less what their parts take alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +16,9 @@ from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
 LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 48, 4, 400_000_000
-"""Tokens that are played: as many as take LOOP_NS, but not fewer, nor more."""
+"""Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
 FIRST_STEPS = 2
-"""Played before them, and not counted."""
+"""Run before them, and not counted."""
 
 BOOKKEEPING = 4
 """The host adds at most so many times what the driver itself took: where parts take much longer than that, a machine

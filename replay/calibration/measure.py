@@ -1,6 +1,6 @@
 """What this machine takes for each part of a step and for a transfer, measured through the device that replays.
 
-Each kind of work is timed alone (`meter`), transfers go through the pump itself. Then the real loop plays tokens that
+Each kind of work is timed alone (`meter`), transfers go through the pump itself. Then the real loop runs tokens that
 miss nothing and tokens that miss everything (`host_time`): what those take beyond the sum of their parts is the host's,
 a turnaround for each layer (from the end of a router to the start of what is submitted in answer) and a launch for each
 expert. So the tables give both as they were measured.
@@ -297,7 +297,7 @@ class Clocked(SimpyDevice):
 def policy_ns(run: Run, timing: Timing, link: Link) -> int:
     """What an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
-    The run is played from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
+    The run is run from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
     tenth (compilation, empty collections) is not counted.
     """
     if decider_of(run).silent:

@@ -23,10 +23,10 @@ def calibrate(
         list[str] | None, typer.Option(help="Profile or TOML file of a model to measure; several times for several.")
     ] = None,
     trace: Annotated[
-        list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is made up.")
+        list[str] | None, typer.Option(help="Folder or URL with routing of a model; else routing is synthetic.")
     ] = None,
     device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu, disk or cuda.")] = "auto",
-    policies: Annotated[str, typer.Option(help="Whose own work is timed.")] = defaults.POLICIES,
+    policies: Annotated[str, typer.Option(help="Policies whose overhead is measured.")] = defaults.POLICIES,
     repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")

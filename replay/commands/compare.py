@@ -51,11 +51,11 @@ def compare(
     repeat: Annotated[int, typer.Option(help="Run each cell N times: the spread is the noise.")] = 1,
     output: options.ResumableOptions,
 ) -> None:
-    """Play the same cells in the simulator and on a device, and tell how far they lie apart.
+    """Run the same cells in the simulator and on a device, and report the difference.
 
     Writes compare.json (every cell with what was measured, what was predicted, and the errors, as they end), a CSV of
     each cell's tokens, and residuals.png. Errors are predicted / measured - 1. With --max-error the command ends with
-    status 1 where a TPOT mean is further off. Whatever ends it early, --resume goes on.
+    status 1 where a TPOT mean is further off. Whatever ends it early, --resume continues.
 
     [b]moe-replay compare --hardware h200-calibrated.toml --max-error 3[/b]
 
@@ -98,7 +98,7 @@ def _check(max_error: float | None, repeat: int) -> None:
     if max_error is not None and not 0 <= max_error < math.inf:
         raise InputError(f"--max-error {max_error}: must be a percentage, at least 0")
     if repeat < 1:
-        raise InputError(f"--repeat {repeat}: a cell is played at least once")
+        raise InputError(f"--repeat {repeat}: must be at least 1")
 
 
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _play(comparison: "Comparison", record: "Record", output: options.OutputOpti
 
     due = comparison.due(record)
     if len(record):
-        output.note(f"{len(record)} cells of before in {comparison.folder}: {len(due)} are left to play")
+        output.note(f"resuming {comparison.folder}: {len(record)} cells done, {len(due)} to go")
     steps = sum(len(request.tokens) for request in Requests(comparison.choice.loaded.trace))
     total = steps * len(due) * comparison.repeat
     with keeping("moe-replay", record, record.path), progress(total, output.quiet, "steps replayed") as advance:

@@ -1,4 +1,4 @@
-"""The command `moe-replay run`: play one cell on a device, in closed loop, and set it beside what is predicted."""
+"""The command `moe-replay run`: run one cell on a device, in closed loop, and set it beside what is predicted."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ def run(
     min_gb_per_s: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
     output: options.ResumableOptions,
 ) -> None:
-    """Play a trace through a policy on a device, in closed loop.
+    """Run a trace through a policy on a device, in closed loop.
 
     Writes results.parquet (the columns of a sweep, then the device's), requests.parquet and per_token.csv.
     The last line sets predicted beside measured. A timeline opens at https://ui.perfetto.dev; of a run of more than
@@ -72,7 +72,7 @@ def run(
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
         raise InputError(
-            f"{folder} holds steps of a run that was cut off: go on with --resume, drop them with --overwrite, or name "
+            f"{folder} holds steps of an interrupted run: continue with --resume, drop them with --overwrite, or name "
             "another folder with --out"
         )
     if output.resume and (timeline or choice.device == "virtual"):
@@ -97,7 +97,7 @@ class Request:
     policy: str
     cache_size: str
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
-    whole: bool = True  # play all that the setup names, however long
+    whole: bool = True  # run all that the setup names, however long
     notes: Sequence[str] = ()
 
 
@@ -175,7 +175,7 @@ def _too_small(choice: "Choice") -> list[str]:
         return []
     return [
         f"experts of {show_bytes(size)} are too small to be timed: threads take longer to hand them over than to "
-        "copy and compute them; with --model-profile others are played (demo-stand-in for the shipped trace)"
+        "copy and compute them; with --model-profile others are run (demo-stand-in for the shipped trace)"
     ]
 
 
@@ -194,10 +194,10 @@ def _replay(
         if len(done) == steps:
             if (folder / report.RESULTS_FILE).exists():
                 raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
-            last = done[-1].shares[0].request  # cut off behind its last step: the last request is played again
+            last = done[-1].shares[0].request  # cut off behind its last step: the last request is run again
             done = [row for row in done if row.shares[0].request != last]
         if done:
-            output.note(f"going on behind {len(done)} of {steps} steps")
+            output.note(f"resuming after {len(done)} of {steps} steps")
         outcome = _played(choice, folder, timeline, slots, output, done, steps)
         report.save(outcome, folder)
     return outcome
@@ -234,7 +234,7 @@ def _played(
 
             return replay(choice, on_step, shown, slots, done)
     except KeyboardInterrupt:
-        goes_on = ", and --resume goes on behind the last whole request" if choice.device != "virtual" else ""
+        goes_on = ", and --resume continues after the last whole request" if choice.device != "virtual" else ""
         kept = f": they are in {folder / report.STEPS}{goes_on}" if played else ""
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
 

@@ -1,12 +1,12 @@
-"""Simulator against device: the same cell played on both, and how far they lie apart.
+"""Simulator against device: the same cell run on both, and how far they lie apart.
 
 A cell is a policy at a cache size in a mode. In `closed-loop` the policy decides on the device as things happen, and
-the simulator plays the same cell on that machine's profile: they differ in time, and therefore in what is decided. In
-`lockstep` the device executes what the simulator decided; neither side is charged for the policy's own work, and all
+the simulator runs the same cell on that machine's profile: they differ in time, and therefore in what is decided. In
+`lockstep` the device executes what the simulator decided; neither side is charged for policy overhead, and all
 that is left to differ is time.
 
 The machine is described once for all cells, by a calibrated profile or as measured just before, and never touched
-afterwards: a prediction that needs its own cell's measurement is none.
+afterwards: a prediction must not use the measurement that it is compared with.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -71,10 +71,10 @@ class CellOutcome:
     """One cell on both sides."""
 
     choice: Choice
-    measured: Played  # of several plays the one in the middle, by TPOT mean
+    measured: Played  # of several runs the one in the middle, by TPOT mean
     predicted: Played
     predicted_without_host: Row | None  # None: the timing knows no host
-    noise: float | None  # (greatest - least) / mean TPOT mean of several plays; None of a single one
+    noise: float | None  # (greatest - least) / mean TPOT mean of several runs; None of a single one
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted by either of two calibrations
 
@@ -105,7 +105,7 @@ class CellOutcome:
         }
 
     def predicted_again(self, before: Described, between: Described, after: Described) -> "CellOutcome":
-        """Return the same cell, predicted by the calibrations before and after it was played: by what lies between.
+        """Return the same cell, predicted by the calibrations before and after it was run: by what lies between.
 
         What either of them predicts alone is the interval. Lockstep keeps its decisions.
         """
@@ -147,7 +147,7 @@ class CellOutcome:
         }
 
     def per_token(self) -> pd.DataFrame:
-        """A row for each step played: times and decisions of both sides; `counted` is false for warm-up."""
+        """A row for each step run: times and decisions of both sides; `counted` is false for warm-up."""
         measured, predicted = self.measured.log, self.predicted.log
         columns: dict[str, NDArray[Any]] = {
             "request": measured.request,
@@ -177,9 +177,9 @@ def play_cell(
     on_step: OnStep | None = None,
     repeat: int = 1,
 ) -> CellOutcome:
-    """Play a cell on the stage's device, `repeat` times, and in the simulator on a machine of this timing and link.
+    """Run a cell on the stage's device, `repeat` times, and in the simulator on a machine of this timing and link.
 
-    stage: open for the choice's needs; None for the virtual device. `timing` charges what the policy's own work takes.
+    stage: open for the choice's needs; None for the virtual device. `timing` charges what policy overhead takes.
     InputError where the device cannot, or where the trace decodes nothing that counts.
     """
     check_mode(mode)
@@ -194,7 +194,7 @@ def play_cell(
         predicted = _simulate(choice, run)
     decoded = decoded_steps(choice, predicted.log)
     if not decoded.any():
-        raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode plays prefills so")
+        raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode runs prefills so")
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None):
@@ -227,7 +227,7 @@ def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
 
 
 class WithoutPolicy:
-    """A timing that charges nothing for the policy's own work."""
+    """A timing that charges nothing for policy overhead."""
 
     predictor_ns = 0
 
@@ -306,7 +306,7 @@ SAME = ("model", "trace", "requests", "mode", "cache_experts")
 def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
     """How policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
 
-    Noise is the greatest of the cells that were played more than once, and at least what is known of the machine.
+    Noise is the greatest of the cells that were run more than once, and at least what is known of the machine.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The file of real runs: one JSON, written anew after each cell, so that a run cut off loses the cell it was at.
+"""The file of real runs: one JSON, written again after each cell, so that a run cut off loses the cell it was at.
 
 At its top stand the facts of the machine and of the run, then a list of cells. A cell has a key, a digest of all that
 decides it: model, trace and options, the hardware profile's content, and this project's code; the machine is the same
@@ -42,7 +42,7 @@ class Record:
         self._cells: dict[str, Row] = {}
 
     @classmethod
-    def open(cls, path: Path, resume: bool, otherwise: str = "go on without --resume") -> "Record":
+    def open(cls, path: Path, resume: bool, otherwise: str = "run without --resume") -> "Record":
         """With the finished cells of before, or empty; writes nothing. InputError for a file that is none of these."""
         record = cls(path)
         if not resume or not path.exists():
@@ -67,9 +67,9 @@ class Record:
         self.facts |= facts
 
     def require_code(self) -> None:
-        """InputError where finished cells were played by other code: they would be judged beside new ones."""
+        """InputError where finished cells were run by other code: they would be judged beside new ones."""
         if self._cells and self.facts.get("code") != _code():
-            raise InputError(f"{self.path} is of other code than this: go on without --resume")
+            raise InputError(f"{self.path} is of other code than this: run without --resume")
 
     def begin(self, **facts: Any) -> None:
         """`tell`, and the commit, this project's code and the date (UTC) of now."""
@@ -94,7 +94,7 @@ class Record:
         self.write()
 
     def fail(self, key: str, cell: Mapping[str, Any], error: Exception) -> None:
-        """A cell could not be played."""
+        """A cell could not be run."""
         self.put(key, {**cell, ERROR: " ".join(str(error).split())})
 
     def write(self) -> None:

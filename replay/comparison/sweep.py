@@ -54,7 +54,7 @@ class Comparison:
         return {key: cell for key, cell in self.cells().items() if key not in record}
 
     def run(self, record: Record, on_step: OnStep | None = None, told: Callable[[str], None] = lambda _: None) -> None:
-        """Play what is due; a cell that cannot be played is recorded as failed, and the next one follows.
+        """Run what is due; a cell that cannot be run is recorded as failed, and the next one follows.
 
         told: gets a line before each cell.
         """
@@ -206,14 +206,14 @@ def tokens_file(choice: Choice, mode: str, key: str) -> str:
 
 
 def write_tokens(outcome: CellOutcome, path: Path) -> None:
-    """A line for each step played, whole or not at all."""
+    """A line for each step run, whole or not at all."""
     make_folder(path.parent)
     with replacing(path) as part:
         outcome.per_token().to_csv(part, index=False)
 
 
 def copy_gb_per_s(record: Record) -> float | None:
-    """Bytes over the time in which the link was busy, of all cells that were played through the pump."""
+    """Bytes over the time in which the link was busy, of all cells that were run through the pump."""
     moved = [cell["measured"] for cell in record if cell["mode"] in MODES and "measured" in cell]
     busy_ms = sum(figures["link_busy_ms"] for figures in moved)
     moved_bytes = sum(figures["bytes_demand"] + figures["bytes_prefetch"] for figures in moved)

@@ -210,7 +210,7 @@ class Stream(Thread):
             self.join()
 
     def run(self) -> None:
-        """The thread. OpenMP keeps a number of threads for each of ours, so what holds for the process is set anew."""
+        """The thread. OpenMP keeps a number of threads for each of ours, so what holds for the process is set again."""
         torch.set_num_threads(torch.get_num_threads())
         with torch.inference_mode():
             while item := self._work.get():

@@ -2,7 +2,7 @@
 
 Copy engines know no priorities, so at most two pieces are in flight and nothing else copies host to device: what a
 kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the event
-behind an expert's last piece; a slot is taken anew only when its last use was seen to have ended.
+behind an expert's last piece; a slot is taken again only when its last use was seen to have ended.
 The host's memory was registered before (`replay.devices.pinning`).
 
 A decoded token goes in few launches (`replay.devices.launches`), longer steps kernel by kernel.

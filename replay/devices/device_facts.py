@@ -38,7 +38,7 @@ def _processor() -> str:
 
 
 def driver() -> str | None:
-    """Version of the GPU's; None where nobody says."""
+    """Return the version of the GPU's driver; None if it is unknown."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()

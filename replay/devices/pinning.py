@@ -19,7 +19,7 @@ PINS = (REQUIRE, BEST_EFFORT)
 
 
 def check(text: str) -> str:
-    """`--pin` as typed; InputError for anything else."""
+    """`--pin` as given; InputError for anything else."""
     if text not in PINS:
         raise unknown("--pin", text, PINS)
     return text
@@ -39,7 +39,7 @@ def pinned(memory: "HostMemory", pin: str, gpu: "Gpu") -> Iterator[bool]:
                 raise InputError(
                     f"the driver refused to pin host memory (CUDA error {refused}) after {registered} of "
                     f"{len(memory.slabs)} slabs, {show_bytes(memory.nbytes)} in all: raise the limit of locked memory, "
-                    "share buffers with --host-dedup, or go on without with --pin best-effort"
+                    "share buffers with --host-dedup, or continue without with --pin best-effort"
                 )
             if refused:
                 break

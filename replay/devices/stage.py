@@ -116,7 +116,7 @@ class Stage:
             raise _out_of_memory(needed, gpu_bytes) from None
         except torch.AcceleratorError as error:
             told = str(error).splitlines()[0]
-            raise InputError(f"the GPU reports an error, and the run cannot go on: {told}") from error
+            raise InputError(f"the GPU reports an error, and the run cannot continue: {told}") from error
 
     def _require_gpu_memory(self, needed_bytes: float, what: str) -> None:
         if self.gpu is None:
@@ -206,7 +206,7 @@ def _network_bytes(needs: Needs) -> int:
     return Network(needs.profile, torch.device("meta"), *sizes, needs.seed, needs.dense).nbytes
 
 
-SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "go on with --dense none"
+SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "continue with --dense none"
 
 
 def _out_of_memory(what: str, needed_bytes: float, but: str = "", advice: str = SMALLER) -> InputError:

@@ -30,11 +30,11 @@ def check(
         Path, typer.Option(help="Where files of experts are written, on the disk to be checked.")
     ] = Path(),
     traces: Annotated[
-        Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
+        Path | None, typer.Option(help="Folder of trace folders; a model without one gets synthetic routing.")
     ] = None,
     only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(TOKENS),
     tokens: Annotated[int | None, typer.Option(help="Tokens of a cell. Default: by model.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Do not run again what the file holds.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
 ) -> None:
     """Compare prediction and measurement on this machine's disk and CPU, and policies with what people use.
@@ -53,11 +53,11 @@ def check(
         dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
     began = time.monotonic()
     path = out if out.suffix == ".json" else out / f"disk-{date.today()}.json"
-    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it goes on
+    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it continues
     record = Record.open(path, resume=not overwrite, otherwise="drop it with --overwrite")
     if len(record) and not resume:
         raise InputError(
-            f"{path} holds {len(record)} cells: go on with --resume, drop them with --overwrite, or name another --out"
+            f"{path} holds {len(record)} cells: use --resume to continue, --overwrite to drop them, or another --out"
         )
     record.tell(machine=machine_name("disk"))
 
@@ -73,7 +73,7 @@ def check(
 
 
 def lines(record: Record) -> "list[str]":
-    """A line for each cell, then one for each ratio, then what could not be played."""
+    """A line for each cell, then one for each ratio, then what could not be run."""
     played, rows = [_line(cell) for cell in record if ERROR not in cell], record.facts["ratios"] or []
     return [
         *played,

@@ -1,9 +1,9 @@
 """One check of what any computer can show, in one file of results: `make disk-check`.
 
-For each model's shapes, with random weights in a file on the disk: cells of policy x cache size, played by lanes that
+For each model's shapes, with random weights in a file on the disk: cells of policy x cache size, run by lanes that
 read and a CPU that computes, each beside what the simulator predicts from calibrations before and behind the cell; and
 what people use instead, with as much memory: the page cache (`mapped`), accelerate's offload to a disk, reads without a
-cache. The file is written anew after each cell.
+cache. The file is written again after each cell.
 """
 
 from collections.abc import Callable, Iterator
@@ -43,9 +43,9 @@ QUARTER, TENTH = "25%", "10%"
 PAGE_CACHE, ACCELERATE = "page cache", "accelerate, disk offload"
 
 TOKENS = {"olmoe-1b-7b": 40, "gpt-oss-20b-bf16": 15, "deepseek-v2-lite": 20, "qwen3-30b-a3b": 12}
-"""Of a cell, by model, in the order in which they are played."""
+"""Of a cell, by model, in the order in which they are run."""
 WITH_PEERS = "olmoe-1b-7b"
-"""Its file is written whole, and what people use is played on it."""
+"""Its file is written whole, and what people use is run on it."""
 PEER_TOKENS, ACCELERATE_TOKENS = 15, 2
 FILE_BYTES = 4 << 30
 """Of any other model's file at least: its experts share what fits."""
@@ -55,17 +55,17 @@ Told = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked. `models`: profiles in the order in which they are played."""
+    """What is checked. `models`: profiles in the order in which they are run."""
 
     record: Record
     told: Told
     folder: Path  # for the files of experts, on the disk that is checked
     models: tuple[str, ...] = tuple(TOKENS)
-    traces: Path | None = None  # a folder of trace folders; models without one get routing that is made up
+    traces: Path | None = None  # a folder of trace folders; models without one get synthetic routing
     tokens: int | None = None  # of a cell; None: as TOKENS says
 
     def run(self) -> None:
-        """All of it; a cell that cannot be played is recorded with its reason."""
+        """All of it; a cell that cannot be run is recorded with its reason."""
         self.record.require_code()
         self.record.begin(device="disk", torch=torch.__version__)
         for name in self.models:
@@ -93,7 +93,7 @@ class Check:
             self.record.fail(key, head, error)
 
     def _play(self, what: str, key: str, head: Row, play: Callable[[], Row]) -> None:
-        """Play and record a cell, unless it is finished."""
+        """Run and record a cell, unless it is finished."""
         if key not in self.record:
             self.told(what)
             with self._recorded(key, head):
@@ -121,7 +121,7 @@ class Check:
             self._accelerate(choice, profile, folder)
 
     def _store(self, profile: ModelProfile, folder: Path) -> Path:
-        """The file: whole where peers are played on it, else of as many experts as FILE_BYTES hold."""
+        """The file: whole where peers are run on it, else of as many experts as FILE_BYTES hold."""
         experts, stride = profile.moe_layers * profile.experts, stride_of(profile.expert_bytes)
         distinct = experts if profile.name == WITH_PEERS else min(experts, max(1, FILE_BYTES // stride))
         needed, free = distinct * stride, disk_usage(folder).free

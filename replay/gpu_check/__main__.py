@@ -30,17 +30,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def check(
     out: Annotated[Path, typer.Option(help="The file to write; or a folder, for GPU-DATE.json in it.")] = RESULTS,
     traces: Annotated[
-        Path | None, typer.Option(help="Folder of trace folders; a model without one gets routing that is made up.")
+        Path | None, typer.Option(help="Folder of trace folders; a model without one gets synthetic routing.")
     ] = None,
     only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
     minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
     commit: Annotated[str | None, typer.Option(help="What to call this version, where git is not there.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Do not play again what the file holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Do not run again what the file holds.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
 ) -> None:
     """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
 
-    Exits with 1 where a bound does not hold or a cell could not be played.
+    Exits with 1 where a bound does not hold or a cell could not be run.
     """
     from replay.devices.gpu import Gpu
 
@@ -58,11 +58,11 @@ def check(
     gpu, began = Gpu(), time.monotonic()
     slug = gpu.name.replace("NVIDIA ", "").replace(" ", "-")
     path = out if out.suffix == ".json" else out / f"{slug}-{date.today()}.json"
-    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it goes on
+    check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it continues
     record = Record.open(path, resume=not overwrite, otherwise="drop it with --overwrite")
     if len(record) and not resume:
         raise InputError(
-            f"{path} holds {len(record)} cells: go on with --resume, drop them with --overwrite, or name another --out"
+            f"{path} holds {len(record)} cells: use --resume to continue, --overwrite to drop them, or another --out"
         )
 
     def told(text: str) -> None:
@@ -84,7 +84,7 @@ def check(
 
 
 def tell(record: Record) -> None:
-    """What was found: bounds, ratios to what others do, and what could not be played."""
+    """What was found: bounds, ratios to what others do, and what could not be run."""
     for line in lines(record.facts["verdict"]):
         console.out.print(line, soft_wrap=True)
     for row in record.facts["ratios"]:

@@ -36,7 +36,7 @@ BASELINES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY, SYNC_PER_COPY, LRU_SW
 class QueueResidency:
     """A residency (`policies.core.residency.Residency`) whose transfers come in the order of a queue.
 
-    Subclasses give experts their slots. Slots are given anew at a router alone, when all earlier layers were computed.
+    Subclasses give experts their slots. Slots are given again at a router alone, when all earlier layers were computed.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -113,7 +113,7 @@ class QueueResidency:
         """Nothing to note."""
 
     def end_request(self, cold: bool = False) -> None:
-        """A schedule goes on."""
+        """A schedule continues."""
 
     def counters(self) -> list[int]:
         """Hits, late, misses, transfers, and no prefetches."""
@@ -219,7 +219,7 @@ SCHEDULES = (RESIDENT, ON_DEMAND, LAYER_STREAM, ZERO_COPY)
 
 
 def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | None = None) -> Played:
-    """Play the choice's trace as that baseline does; under the choice's policy where it is a data path alone.
+    """Run the choice's trace as that baseline does; under the choice's policy where it is a data path alone.
 
     InputError where the GPU's memory does not hold what it needs.
     """

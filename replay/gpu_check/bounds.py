@@ -70,7 +70,7 @@ def _size(error: float | None) -> float | None:
 def ratios(cells: Sequence[Row]) -> list[Row]:
     """How many times as long a token takes under what others do as under each policy here, at the same cache size.
 
-    What others do was played over the first tokens. Where it has a policy, or warms up as a page cache does, so is ours
+    What others do was run over the first tokens. Where it has a policy, or warms up as a page cache does, so is ours
     taken: what that has learned by then differs from what it knows later. What else there is takes for every token the
     same.
     """
@@ -93,7 +93,7 @@ def ratios(cells: Sequence[Row]) -> list[Row]:
 
 
 def unjudged(cells: Sequence[Row], wanted: Sequence[tuple[str, str]]) -> list[str]:
-    """Of the (model, policy) that were to be played at a quarter of the experts, those that were not."""
+    """Of the (model, policy) that were to be run at a quarter of the experts, those that were not."""
     found = [cell for cell in cells if cell.get("predicted") and _is_closed_loop_at_quarter(cell)]
     played = {(cell["model"], cell["policy"]) for cell in found}
     return [f"{model}: {policy} at 25%" for model, policy in wanted if (model, policy) not in played]

@@ -1,11 +1,11 @@
 """One check of everything that only a GPU can show, in one file of results: `make gpu-check`.
 
 For each model's shapes, with random weights: kernels against float64, calibration, then cells of policy x cache size
-played on the GPU beside what the simulator predicts from that calibration; for some, what others do instead
+run on the GPU beside what the simulator predicts from that calibration; for some, what others do instead
 (`baselines`) and accelerate itself (`peer`). One host memory, pinned once, serves all models; where it is short of one,
 experts share buffers, which every cell states (`host_experts`).
 
-The file is written anew after each cell. What would not end in time is left out, and said so.
+The file is written again after each cell. What would not end in time is left out, and said so.
 """
 
 import time
@@ -68,7 +68,7 @@ SHORT_TOKENS = {
     "qwen3-30b-a3b": 50,
     "gpt-oss-20b-bf16": 40,
 }
-"""Of every other cell, by model, in the order in which they are played."""
+"""Of every other cell, by model, in the order in which they are run."""
 FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
 WITH_BASELINES = FULL
 BASELINE_TOKENS, PEER_TOKENS = 20, 4
@@ -99,18 +99,18 @@ class OutOfTimeError(InputError):
 
 
 class GpuLostError(Exception):
-    """The GPU has failed or is stuck: nothing more can be played, but what is known can be written."""
+    """The GPU has failed or is stuck: nothing more can be run, but what is known can be written."""
 
 
 @dataclass
 class Check:
-    """What is checked, and what is known so far. `models`: profiles in the order in which they are played."""
+    """What is checked, and what is known so far. `models`: profiles in the order in which they are run."""
 
     gpu: Gpu
     record: Record
     told: Told
     models: tuple[str, ...] = tuple(SHORT_TOKENS)
-    traces: Path | None = None  # a folder of trace folders; models without one get routing that is made up
+    traces: Path | None = None  # a folder of trace folders; models without one get synthetic routing
     budget_s: float = BUDGET_S
     commit: str | None = None  # None: as git says
     host_bytes: int = HOST_BYTES
@@ -120,7 +120,7 @@ class Check:
     _began: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
-        """All of it. InputError where nothing can be played; a cell that cannot is recorded with its reason."""
+        """All of it. InputError where nothing can be run; a cell that cannot is recorded with its reason."""
         self.record.require_code()
         self._known = {model.model: model for model in calibrated_before(self.record)}
         before = {name: self.record.facts.get(name) or [] for name in ("kernels", "transfers")}
@@ -240,7 +240,7 @@ class Check:
     def _play(
         self, what: str, seconds: float, key: str, head: Row, play: Callable[[], Row], with_peers: bool = False
     ) -> None:
-        """Play and record a cell, unless it is finished or would not end in time."""
+        """Run and record a cell, unless it is finished or would not end in time."""
         if key not in self.record and self._affords(what, seconds, with_peers):
             with self._recorded(key, head):
                 self.record.put(key, head | play())
@@ -248,7 +248,7 @@ class Check:
     # One model
 
     def _model(self, name: str, memory: HostMemory) -> None:
-        """Open its stage, verify, calibrate, play."""
+        """Open its stage, verify, calibrate, run."""
         if not self._affords(name, MODEL_S):
             return
         with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}):
@@ -358,7 +358,7 @@ class Check:
 
 
 def calibrated_before(record: Record) -> Sequence[MeasuredModel]:
-    """Models that a check which goes on has calibrated: its profile is never edited."""
+    """Models that a check which continues has calibrated: its profile is never edited."""
     text = record.facts.get("hardware")
     return measured.read(f"{record.path}: measured", tomllib.loads(text)["measured"]) if len(record) and text else ()
 

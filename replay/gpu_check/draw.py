@@ -60,7 +60,7 @@ def told(path: Path, drawn: bool) -> tuple[list[str], "Figure | None"]:
 
 
 def predicted(found: Row) -> list[Row]:
-    """Cells that were played and predicted."""
+    """Cells that were run and predicted."""
     return [cell for cell in found["cells"] if ERROR not in cell and cell.get("predicted")]
 
 

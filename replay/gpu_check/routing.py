@@ -1,4 +1,4 @@
-"""What a GPU check plays: a trace of the model where one is given, else routing that is made up."""
+"""What a GPU check runs: a trace of the model where one is given, else synthetic routing."""
 
 import hashlib
 from dataclasses import replace
@@ -18,13 +18,13 @@ from traces.synthetic import synthetic
 from traces.trace import Trace, concatenate
 
 REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
-"""Of a request that is made up: what it decodes, and the prompt of the first one."""
+"""Of a request that is synthetic: what it decodes, and the prompt of the first one."""
 
 
 def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
     """The first requests of a trace of that model among `traces`, prefills as decode if it has nothing else.
 
-    Made up where there is none: one request with a prompt, then short ones.
+    Synthetic where there is none: one request with a prompt, then short ones.
     """
     machine = hardware("h200")
     for folder in sorted(traces.iterdir()) if traces else ():

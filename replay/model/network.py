@@ -40,7 +40,7 @@ class Network:
         if profile.heads % (profile.kv_heads or profile.heads):
             raise InputError(f"{profile.heads} heads cannot share {profile.kv_heads} kv_heads: see the model profile")
         if device.type == "cuda":
-            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, in the middle of a run
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
         self.profile = profile
         self.expert_dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
         dtype = dtype_of(profile.dense_bytes_per_parameter, "a dense")

@@ -1,11 +1,11 @@
 """Adaptation: after a task shift, requests until the hit rate is back within one point. Untimed, so counts are exact.
 
-A shift plays `warmup` requests of one group (those of one label), then `after` requests of another. Requests differ in
+A shift runs `warmup` requests of one group (those of one label), then `after` requests of another. Requests differ in
 difficulty, so each of the latter is set against itself in the *undisturbed* run, where other requests of its own group
 went before it, as many. d[i], the difference in hit rate of request i after the shift, is what the shift did to it.
 
 Requests needed: the least i with mean(d[i : i + window]) >= -1 point. Windows are whole: the last begins at
-i = after - window, and a shift that none of them ends is *censored*: it needed more than that, nobody knows how many.
+i = after - window, and a shift that none of them ends is *censored*: it needed more than that.
 
 Source: MoE-Infinity (arXiv 2401.14361), which prints the requests needed, but neither its own definition nor hit rates.
 """
@@ -104,10 +104,10 @@ class Shift:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which requests are played, by their number in the trace.
+    """Which requests are run, by their number in the trace.
 
     Each group is shuffled once: its first `warmup` requests come before a shift away from it and in its undisturbed
-    run, its next `after` requests after every shift to it. So a run plays no request twice, and all shifts to a group
+    run, its next `after` requests after every shift to it. So a run runs no request twice, and all shifts to a group
     share one undisturbed run.
     """
 
@@ -209,7 +209,7 @@ def windows(differences: Float, window: int) -> Float:
 class Measured:
     """One shift under one policy."""
 
-    policy: str  # as typed
+    policy: str  # as given
     shift: Shift
     window: int
     hit_rates: Float  # [after]
@@ -265,7 +265,7 @@ class Adaptation:
 
     plan: Plan
     slots: int
-    measured: list[Measured]  # by shift, then by policy as typed
+    measured: list[Measured]  # by shift, then by policy as given
     complete: bool  # False: interrupted, and these are the shifts that had finished
 
     def of(self, kind: str, policy: str) -> list[Measured]:
@@ -336,7 +336,7 @@ def summary(measured: Sequence[Measured]) -> Summary:
 def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: Advance | None = None) -> Adaptation:
     """Measure the shifts of a plan, for an untimed setup and a grid of one cache size.
 
-    `advance` is told the number of requests played since its last call, of `to_play` in all. Ctrl-C stops all workers;
+    `advance` is told the number of requests run since its last call, of `to_play` in all. Ctrl-C stops all workers;
     what was finished is then returned.
     """
     (slots,) = grid.sizes.values()
@@ -362,7 +362,7 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
 
 
 def to_play(grid: Grid, planned: Plan) -> int:
-    """Requests that `adapt` plays."""
+    """Requests that `adapt` runs."""
     protocol = planned.protocol
     return len(planned.runs) * len(grid.policies) * (protocol.warmup + protocol.after)
 
@@ -370,7 +370,7 @@ def to_play(grid: Grid, planned: Plan) -> int:
 def hit_rates(
     loaded: Loaded, policy: PolicySpec, slots: int, before: list[int], after: list[int], played: Callable[[int], None]
 ) -> Float:
-    """Hit rates [len(after)] of the requests `after`, once those `before` have been played from an empty cache."""
+    """Hit rates [len(after)] of the requests `after`, once those `before` have been run from an empty cache."""
     order, whole = [*before, *after], loaded.whole
     trace = concatenate([whole.select(np.array([number])) for number in order])
     rates: list[float] = []

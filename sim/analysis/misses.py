@@ -1,7 +1,7 @@
 """Is it the policy or the working set? What a trace lets any cache do, and what each policy makes of it, untimed.
 
 Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest), as docs/contract.md
-defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are played.
+defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are run.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +66,7 @@ LOCALITY = pa.schema([("segment", COUNT), *[(name, SHARE) for name in ("srp", "s
 class Split:
     """The misses of one policy at one size, by what would have avoided them."""
 
-    policy: str  # as typed
+    policy: str  # as given
     oracle: bool
     cache_experts: int
     cache_fraction: float
@@ -100,7 +100,7 @@ class Analysis:
     demand: int  # experts of one decoded token
     reuse: Reuse
     locality: list[Locality]
-    splits: list[Split]  # by size as typed, then by policy
+    splits: list[Split]  # by size as given, then by policy
 
     def curves(self) -> list[Row]:
         """As rows of `CURVES`, from one slot to room for all."""
@@ -127,7 +127,7 @@ class Analysis:
 
 
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
-    """Analyse an untimed setup; `advance` is told of requests played, `to_play(grid)` cells of each.
+    """Analyse an untimed setup; `advance` is told of requests run, `to_play(grid)` cells of each.
 
     Untimed nothing is prefetched: of a pair only what it keeps counts.
     """
@@ -198,12 +198,12 @@ def _verdict(split: Split) -> str:
     if own > max(room, first):
         return f"it is the policy: {own:.0%} of {name}'s misses are not Belady's"
     if room >= first:
-        return f"it is the working set: {room:.0%} of {name}'s misses are Belady's too, for want of room"
+        return f"it is the working set: {room:.0%} of {name}'s misses are Belady's too, for lack of room"
     return f"it is neither: {first:.0%} of {name}'s misses are first uses"
 
 
 def figure(found: Analysis, loaded: Loaded) -> "Figure":
-    """Hit rate against cache size: LRU and Belady as curves, and a point for each other policy and size played."""
+    """Hit rate against cache size: LRU and Belady as curves, and a point for each other policy and size run."""
     total, lookups = len(found.lru) - 1, max(found.lookups, 1)
     title = f"{loaded.trace.meta.model}, untimed, {loaded.trace.name}, {len(loaded.trace.requests)} requests"
     with plot.against_size("hit rate", title) as (drawing, axes):

@@ -1,10 +1,10 @@
-"""What would help most: a cell played anew with one parameter at a time a step lower and a step higher.
+"""What would help most: a cell run again with one parameter at a time a step lower and a step higher.
 
 The parameters are what a simulated run reads: the machine's link, memory, compute and overheads, the cache in slots,
 the size of an expert (in as many slots as before), the policy's own cost, the chunk, and every numeric option of the
 policy. All else stays as it is, the predictor's cost too where an option changes. The effect is the change of mean
 TPOT (TTFT where nothing is decoded); its elasticity is d ln metric / d ln parameter, by the difference between the two
-values that were played, the point itself standing in for one that could not be.
+values that were run, the point itself standing in for one that could not be.
 """
 
 import math
@@ -45,12 +45,12 @@ ROWS = pa.schema(
         *[field for field in RESULTS if field.name != "cell"],
     ]
 )
-"""Columns of sensitivity.parquet, a row per cell played: which parameter was moved to where, and the cell."""
+"""Columns of sensitivity.parquet, a row per cell run: which parameter was moved to where, and the cell."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A cell that can be played; timed."""
+    """A cell that can be run; timed."""
 
     loaded: Loaded
     policy: PolicySpec
@@ -68,7 +68,7 @@ class Point:
         return self.loaded.timing(self.policy).predictor_ns / 1_000
 
     def check(self) -> None:
-        """InputError where the policy cannot be had so."""
+        """Raise InputError if the policy rejects the setting."""
         self.loaded.require(self.policy, self.slots)
         self.loaded.compiled(self.policy)
 
@@ -135,7 +135,7 @@ class Sensitivity:
     metric: str  # column of results
     row: Row  # of the point
     effects: list[Effect]  # the largest first
-    variants: list[tuple[Variant, Row]]  # as played
+    variants: list[tuple[Variant, Row]]  # as run
 
     @property
     def felt(self) -> list[Effect]:
@@ -203,7 +203,7 @@ def parameters(point: Point) -> list[Parameter]:
 
 
 def point_of(loaded: Loaded, policy: Policy, slots: int) -> Point:
-    """That cell, its predictor's cost from now on a number of its own. InputError where the policy cannot be had so.
+    """Return that cell, with the policy overhead as a number. Raise InputError if the policy rejects the setting.
 
     By the machine's rates, also where the model was measured on it: rates can be moved, tables cannot.
     """
@@ -214,7 +214,7 @@ def point_of(loaded: Loaded, policy: Policy, slots: int) -> Point:
 
 
 def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
-    """What to play beside the point, and why values are left out; step: a share, above 0 and below 1."""
+    """What to run beside the point, and why values are left out; step: a share, above 0 and below 1."""
     variants, left_out = [], []
     for parameter in parameters(point):
         value = parameter.value(point)
@@ -240,7 +240,7 @@ def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
 def sensitivity(
     point: Point, variants: Sequence[Variant], workers: int = 1, advance: Advance | None = None
 ) -> Sensitivity:
-    """Play the point and the variants of its plan; `advance` is told of requests played."""
+    """Run the point and the variants of its plan; `advance` is told of requests run."""
     cells = [(each.loaded, each.policy, each.slots) for each in (point, *(variant.point for variant in variants))]
     here, *moves = rows(cells, Local(workers), advance or (lambda played: None))
     judged_by = metric([here])

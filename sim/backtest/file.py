@@ -99,7 +99,7 @@ class Setting:
     hit_rate: float = field(default=-1.0, metadata=profiles.MAY_BE_ZERO)  # measured; the routing is made to reach it
     like: str = ""  # model of data/reuse.toml whose routing stands in; else the nearest one
     trace: str = ""  # path or name of the very routing
-    prompts: str = "counted"  # of the trace, in hit rates; "played": only as what comes before; "decoded": as if so
+    prompts: str = "counted"  # of the trace, in hit rates; "run": only as what comes before; "decoded": as if so
     requests: int = 0  # of the trace, the first ones; 0: all
     tokens: int = 48  # decoded
     context: int = 0

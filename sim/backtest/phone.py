@@ -1,4 +1,4 @@
-"""The phone run whose routing is known, token by token: what was read and how long that took, played and measured."""
+"""The phone run whose routing is known, token by token: what was read and how long that took, run and measured."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ LANES = 4
 
 
 def token_by_token(played: Played) -> dict[str, Any]:
-    """Compare a timed play of the run with what the device measured; totals in bytes and in seconds of the disk."""
+    """Compare a timed run of the run with what the device measured; totals in bytes and in seconds of the disk."""
     log = played.log
     decoded = log.phase == DECODE
     measured = pd.read_parquet(DATA / f"{PHONE}.tokens.parquet")

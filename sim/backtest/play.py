@@ -1,6 +1,6 @@
-"""One row, played: its machine's rates, its model's sizes and its routing go to the simulator, and a figure comes out.
+"""One row, run: its machine's rates, its model's sizes and its routing go to the simulator, and a figure comes out.
 
-A row of hit rates or bytes needs no machine: it is played on one where nothing takes time. The first step, which fills
+A row of hit rates or bytes needs no machine: it is run on one where nothing takes time. The first step, which fills
 the cache, is not counted, nor are a few after it.
 """
 
@@ -36,7 +36,7 @@ WHOLE = 2
 """Bytes of a parameter that is not quantised."""
 
 SETTLING = 8
-"""Decoded tokens after the one that fills the cache that are not counted, where a cache is played."""
+"""Decoded tokens after the one that fills the cache that are not counted, where a cache is run."""
 
 CORRECTIONS, NEAR = 2, 0.005
 """How often routing is made again for a hit rate, and how near to it is near enough."""
@@ -57,7 +57,7 @@ class Played:
 
 @dataclass(frozen=True)
 class Case:
-    """A row, ready to be played. aim: the hit rate that its routing is made for, where it states one."""
+    """A row, ready to be run. aim: the hit rate that its routing is made for, where it states one."""
 
     row: Row
     aim: float = -1.0
@@ -168,13 +168,13 @@ class Case:
         return 1 if self.static or self.row.setting.whole_layers else 1 + SETTLING
 
     def played(self, rates: Rates | None, engine_name: str = engine.AUTO) -> Played:
-        """Play it on these rates; None: without a clock."""
+        """Run it on these rates; None: without a clock."""
         with located(self.row.where):
             log = engine.simulate(engine_name, self.run(rates))
         return self._summary(log, rates is not None)
 
     def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
-        """Return the case whose routing reaches the measured hit rate, if there is one, in play.
+        """Return the case whose routing reaches the measured hit rate, if there is one, in run.
 
         Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
         """

@@ -1,4 +1,4 @@
-"""The routing that a row is played with: the very trace, or one made to reuse experts as it is known to.
+"""The routing that a row is run with: the very trace, or one made to reuse experts as it is known to.
 
 Made routing draws each token's experts from the places of its layer's recency order: reuse[i] is how often the one at
 place i is chosen. Under LRU with C slots a layer its hit rate is sum(reuse[:C]) / top-k, by construction. So a measured
@@ -108,7 +108,7 @@ def all_experts(layers: int, experts: int, tokens: int, context: int) -> Request
 def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:
     """Return the first `most` requests (0: all) of a trace: a folder, an imported dump, or the shipped phone run.
 
-    as_decode: play prompts token by token. shape: layers, experts and top-k, which must be the trace's.
+    as_decode: run prompts token by token. shape: layers, experts and top-k, which must be the trace's.
     """
     if name == PHONE:
         theirs, requests = PHONE_SHAPE, [phone()]

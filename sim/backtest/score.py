@@ -107,7 +107,7 @@ def backtest(
     factors: Mapping[str, Any] | None = None,
     ended: Callable[[], None] = lambda: None,
 ) -> Backtest:
-    """Play all rows; `ended` is called after each."""
+    """Run all rows; `ended` is called after each."""
     cases = {row.figure: Case(row) for row in rows if not row.unsimulated}
     for case in cases.values():
         parsed(case)

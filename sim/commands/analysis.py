@@ -106,7 +106,7 @@ def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "li
             raise InputError("--policies compares within one folder: leave out the second, or write FOLDER:policy@size")
         return pairs_across(named(a), named(b))
     if policies is None:
-        raise InputError(f"compare {a} with what? Name a second folder, or --policies lru,eamc")
+        raise InputError("`moe-sim compare` needs a second folder, or --policies lru,eamc")
     return pairs_within(named(a), list(dict.fromkeys(split_list(policies))))
 
 

@@ -21,7 +21,7 @@ def backtest(
     """Predict published measurements of other people's systems, and print predicted, measured and the errors.
 
     docs/backtest.md says what a file of rows holds. Errors are predicted / measured - 1; of hit rates, the difference.
-    A row with `fit = true` fits its machine's parameter and is in no score. Runs are short: SimPy plays them, unless
+    A row with `fit = true` fits its machine's parameter and is in no score. Runs are short: SimPy runs them, unless
     --engine says otherwise.
 
     [b]moe-sim backtest[/b]
@@ -40,7 +40,7 @@ def backtest(
     if update:
         report.around(update)  # before what takes minutes
     rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
-    with progress(sum(not row.unsimulated for row in rows), as_json, "rows played") as advance:
+    with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
         test = score.backtest(rows, engine, ended=lambda: advance(1))
     if update:
         report.put_into(update, test)

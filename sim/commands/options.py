@@ -38,11 +38,12 @@ CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_
 SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
 WarmupRequests = Annotated[int | None, typer.Option(help="Run the first N requests without counting them. Default: 0.")]
 MaxBatch = Annotated[
-    int | None, typer.Option(help="Requests that run at a time, their tokens decoded together. Default: one by one.")
+    int | None,
+    typer.Option(help="Requests that run at the same time, their tokens decoded together. Default: one by one."),
 ]
 Untimed = Annotated[bool, typer.Option("--untimed", help="Count hits and misses exactly, without times.")]
 PredictorUs = Annotated[
-    float | None, typer.Option(help="Policy overhead per event, in microseconds. Default: as measured (make bench).")
+    float | None, typer.Option(help="Policy overhead per layer step, in microseconds. Default: the measured table.")
 ]
 Engine = Annotated[
     str | None,
@@ -239,7 +240,7 @@ def setup_of(*groups: object, **others: Any) -> "Setup":
 def processes(workers: int | None) -> int:
     """Return the number of processes. Raise InputError for none."""
     if workers is not None and workers < 1:
-        raise InputError(f"--workers {workers}: at least one process has to work")
+        raise InputError(f"--workers must be at least 1, not {workers}")
     return workers or os.cpu_count() or 1
 
 

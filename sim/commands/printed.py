@@ -43,7 +43,7 @@ def milliseconds(value: float) -> str:
 
 
 @contextmanager
-def progress(total: int, quiet: bool, what: str = "requests played", done: int = 0) -> "Iterator[Callable[..., None]]":
+def progress(total: int, quiet: bool, what: str = "requests run", done: int = 0) -> "Iterator[Callable[..., None]]":
     """Draw a bar on standard error, with what is compiled meanwhile.
 
     Yield what advances it by a number, and changes `what` if another text follows.

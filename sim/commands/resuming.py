@@ -9,10 +9,10 @@ from traces.errors import InputError
 
 
 def require_resume(cells: int, folder: Path, resume: bool) -> None:
-    """Raise InputError where the folder holds finished cells that nobody asked to keep."""
+    """Raise InputError if the folder holds finished cells and --resume is not given."""
     if cells and not resume:
         raise InputError(
-            f"{folder} holds {cells} finished cells: go on with --resume, drop them with --overwrite, "
+            f"{folder} holds {cells} finished cells: continue with --resume, drop them with --overwrite, "
             "or name another folder with --out"
         )
 
@@ -31,7 +31,7 @@ def keeping(command: str, cells: Sized, where: Path) -> Iterator[None]:
     """Say in what ends a run early which finished cells are kept, and where."""
 
     def kept() -> str:
-        return f" ({len(cells)} finished cells are kept in {where}: go on with --resume)" if len(cells) else ""
+        return f" ({len(cells)} finished cells are kept in {where}: continue with --resume)" if len(cells) else ""
 
     try:
         yield

@@ -39,11 +39,11 @@ def run(
     overwrite: options.Overwrite = False,
     output: options.OutputOptions,
 ) -> None:
-    """Play one policy at one cache size, and say where the time went; with --timeline, moment by moment.
+    """Run one policy at one cache size, and say where the time went; with --timeline, moment by moment.
 
     The timeline shows the compute stream with the cause of each stall, every transfer, which expert is in which slot,
     and what waits. Of a run of more than 2,000 steps it shows the first 100 decode steps, unless a window is given;
-    then play stops with the request in which that ends. No other file is written.
+    then run stops with the request in which that ends. No other file is written.
 
     [b]moe-sim run --policy lru --cache-size 50%[/b]
 
@@ -57,7 +57,7 @@ def run(
     if not timeline and (window or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
     if timeline and engine == "compiled":
-        raise InputError("--timeline is played on the SimPy engine, with the same result: leave --engine compiled out")
+        raise InputError("--timeline is run on the SimPy engine, with the same result: leave --engine compiled out")
     setup = options.setup_of(cell, timed, engine=engine, max_batch=max_batch)
     loaded = setup.load()
     spec, slots = cell.chosen(loaded)
@@ -125,7 +125,7 @@ def _shown(
             f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
         )
     elif row["requests"] + loaded.setup.warmup_requests < len(loaded.trace.requests):
-        output.note("played up to the end of the request in which the window ends; the figures are of that")
+        output.note("run up to the end of the request in which the window ends; the figures are of that")
     output.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
     return row
 
@@ -185,7 +185,7 @@ def _share(part: float | None, whole: float | None) -> str:
 
 
 def _policy(row: "Row") -> "dict[str, str]":
-    """What the policy resolved to, half by half, and what its own work takes."""
+    """Return what the policy resolved to, half by half, and its overhead."""
     lines = {"predictor": f"{row['predictor_us']:g} us an event"}
     for half, given in json.loads(row["options"]).items():
         if isinstance(given, dict):

@@ -26,8 +26,8 @@ def sensitivity(
 ) -> None:
     """Say what would help most: a faster link, more cache, smaller experts, a cheaper predictor, another option.
 
-    Plays the point, then each parameter of it a step lower and a step higher, all else as it is, and ranks them by what
-    that does to the mean TPOT. Writes sensitivity.parquet (a row per cell played) and sensitivity.png.
+    Runs the point, then each parameter of it a step lower and a step higher, all else as it is, and ranks them by what
+    that does to the mean TPOT. Writes sensitivity.parquet (a row per cell run) and sensitivity.png.
 
     [b]moe-sim sensitivity my-trace --policy eamc --cache-size 25% --hardware rtx4090[/b]
 
@@ -86,7 +86,7 @@ def _number(value: float, effect: "Effect") -> str:
 
 
 def _notes(found: "Sensitivity", left_out: list[str]) -> list[str]:
-    """What helps most, what does nothing, what was not played."""
+    """What helps most, what does nothing, what was not run."""
     moves = [
         (change, effect, side[0])
         for effect in found.felt

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from sim.sweeps.workers import Workers
 
 MANY = 10_000
-"""Cells that are asked about before they are played."""
+"""Cells that are asked about before they are run."""
 
 
 @options.expanded
@@ -49,7 +49,7 @@ def sweep(
     timed: options.SimulatedOptions,
     max_batch: Annotated[
         str | None,
-        typer.Option(help="Requests that run at a time, one number or several (1,4,8). Default: one by one."),
+        typer.Option(help="Requests that run at the same time, one number or several (1,4,8). Default: one by one."),
     ] = None,
     untimed: options.Untimed = False,
     engine: options.Engine = None,
@@ -57,14 +57,14 @@ def sweep(
     scheduler: Annotated[
         str | None, typer.Option(help="Dask cluster that runs the cells (tcp://HOST:8786). Default: none.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help=f"Run more than {MANY:,} cells unasked.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help=f"Do not ask before running more than {MANY:,} cells.")] = False,
     output: options.ResumableOptions,
 ) -> None:
-    """Play traces through caches of several sizes under several policies, and name the best.
+    """Run traces through caches of several sizes under several policies, and name the best.
 
     Writes results.parquet (a row per policy and size), requests.parquet (the same per request), winner.toml, sweep.toml
-    (which plays the same again) and plots; of several traces or machines a folder each, and one table of all. Whatever
-    ends it early, cells that were finished are kept in OUT/cells, and --resume goes on.
+    (which runs the same again) and plots; of several traces or machines a folder each, and one table of all. Whatever
+    ends it early, cells that were finished are kept in OUT/cells, and --resume continues.
 
     [b]moe-sim sweep --cache-sizes 10%,25%,50%[/b]
 
@@ -117,7 +117,10 @@ def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
     names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     folder = next(parent / each for each in names if taken or not held(parent / each))
     if folder.name != name:
-        output.note(f"{parent / name} holds a sweep, this one goes to {folder} (--resume, --overwrite or --out choose)")
+        output.note(
+            f"{parent / name} holds a sweep; this one is written to {folder} "
+            "(use --resume, --overwrite or --out to choose)"
+        )
     return folder
 
 
@@ -142,7 +145,7 @@ def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tup
     if policies is evict is prefetch is None:
         return None
     if prefetch and not evict:
-        raise InputError("--prefetch says what to fetch: name what to keep with --evict")
+        raise InputError("--prefetch needs --evict: name the eviction policy")
     keeps, fetches = split_list(evict), split_list(prefetch)
     pairs = [f"{kept}+{fetched}" for kept in keeps for fetched in fetches]
     return (*split_list(policies), *(pairs or keeps))
@@ -165,12 +168,12 @@ def _ask(cells: int, yes: bool) -> None:
     if cells <= MANY or yes:
         return
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
-        raise InputError(f"this grid has {cells:,} cells: make it smaller, or play them with --yes")
-    typer.confirm(f"This grid has {cells:,} cells. Play them all?", abort=True, err=True)
+        raise InputError(f"this sweep has {cells:,} cells: make it smaller, or use --yes")
+    typer.confirm(f"This sweep has {cells:,} cells. Run them all?", abort=True, err=True)
 
 
 def _tables(config: "Config", folder: Path) -> "list[Table]":
-    """What is to be played, its files read. InputError for whatever cannot be."""
+    """What is to be run, its files read. InputError for whatever cannot be."""
     from sim.sweeps.grid import Table, grid_of
 
     specs = config.specs()
@@ -208,11 +211,11 @@ def _surprises(tables: "list[Table]") -> Iterator[str]:
             yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
         if recorded and counted and recorded != counted:
-            sizes = f"{show_bytes(recorded)} where the trace was made, {show_bytes(counted)} in its model profile"
-            yield f"an expert has {sizes}, which counts"
+            sizes = f"trace says {show_bytes(recorded)}, profile says {show_bytes(counted)}"
+            yield f"expert size: {sizes} (the profile is used)"
     fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetches]
     if fetching and not tables[0].loaded.hardware:
-        yield f"untimed nothing is fetched early: of {', '.join(fetching)} the retention alone counts"
+        yield f"untimed runs do not prefetch: of {', '.join(fetching)} only the eviction policy counts"
 
 
 def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":
@@ -244,7 +247,7 @@ def _run(
     config.resolved().write(folder / NAME)
     tasks = missing(tables, store)
     if len(store):
-        output.note(f"{len(store)} cells of before in {folder}: {len(tasks)} are left to play")
+        output.note(f"resuming {folder}: {len(store)} cells done, {len(tasks)} to go")
     if isinstance(workers, Local):
         cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if tasks)
         versions = (version for loaded, specs in cells for version in loaded.versions(specs))

@@ -120,7 +120,7 @@ def _notes(setting: "Setting") -> list[str]:
         like = meta.settings.get("like")
         notes.append(f"a stand-in: {loaded.trace.name} is synthetic" + (f", fitted to {like}" if like else ""))
     if loaded.setup.as_decode:
-        notes.append("a prefill played token by token: the model did not write these tokens")
+        notes.append("a prefill run token by token: the model did not write these tokens")
     if setting.slots() == setting.shape.total:
         notes.append("all experts fit: a smaller --cache-size shows what systems do where they do not")
     return notes

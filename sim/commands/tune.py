@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sim.tuning.tune import Found, Search
 
 LEADERS = 5
-"""Policies that the table shows beside the one as typed."""
+"""Policies that the table shows beside the one as given."""
 
 
 @options.expanded
@@ -42,8 +42,8 @@ def tune(
     """Search a policy's options on the first half of the requests, and say what they gain on the other half.
 
     Options that --policy states stay as they are. Writes trials.parquet (a row per trial) and best.toml, which moe-sim
-    sweep --config plays. The same --seed and --workers give the same search; trials are kept in trials.log as they end,
-    and --resume goes on from there.
+    sweep --config runs. The same --seed and --workers give the same search; trials are kept in trials.log as they end,
+    and --resume continues from there.
 
     [b]moe-sim tune my-trace --policy eamc --search 'capacity=10..1000:matches=1..5:cosine=flat|rows'[/b]
 
@@ -80,12 +80,12 @@ def tune(
                 found = run(asked, journal, advance)
         except KeyboardInterrupt:
             ended = f"{len(journal.trials)} trials in {journal.path}"
-            console.fail("moe-sim", f"interrupted with {ended}: go on with --resume", 130)
+            console.fail("moe-sim", f"interrupted with {ended}: continue with --resume", 130)
         save(found, asked, folder)
         _config(setup, found.best.policy, cell.size).write(folder / BEST)
     if found.overfit:
         console.warn(
-            "on the second half the best is no better than the policy as typed: it fits the first half, not the task; "
+            "on the second half the best is no better than the policy as given: it fits the first half, not the task; "
             "give it more requests or a smaller --search"
         )
     wrote = f"wrote {TRIALS}, {BEST} to {folder}"
@@ -94,13 +94,13 @@ def tune(
 
 
 def _refuse_another(journal: "Journal", search: "Search", resume: bool) -> None:
-    """InputError where the folder holds a search that this one would mix with, or that nobody asked to go on with."""
+    """Raise InputError if the folder holds another search, or this one and --resume is not given."""
     held, asked = journal.searched, search.searched()
     if not journal.trials:
         return
     if not resume:
         raise InputError(
-            f"{journal.path} holds {len(journal.trials)} trials: go on with --resume, or name another folder with --out"
+            f"{journal.path} holds {len(journal.trials)} trials: use --resume to continue, or another folder with --out"
         )
     if other := [words for words in asked if held.get(words) != asked[words]]:
         raise InputError(f"{journal.path} holds a search with another {other[0]}: name another folder with --out")
@@ -127,13 +127,13 @@ def _title(search: "Search", found: "Found") -> str:
 
 
 def _table(found: "Found") -> "Table":
-    """The policy as typed, and the best on the first half; of these the first alone was played on the second."""
+    """The policy as given, and the best on the first half; of these the first alone was run on the second."""
     from policies.core.grammar import value_text
 
     metric = METRICS[found.metric]
     shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
     shown.add_row(
-        f"{found.typed.policy} as typed", _figure(found.typed.first, found), _figure(found.typed.second, found)
+        f"{found.typed.policy} as given", _figure(found.typed.first, found), _figure(found.typed.second, found)
     )
     for trial in found.leaders(LEADERS):
         first = _figure(trial.value, found, found.typed.first)
@@ -145,7 +145,7 @@ def _table(found: "Found") -> "Table":
 
 
 def _figure(value: float | None, found: "Found", typed: float | None = None) -> str:
-    """A value of the metric, and what it is off that of the policy as typed."""
+    """A value of the metric, and what it is off that of the policy as given."""
     if value is None:
         return "-"
     shown = f"{value:,.0f}" if found.metric == "misses" else milliseconds(value)
@@ -154,10 +154,10 @@ def _figure(value: float | None, found: "Found", typed: float | None = None) -> 
 
 def _notes(found: "Found") -> list[str]:
     if not found.improved:
-        return ["no trial is better on the first half than the policy as typed"]
+        return ["no trial is better on the first half than the policy as given"]
     on_first, on_second = found.gains
     return [
-        f"gain over the policy as typed: {on_first:.1%} on the first half, on which it was found, "
+        f"gain over the policy as given: {on_first:.1%} on the first half, on which it was found, "
         f"{on_second:.1%} on the second",
         f"--policies '{found.best.policy}'",
     ]

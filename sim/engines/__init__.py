@@ -1,1 +1,1 @@
-"""Who plays a run: SimPy, its compiled twin, the untimed counter, and the choice between them."""
+"""Who runs a run: SimPy, its compiled twin, the untimed counter, and the choice between them."""

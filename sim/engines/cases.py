@@ -37,7 +37,7 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_file(path: Path, out: TextIO, engine: str = AUTO) -> int:
-    """Write one result line for each case of `path`, played on `engine` (`sim.engines.engine`); how many."""
+    """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); how many."""
     check(engine)
     count = 0
     for count, case in enumerate(read_cases(path), 1):
@@ -117,7 +117,7 @@ def _check(key: str, value: object, lowest: int) -> None:
 
 
 def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
-    """Play one case. KeyError or ValueError for what is no case."""
+    """Run one case. KeyError or ValueError for what is no case."""
     check_case(case)
     prefetch = case["prefetch"]
     if prefetch == "popular":
@@ -176,7 +176,7 @@ def _arrivals(case: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int, prefill: bool = False) -> RequestSteps:
-    """A case's request, steps x layers x [expert, tokens], as an engine plays it; prefill: whether the first one is."""
+    """A case's request, steps x layers x [expert, tokens], as an engine runs it; prefill: whether the first one is."""
     events = [(layer, event) for step in steps for layer, event in enumerate(step)]
     accesses = [(layer * experts + expert, tokens) for layer, event in events for expert, tokens in event]
     table = np.array(accesses, np.int64).reshape(-1, 2)

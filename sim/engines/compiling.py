@@ -1,4 +1,4 @@
-"""Compile the engine in another process, once, while this one plays on SimPy (`sim.sweeps.workers`) or waits.
+"""Compile the engine in another process, once, while this one runs on SimPy (`sim.sweeps.workers`) or waits.
 
 The process keeps what it compiled on disk, where every process after it finds it. It ends with the one that started it.
 """
@@ -23,7 +23,7 @@ _began = 0.0
 def start_if_needed(versions: Iterable[bool], quiet: bool) -> None:
     """Begin to compile what of these versions of the compiled engine no process of before has left on disk.
 
-    versions: of each cell that it is to play, whether it is the one with tiers (`compiled_engine.tiered`).
+    versions: of each cell that it is to run, whether it is the one with tiers (`compiled_engine.tiered`).
     """
     global _process, _began
     missing = [version for version in dict.fromkeys(versions) if not compiled_engine.on_disk(version)]
@@ -32,9 +32,7 @@ def start_if_needed(versions: Iterable[bool], quiet: bool) -> None:
     if KEPT_FOR_NOW:
         console.warn("no folder can keep the compiled engine, which is compiled each time: name one in NUMBA_CACHE_DIR")
     if not quiet:
-        console.note(
-            f"compiling the engine, once: {EXPECTED} of one core; meanwhile SimPy plays, with the same results"
-        )
+        console.note(f"compiling the engine, once: {EXPECTED} of one core; meanwhile SimPy runs, with the same results")
     _began = time.monotonic()
     _process = multiprocessing.get_context("spawn").Process(
         target=compiled_engine.prepare, args=(missing,), daemon=True

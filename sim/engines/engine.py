@@ -1,4 +1,4 @@
-"""Which engine plays a run: the compiled one where it serves the policy, else SimPy. What comes out is the same."""
+"""Which engine runs a run: the compiled one where it serves the policy, else SimPy. What comes out is the same."""
 
 from functools import partial
 
@@ -20,26 +20,26 @@ def check(engine: str) -> None:
 
 
 def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
-    """InputError where `engine` cannot play `policy`."""
+    """InputError where `engine` cannot run `policy`."""
     reason = dispatch.refusal(*policy.build(shape)) if engine == COMPILED else None
     if reason:
         raise InputError(f"`engine` compiled does not run {policy.text}: {reason}; `engine` auto runs it on SimPy")
 
 
 def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
-    """Whether `engine` has the compiled one play `policy`."""
+    """Whether `engine` has the compiled one run `policy`."""
     return engine != SIMPY and dispatch.refusal(*policy.build(shape)) is None
 
 
 def play(engine: str, run: Run, ended: Ended) -> None:
-    """Play a run on `engine`; `ended` is told of each request.
+    """Run a run on `engine`; `ended` is told of each request.
 
-    InputError where it cannot play the policy, or where a time is beyond what a clock of 64 bits counts.
+    InputError where it cannot run the policy, or where a time is beyond what a clock of 64 bits counts.
     """
     try:
         _play(engine, run, ended)
     except OverflowError as error:
-        raise InputError(f"{run.policy.text}: {error}: do the profiles mean such times and sizes?") from error
+        raise InputError(f"{run.policy.text}: {error}: check the sizes and rates in the profiles") from error
 
 
 def _play(engine: str, run: Run, ended: Ended) -> None:

@@ -15,7 +15,7 @@ BYTES = COUNTERS.index("demand_bytes")
 
 
 def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
-    """Play `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
+    """Run `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
     parts: list[RunLog] = []
     play(requests, layers, experts, slots, policy, parts.append, cold)
     return joined(parts)

@@ -1,4 +1,4 @@
-"""What the loop plays on: a device, a few serial streams behind one small interface.
+"""What the loop runs on: a device, a few serial streams behind one small interface.
 
 The compute stream runs what it is given in the order in which it is given; the link copies pieces in the order in which
 they are given. Host and disk (rules 13 and 17) take one piece of work at a time, since what comes next is chosen then.

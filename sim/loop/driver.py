@@ -31,7 +31,7 @@ def play(
     decider: Decider | None = None,
     observer: LoopObserver | None = None,
 ) -> RunLog:
-    """Play a run on `device` and return its log.
+    """Run a run on `device` and return its log.
 
     `on_step` gets the row of each step that has ended; `decider` decides, if not the run's policies.
     """
@@ -62,10 +62,10 @@ class Driver:
         self._step_ended_at: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
         self._waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
         self.outside_ns = 0
-        """Time that the latest run spent outside of the device: bookkeeping, and the policies' own work."""
+        """Time that the latest run spent outside of the device: bookkeeping, and policy overhead."""
 
     def run(self, on_step: Callable[[StepRow], None], done: Sequence[StepRow] = ()) -> RunLog:
-        """Play everything and return the log; the run ends with the last head. `done`: see `resume`."""
+        """Run everything and return the log; the run ends with the last head. `done`: see `resume`."""
         rows, device = list(done), self.session.device
         began_ns, inside_ns = perf_counter_ns(), device.inside_ns
         for row in self.steps(_requests(done)):
@@ -80,7 +80,7 @@ class Driver:
         return RunLog.of_rows(rows, link.expert_bytes, *self.session.evicted(), sized=bool(link.layer_bytes))
 
     def resume(self, done: Sequence[StepRow], device: Device) -> None:
-        """Continue on `device` behind requests that were played there before: `done`, their rows, as measured.
+        """Continue on `device` behind requests that were run there before: `done`, their rows, as measured.
 
         So far this drives a logical clock, on which they are decided again: so the policy learns what it had learned,
         and slots hold what they held, but for decisions that time has changed. Then the device gets their experts.
@@ -94,7 +94,7 @@ class Driver:
             device.next_completion()
 
     def steps(self, first: int = 0, last: int | None = None) -> Iterator[StepRow]:
-        """Play the steps of the requests from `first` up to, not including, `last`; yield the row of each.
+        """Run the steps of the requests from `first` up to, not including, `last`; yield the row of each.
 
         What happens to a row between two steps takes none of their time.
         """

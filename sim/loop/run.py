@@ -32,7 +32,7 @@ class Users:
     """Several requests at a time (rule 18).
 
     arrival_ns: when each request of the run arrives; None: when it is admitted, as of `max_batch` users who each ask
-    again at once. InputError for a batch of nobody, or a time before 0.
+    again at once. Raises InputError for an empty batch, or a time before 0.
     """
 
     max_batch: int

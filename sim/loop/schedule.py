@@ -1,6 +1,6 @@
-"""Which requests take part in which step. The loop plays the steps of a schedule and knows no requests beyond a step's.
+"""Which requests take part in which step. The loop runs the steps of a schedule and knows no requests beyond a step's.
 
-`OneAtATime` plays the requests of a trace one after another. `Batches` plays several users' at a time (rule 18): it
+`OneAtATime` runs the requests of a trace one after another. `Batches` runs several users' at a time (rule 18): it
 decides at each step boundary, from the time, whom it admits.
 """
 
@@ -22,7 +22,7 @@ from traces.steps import PREFILL, RequestSteps
 class Place(NamedTuple):
     """A request that takes part in a step."""
 
-    ordinal: int  # in the order of play, which policies hear
+    ordinal: int  # in the order of the run, which policies hear
     seat: int  # its place in the batch
     request: int  # index in the trace
     tokens: int

@@ -1,6 +1,6 @@
 """A run as it goes: policies, residency, pump and compute stream between two completions. Rules 1 to 5, 11, 13 and 14.
 
-Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which plays a schedule, or a
+Whoever knows the next routing calls `route(step, layer)`: the driver (`sim.loop.driver`), which runs a schedule, or a
 live model (`sim.loop.schedule.LiveStep`), which computes its dense parts itself. The session answers with work for the
 device, and handles completions. All decisions are the residency's and the policies'. The compute stream keeps the order
 of submission, so the hits of an event go in at once, and each other expert behind them as soon as its last piece is on

@@ -1,4 +1,4 @@
-"""What a model would do on a machine that nobody has measured: `moe-sim plan`.
+"""What a model would do on a machine that was never measured: `moe-sim plan`.
 
 The times are the back-test's (`sim.backtest`): the same rates from data sheets, the same factors, the same engines.
 This package says what fits where, which of these ways is fastest, and how far that can be trusted.

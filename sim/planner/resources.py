@@ -76,7 +76,7 @@ def resources(
     gpu: str | None = None,
     gpu_bandwidth: str | None = None,
 ) -> Resources:
-    """Return the machine of options as typed. Raise InputError for what cannot be read, or where nothing is stated."""
+    """Return the machine of options as given. Raise InputError for what cannot be read, or where nothing is stated."""
     assumed: list[str] = []
     sheet = gpu_data_sheet(gpu) if gpu else {}
     memory = _memory(gpu_memory, "--gpu-memory")

@@ -151,7 +151,7 @@ class Way:
     """A way to run a model.
 
     parts: settings whose seconds a token are added (True) or subtracted (False), each over so many of the model's MoE
-    layers. From a disk, the layers that read from it are played alone, with the disk and without.
+    layers. From a disk, the layers that read from it are run alone, with the disk and without.
     """
 
     kind: str

@@ -62,7 +62,7 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, what: str, text: str) -> Path:
-    """The file of a shipped profile, or of a path as typed; InputError with near names if there is none."""
+    """The file of a shipped profile, or of a path as given; InputError with near names if there is none."""
     if text in names(kind):
         return Path(__file__).parent / kind / f"{text}.toml"
     path = expanded(text)
@@ -149,5 +149,5 @@ def checked(
             return float(value)
         if isinstance(value, int):
             return value
-    expected = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}[kind]
+    expected = {str: "a string", int: "a whole number", float: "a number", bool: "true or false"}[kind]
     raise FieldError(key, value, f"must be {expected}")

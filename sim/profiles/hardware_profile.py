@@ -64,7 +64,7 @@ class Hardware:
 
 
 SLOWEST_LINK = 0.001
-"""GB/s: what is slower is a slip of the pen."""
+"""GB/s: slower values are taken as typos."""
 
 
 def hardware(text: str) -> Hardware:

@@ -47,7 +47,7 @@ class MeasuredModel:
     compute_slowed: float = 1.0  # beside transfers, an expert's compute for a token takes so many times as long
     transfer_slowed: float = 1.0  # beside compute, a transfer does
     predictor_us: Mapping[str, float] = field(default_factory=dict, metadata=profiles.MAY_BE_ZERO)  # an event, by
-    # policies as typed
+    # policies as given
 
     def __post_init__(self) -> None:
         """InputError, naming the key, for what no machine measures."""
@@ -63,7 +63,7 @@ class MeasuredModel:
             raise profiles.FieldError("launch_ns", self.launch_ns, least)
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
-        """Its durations under a policy whose own work takes so long an event; `host`: of experts computed there."""
+        """Return its durations under a policy with this overhead for each event; `host`: of experts computed there."""
         return MeasuredTiming(self, predictor_ns, host)
 
     def link(self, chunk_bytes: int | None = None) -> Link:

@@ -1,4 +1,4 @@
-"""What a policy's own work costs an event: the predictor of rule 14, as every timed cell pays it by default.
+"""What a policy costs an event: the predictor of rule 14, as every timed cell pays it by default.
 
 The shipped table, `profiles/predictors.toml`, is measured by `python -m benchmarks predictors --write` at two shapes
 on one core of the CPU that it names: what `observe` and `propose` of a `PolicyRunner` take in the steady state of
@@ -7,7 +7,7 @@ the line through both, over the experts of a layer or over all of them, whicheve
 flattered.
 
 Residency, recency, victims and the queue are any cache's work and cost nothing here, so `lru` costs 0. Oracles cost 0:
-nobody can run them, and a bound that pays is none. Learning at the end of a request is outside any token.
+they cannot be run, and a bound must not pay. Learning at the end of a request is outside any token.
 """
 
 import tomllib

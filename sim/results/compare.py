@@ -1,8 +1,8 @@
 """Is one cell of a sweep better than another? Paired differences over requests, with bootstrap intervals.
 
-Two cells that played the same requests of the same trace are compared request by request, so that what requests
+Two cells that ran the same requests of the same trace are compared request by request, so that what requests
 differ in among themselves cancels out. The interval is the percentile bootstrap's (Efron 1979): requests are drawn
-anew, with replacement, and the middle 95% of the means taken. It says how far the mean would move with other requests
+again, with replacement, and the middle 95% of the means taken. It says how far the mean would move with other requests
 of this kind, as if they were independent; a cache that stays warm between them makes them a little less so.
 """
 
@@ -55,7 +55,7 @@ MEASURES = (
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One cell of a sweep, with its requests in the order of play."""
+    """One cell of a sweep, with its requests in the order of the run."""
 
     folder: Path
     policy: str
@@ -99,7 +99,7 @@ class Difference:
 
 
 def read(folder: Path) -> list[SweptRun]:
-    """The cells of a sweep's results folder, in the order of its rows. InputError if it is none."""
+    """The cells of a sweep's results folder, in the order of its rows. Raise InputError if it is not one."""
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
         try:
@@ -170,7 +170,7 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
         cells = [cell for cell in cells if cell.cache_experts == slots]
     found = [cell for cell in cells if policy in (None, cell.policy)]
     if not found:
-        raise InputError(f"{cells[0].folder} did not play {policy} with a cache of {size}")
+        raise InputError(f"{cells[0].folder} did not run {policy} with a cache of {size}")
     return found
 
 
@@ -252,7 +252,7 @@ def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
 
 
 def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
-    """InputError unless both played the same requests the same way."""
+    """InputError unless both ran the same requests the same way."""
     for what, one, other in (
         ("traces", baseline.trace, cell.trace),
         ("phases", baseline.phase, cell.phase),

@@ -1,8 +1,8 @@
-"""What ails a cell, in a line: the failure signatures of MoE-Infinity (arXiv 2401.14361) read from its row.
+"""Diagnose a run in one line: the failure signatures of MoE-Infinity (arXiv 2401.14361) in its row.
 
 Misses are the policy's where Belady, at the same size, would have had far fewer, and the working set's where it would
-not. An idle GPU waits for fetches that came too late or that nobody made early. A busy link carries experts that are
-never looked up, or holds up what is needed at once. Below one token's demand no recency helps.
+not. An idle GPU waits for fetches that came too late or were not made early. A busy link carries experts that are
+never looked up, or holds up what is needed at once. Below the working set of one token no recency helps.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from sim.results.metrics import Row
 
 MANY_MISSES = 0.3
-"""Of all lookups; fewer are not worth a word."""
+"""Share of all lookups below which misses are not reported."""
 
-POLICYS = 0.1
+POLICY_GAP = 0.1
 """Points of hit rate to Belady above which misses are the policy's."""
 
 IDLE = 0.3
@@ -22,7 +22,7 @@ WASTED = 0.3
 """Of the bytes over the link, prefetched and never looked up."""
 
 MINOR = 0.05
-"""Of the time or of lookups: what is not worth a word."""
+"""Share of the time or of lookups below which nothing is reported."""
 
 
 def lines(rows: Sequence[Row], bound: Sequence[Row], demand: float) -> list[str]:
@@ -50,14 +50,14 @@ def _misses(row: Row, best: float | None, demand: float) -> list[str]:
     if missed < MANY_MISSES:
         return []
     late = row["late"] / row["lookups"]
-    text = f"{missed:.0%} of lookups miss" + (f", {late:.0%} come late" if late >= MINOR else "")
+    text = f"{missed:.0%} of lookups miss" + (f", {late:.0%} are late prefetches" if late >= MINOR else "")
     if row["phase"] != "prefill" and row["cache_fraction"] < demand:
-        return [f"{text}, the cache is below one token's demand ({demand:.0%})"]
+        return [f"{text}, the cache is below the working set of one token ({demand:.0%})"]
     if best is None:
         return [text]
-    if best - row["hit_rate"] > POLICYS:
-        return [f"{text}, the policy's doing: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
-    return [f"{text}, the working set's doing: Belady hits {best:.0%}, a larger cache would help"]
+    if best - row["hit_rate"] > POLICY_GAP:
+        return [f"{text} because of the policy: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
+    return [f"{text} because of the cache size: Belady hits {best:.0%}; a larger cache would help"]
 
 
 def _idle(row: Row) -> list[str]:
@@ -65,10 +65,10 @@ def _idle(row: Row) -> list[str]:
         return []
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     shares = {
-        "for experts that nobody fetched early": row["stall_demand_ms"],
-        "for prefetches that came late": row["stall_late_ms"],
+        "for experts that were not fetched early": row["stall_demand_ms"],
+        "for late prefetches": row["stall_late_ms"],
         "behind other prefetches on the link (--chunk-bytes lets misses interrupt)": row["stall_behind_prefetch_ms"],
-        "for the policy's own work": row["stall_predictor_ms"],
+        "for policy overhead": row["stall_predictor_ms"],
     }
     if not elapsed or row["gpu_idle_ms"] / elapsed < IDLE:
         return []
@@ -81,4 +81,4 @@ def _link(row: Row) -> list[str]:
     moved = (row["bytes_demand"] or 0) + (row["bytes_prefetch"] or 0)
     if not moved or row["bytes_wasted"] / moved < WASTED:
         return []
-    return [f"{row['bytes_wasted'] / moved:.0%} of the bytes moved were prefetched in vain"]
+    return [f"{row['bytes_wasted'] / moved:.0%} of the bytes moved were wasted prefetches"]

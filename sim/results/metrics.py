@@ -62,7 +62,7 @@ RESULTS = pa.schema(
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
         ("tokens_per_s", pa.float64()),
-        ("host_memory", TEXT),  # as typed; null: it holds all experts
+        ("host_memory", TEXT),  # as given; null: it holds all experts
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
         ("arrival_rate", pa.float64()),  # requests a second
@@ -112,7 +112,7 @@ _REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns")
 class Cell:
     """What was run: columns of its row, by their names there."""
 
-    policy: str  # as typed
+    policy: str  # as given
     options: dict[str, Any]  # resolved, whole
     oracle: bool
     trace: str
@@ -128,7 +128,7 @@ class Cell:
     arrivals: str | None
     arrival_rate: float | None
     cold: bool
-    warmup_requests: int  # played first, not counted
+    warmup_requests: int  # run first, not counted
     seed: int | None  # of the policy's draws
 
 
@@ -151,7 +151,7 @@ class Summary:
         self._shared = False  # whether a step had several requests
 
     def add(self, log: RunLog) -> int:
-        """Take steps played, of one request or of many; return how many requests began in them.
+        """Take steps run, of one request or of many; return how many requests began in them.
 
         Warm-up requests count nothing, nor does a step that any of them shares.
         """
@@ -208,7 +208,7 @@ class Summary:
         return {name: row.get(name) for name in RESULTS.names}
 
     def requests(self) -> pa.Table:
-        """Rows of requests.parquet, in the order of play."""
+        """Rows of requests.parquet, in the order of the run."""
         here = np.flatnonzero(self._steps)
         played = {name: counts[here] for name, counts in self._played.items()}
         timed, shared = self._cell.hardware is not None, self._shared

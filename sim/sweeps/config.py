@@ -1,7 +1,7 @@
 """What a sweep is asked to do, from flags or a TOML file: lists of traces, policies, cache sizes, machines and seeds.
 
 An option of a policy may list alternatives between bars, `eamc:capacity=100|300:matches=1|2`: each combination is a
-policy of its own. Seeds are for the policies that draw; others are played once. The number of cells is known before
+policy of its own. Seeds are for the policies that draw; others are run once. The number of cells is known before
 any is made.
 """
 
@@ -99,7 +99,7 @@ class Config:
 
         values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
         text = [
-            "# `moe-sim sweep --config THIS` plays the same again; paths of policies are as typed in",
+            "# `moe-sim sweep --config THIS` runs the same again; paths of policies are as given in",
             f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
         ]
         text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs()]

@@ -1,9 +1,9 @@
-"""The sweep: cells of policies x cache sizes over traces and machines, each played once, wherever there is room.
+"""The sweep: cells of policies x cache sizes over traces and machines, each run once, wherever there is room.
 
 A cell depends on nothing but its setup, so neither the number of workers nor the order in which they finish changes a
-result; rows come in the order of tables, sizes, then policies as typed. What has ended is on disk (`sim.sweeps.store`),
+result; rows come in the order of tables, sizes, then policies as given. What has ended is on disk (`sim.sweeps.store`),
 under
-a key made of all that the cell depends on, the code and the files that it reads included: a sweep that goes on plays
+a key made of all that the cell depends on, the code and the files that it reads included: a sweep that continues runs
 no such cell again. Belady is the bound: where it was not asked for, it is computed for the plots and gets no row.
 """
 
@@ -47,7 +47,7 @@ class Grid:
     """What is swept over one trace on one machine, without repetitions; it takes whatever `parse` does."""
 
     policies: tuple[PolicySpec, ...]
-    sizes: dict[str, int]  # as typed: slots, no two the same
+    sizes: dict[str, int]  # as given: slots, no two the same
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(map(parse, self.policies)))
@@ -110,9 +110,9 @@ class Outcome:
 def sweep(
     tables: Sequence[Table], store: Store, workers: Workers | None = None, advance: Advance | None = None
 ) -> None:
-    """Play every cell that `store` does not hold; each is there as soon as it has ended, whatever happens then.
+    """Run every cell that `store` does not hold; each is there as soon as it has ended, whatever happens then.
 
-    `advance` is told the number of requests played since its last call.
+    `advance` is told the number of requests run since its last call.
     """
     tasks = missing(tables, store)
     keys = list(tasks)
@@ -154,12 +154,12 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
 
 
 def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
-    """The cells still to be played, by key."""
+    """The cells still to be run, by key."""
     return {key: task for table in tables for key, task in table.tasks().items() if key not in store}
 
 
 def outcome(table: Table, store: Store) -> Outcome:
-    """What was found of a table whose cells have all been played."""
+    """What was found of a table whose cells have all been run."""
     found = (store.row(key) for key in table.tasks())
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
     asked = cells[: len(table.grid.asked())]
@@ -213,7 +213,7 @@ def _save(found: Outcome, store: Store) -> list[Path]:
 
 
 def play_cell(loaded: Loaded, policy: PolicySpec, slots: int, played: Advance) -> tuple[Row, pa.Table]:
-    """One cell, summed up where it is played: its row, and those of its requests."""
+    """One cell, summed up where it is run: its row, and those of its requests."""
     summary = summed(loaded, policy, slots, played)
     return summary.row(), summary.requests()
 
@@ -239,12 +239,12 @@ def summed(
 
 
 def task(loaded: Loaded, policy: PolicySpec, slots: int) -> Task[tuple[Row, pa.Table]]:
-    """One cell, for workers to play."""
+    """One cell, for workers to run."""
     return Task(loaded, play_cell, (policy, slots), loaded.compiled(policy))
 
 
 def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, advance: Advance) -> list[Row]:
-    """Play cells for their rows alone, which come in the order of the cells."""
+    """Run cells for their rows alone, which come in the order of the cells."""
     with closing(workers.results([task(*cell) for cell in cells], advance)) as playing:
         found = {place: row for place, (row, _) in playing}
     return [found[place] for place in sorted(found)]

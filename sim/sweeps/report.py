@@ -57,7 +57,7 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
 
 
 def shown(outcome: Outcome) -> Iterator[str | Table]:
-    """What was played on what, the table, and what its marks mean. The results of `outcome` are on disk."""
+    """What was run on what, the table, and what its marks mean. The results of `outcome` are on disk."""
     marks = _marks(outcome)
     yield _title(outcome)
     yield _table(outcome, marks)
@@ -73,7 +73,7 @@ def _title(outcome: Outcome) -> str:
 
 
 def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
-    """A row per cell, those of one size together, which stands there as typed."""
+    """A row per cell, those of one size together, which stands there as given."""
     latencies = _latencies(outcome.rows)
     sized = ["GiB"] if outcome.rows[0]["cache_bytes"] else []
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

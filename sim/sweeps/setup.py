@@ -1,4 +1,4 @@
-"""A cell: one policy at one cache size over one trace on one machine, played whole and in order.
+"""A cell: one policy at one cache size over one trace on one machine, run whole and in order.
 
 `Setup` is what a user asks for and all cells of a sweep share; `Loaded` is the same with its files read.
 """
@@ -73,7 +73,7 @@ class Setup:
     hardware: str = HARDWARE
     model_profile: str | None = None  # None: by the trace's model
     requests: int | None = None  # None: all
-    warmup_requests: int = field(default=0, metadata=profiles.MAY_BE_ZERO)  # played, not counted
+    warmup_requests: int = field(default=0, metadata=profiles.MAY_BE_ZERO)  # run, not counted
     as_decode: bool = False
     cold: bool = False
     untimed: bool = False
@@ -86,7 +86,7 @@ class Setup:
     max_batch: int | None = None  # requests at a time (rule 18); None: one after another
     arrivals: str = field(default=CLOSED, metadata=profiles.one_of(ARRIVALS))  # when they come
     arrival_rate: float | None = None  # requests a second, with `POISSON`
-    engine: str = field(default=engine.AUTO, metadata=profiles.one_of(engine.ENGINES))  # that plays timed cells
+    engine: str = field(default=engine.AUTO, metadata=profiles.one_of(engine.ENGINES))  # that runs timed cells
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))
@@ -112,9 +112,7 @@ class Setup:
 
     def _load(self, trace: Shards | Trace, in_memory: bool) -> "Loaded":
         if trace.meta.mode == AGGREGATE:
-            raise InputError(
-                f"{self.trace} holds EAMs only, no sequences that could be played: its source counted tokens"
-            )
+            raise InputError(f"{self.trace} holds EAMs only, no sequences that could be run: its source counted tokens")
         if self.requests is not None:
             trace = trace.head(self.requests)
         if self.as_decode:
@@ -156,7 +154,7 @@ class Loaded:
     """A setup with its files read; `play` runs one cell of it. A policy is whatever `parse` takes."""
 
     setup: Setup
-    trace: Shards | Trace  # the first where only its requests are played, in order
+    trace: Shards | Trace  # the first where only its requests are run, in order
     hardware: Hardware | None  # None: untimed
     profile: ModelProfile | None  # None: untimed, and nothing states the sizes
     in_memory: bool = False  # whether the trace is in this process alone, so that no other can open it
@@ -202,7 +200,7 @@ class Loaded:
         return parse_cache_bytes(cache_size, self.sizes)
 
     def exceeds(self, cache_size: str) -> bool:
-        """Return whether a cache of this size, as typed, is larger than all experts."""
+        """Return whether a cache of this size, as given, is larger than all experts."""
         if self.sizes is not None:
             return exceeds(cache_size, self.all_experts, int(self.sizes.sum()))
         return exceeds(cache_size, self.all_experts, self.expert_bytes and self.all_experts * self.expert_bytes)
@@ -271,7 +269,7 @@ class Loaded:
         return self.hardware.measured_with(self.profile) if self.hardware and self.profile else None
 
     def predictor_us(self, policy: Policy) -> float | None:
-        """What the policy's own work takes an event, by the setup, the machine, or the shipped table; None: unknown."""
+        """What policy overhead takes an event, by the setup, the machine, or the shipped table; None: unknown."""
         policy = parse(policy)
         if self.setup.predictor_us is not None:
             return self.setup.predictor_us
@@ -298,7 +296,7 @@ class Loaded:
         return host_link(self.hardware, self.profile, self.setup.chunk_bytes)
 
     def compiled(self, policy: Policy) -> bool:
-        """Whether the compiled engine plays the policy's cells."""
+        """Whether the compiled engine runs the policy's cells."""
         shape = Shape(self.trace.layers, self.trace.num_experts)
         return self.hardware is not None and engine.compiles(self.setup.engine, parse(policy), shape)
 
@@ -313,7 +311,7 @@ class Loaded:
         return next((what for what, asked in found.items() if asked), None)
 
     def versions(self, policies: Iterable[Policy]) -> Iterator[bool]:
-        """Yield, of each policy that the compiled engine plays, which version does (`compiled_engine.tiered`)."""
+        """Yield, of each policy that the compiled engine runs, which version does (`compiled_engine.tiered`)."""
         more = self.setup.host_memory is not None or self.sizes is not None
         for policy in map(parse, policies):
             if self.compiled(policy):
@@ -399,7 +397,7 @@ class Loaded:
 
 
 class Requests(Sequence[RequestSteps]):
-    """A trace's requests as an engine plays them, laid out anew each time: only one is held at once."""
+    """A trace's requests as an engine runs them, laid out again each time: only one is held at once."""
 
     def __init__(self, trace: Shards | Trace):
         self._trace = trace

@@ -71,7 +71,7 @@ class Store:
         return dict(self._rows[key])
 
     def requests(self, key: str) -> pa.Table:
-        """The rows of its requests, in the order of play."""
+        """The rows of its requests, in the order of the run."""
         table = _read(self._tables[key], REQUESTS)
         return table.filter(pc.equal(table.column("cell"), key))
 

@@ -37,9 +37,9 @@ PREDICTED = (
 class Winner:
     """The best causal policy at one cache size."""
 
-    cache_size: str  # as typed
+    cache_size: str  # as given
     cache_experts: int
-    policy: str  # as typed
+    policy: str  # as given
     predicted: dict[str, float] = field(metadata=profiles.MAY_BE_ZERO)  # columns of results.parquet that are not null
 
 
@@ -51,7 +51,7 @@ def metric(rows: Iterable[Row]) -> str:
 
 
 def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
-    """One winner for each cache size (as typed: experts) that a causal policy was tried at."""
+    """One winner for each cache size (as given: experts) that a causal policy was tried at."""
     judged_by = metric(rows)
     winners = []
     for text, slots in sizes.items():

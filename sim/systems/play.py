@@ -1,6 +1,6 @@
-"""Play systems over one trace, on one machine, with one GPU budget: what each would take a token.
+"""Run systems over one trace, on one machine, with one GPU budget: what each would take a token.
 
-The budget is room for experts in GPU memory, in bytes, the same for all systems: a cache size as typed, else what the
+The budget is room for experts in GPU memory, in bytes, the same for all systems: a cache size as given, else what the
 dense part of the model and its KV cache leave. What a system needs beside it (buffers) comes out of it.
 """
 
@@ -44,7 +44,7 @@ class Prediction:
     """What a system takes, of decoded tokens; all None where it cannot run, and `reason` says why."""
 
     system: System
-    policy: str | None = None  # as typed
+    policy: str | None = None  # as given
     tpot_mean_ms: float | None = None
     tpot_p99_ms: float | None = None
     idle_ms: float | None = None  # of the GPU, a token
@@ -57,7 +57,7 @@ class Prediction:
 class Setting:
     """What all systems share.
 
-    cache_size: as typed, None for what GPU memory leaves. profile: a trace to take popularity from. predictor: a file
+    cache_size: as given, None for what GPU memory leaves. profile: a trace to take popularity from. predictor: a file
     of `moe-sim train-stride`, or None. precision: of the experts, for systems that name none, or None.
     """
 
@@ -187,7 +187,7 @@ class Played:
         counted = (log.phase == DECODE) & (log.request >= first)
         if not counted.any():
             raise InputError(
-                f"{self.setting.loaded.trace.name} holds no decoded tokens to count; --as-decode plays a prefill so"
+                f"{self.setting.loaded.trace.name} holds no decoded tokens to count; --as-decode runs a prefill so"
             )
         ns = log.step_ns[counted]
         lookups = int((log.hits + log.late + log.misses)[counted].sum())

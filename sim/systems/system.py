@@ -23,7 +23,7 @@ PRELOADS = ("", "popular", "layers", "all")
 class System:
     """A system that serves a model whose experts do not fit GPU memory.
 
-    policy: as typed; {profile} is a trace to take popularity from, {predictor} a file of `moe-sim train-stride`,
+    policy: as given; {profile} is a trace to take popularity from, {predictor} a file of `moe-sim train-stride`,
     {host_layers} the number of layers that do not fit.
     """
 

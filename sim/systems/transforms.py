@@ -143,7 +143,7 @@ def streamed(steps: RequestSteps, layers: int, resident: int) -> RequestSteps:
 
 
 class Changed(Sequence[RequestSteps]):
-    """Requests, each changed when it is asked for, behind those that come first. They are numbered anew."""
+    """Requests, each changed when it is asked for, behind those that come first. They are numbered again."""
 
     def __init__(
         self,

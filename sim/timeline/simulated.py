@@ -18,7 +18,7 @@ class WindowOver(Exception):  # noqa: N818  # no error: it ends a run that has b
 def play(
     run: Run, ended: Ended, timeline: Timeline, names: Sequence[str], window: Window = WHOLE, slots: bool = True
 ) -> None:
-    """Play a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
+    """Run a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
 
     names: of the trace's requests. slots: whether the slots of the cache have tracks of their own.
     """

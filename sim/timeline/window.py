@@ -26,14 +26,14 @@ class Window:
     of: Literal["decode steps", "requests"]
     first: int
     last: int | None  # None: to the end of the run
-    stops: bool = True  # whether play stops with the request in which the window ends
+    stops: bool = True  # whether run stops with the request in which the window ends
 
 
 WHOLE = Window("requests", 0, None)
 
 
 def asked(tokens: str | None, requests: str | None) -> Window | None:
-    """The window as typed, FROM:TO with either left out, TO not included; None without one. InputError."""
+    """The window as given, FROM:TO with either left out, TO not included; None without one. InputError."""
     if tokens is not None and requests is not None:
         raise InputError(f"{TOKENS} {tokens} and {REQUESTS} {requests}: a timeline has one window, so give one of them")
     option, text = (TOKENS, tokens) if tokens is not None else (REQUESTS, requests)
@@ -60,7 +60,7 @@ def check(window: Window, requests: "Requests") -> None:
 
 
 def unasked(requests: "Requests") -> Window:
-    """All of a short run, else its beginning; play goes on after that."""
+    """All of a short run, else its beginning; run continues after that."""
     if _counted((len(request.phase) for request in requests), SHOWN_WHOLE) <= SHOWN_WHOLE:
         return WHOLE
     decodes = any((request.phase == DECODE).any() for request in requests)

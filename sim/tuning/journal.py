@@ -47,7 +47,7 @@ class Journal:
 
     @property
     def workers(self) -> int | None:
-        """How many played its trials, drawn together; None if there are none."""
+        """How many run its trials, drawn together; None if there are none."""
         return int(self.searched[WORKERS]) if self.trials else None
 
     @property

@@ -25,7 +25,7 @@ DIGITS = 4
 """Of decimals drawn from a range."""
 
 DOWN, UP = (1 / 8, 1 / 4, 1 / 2), (8, 4, 2)
-"""From the default to the ends of a range that nobody typed: the first that the policy accepts."""
+"""From the default to the ends of a range that is not given: the first that the policy accepts."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Range:
         return kind(self.low, self.high, log=self.log)
 
     def value(self, drawn: Any) -> Any:
-        """What is played for what was drawn."""
+        """What is run for what was drawn."""
         return drawn if isinstance(drawn, int) else float(f"{drawn:.{DIGITS}g}")
 
 
@@ -74,7 +74,7 @@ class Choices:
         return optuna.distributions.CategoricalDistribution(self.values)
 
     def value(self, drawn: Any) -> Any:
-        """What is played for what was drawn."""
+        """What is run for what was drawn."""
         return drawn
 
 
@@ -82,7 +82,7 @@ Space = tuple[Range | Choices, ...]
 
 
 def space_of(policy: Policy, shape: Shape, search: str | None) -> Space:
-    """The space as typed, or the declared one; InputError for one that the policy does not have."""
+    """The space as given, or the declared one; InputError for one that the policy does not have."""
     policy = parse(policy)
     known = {option.name: option for option in policy.declared()}
     if not known:

@@ -1,11 +1,10 @@
 """Search a policy's options: the first half of the requests finds them, the other half says what they are worth.
 
-A trial plays one set of options over the first half, from an empty cache; less of the metric is better (mean TPOT, TTFT
+A trial runs one set of options over the first half, from an empty cache; less of the metric is better (mean TPOT, TTFT
 where nothing is decoded, misses where nothing is timed). What a policy refuses is pruned. Options come from optuna's
-TPE sampler, `workers` at a time and told of together, the draws of each batch seeded by the seed and the trials before
-it: so seed and number of workers make the search, and one that goes on from its journal (`sim.tuning.journal`) has the
-same
-end as one that was never interrupted. The second half is played behind the first and counted alone; the gain there is
+TPE sampler, `workers` at a time, reported to it as a batch. The seed and the trials before it seed the draws of each
+batch. So seed and number of workers determine the search, and one that continues from its journal
+(`sim.tuning.journal`) ends as one that was never interrupted. The second half is run behind the first and counted alone; the gain there is
 what to expect, that on the first half is not.
 """
 
@@ -59,7 +58,7 @@ class Search:
     """What is searched, and how."""
 
     halves: Halves
-    policy: PolicySpec  # as typed
+    policy: PolicySpec  # as given
     slots: int
     space: Space
     trials: int
@@ -71,7 +70,7 @@ class Search:
 
     @property
     def words(self) -> str:
-        """The space as typed."""
+        """The space as given."""
         return ":".join(dimension.text for dimension in self.space)
 
     def searched(self) -> dict[str, str]:
@@ -89,7 +88,7 @@ class Search:
         }
 
     def requests(self, kept: int) -> int:
-        """To be played, at most: trials beside the whole batches of `kept` ones, and to judge."""
+        """To be run, at most: trials beside the whole batches of `kept` ones, and to judge."""
         first, second = (len(half.trace.requests) for half in (self.halves.first, self.halves.second))
         return (max(0, self.trials - kept // self.workers * self.workers) + 1) * first + 2 * second
 
@@ -120,16 +119,16 @@ class Found:
     metric: str  # column of results
     trials: list[Trial]
     typed: Judged
-    best: Judged  # the policy as typed where no trial is better on the first half
+    best: Judged  # the policy as given where no trial is better on the first half
 
     @property
     def gains(self) -> tuple[float, float]:
-        """By how much the best is below the policy as typed, as shares, on either half."""
+        """By how much the best is below the policy as given, as shares, on either half."""
         return _gain(self.typed.first, self.best.first), _gain(self.typed.second, self.best.second)
 
     @property
     def improved(self) -> bool:
-        """Whether any trial is better than the policy as typed on the half that it was tried on."""
+        """Whether any trial is better than the policy as given on the half that it was tried on."""
         return self.best.policy != self.typed.policy
 
     @property
@@ -143,7 +142,7 @@ class Found:
 
 
 def tune(search: Search, journal: Journal, advance: Advance) -> Found:
-    """Search, then judge; what `journal` holds is not played again. `advance` is told of requests played.
+    """Search, then judge; what `journal` holds is not run again. `advance` is told of requests run.
 
     InputError where the policy refuses all that was tried.
     """
@@ -232,7 +231,7 @@ def _trial(space: Space, trial: Any) -> Trial:
 
 
 def _ranked(trials: Sequence[Trial]) -> list[tuple[float, Trial]]:
-    """Those that were played, the best first, of equal ones the earliest; each policy once."""
+    """Those that were run, the best first, of equal ones the earliest; each policy once."""
     played: dict[str, tuple[float, Trial]] = {}
     for trial in trials:
         if trial.value is not None:

@@ -143,7 +143,7 @@ def test_every_choice_that_there_is_was_tried():
 @pytest.mark.parametrize("chosen", ["most-visited", "least-visited"])
 @pytest.mark.parametrize("slots", [3, 9])
 def test_visits_are_counted_from_the_transfer_on_and_candidates_are_skipped_first(chosen, slots):
-    """A cache played by hand, one access at a time; visits are all since the transfer, the missing lookup included."""
+    """A cache run by hand, one access at a time; visits are all since the transfer, the missing lookup included."""
     shape, requests = Shape(3, 6), requests_of(10, 12, 3, 6, 2, 7)
     options = EamcOptions(keep=chosen, capacity=3, threshold=-1.0, depth=1)
     slow, visits, evicted, spared = SlowEamc(shape, options), dict[int, int](), list[int](), 0

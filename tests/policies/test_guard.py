@@ -1,4 +1,4 @@
-"""The guard around a user's own policy: each fault is one line with file and line, wherever the policy is played."""
+"""The guard around a user's own policy: each fault is one line with file and line, wherever the policy is run."""
 
 import pickle
 import re
@@ -35,7 +35,7 @@ LINES = HEAD.count("\n")
 
 
 def played(policy: str, slots: int = 3) -> None:
-    """Play the policy timed and untimed."""
+    """Run the policy timed and untimed."""
     run = gpu_run(REQUESTS, SHAPE, slots, parse(policy), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
     simulate(run)
     untimed.count(REQUESTS, 2, 6, slots, policy)

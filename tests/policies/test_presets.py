@@ -1,4 +1,4 @@
-"""Presets: names of documented systems that stand for policies as typed."""
+"""Presets: names of documented systems that stand for policies as given."""
 
 import sys
 from dataclasses import replace
@@ -28,7 +28,7 @@ TIMING = FixedTiming(dense=100, expert=20, expert_per_token=1, combine=2, head=3
 LINK = Link(latency_ns=10, ns_per_byte_num=1, ns_per_byte_den=4, expert_bytes=400)
 
 NEEDS = {"brainstorm": "profile={trace}", "fiddler": "profile={trace}", "promoe": "model={trace}/stride.npz"}
-"""Options without which a preset cannot play; {trace}: the folder of TRACE, with a predictor trained on it."""
+"""Options without which a preset cannot run; {trace}: the folder of TRACE, with a predictor trained on it."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_fiddler_misses_as_static_popularity_does(folder):
 
 
 def made_up(monkeypatch, policy: str) -> None:
-    monkeypatch.setattr(registry, "PRESETS", (*PRESETS, Preset("made-up", policy, "Made up.", "All of it.")))
+    monkeypatch.setattr(registry, "PRESETS", (*PRESETS, Preset("made-up", policy, "Synthetic.", "All of it.")))
 
 
 @pytest.mark.parametrize(

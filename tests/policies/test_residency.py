@@ -40,7 +40,7 @@ class Lifo(RetentionPolicy):
 
 @dataclass
 class Drive:
-    """Plays events through a machine, taking every choice that time would take from `choices`."""
+    """Runs events through a machine, taking every choice that time would take from `choices`."""
 
     machine: PolicyResidency
     choices: Any  # draws as Hypothesis's DataObject does

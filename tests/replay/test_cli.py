@@ -337,7 +337,7 @@ def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: P
     before = steps.read_text().splitlines()
     kept = [line for line in before[1:] if line.split(",")[0] == "0"]
     status, _, err = command(*asked)
-    assert (status, "go on with --resume, drop them with --overwrite" in err) == (2, True)
+    assert (status, "continue with --resume, drop them with --overwrite" in err) == (2, True)
     assert command(*asked, "--resume", "--overwrite")[0] == 2
     assert steps.read_text().splitlines() == before
     assert command("--policy", "lfu", *asked[2:], "--resume")[0] == 2, "another run"
@@ -370,7 +370,7 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
         (lambda text: text + "7,", None),
         (lambda text: text.replace("0,1,1,", "3,1,1,", 1), "does not hold the steps of this trace"),
         (lambda text: text.replace("request", "quest", 1), "holds another run"),
-        (lambda text: text.replace("\n0,1,1,", "\n0,1,1,x", 1), "holds no run that could go on"),
+        (lambda text: text.replace("\n0,1,1,", "\n0,1,1,x", 1), "holds no run that could continue"),
     ],
 )
 def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damage, said, tmp_path: Path) -> None:

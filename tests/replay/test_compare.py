@@ -339,7 +339,7 @@ def test_a_cell_that_fails_is_recorded_the_others_are_played_and_it_alone_is_pla
     assert played[4:] == ["lru", "lru"]
     assert not [one for one in read(tmp_path / "here")["cells"] if "error" in one]
     assert command(*arguments, "--resume", "-q")[0] == 0
-    assert len(played) == 6, "nothing was left to play"
+    assert len(played) == 6, "nothing was left to run"
 
 
 def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, 
     before = read(tmp_path / "here")
     status, _, err = command(*arguments)
     assert status == 2
-    assert "holds 4 finished cells: go on with --resume" in err
+    assert "holds 4 finished cells: continue with --resume" in err
     status, _, err = command(*arguments, "--resume", "--warmup-requests", "1")
     assert status == 2
     assert "4 cells that this comparison does not have" in err

@@ -106,7 +106,7 @@ def test_without_prefetch_hits_and_misses_are_those_of_the_untimed_analysis(gpu:
 
 
 def test_what_routing_does_not_decide_runs_as_graphs_and_the_host_waits_for_nothing_on_the_hot_path() -> None:
-    """Graph launches alone for decoded tokens, no synchronise but at opening and closing, events that are used anew."""
+    """Graph launches alone for decoded tokens, no synchronise but at opening and closing, events that are reused."""
     gpu = FakeGpu(3)
     with device(gpu, 9) as made:
         before = gpu.counts.copy()

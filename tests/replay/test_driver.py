@@ -78,7 +78,7 @@ def test_each_step_is_reported_as_it_ends() -> None:
 
 
 def resumed(plan: Run, done: list[StepRow], device: AnyOrder) -> RunLog:
-    """What comes behind `done`, played on `device`."""
+    """What comes behind `done`, run on `device`."""
     driver = Driver(plan, SimpyDevice(FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 16)))
     driver.resume(done, device)
     return driver.run(lambda row: None, done)

@@ -54,7 +54,7 @@ def check(tmp_path, gpu=None, names=MODELS, resume=False, budget_s=1e9):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The file of a check, played once for the tests that only read it or go on from it."""
+    """The file of a check, run once for the tests that only read it or continue from it."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         shrink(patch.setattr)
@@ -96,7 +96,7 @@ def test_it_runs_with_nothing_installed_but_what_a_gpu_machine_has(tmp_path):
     asked = [sys.executable, "-m", "tests.support.gpu_machine", str(tmp_path / "check.json")]
     done = subprocess.run(asked, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "played: accelerate closed-loop layer-stream lockstep lru-swap on-demand" in done.stdout
+    assert "run: accelerate closed-loop layer-stream lockstep lru-swap on-demand" in done.stdout
 
 
 def test_a_second_run_resumes_and_plays_nothing_again(tiny, whole, tmp_path):

@@ -72,7 +72,7 @@ TINY: dict[str, Any] = {
 
 
 def all_hit_ns(device: Device, plan: Run, context: int) -> int:
-    """A token whose experts are all there, played."""
+    """A token whose experts are all there, run."""
     request = same_again(plan, TOP_K, LAYERS, context, steps=3)
     return int(play(replace(plan, requests=[request]), device).step_ns[-1])
 
@@ -384,6 +384,6 @@ class Sleeper(Prefetcher):
 def test_a_policys_cost_is_that_of_an_event_and_a_slow_one_is_not_asked_for_long(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("replay.calibration.measure.POLICY_S", 0.1)
     (tmp_path / "sleeper.py").write_text(SLEEPER)
-    requests = Requests(synthetic(1, 10**5, 1, EXPERTS, TOP_K, seed=1))  # 400 s, if all of it were played
+    requests = Requests(synthetic(1, 10**5, 1, EXPERTS, TOP_K, seed=1))  # 400 s, if all of it were run
     plan = replace(plan_of(policy=f"lru+{tmp_path}/sleeper.py:Sleeper"), requests=requests, shape=Shape(1, EXPERTS))
     assert policy_ns(plan, TIMING, LINK) >= 4_000_000

@@ -73,7 +73,7 @@ def test_only_what_no_curve_gives_is_played(loaded):
     ("parts", "verdict"),
     [
         ({"own": 60, "capacity": 40}, "it is the policy: 60% of lru's misses are not Belady's"),
-        ({"own": 30, "capacity": 70}, "it is the working set: 70% of lru's misses are Belady's too, for want of room"),
+        ({"own": 30, "capacity": 70}, "it is the working set: 70% of lru's misses are Belady's too, for lack of room"),
         ({"own": 10, "capacity": 10, "compulsory": 80}, "it is neither: 80% of lru's misses are first uses"),
         ({}, "it is neither: lru misses nothing"),
     ],
@@ -94,7 +94,7 @@ def test_the_sentence_judges_the_best_policy_that_is_no_oracle_at_each_size():
     )
     assert text == (
         "At 12 slots (25%) it is the policy: 75% of lfu's misses are not Belady's; at 24 slots (50%) it is the "
-        "working set: 100% of lru's misses are Belady's too, for want of room."
+        "working set: 100% of lru's misses are Belady's too, for lack of room."
     )
 
 

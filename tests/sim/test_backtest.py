@@ -1,4 +1,4 @@
-"""The back-test: files that cannot be used, closed forms of what is played, scores, fits, and the document's numbers.
+"""The back-test: files that cannot be used, closed forms of what is run, scores, fits, and the document's numbers.
 
 The tables of docs/backtest.md are printed afresh by `moe-sim backtest --update docs/backtest.md`.
 """
@@ -238,7 +238,7 @@ def test_stated_bytes_are_what_is_read(tmp_path):
     assert timing.expert_ns(1) == pytest.approx(5e6 / 100, rel=1e-3)
 
 
-# What is played
+# What is run
 
 
 def closed_form(played: Case, host_layers: int) -> float:

@@ -138,7 +138,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--policies", "+".join(["random:seed=" + "|".join("123456789" * 4)] * 6)], "6,530,347,008 cells"),
         (["tiny", "--scheduler", "tcp://127.0.0.1:9"], "no Dask scheduler answers at tcp://127.0.0.1:9"),
         (["tiny", "--scheduler", "nonsense://x"], "no Dask scheduler answers at nonsense://x"),
-        (["tiny", "--chunk-bytes", "many"], "--chunk-bytes 'many' is no number of bytes"),
+        (["tiny", "--chunk-bytes", "many"], "--chunk-bytes 'many' is not a number of bytes"),
         (["tiny", "--model-profile", "mixtral-8x7b"], "mixtral-8x7b has 32 MoE layers, the trace of tiny has 3"),
         (["liar"], "olmoe-1b-7b has 16 MoE layers"),
         (["sizeless"], "its trace states no sizes; choose one with --model-profile"),
@@ -297,7 +297,7 @@ def test_what_another_sweep_has_finished_is_neither_replaced_nor_thinned_out_una
     assert swept("--policies", "lru,lfu", "--hardware", "a5000,h200").returncode == 0
     before = (tmp_path / "o/results.parquet").read_bytes()
     refused = {
-        "holds 4 finished cells: go on with --resume, drop them with --overwrite": ("--policies", "lru,lfu"),
+        "holds 4 finished cells: continue with --resume, drop them with --overwrite": ("--policies", "lru,lfu"),
         "holds 3 cells that this sweep does not have": ("--policies", "lru", "--resume"),
     }
     for complaint, arguments in refused.items():
@@ -318,7 +318,7 @@ def test_a_second_sweep_without_a_folder_of_its_own_goes_beside_the_first(home, 
     assert moe_sim(*asked, "lru", cwd=tmp_path).returncode == 0
     second = moe_sim(*asked, "lfu", cwd=tmp_path)
     assert second.returncode == 0
-    assert "results/tiny holds a sweep, this one goes to results/tiny-2" in second.stderr
+    assert "results/tiny holds a sweep; this one is written to results/tiny-2" in second.stderr
     assert moe_sim(*asked, "lfu,fifo", "--overwrite", "-q", cwd=tmp_path).returncode == 0
     rows = {name: len(pd.read_parquet(tmp_path / f"results/{name}/results.parquet")) for name in ("tiny", "tiny-2")}
     assert rows == {"tiny": 2, "tiny-2": 1}

@@ -207,7 +207,7 @@ def test_untimed_cells_are_compared_in_what_they_have(home):
         (("x", "fewer"), "cannot pair different requests: x and fewer, 6 against 4 of them"),
         (("x", "decode"), "cannot pair different traces: x has tiny, decode has tiny (prefill as decode)"),
         (("x", "warm"), "cannot pair different numbers of warm-up requests: x has 0, warm has 2"),
-        (("x",), "compare x with what?"),
+        (("x",), "`moe-sim compare` needs a second folder"),
         (("x", "fast", "--policies", "lru,lfu"), "--policies compares within one folder"),
         (("x", "--policies", "lru"), "--policies needs two or more"),
         (("x", "--policies", "lru,lfuu"), "did you mean lfu"),

@@ -1,4 +1,4 @@
-"""While the engine compiles in another process, SimPy plays, and what comes out is the same."""
+"""While the engine compiles in another process, SimPy runs, and what comes out is the same."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[li
 
 @pytest.fixture
 def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The policies that SimPy plays."""
+    """The policies that SimPy runs."""
     seen: list[str] = []
     real = simpy_engine.play
 
@@ -112,7 +112,7 @@ def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
 
 
 PLAYED = "MOE_TEST_PLAYED"
-"""The file, in the environment of processes that are started, which says that a request was played."""
+"""The file, in the environment of processes that are started, which says that a request was run."""
 
 
 def until_a_request_is_played(versions: list[bool]) -> None:

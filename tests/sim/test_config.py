@@ -62,7 +62,7 @@ def test_what_is_written_is_read_back(tmp_path):
         ("chunk_bytes = -5", "chunk_bytes = -5: must be at least 1"),
         ("chunk_bytes = 0", "chunk_bytes = 0: must be at least 1"),
         ("chunk_bytes = inf", "chunk_bytes = inf: must be at least 1"),
-        ("chunk_bytes = 'many'", "chunk_bytes = 'many' is no number of bytes"),
+        ("chunk_bytes = 'many'", "chunk_bytes = 'many' is not a number of bytes"),
         ("predictor_us = nan", "predictor_us = nan: must be at least 0 and finite"),
         ("predictor_us = 1e308", "predictor_us = 1e+308: must be at least 0 and finite, at most 1e+15"),
         ("arrival_rate = 0", "arrival_rate = 0: must be above 0 and finite"),

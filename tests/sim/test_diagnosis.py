@@ -49,7 +49,7 @@ def test_misses_are_the_policys_where_belady_has_far_fewer_and_else_the_working_
 
 def test_below_one_tokens_demand_that_is_the_reason_but_not_of_a_prefill():
     (line,) = said(demand=0.3, misses=900, hit_rate=0.1)
-    assert "the cache is below one token's demand (30%)" in line
+    assert "the cache is below the working set of one token (30%)" in line
     (prefill,) = said(demand=0.3, misses=900, hit_rate=0.1, phase="prefill")
     assert "demand" not in prefill
 
@@ -59,14 +59,14 @@ def test_an_idle_gpu_is_told_with_what_it_waits_for_most_first():
         gpu_idle_ms=90.0, compute_busy_ms=10.0, stall_demand_ms=20.0, stall_late_ms=68.0, stall_predictor_ms=2.0
     )
     assert line.endswith(
-        "the GPU waits 90% of the time: 68% for prefetches that came late, 20% for experts that nobody fetched early"
+        "the GPU waits 90% of the time: 68% for late prefetches, 20% for experts that were not fetched early"
     )
     assert said(gpu_idle_ms=None, compute_busy_ms=None) == []
 
 
 def test_bytes_moved_in_vain_are_told():
     (line,) = said(bytes_wasted=80)
-    assert line == "lru at 16 (25%): 40% of the bytes moved were prefetched in vain"
+    assert line == "lru at 16 (25%): 40% of the bytes moved were wasted prefetches"
     assert said(bytes_demand=None, bytes_prefetch=None, bytes_wasted=None) == []
 
 

@@ -90,7 +90,7 @@ def test_requests_without_steps_leave_nothing_behind(steps: tuple[int, ...]) -> 
 
 
 def live(run: Run, device: Device, between: Callable[[Session], None] = lambda session: None) -> RunLog:
-    """Play a run as a model that runs now: it has the routing of a layer once that layer's router has ended.
+    """Run a run as a model that runs now: it has the routing of a layer once that layer's router has ended.
 
     between: what it does before each submission.
     """

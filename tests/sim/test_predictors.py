@@ -1,4 +1,4 @@
-"""What a policy's own work costs (rule 14): the shipped table, how it is read between its points, and who pays it."""
+"""What a policy costs (rule 14): the shipped table, how it is read between its points, and who pays it."""
 
 import json
 import time

@@ -300,7 +300,7 @@ def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_p
         (["--policy", "lruu"], "unknown policy 'lruu'; did you mean lru"),
         (["--cache-size", "0"], "a cache of 0 is impossible"),
         (["--hardware", "a500"], "unknown hardware profile 'a500'"),
-        (["--chunk-bytes", "many"], "--chunk-bytes 'many' is no number of bytes"),
+        (["--chunk-bytes", "many"], "--chunk-bytes 'many' is not a number of bytes"),
         (["--predictor-us", "-1"], "--predictor-us -1"),
         (["--requests", "9"], "cannot give the first 9"),
         (["--policy", "lru+gate"], "has no lookahead column"),

@@ -517,4 +517,4 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, complaint in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "cannot write")):
         with pytest.raises(InputError, match=complaint), writing(path, dict):
-            raise AssertionError("nothing was to be played")
+            raise AssertionError("nothing was to be run")

@@ -340,7 +340,7 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     before = frame["policy"].tolist()
     status, _, err = command(*ASKED)
     assert (status, err.count("\n")) == (2, 1)
-    assert "holds 6 trials: go on with --resume, or name another folder with --out" in err
+    assert "holds 6 trials: use --resume to continue, or another folder with --out" in err
     for flag, value in (("--search", "capacity=2..41"), ("--seed", "3"), ("--cache-size", "30%"), ("--policy", "lrfu")):
         other = ["decay=0.1..0.2"] * (flag == "--policy")
         status, _, err = command(
@@ -362,7 +362,7 @@ def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
     lucky = f"{home / 'mine.py'}:Lucky"
     status, _, err = command("--policy", lucky, "--trials", "4", "--workers", "1", "--quiet", "--cache-size", SLOTS)
     assert status == 0
-    assert "warning: on the second half the best is no better than the policy as typed" in err
+    assert "warning: on the second half the best is no better than the policy as given" in err
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
         assert before < len(Journal(log.parent).trials) < 24
         assert not (log.parent / "trials.parquet").exists()
     kept = len(Journal(log.parent).trials)
-    assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: go on with --resume\n"
+    assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: continue with --resume\n"
     for process in (whole, start("--out", "cut", "--resume")):
         _, told = process.communicate(timeout=300)
         assert process.returncode == 0, told

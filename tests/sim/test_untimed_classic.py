@@ -1,4 +1,4 @@
-"""Classic retention played whole: untimed against libcachesim to the unit, and in the timed engine."""
+"""Classic retention run whole: untimed against libcachesim to the unit, and in the timed engine."""
 
 import numpy as np
 import pytest

@@ -46,12 +46,12 @@ Content = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Job:
-    """A command that writes a folder, how it goes on or begins anew, and what of the folder is the same every time."""
+    """A command that writes a folder, how it continues or begins again, and what of the folder never differs."""
 
     name: str
     command: str
     arguments: tuple[str, ...]
-    again: str  # the flag with which it goes on
+    again: str  # the flag with which it continues
     content: Callable[[Path], object]
 
 
@@ -120,7 +120,7 @@ def files(*endings: str) -> Callable[[Path], object]:
 
 
 def counted(folder: Path) -> object:
-    """Of a replay on hardware, whose times differ: what was played, and what it hit."""
+    """Of a replay on hardware, whose times differ: what was run, and what it hit."""
     table = pq.read_table(folder / "results.parquet", columns=["requests", "hits", "misses"])
     return table.to_pylist()
 
@@ -189,7 +189,7 @@ def worker_dies(soak: Soak, job: Job, draw: random.Random, seconds: float, out: 
 
 
 def scheduler_vanishes(soak: Soak, job: Job, draw: random.Random, seconds: float, out: Path) -> None:
-    """SIGKILL to the scheduler of the cluster that plays the cells."""
+    """SIGKILL to the scheduler of the cluster that runs the cells."""
     code = "import sys; from distributed.cli.dask_scheduler import main; main()"
     with tempfile.TemporaryDirectory() as scratch:
         told = Path(scratch) / "scheduler.json"
@@ -316,7 +316,7 @@ def told(soak: Soak, minutes: float, rounds: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Go on until the time is over; status 1 where something was found."""
+    """Continue until the time is over; status 1 where something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)

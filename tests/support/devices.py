@@ -30,7 +30,7 @@ class Watch:
         assert 0 <= first < last <= self.expert_bytes
         assert slot not in [used for _, used in self.computing], "overwrites a slot that computes"
         if first:
-            assert self.submitted[slot] == (expert, first), "goes on where another transfer was"
+            assert self.submitted[slot] == (expert, first), "continues where another transfer was"
         else:
             assert slot not in [target for _, target, _, _ in self.copies], "overwrites a slot that is loading"
             self.content[slot] = expert, 0

@@ -115,7 +115,7 @@ class FakeGpu(Gpu):
             self.progress()
 
     def progress(self) -> None:
-        """One item of a stream that can go on."""
+        """One item of a stream that can continue."""
         able = [stream for stream in self._streams if stream.items and stream.items[0][1][0]]
         if not able or self._halt == 0:
             return

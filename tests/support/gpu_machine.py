@@ -1,6 +1,6 @@
 """Run as a module: the check on a machine that has what a GPU machine has and nothing more, on a GPU that is not there.
 
-Prints the modes of the cells that were played.
+Prints the modes of the cells that were run.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Cases that both an engine and the oracle `tests.reference` play: stored ones and random ones.
+"""Cases that both an engine and the oracle `tests.reference` run: stored ones and random ones.
 
 One generator serves both sources of chance: random.Random, which is fast, and Hypothesis, which shrinks.
 Its numbers are small, so that transfers and computes tie, contend and take no time at all.

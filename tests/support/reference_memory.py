@@ -64,7 +64,7 @@ class Memory:
 
 
 class GpuMemory(Memory):
-    """GPU memory with its retention policy (rules 5 to 8)."""
+    """GPU memory with its eviction policy (rules 5 to 8)."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case, case.get("slots"), case.get("capacity_bytes"), case.get("partitions"))

@@ -1,4 +1,4 @@
-"""`eamc` by its words (policies/eamc/eamc.py, PAPER.md): whole matrices in lists, everything anew at every event."""
+"""`eamc` by its words (policies/eamc/eamc.py, PAPER.md): whole matrices in lists, everything again at every event."""
 
 import numpy as np
 

@@ -19,7 +19,7 @@ def accesses(ids: np.ndarray, total: int) -> list[RequestSteps]:
 
 
 HASH_POWER = 14
-"""A table of 2 ** 14 entries; libCacheSim's own choice of 2 ** 24 takes longer to make than a trace to play."""
+"""A table of 2 ** 14 entries; libCacheSim's own choice of 2 ** 24 takes longer to make than a trace to run."""
 
 
 def oracle_misses(cache_class: object, ids: np.ndarray, slots: int) -> int:

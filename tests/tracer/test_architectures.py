@@ -338,7 +338,7 @@ class TestCommand:
         assert [name for name, _ in lines] == [*KNOWN.split(), "arctic", "deepseek-moe-16b"]
         told = dict(lines)
         assert told["olmoe"] == "experts interface"
-        assert "mended while recording" in told["nllb_moe"]
+        assert "patched while recording" in told["nllb_moe"]
         assert told["diffusion_gemma"].startswith("refused: ")
         assert "--trust-remote-code" in told["arctic"]
 

@@ -94,7 +94,7 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
     assert result.returncode == 130
     assert result.stderr.splitlines()[-1] == (
         f"moe-trace: error: interrupted after 2 of 64 requests: the 2 that finished are readable in "
-        f"{tmp_path / 't'}, and --resume goes on with them"
+        f"{tmp_path / 't'}, and --resume continues with them"
     )
     assert len(Trace.read(tmp_path / "t").requests) == 2
 
@@ -292,7 +292,7 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
     with monkeypatch.context() as interrupted:
         interrupted.setattr(Meter, "finished", interrupt_after_two)
         assert moe_trace(*command, "--out", tmp_path / "t").returncode == 130
-    refuses(*command, "--out", tmp_path / "t", reason="`record --resume` goes on")
+    refuses(*command, "--out", tmp_path / "t", reason="`record --resume` continues")
     for look in ("info", "validate"):
         assert f"{tmp_path / 't'} holds 2 of 6 requests" in moe_trace(look, tmp_path / "t").stderr
     refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refuses(folder: Path, *parts: str) -> None:
-    """Read whole, or played from its files."""
+    """Read whole, or run from its files."""
     for read in (Trace.read, play):
         with pytest.raises(InputError) as error:
             read(folder)
@@ -267,7 +267,7 @@ def test_a_lookahead_that_no_gate_picks(folder: Path) -> None:
 
 
 def test_what_is_wrong_is_told_in_the_same_words(folder: Path) -> None:
-    """Of several faults, whether it is read whole or played."""
+    """Of several faults, whether it is read whole or run."""
     rewrite(folder / PART, with_column("position", lambda rows: [*rows[:9], 0, *rows[10:-1], 0]))
     rewrite(folder / PART, with_column("experts", lambda rows: [[0, 6, 0, 1], *rows[1:]]))
     told = []

@@ -1,4 +1,4 @@
-"""What is exported is what untimed mode plays, and what import takes back."""
+"""What is exported is what untimed mode runs, and what import takes back."""
 
 import csv
 import json

@@ -156,7 +156,7 @@ def ids(index: int, layer: int, token: int, values: list[int]) -> dict[str, Any]
         (change(0, positions=[10**12 + at for at in range(4)]), ["no list of places"]),
         (change(0, positions=[-1, 0, 1, 2]), ["positions [-1, 0, 1, 2] are no list"]),
         (change(1, rids=["a", "b"]), ["rids are not one for each"]),
-        (change(1, rids=["a"]), ["'a' goes on at position 4, out of turn"]),
+        (change(1, rids=["a"]), ["'a' continues at position 4, out of turn"]),
         (change(0, forward_pass_id=None), ["record 0 has no forward_pass_id"]),
         ({"records": [{"forward_pass_id": 1}], "last_physical_to_logical_map": MAPPING}, ["mode per_token"]),
         ({"records": [], "last_physical_to_logical_map": MAPPING}, ["no forward pass"]),

@@ -1,4 +1,4 @@
-"""A trace that is played from its files is the trace that is read whole."""
+"""A trace that is run from its files is the trace that is read whole."""
 
 import pickle
 import shutil

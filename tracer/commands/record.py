@@ -163,13 +163,13 @@ def record(
     ] = False,
     out: Out = None,
     overwrite: Overwrite = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with a recording that was interrupted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue with a recording that was interrupted.")] = False,
     quiet: Quiet = False,
 ) -> None:
     """Let a model answer prompts and record which experts each token is routed to.
 
     Only routing is stored (and token ids, unless --no-tokens); never text. Ctrl-C keeps the batches that finished;
-    the same command with --resume goes on.
+    the same command with --resume continues.
 
     Examples:
 
@@ -184,7 +184,7 @@ def record(
 
     part = _shard(shard)
     if overwrite and resume:
-        raise InputError("--overwrite starts anew and --resume goes on: give one of them")
+        raise InputError("--overwrite starts again and --resume continues: give one of them")
     labels = _labels(dataset, task, shipped=prompts is None)
     columns = Columns(prompt_column, task_column, id_column, labels, response_column)
     chosen = read_prompts(prompts or demo.PROMPTS, columns, limit)
@@ -231,7 +231,7 @@ def record(
                 on_note=console.warn,
             )
     except KeyboardInterrupt:
-        kept = f"the {meter.done} that finished are readable in {folder}, and --resume goes on with them"
+        kept = f"the {meter.done} that finished are readable in {folder}, and --resume continues with them"
         kept = kept if meter.done else "nothing was written"
         console.fail("moe-trace", f"interrupted after {meter.done} of {requests} requests: {kept}", 130)
     tell(folder, quiet)

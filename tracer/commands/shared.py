@@ -29,7 +29,7 @@ def warn_if_unfinished(folder: "Folder") -> None:
     """Say that a recording was interrupted, where its settings tell of more requests than it holds."""
     held, wanted = folder.size[0], folder.meta.settings.get("requests")
     if isinstance(wanted, int) and held < wanted:
-        console.warn(f"{folder.path} holds {held} of {wanted} requests: `moe-trace record --resume` goes on with it")
+        console.warn(f"{folder.path} holds {held} of {wanted} requests: `moe-trace record --resume` continues with it")
 
 
 def tell(path: Path, quiet: bool) -> None:

@@ -3,7 +3,7 @@
 TEXT is a folder with the files of DOMAINS, each a domain of its own. Every batch holds as much of one domain as
 of another, and the load-balancing loss (Fedus et al., arXiv 2101.03961, equation 4) is taken over the whole
 batch in each layer, so that experts must be used evenly over all text, but may prefer a domain. Interrupted,
-the same command goes on from its last checkpoint.
+the same command continues from its last checkpoint.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def unigram(train: dict[str, NDArray[np.int32]], held: dict[str, NDArray[np.int3
 
 
 def train(text: Path, out: Path, steps: int, device: str) -> None:
-    """Train, or go on training, and write the model, its tokenizer, its loss curve and held-out prompts to `out`."""
+    """Train, or continue training, and write the model, its tokenizer, its loss curve and held-out prompts to `out`."""
     torch.manual_seed(SEED)
     parts, held_parts = split(read_domains(text))
     tokenizer = make_tokenizer(parts)

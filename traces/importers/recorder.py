@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass
 class Rebuilt:
-    """Requests as they are found pass by pass, each with the position that it will go on from.
+    """Requests as they are found pass by pass, each with the position that it will continue from.
 
     SGLang keeps the order of requests in a batch, drops those that are finished, and appends new ones.
     """
@@ -58,7 +58,7 @@ class Rebuilt:
     alone: bool  # requests were sent one at a time
     names: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=dict)  # of named requests
-    next: dict[int, int] = field(default_factory=dict)  # of those that may go on, in the order of the batch
+    next: dict[int, int] = field(default_factory=dict)  # of those that may continue, in the order of the batch
     chunked: int | None = None  # whose prompt the pass before may have left unfinished
     chunks: int = 0
     cached: int = 0
@@ -77,7 +77,7 @@ class Rebuilt:
             name = batch.rids[i] if batch.rids else None
             request = None if name is None else self.numbers.get(name)
             if request is not None and self.next.get(request) != start:
-                raise InputError(f"{batch.place}: the request {name!r} goes on at position {start}, out of turn")
+                raise InputError(f"{batch.place}: the request {name!r} continues at position {start}, out of turn")
             if name is None and start and before is not None and self.next.get(before) == start:
                 request, before = before, None
             if request is None:
@@ -107,7 +107,7 @@ class Rebuilt:
             fitting = len(waiting.get(position, []))
             if fitting < count:
                 raise InputError(
-                    f"{batch.place}: {count} tokens at position {position} go on from {fitting} requests: "
+                    f"{batch.place}: {count} tokens at position {position} continue from {fitting} requests: "
                     "the recording began in the middle of a request"
                 )
             if fitting > count:
@@ -122,7 +122,7 @@ class Rebuilt:
         for i, (request, position) in enumerate(zip(requests, batch.positions.tolist(), strict=True)):
             if self.next.get(request) != position:
                 name = batch.rids[i] if batch.rids else request
-                raise InputError(f"{batch.place}: the request {name!r} goes on at position {position}, out of turn")
+                raise InputError(f"{batch.place}: the request {name!r} continues at position {position}, out of turn")
             following[request] = position + 1
         self.chunked, self.next = None, following
         return requests
