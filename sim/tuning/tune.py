@@ -4,8 +4,8 @@ A trial runs one set of options over the first half, from an empty cache; less o
 where nothing is decoded, misses where nothing is timed). What a policy refuses is pruned. Options come from optuna's
 TPE sampler, `workers` at a time, reported to it as a batch. The seed and the trials before it seed the draws of each
 batch. So seed and number of workers determine the search, and one that continues from its journal
-(`sim.tuning.journal`) ends as one that was never interrupted. The second half is run behind the first and counted alone; the gain there is
-what to expect, that on the first half is not.
+(`sim.tuning.journal`) ends as one that was never interrupted. The second half runs after the first and is counted
+alone; the gain there is what to expect, that on the first half is not.
 """
 
 from collections.abc import Sequence
