@@ -14,7 +14,7 @@ EXTRAS = {
     "gguf": "gguf",
     "accelerate": "offload",
 }
-"""Packages, and the extra that installs each. `replay` has torch and safetensors alone."""
+"""Packages, and the extra that installs each. `replay` installs the same as `record`."""
 
 
 def installed(package: str) -> bool:

@@ -1,4 +1,4 @@
-"""The command `moe-replay generate`: a model goes on with prompts, its experts on disk behind a cache."""
+"""The command `moe-replay generate`: a model continues with prompts, its experts on disk behind a cache."""
 
 from functools import partial
 from pathlib import Path
@@ -18,9 +18,11 @@ def generate(
     model: Annotated[str | None, typer.Option(help="Folder or hub id of a model. Default: the shipped one.")] = None,
     opened: LiveOptions = LiveOptions(),  # noqa: B008  its fields are the options
     *,
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on with; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue with; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts, as moe-trace record reads them.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help="Token ids to go on with (5,6,7); needs no tokenizer.")] = None,
+    token_ids: Annotated[
+        str | None, typer.Option(help="Token ids to continue with (5,6,7); needs no tokenizer.")
+    ] = None,
     print_token_ids: Annotated[
         bool, typer.Option("--print-token-ids", help="End with a line of the last answer's token ids.")
     ] = False,

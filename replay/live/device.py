@@ -1,7 +1,7 @@
 """The device of a live model: lanes bring experts into slots, and the thread that runs the model is the compute stream.
 
 The driver, on a thread of its own, submits work as to any device. The model's thread takes it, in order, wherever its
-forward pass comes to experts: it reports the router, computes the experts it is given, combines, and goes on with the
+forward pass comes to experts: it reports the router, computes the experts it is given, combines, and continues with the
 next layer's dense part when it is told to.
 """
 
@@ -42,7 +42,7 @@ class LiveDevice(LinkThreads):
 
     @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        """Let the model go on to its next router."""
+        """Let the model continue to its next router."""
         self._submit([Completion(Kind.ROUTER)], Kind.ROUTER)
 
     @timed

@@ -2,7 +2,7 @@
 
 Two threads: whoever calls the model runs its forward passes, and a driver decides (`sim.loop.driver`, as in a replay).
 A forward pass with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read
-fails, the pass that needed it raises the error, cache and policy start anew, and the model can be called again.
+fails, the pass that needed it raises the error, cache and policy start again, and the model can be called again.
 """
 
 import threading

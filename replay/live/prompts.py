@@ -43,7 +43,7 @@ def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -
     """Return what was asked for; InputError unless it was asked for in one way."""
     ways = [bool(texts), file is not None, token_ids is not None]
     if sum(ways) != 1:
-        raise InputError("say what the model is to go on with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7")
+        raise InputError("say what the model is to continue with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7")
     if file is not None:
         return read_prompts(file, Columns())
     if token_ids is not None:

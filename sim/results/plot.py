@@ -33,7 +33,7 @@ HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo", "**")
 BOUND_COLOUR = "#777777"
 BOUND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "--", "linewidth": 1.3, "label": "belady (bound)"}
 FLOOR: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": "-.", "linewidth": 1.3, "label": "physical floor"}
-DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "one token's experts"}
+DEMAND: dict[str, Any] = {"color": BOUND_COLOUR, "linestyle": ":", "linewidth": 1, "label": "working set of one token"}
 
 DRAWN = {
     "hit_rate": ("hit_rate.png", "hit rate"),
@@ -167,7 +167,7 @@ def look(i: int) -> dict[str, Any]:
 
 
 def wrapped(policy: str, width: int = 28) -> str:
-    """A policy as typed, broken before its options so that a legend has room for it.
+    """A policy as given, broken before its options so that a legend has room for it.
 
     A space stands before what begins with an underscore, which matplotlib leaves out of legends.
     """

@@ -1,10 +1,10 @@
-"""Who plays the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
+"""Who runs the cells of a sweep: threads, processes, or a Dask cluster. Neither number nor order changes a result.
 
-What the compiled engine plays leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
+What the compiled engine runs leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
 goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. A
 policy that a notebook or a script defines stays in its thread, since no other process can import its class; so does
 a run over a trace in memory. While the
-engine compiles, SimPy plays one cell after the other. On a cluster every cell is a task: its worker reads the trace by
+engine compiles, SimPy runs one cell after the other. On a cluster every cell is a task: its worker reads the trace by
 its path or URL, one that dies is replaced by another.
 """
 
@@ -78,10 +78,10 @@ class Task(Generic[T]):
 
 
 class Workers(Protocol):
-    """What plays tasks."""
+    """What runs tasks."""
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """Play them; `advance` is told of requests played, from any thread."""
+        """Run them; `advance` is told of requests run, from any thread."""
         ...
 
 
@@ -135,9 +135,9 @@ class Local:
 
 
 def _while_compiling(tasks: dict[int, Task[T]], advance: Advance) -> Played[T]:
-    """Play tasks on SimPy, one after the other, until the engine is compiled; one that has ended leaves `tasks`.
+    """Run tasks on SimPy, one after the other, until the engine is compiled; one that has ended leaves `tasks`.
 
-    One that has not is played again by the compiled engine, and what it told of is taken back.
+    One that has not is run again by the compiled engine, and what it told of is taken back.
     """
     for place, task in list(tasks.items()):
         if not compiling.going():
@@ -255,7 +255,7 @@ class Cluster:
 
 
 class _Stopped(Exception):  # noqa: N818
-    """Ends a cell whose result nobody wants any more."""
+    """Ends a cell whose result is not needed any more."""
 
 
 def _as_completed(
@@ -306,7 +306,7 @@ def _version() -> str:
 
 
 _worker: dict[str, Any] = {}
-"""What a process of `Local` holds: the counter of requests played."""
+"""What a process of `Local` holds: the counter of requests run."""
 
 
 def _in_process(setup: Setup, machine: Machine, play: Callable[..., T], arguments: tuple[Any, ...]) -> T:
@@ -319,7 +319,7 @@ def _in_process(setup: Setup, machine: Machine, play: Callable[..., T], argument
 
 @contextmanager
 def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
-    """Processes that leave Ctrl-C to this one, and the counter of requests that they have played."""
+    """Processes that leave Ctrl-C to this one, and the counter of requests that they have run."""
     context = multiprocessing.get_context("spawn")
     counter = context.Value("q", 0)
     strangers = set(multiprocessing.active_children())

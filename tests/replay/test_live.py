@@ -139,7 +139,7 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
         (("--cache-size", "0"), "0 slots"),
         (("--token-ids", "5,x"), "write numbers"),
         (("--token-ids", "9999"), "has no token 9999"),
-        (("--prompt", "a", "--token-ids", "5"), "say what the model is to go on with"),
+        (("--prompt", "a", "--token-ids", "5"), "say what the model is to continue with"),
         (("--overwrite",), "--overwrite replaces the trace of --record"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Cells in threads, processes and on a real Dask cluster; each plays what one thread alone would."""
+"""Cells in threads, processes and on a real Dask cluster; each runs what one thread alone would."""
 
 import logging
 import os
@@ -66,7 +66,7 @@ def test_compiled_cells_run_in_this_process_and_python_in_others(loaded):
 
 
 PLACES = {"lru": True, "clock": False, "eamc-blend": True, "sieve+markov": False}
-"""Policies: whether threads play them."""
+"""Policies: whether threads run them."""
 
 
 def process_of_cell(loaded, policy, advance):
@@ -209,7 +209,7 @@ def test_no_dask_is_told_with_what_to_install(monkeypatch):
 
 
 def here_alone() -> PolicySpec:
-    """A policy that no other process can import, as one in a notebook: it plays as LRU does."""
+    """A policy that no other process can import, as one in a notebook: it runs as LRU does."""
 
     class Here(ScorePolicy):
         rule = LRU.rule

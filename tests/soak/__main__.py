@@ -126,7 +126,7 @@ def counted(folder: Path) -> object:
 
 
 def workers(process: int) -> list[int]:
-    """The processes that it started to play cells; none that watches over them."""
+    """The processes that it started to run cells; none that watches over them."""
     try:
         listed = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         return [int(child) for child in listed if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
