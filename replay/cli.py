@@ -37,10 +37,10 @@ app = typer.Typer(
 
 @app.callback()
 def replay() -> None:
-    """Replay a trace on a device: real transfers, real compute, beside what the simulator predicts.
+    """Replay a trace on a device: real transfers, real compute, and the simulator's prediction next to it.
 
-    [b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b]; its options are listed by
-    [b]moe-replay run --help[/b].
+    [b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b]. [b]moe-replay run --help[/b] lists
+    its options.
     """
 
 

@@ -113,8 +113,8 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         raise InputError(f"{folder} holds no run that could continue ({error}): run without --resume") from error
     if was != key or tuple(header) != HEADER:
         raise InputError(
-            f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or go "
-            "on without --resume"
+            f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or "
+            "run without --resume"
         )
     done: list[StepRow] = []
     for request in requests:

@@ -51,7 +51,7 @@ def policies(
     name: Annotated[str | None, typer.Argument(help="Show the details of this policy.")] = None,
     as_json: Json = False,
 ) -> None:
-    """List the policies: pairs, what to keep (retention), what to fetch early (prefetch), and presets of these.
+    """List the policies: eviction policies, prefetchers, pairs of both, and presets.
 
     [b]moe-sim policies pre-gated[/b]
     """

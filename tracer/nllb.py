@@ -1,4 +1,4 @@
-"""Mend NLLB-MoE, which transformers 5 runs wrongly, for as long as it is recorded.
+"""Patch NLLB-MoE, which transformers 5 runs wrongly, for as long as it is recorded.
 
 Its experts one-hot a mask that is one-hot already, so that only experts 0 and 1 ever run and with wrong weights.
 What was meant, and what 4.57 computes: the weighted sum of the experts whose combine weight is not zero.

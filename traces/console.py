@@ -5,6 +5,7 @@ printed as they are: the consoles know no markup and no emoji, and what the term
 """
 
 import errno
+import inspect
 import io
 import os
 import sys
@@ -71,6 +72,7 @@ def warn(text: str) -> None:
 def main(app: typer.Typer, name: str) -> NoReturn:
     """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted, 1 for a full disk."""
     prepare_streams()
+    _join_lines_of_help(app)
     try:
         try:
             app(prog_name=name)
@@ -99,6 +101,15 @@ def main(app: typer.Typer, name: str) -> NoReturn:
             fail(name, "interrupted", 130)
         raise
     sys.exit(0)
+
+
+def _join_lines_of_help(app: typer.Typer) -> None:
+    """Have each paragraph of a command's help fill the terminal's width, wherever its docstring has line ends."""
+    groups = (group.typer_instance for group in app.registered_groups)
+    for each in (app, *(group for group in groups if group)):
+        for command in each.registered_commands:
+            paragraphs = (inspect.getdoc(command.callback) or "").split("\n\n")
+            command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)

@@ -130,7 +130,7 @@ def check_file(path: Path, overwrite: bool = False) -> None:
 def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
     """Keep `folder`, which is made, for the command `maker` to write files and folders of these names.
 
-    Nobody else writes there meanwhile. Afterwards the marker lists what is there; a new folder that stayed empty goes.
+    No other process writes there meanwhile. Afterwards the marker lists what is there; a new, empty folder goes.
     InputError as `claim`, and where another process writes there.
     """
     with _writing(f"to {folder}"):

@@ -133,7 +133,7 @@ class PolicySpec:
 
     @property
     def text(self) -> str:
-        """As typed, and as results show it."""
+        """Return the text as given, and as results show it."""
         return str(self.typed)
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ def representatives(eams: Int, groups: int) -> Int:
 
     eams: [n, L, E]; the centres start at the first `groups` of them and move until no EAM changes its group, at most
     ROUNDS times. Equal distances (within TIE) go to the first group, and to the first member. A group that all have
-    left, as where two EAMs were alike, is nobody's: then there are fewer.
+    left, as where two EAMs were alike, belongs to none: then there are fewer.
     """
     n = len(eams)
     units = scaled(eams.astype(np.float64)).reshape(n, -1)

@@ -40,10 +40,11 @@ def calibrate(
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure this machine, and write a hardware profile; where the passes differ by more than 3%, end with status 1.
+    """Measure this machine and write a hardware profile.
 
-    With neither a model nor a trace, the model of the shipped trace is measured. A trace goes with the first of the
-    models that has its layers, experts and top-k, and brings its own model where none has.
+    Exits with status 1 if the passes differ by more than 3%. Without a model and a trace, it measures the model of the
+    shipped trace. A trace is used with the first model that has its layers, experts and top-k; otherwise with its own
+    model.
 
     [b]moe-replay calibrate --model-profile olmoe-1b-7b --out here.toml[/b]
 

@@ -53,9 +53,9 @@ def compare(
 ) -> None:
     """Run the same cells in the simulator and on a device, and report the difference.
 
-    Writes compare.json (every cell with what was measured, what was predicted, and the errors, as they end), a CSV of
-    each cell's tokens, and residuals.png. Errors are predicted / measured - 1. With --max-error the command ends with
-    status 1 where a TPOT mean is further off. Whatever ends it early, --resume continues.
+    Writes compare.json (measured, predicted and errors of each cell, as it ends), a CSV of each cell's tokens, and
+    residuals.png. An error is predicted / measured - 1. With --max-error, the command exits with status 1 if the error
+    of a mean TPOT is larger. After an interruption, --resume continues.
 
     [b]moe-replay compare --hardware h200-calibrated.toml --max-error 3[/b]
 

@@ -37,10 +37,9 @@ def generate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace that --record names.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Let a model generate whose experts stay on disk, but for a cache of them.
+    """Let a model generate with its experts on disk and a cache of them in memory.
 
-    The answers are those of the whole model, to the bit. They go to standard output as they come, the report to
-    standard error.
+    The answers are those of the whole model, bit for bit. They go to standard output, the report to standard error.
 
     [b]moe-replay generate --prompt "Once upon a time"[/b]
 

@@ -49,11 +49,11 @@ def run(
     min_gb_per_s: Annotated[float | None, typer.Option(help="Fail if the link, while busy, is slower (GB/s).")] = None,
     output: options.ResumableOptions,
 ) -> None:
-    """Run a trace through a policy on a device, in closed loop.
+    """Run a trace through a policy on a device, one request after another.
 
-    Writes results.parquet (the columns of a sweep, then the device's), requests.parquet and per_token.csv.
-    The last line sets predicted beside measured. A timeline opens at https://ui.perfetto.dev; of a run of more than
-    2,000 steps it shows the first 100 tokens.
+    Writes results.parquet (the columns of a sweep, then those of the device), requests.parquet and per_token.csv. The
+    last line shows predicted and measured. https://ui.perfetto.dev opens a timeline. In a run of more than 2,000 steps,
+    it shows the first 100 tokens.
 
     [b]moe-replay --policy eamc --cache-size 25%[/b]
 

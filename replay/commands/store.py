@@ -29,9 +29,9 @@ def store(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,
 ) -> None:
-    """Write the experts of a model to one file, each with a checksum, as moe-replay --device disk reads them.
+    """Write the experts of a model to one file, which moe-replay --device disk reads.
 
-    The file is of the safetensors format, written whole or not at all.
+    The file is a safetensors file with a checksum for each expert. It is written completely or not at all.
 
     [b]moe-replay store olmoe.experts --model-profile olmoe-1b-7b[/b]
 

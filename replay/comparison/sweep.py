@@ -117,7 +117,7 @@ class Comparison:
 
 
 class Machine:
-    """What the simulator is told of the machine: a profile's words, or what was measured on the stage just now."""
+    """What the simulator knows of the machine: a profile's words, or what was measured on the stage just now."""
 
     def __init__(self, choice: Choice, stage: "Stage | None", is_calibrated: bool, slots: int) -> None:
         """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""

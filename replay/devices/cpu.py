@@ -110,7 +110,7 @@ class LinkThreads(Device):
             self.next_completion()
 
     def close(self) -> None:
-        """End all threads, but for one that is stuck: nobody can end that, and it ends with the process."""
+        """End all threads, but for one that is stuck: it cannot be ended, and ends with the process."""
         for lane in self._lanes:
             lane.close(wait=not self._stuck)
 

@@ -53,7 +53,7 @@ class ExpertFile:
     """
 
     def __init__(self, path: Path, profile: ModelProfile) -> None:
-        """Raise InputError where the file is none, is damaged, or is of another model."""
+        """Raise InputError if the file is missing, damaged, or is of another model."""
         self.path = path
         with located(str(path)):
             if not path.is_file():

@@ -87,7 +87,7 @@ class Gpu:
     def capture(self, tasks: list[Task]) -> list[Task]:
         """Each as one launch: run twice to warm up, then captured as a CUDA graph, on a side stream.
 
-        All graphs of a call share their temporary memory, since one runs at a time. Graphs that nobody holds any more
+        All graphs of a call share their temporary memory, since one runs at a time. Graphs without an owner
         go first: with one go the workspaces of the stream on which it was captured.
         """
         gc.collect()

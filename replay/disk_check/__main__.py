@@ -37,9 +37,9 @@ def check(
     resume: Annotated[bool, typer.Option("--resume", help="Do not run again what the file holds.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
 ) -> None:
-    """Compare prediction and measurement on this machine's disk and CPU, and policies with what people use.
+    """Compare prediction with measurement on this machine's disk and CPU, and policies with other tools.
 
-    Files of experts take up to 13 GB while it runs; with all models it takes half an hour.
+    Files of experts take up to 13 GB while it runs. With all models it takes half an hour.
     """
     for what, path in (("traces", traces), ("files", folder)):
         if path and not path.is_dir():

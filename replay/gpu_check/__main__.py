@@ -38,9 +38,9 @@ def check(
     resume: Annotated[bool, typer.Option("--resume", help="Do not run again what the file holds.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
 ) -> None:
-    """Check everything that only a GPU can show: kernels, calibration, prediction against measurement, what others do.
+    """Check what only a GPU can show: kernels, calibration, prediction against measurement, and baselines.
 
-    Exits with 1 where a bound does not hold or a cell could not be run.
+    Exits with status 1 if a bound does not hold or a cell could not run.
     """
     from replay.devices.gpu import Gpu
 

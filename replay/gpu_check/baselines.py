@@ -95,7 +95,7 @@ class QueueResidency:
         return expert in self._wanted
 
     def victims(self) -> list[int]:
-        """Nobody: experts are of one size."""
+        """Return no victims: experts have one size."""
         return []
 
     def land(self) -> None:

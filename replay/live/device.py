@@ -63,7 +63,7 @@ class LiveDevice(LinkThreads):
     def fail(self, error: Exception) -> None:
         """Let the model's thread raise `error` where it waits; return when the copies under way have ended.
 
-        Raise InputError where one of them never ends: then nobody can use the device again.
+        Raise InputError where one of them never ends: then the device cannot be used again.
         """
         self._failed = True
         self._orders.put(error)

@@ -149,7 +149,7 @@ def expert_store(
 
 
 def _own_file(name: str, origin: str) -> Path:
-    """Where a store lies that nobody has named, by what it is made from."""
+    """Where a store lies that has no given name, by what it is made from."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
     return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"

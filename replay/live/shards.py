@@ -57,7 +57,7 @@ class Shard:
         self._bounce = local()
 
     def read(self, offset: int, target: Bytes) -> None:
-        """Read len(target) bytes from `offset` on. Raise InputError where they cannot be had."""
+        """Read len(target) bytes from `offset` on. Raise InputError if they cannot be read."""
         begin, end = 0, len(target)
         direct = not (offset % PAGE or target.ctypes.data % PAGE or len(target) % PAGE)
         while begin < end:

@@ -24,7 +24,7 @@ class LiveSteps:
         self._ordinal, self._number, self._events = -1, 0, 0
 
     def begin(self, tokens: int, context: int, is_new: bool, token_ids: Int) -> tuple[Step, LiveStep]:
-        """A forward pass begins. Return its step, and what is told of its routing. token_ids: [tokens], or none."""
+        """A forward pass begins. Return its step, and where its routing is reported. token_ids: [tokens], or none."""
         if is_new or self._ordinal < 0:
             self._ordinal, self._number = self._ordinal + 1, -1
         self._number += 1

@@ -274,7 +274,7 @@ class Adaptation:
 
     @property
     def policies(self) -> list[str]:
-        """As typed."""
+        """Return it as given."""
         return list(dict.fromkeys(one.policy for one in self.measured))
 
     @property

@@ -127,7 +127,7 @@ class Analysis:
 
 
 def analyse(loaded: Loaded, grid: Grid, advance: Callable[[int], None] | None = None) -> Analysis:
-    """Analyse an untimed setup; `advance` is told of requests run, `to_play(grid)` cells of each.
+    """Analyse an untimed setup; `advance` gets the number of requests run, `to_play(grid)` cells of each.
 
     Untimed nothing is prefetched: of a pair only what it keeps counts.
     """

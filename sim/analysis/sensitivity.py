@@ -240,7 +240,7 @@ def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
 def sensitivity(
     point: Point, variants: Sequence[Variant], workers: int = 1, advance: Advance | None = None
 ) -> Sensitivity:
-    """Run the point and the variants of its plan; `advance` is told of requests run."""
+    """Run the point and the variants of its plan; `advance` gets the number of requests run."""
     cells = [(each.loaded, each.policy, each.slots) for each in (point, *(variant.point for variant in variants))]
     here, *moves = rows(cells, Local(workers), advance or (lambda played: None))
     judged_by = metric([here])

@@ -80,7 +80,7 @@ class Case:
 
     @cached_property
     def policy(self) -> str:
-        """As typed."""
+        """Return it as given."""
         setting, layers = self.row.setting, self.profile.moe_layers
         if setting.all_on:
             return "lru"
@@ -270,7 +270,7 @@ def _number(text: str, whole: str) -> float:
 
 
 def parsed(case: Case) -> None:
-    """InputError where the row's policy is none."""
+    """Raise InputError if the row's policy is invalid."""
     with located(case.row.where):
         policy = parse(case.policy)
         if policy.needs_lookahead:

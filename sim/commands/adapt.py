@@ -49,10 +49,10 @@ def adapt(
     workers: options.Workers = None,
     output: options.ResultOptions,
 ) -> None:
-    """After a task shift, count the requests until the hit rate is back within one point; untimed.
+    """Count the requests that a policy needs after a task shift until its hit rate recovers, untimed.
 
-    Each request after a shift is compared with itself in a run without the shift. Writes adaptation.parquet (a row per
-    shift and policy) and adaptation.png. Ctrl-C keeps what is finished, in a folder of its own.
+    Recovered means: within one point of the same requests without the shift. Writes adaptation.parquet (a row per shift
+    and policy) and adaptation.png. Ctrl-C keeps what is finished, in a folder of its own.
 
     [b]moe-sim adapt my-trace --by task --warmup 10 --after 20[/b]
     """

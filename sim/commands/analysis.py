@@ -29,9 +29,10 @@ def analyze(
     requests: options.RequestOptions,
     output: options.ResultOptions,
 ) -> None:
-    """Say whether it is the policy or the working set: misses by cause, untimed, and LRU and Belady at all sizes.
+    """Show whether misses are due to the policy or to the cache size, untimed.
 
-    Writes misses.parquet, curves.parquet, reuse.parquet, locality.parquet and curves.png.
+    Prints misses by cause, and the hit rates of LRU and Belady at all sizes. Writes misses.parquet, curves.parquet,
+    reuse.parquet, locality.parquet and curves.png.
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
@@ -71,7 +72,7 @@ def compare(
     resamples: Annotated[int, typer.Option(min=1, max=10_000_000, help="Bootstrap samples.")] = 10_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, not as sentences.")] = False,
 ) -> None:
-    """Compare cells request by request, with 95% bootstrap intervals: hit rate, and times where they were timed.
+    """Compare results request by request, with 95% bootstrap intervals.
 
     [b]moe-sim compare results/my-trace --policies lru,eamc --cache-size 25%[/b]
 

@@ -18,11 +18,10 @@ def backtest(
     ] = None,
     engine: options.Engine = None,
 ) -> None:
-    """Predict published measurements of other people's systems, and print predicted, measured and the errors.
+    """Predict published measurements of other systems, and print predicted, measured and the errors.
 
-    docs/backtest.md says what a file of rows holds. Errors are predicted / measured - 1; of hit rates, the difference.
-    A row with `fit = true` fits its machine's parameter and is in no score. Runs are short: SimPy runs them, unless
-    --engine says otherwise.
+    docs/backtest.md describes files of rows. An error is predicted / measured - 1; for hit rates, the difference. A row
+    with `fit = true` fits its machine's parameter and is not scored. Runs are short, so SimPy is the default engine.
 
     [b]moe-sim backtest[/b]
 

@@ -52,7 +52,7 @@ def show(
     file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Say what a file of EAMs holds.
+    """Show what a file of EAMs holds.
 
     Nearest other: the mean, over the EAMs, of the cosine with the most similar other one.
     """

@@ -48,11 +48,11 @@ def plan(
     *,
     output: options.OutputOptions,
 ) -> None:
-    """Say what a model would do on a machine: tokens per second, where to put what, and what would help.
+    """Predict what a model would do on a machine: tokens per second, where to put what, and what would help.
 
-    Expected is what compiled runtimes (llama.cpp) have flags for; an expert cache is set beside it. Times come from
-    data sheets as in moe-sim backtest, the interval from its errors. How often experts are used again is taken from a
-    trace of another model. docs/planner.md says how well it does.
+    The expected speed is that of runtimes such as llama.cpp with the printed flags; the speed with an expert cache
+    stands next to it. Times come from data sheets, as in moe-sim backtest; the interval comes from its errors. How
+    often experts are used again is taken from a trace of another model. docs/planner.md shows the accuracy.
 
     [b]moe-sim plan --model qwen3-30b-a3b --precision q4_k_m --gpu-memory 12GiB --host-memory 32GiB --link pcie4x8[/b]
     """

@@ -18,10 +18,10 @@ def report(
     overwrite: options.Overwrite = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write one page about results: what to run, how sure that is, and how far the bound is.
+    """Write one page about results: what to run, how certain that is, and how far the bound is.
 
-    It needs no network and opens by a double click; tables sort. What a folder lacks, the page says. The traces that
-    the sweeps ran are read again for Belady's bound, the physical floor and the maps of the routing.
+    The page needs no network; its tables sort. It names what a folder lacks. The traces of the sweeps are read again
+    for Belady's bound, the physical limit and the maps of the routing.
 
     [b]moe-sim report results/my-trace results/my-replay --out report.html[/b]
     """

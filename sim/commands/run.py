@@ -39,11 +39,11 @@ def run(
     overwrite: options.Overwrite = False,
     output: options.OutputOptions,
 ) -> None:
-    """Run one policy at one cache size, and say where the time went; with --timeline, moment by moment.
+    """Run one policy at one cache size, and report where the time went.
 
-    The timeline shows the compute stream with the cause of each stall, every transfer, which expert is in which slot,
-    and what waits. Of a run of more than 2,000 steps it shows the first 100 decode steps, unless a window is given;
-    then run stops with the request in which that ends. No other file is written.
+    With --timeline, writes a file for https://ui.perfetto.dev: the compute stream with the cause of each stall, every
+    transfer, which expert is in which slot, and the queues. In a run of more than 2,000 steps it shows the first 100
+    decode steps, unless you choose a window; the run then stops at the end of the last request in the window.
 
     [b]moe-sim run --policy lru --cache-size 50%[/b]
 

@@ -24,10 +24,10 @@ def sensitivity(
     workers: options.Workers = None,
     output: options.ResultOptions,
 ) -> None:
-    """Say what would help most: a faster link, more cache, smaller experts, a cheaper predictor, another option.
+    """Rank what would help most: a faster link, more cache, smaller experts, less policy overhead, another option.
 
-    Runs the point, then each parameter of it a step lower and a step higher, all else as it is, and ranks them by what
-    that does to the mean TPOT. Writes sensitivity.parquet (a row per cell run) and sensitivity.png.
+    Runs the point itself, then with each parameter one step lower and one step higher, and ranks the parameters by the
+    change of the mean TPOT. Writes sensitivity.parquet (a row per run) and sensitivity.png.
 
     [b]moe-sim sensitivity my-trace --policy eamc --cache-size 25% --hardware rtx4090[/b]
 

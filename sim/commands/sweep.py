@@ -60,11 +60,11 @@ def sweep(
     yes: Annotated[bool, typer.Option("--yes", help=f"Do not ask before running more than {MANY:,} cells.")] = False,
     output: options.ResumableOptions,
 ) -> None:
-    """Run traces through caches of several sizes under several policies, and name the best.
+    """Run several policies at several cache sizes over traces, and name the best.
 
-    Writes results.parquet (a row per policy and size), requests.parquet (the same per request), winner.toml, sweep.toml
-    (which runs the same again) and plots; of several traces or machines a folder each, and one table of all. Whatever
-    ends it early, cells that were finished are kept in OUT/cells, and --resume continues.
+    Writes results.parquet (a row per policy and size), requests.parquet (a row per request of each), winner.toml,
+    plots, and sweep.toml, which runs the same sweep again. Several traces or machines get a folder each, and one table
+    of all rows. After an interruption, finished cells stay in OUT/cells, and --resume continues.
 
     [b]moe-sim sweep --cache-sizes 10%,25%,50%[/b]
 

@@ -50,11 +50,11 @@ def systems(
     requests: options.RequestOptions,
     output: options.OutputOptions,
 ) -> None:
-    """Predict what other systems would take for a trace: MoE-Infinity, vLLM, DeepSpeed, Ollama, llama.cpp and others.
+    """Predict how fast other systems would run a trace: MoE-Infinity, vLLM, Ollama, llama.cpp and others.
 
-    All have the same GPU memory and the same link. The table is of decoded tokens: time per token, its 99th percentile,
-    idle time of the GPU, share of expert uses found in GPU memory, and bytes over the link. A trace of DeepSeek-V2-Lite
-    on the a5000 is also set beside Table 1 of the MoE-Infinity paper. What each preset assumes: docs/systems.md.
+    All systems get the same GPU memory and the same link. The table is for decoded tokens: time per token, its 99th
+    percentile, idle time of the GPU, share of lookups that hit, and bytes over the link. A trace of DeepSeek-V2-Lite on
+    the a5000 is also compared with Table 1 of the MoE-Infinity paper. docs/systems.md lists the assumptions.
 
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
     """

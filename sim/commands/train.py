@@ -26,10 +26,10 @@ def train_stride(
     overwrite: Overwrite = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train a predictor of coming layers' experts on the decoded tokens of a trace.
+    """Train a predictor of the experts of later layers on the decoded tokens of a trace.
 
-    Says how many of the held-out requests' choices are among the likeliest, beside the token before. Ctrl-C leaves
-    nothing behind.
+    Reports how many choices of the held-out requests are among the likeliest, next to the baseline "same as the last
+    token".
 
     [b]moe-sim train-stride my-trace --out stride.npz[/b]
 

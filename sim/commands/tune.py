@@ -39,11 +39,11 @@ def tune(
     resume: options.Resume = False,
     output: options.ResultOptions,
 ) -> None:
-    """Search a policy's options on the first half of the requests, and say what they gain on the other half.
+    """Search a policy's options on one half of the requests, and evaluate them on the other half.
 
-    Options that --policy states stay as they are. Writes trials.parquet (a row per trial) and best.toml, which moe-sim
-    sweep --config runs. The same --seed and --workers give the same search; trials are kept in trials.log as they end,
-    and --resume continues from there.
+    Options that --policy gives stay as they are. Writes trials.parquet (a row per trial) and best.toml, which moe-sim
+    sweep --config runs. The same --seed and --workers give the same search. Finished trials are kept in trials.log, and
+    --resume continues from there.
 
     [b]moe-sim tune my-trace --policy eamc --search 'capacity=10..1000:matches=1..5:cosine=flat|rows'[/b]
 

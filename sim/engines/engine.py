@@ -32,7 +32,7 @@ def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
 
 
 def play(engine: str, run: Run, ended: Ended) -> None:
-    """Run a run on `engine`; `ended` is told of each request.
+    """Run a run on `engine`; `ended` gets the log of each request.
 
     InputError where it cannot run the policy, or where a time is beyond what a clock of 64 bits counts.
     """

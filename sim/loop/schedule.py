@@ -47,7 +47,7 @@ class Routing(Protocol):
     def chosen(self, layer: int) -> tuple[Int, dict[int, int]]:
         """Return the experts that the router of `layer` chose, int64[n] ascending, and the tokens of each.
 
-        Nobody asks before that router has ended (rule 16).
+        It is called only after that router has ended (rule 16).
         """
         ...
 
@@ -215,7 +215,7 @@ class Admission:
 
     @property
     def next_arrival(self) -> int | None:
-        """When the first of those that wait can be admitted, if there is a seat; None: nobody can be."""
+        """When the first of those that wait can be admitted, if there is a seat; None: none can be."""
         if not self._first or len(self.active) == self._seats:
             return None
         return self._arrivals[self._first[0]] if self._arrivals else 0

@@ -37,7 +37,7 @@ class Decider(Protocol):
 
     @property
     def silent(self) -> bool:
-        """Whether it neither hears of events nor proposes anything, so that nobody needs to ask."""
+        """Whether it neither hears of events nor proposes anything, so that it need not be asked."""
         ...
 
     def residency(self, room: int, sizes: Int | None = None) -> Residency:
@@ -360,7 +360,7 @@ class Session:
             self._host.act()
 
     def _send(self) -> list[int]:
-        """Let the link act. Up to now it was idle, if it was, and nobody waited for it."""
+        """Let the link act. Up to now it was idle, if it was, and nothing waited for it."""
         if not self.pump.in_flight and self._doing == WAITING:
             self._turn(WAITING)
         return self.pump.act()

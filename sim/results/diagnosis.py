@@ -56,8 +56,8 @@ def _misses(row: Row, best: float | None, demand: float) -> list[str]:
     if best is None:
         return [text]
     if best - row["hit_rate"] > POLICY_GAP:
-        return [f"{text} because of the policy: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
-    return [f"{text} because of the cache size: Belady hits {best:.0%}; a larger cache would help"]
+        return [f"{text}, because of the policy: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
+    return [f"{text}, because of the cache size: Belady hits {best:.0%}; a larger cache would help"]
 
 
 def _idle(row: Row) -> list[str]:

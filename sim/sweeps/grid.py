@@ -225,7 +225,7 @@ def summed(
     played: Advance,
     play: Callable[[Ended], None] | None = None,
 ) -> metrics.Summary:
-    """One cell summed up. `play` runs it, if not the setup's engine; `played` is told of each request."""
+    """One cell summed up. `play` runs it, if not the setup's engine; `played` gets the number of requests."""
     summary = metrics.Summary(loaded.cell(policy, slots), loaded.trace.requests)
 
     def ended(log: RunLog) -> None:

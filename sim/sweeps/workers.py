@@ -81,7 +81,7 @@ class Workers(Protocol):
     """What runs tasks."""
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """Run them; `advance` is told of requests run, from any thread."""
+        """Run them; `advance` gets the number of requests run, from any thread."""
         ...
 
 
@@ -137,7 +137,7 @@ class Local:
 def _while_compiling(tasks: dict[int, Task[T]], advance: Advance) -> Played[T]:
     """Run tasks on SimPy, one after the other, until the engine is compiled; one that has ended leaves `tasks`.
 
-    One that has not is run again by the compiled engine, and what it told of is taken back.
+    One that has not is run again by the compiled engine, and the progress that it reported is taken back.
     """
     for place, task in list(tasks.items()):
         if not compiling.going():

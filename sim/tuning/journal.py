@@ -33,7 +33,7 @@ def optuna() -> Any:
 
 
 class Journal:
-    """The journal in `folder`, if there is one; it is made by `begin`. InputError for a file that is none."""
+    """The journal in `folder`, if there is one; it is made by `begin`. Raise InputError for an invalid file."""
 
     def __init__(self, folder: Path) -> None:
         self._optuna = optuna()

@@ -43,7 +43,7 @@ class Range:
 
     @property
     def text(self) -> str:
-        """As typed."""
+        """Return it as given."""
         return f"{self.option.name}={self.low}..{self.high}"
 
     def distribution(self, optuna: Any) -> Any:
@@ -66,7 +66,7 @@ class Choices:
 
     @property
     def text(self) -> str:
-        """As typed."""
+        """Return it as given."""
         return f"{self.option.name}={'|'.join(map(value_text, self.values))}"
 
     def distribution(self, optuna: Any) -> Any:

@@ -142,7 +142,7 @@ class Found:
 
 
 def tune(search: Search, journal: Journal, advance: Advance) -> Found:
-    """Search, then judge; what `journal` holds is not run again. `advance` is told of requests run.
+    """Search, then judge; what `journal` holds is not run again. `advance` gets the number of requests run.
 
     InputError where the policy refuses all that was tried.
     """

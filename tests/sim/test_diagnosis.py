@@ -4,7 +4,7 @@ BELADY = [{"cache_experts": 16, "hit_rate": 0.8}]
 
 
 def a_row(**changed):
-    """A cell that nothing ails: few misses, a GPU that hardly waits, nothing fetched in vain."""
+    """A cell without a problem: few misses, a GPU that hardly waits, no wasted prefetch."""
     row = {
         "policy": "lru",
         "oracle": False,
@@ -38,11 +38,11 @@ def test_a_cell_that_nothing_ails_gets_no_line():
 
 def test_misses_are_the_policys_where_belady_has_far_fewer_and_else_the_working_sets():
     (policys,) = said(misses=450, hit_rate=0.55)
-    assert policys == "lru at 16 (25%): 45% of lookups miss, the policy's doing: Belady hits 80%, not 55%"
+    assert policys == "lru at 16 (25%): 45% of lookups miss, because of the policy: Belady hits 80%, not 55%"
     (working_sets,) = said(misses=450, hit_rate=0.55, bound=[{"cache_experts": 16, "hit_rate": 0.6}])
-    assert "the working set's doing: Belady hits 60%, a larger cache would help" in working_sets
+    assert "because of the cache size: Belady hits 60%; a larger cache would help" in working_sets
     (late,) = said(misses=450, late=100, hit_rate=0.45)
-    assert late.startswith("lru at 16 (25%): 45% of lookups miss, 10% come late, the policy's doing")
+    assert late.startswith("lru at 16 (25%): 45% of lookups miss, 10% are late prefetches, because of the policy")
     (unknown,) = said(misses=450, hit_rate=0.55, bound=[])
     assert unknown == "lru at 16 (25%): 45% of lookups miss"
 
