@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all fuzz fuzz-engines soak audit bench disk-check gpu-check lint format clean
+.PHONY: docs release-check demo test test-all fuzz fuzz-engines soak audit bench disk-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -55,6 +55,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(READY) ## the documentation as a site in site/; broken links fail
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -q -f docs/mkdocs.yml
+
+release-check: $(READY) ## wheel and sdist, built and installed in a clean environment; known vulnerabilities
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt build pip-audit
+	PYTHON=$(PYTHON) BIN=$(BIN) .ci/release-check
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

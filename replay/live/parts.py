@@ -52,7 +52,7 @@ class Parts:
         return took
 
     def machine(self, expert_bytes: int, transfer_ns: int, latency_ns: int, predictor_ns: int) -> MeasuredModel:
-        """Return the machine on which these parts took so long; predictor_ns: of the answer, the policy's own work."""
+        """Return the machine on which these parts took so long; predictor_ns: of the answer, the policy overhead."""
         return MeasuredModel(
             model="this machine",
             expert_bytes=expert_bytes,

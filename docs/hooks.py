@@ -1,0 +1,65 @@
+"""Hooks of the documentation's build: the page of all commands, from the commands themselves; links to source files.
+
+Pages of the packages stand where they are in the repository. A link to a file that is not a page becomes its name.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from mkdocs.structure.files import File
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages that are generated."""
+    files.append(File.generated(config, "docs/cli.md", content=commands()))
+    files.append(File.generated(config, "docs/reference.md", content=reference()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links to files that are not pages into their texts; raise FileNotFoundError if a file does not exist."""
+    folder = (ROOT / page.file.src_uri).parent
+
+    def linked(found: re.Match[str]) -> str:
+        target = (folder / found[2]).resolve()
+        if target.suffix == ".md" or target.suffix == ".png":
+            return found[0]
+        if not target.exists():
+            raise FileNotFoundError(f"{page.file.src_uri}: {found[2]}")
+        return found[1]
+
+    return LINK.sub(linked, markdown)
+
+
+def commands() -> str:
+    """Return the help of every command, as it is printed at 80 columns."""
+    from replay.cli import app as replay
+    from sim.cli import app as sim
+    from tracer.cli import app as tracer
+
+    parts = ["# Commands", "Printed by the commands themselves."]
+    for name, app in (("moe-trace", tracer), ("moe-sim", sim), ("moe-replay", replay)):
+        parts.append(f"## {name}")
+        for command in typer.main.get_command(app).commands:  # type: ignore[attr-defined]
+            shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+            parts.append(f"### {name} {command}\n\n```text\n{shown.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def reference() -> str:
+    """Return the page of docstrings: the public names of each package."""
+    from importlib import import_module
+
+    parts = ["# Docstrings", "The public names; semantic versioning is promised for these."]
+    for package in ("traces", "policies", "sim", "replay"):
+        module = import_module(package)
+        for name in module.__all__:
+            public = getattr(module, name)
+            parts.append(f"::: {public.__module__}.{public.__name__}")
+    return "\n\n".join(parts)
