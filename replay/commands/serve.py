@@ -47,7 +47,7 @@ def serve(
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
     if api_key is not None and not api_key.strip():
-        raise InputError("--api-key: an empty key is none")
+        raise InputError("--api-key must not be empty")
     with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts written")) as live:
         server = Server(live, api_key, max_context)
         config = uvicorn.Config(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)

@@ -73,7 +73,7 @@ class ChatAsked(Asked):
 
 
 class CompletionAsked(Asked):
-    """A text, or token ids, to go on with."""
+    """A text, or token ids, to continue with."""
 
     prompt: str | list[str] | list[int]
 

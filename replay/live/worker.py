@@ -74,7 +74,7 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs that nobody has begun."""
+        """Jobs that have not begun."""
         return self._jobs.qsize()
 
     def put(self, job: Job) -> bool:
