@@ -102,12 +102,12 @@ def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "max_batch = 0": {"max_batch": 0},
-    "need --max-batch": {"arrivals": "trace"},
+    "need `max_batch`": {"arrivals": "trace"},
     "need each other": {"max_batch": 2, "arrivals": "poisson"},
     "above 0 and finite": {"max_batch": 2, "arrivals": "poisson", "arrival_rate": 0.0},
     "unknown arrivals": {"max_batch": 2, "arrivals": "closd"},
     "without a clock": {"untimed": True, "max_batch": 2},
-    "--host-memory": {"host_memory": "3B"},
+    "`host_memory`": {"host_memory": "3B"},
     "does not say when": {"max_batch": 2, "arrivals": "trace"},
 }
 
@@ -150,7 +150,7 @@ def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp
     needed = loaded.all_experts * loaded.mean_expert_bytes / 2**30
     (warning,) = said(needed / 2)
     assert "of host memory, mine has" in warning
-    assert "--host-memory puts a disk below it" in warning
+    assert "`host_memory` puts a disk below it" in warning
     assert said(needed * 2) == said(0) == said(needed / 2, host_memory="50%") == []
     assert "larger than all experts" in said(needed, host_memory="1TiB")[0]
 
