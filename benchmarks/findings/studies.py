@@ -1,7 +1,7 @@
 """What is run over the large traces, and written as one table for each study. No routing leaves them.
 
 gpt-oss-20b: requests from 205 on, of the half on which no weight of `eamc-blend` was fitted. DeepSeek-V2-Lite: requests
-from 250 on, prompts played token by token, since the trace has no decoding. Both on the A5000 profile.
+from 250 on, prompts run token by token, since the trace has no decoding. Both on the A5000 profile.
 """
 
 import json

@@ -145,10 +145,10 @@ python -m benchmarks.findings           # this text and its figures alone
   (AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting, Apache-2.0), requests 205 on: on the others `eamc-blend`
   was fitted. Its source flags {loops} of them as repetition loops; {cut} are cut off at 512 tokens. *Loops out* means
   that figures leave them out; the cache has still seen them.
-- **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, played
+- **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
 
-One cache for all layers, kept between requests; A5000 profile, each policy's own work included. Intervals are 95%
+One cache for all layers, kept between requests; A5000 profile, policy overhead included. Intervals are 95%
 bootstraps over requests. Both traces are real recordings, no stand-ins. Times are simulated, not measured.
 """
 
