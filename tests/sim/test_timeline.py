@@ -29,7 +29,7 @@ from traces.errors import InputError
 from traces.steps import DECODE
 
 SEEDS = range(400)
-TIERS = range(200)
+TIERS = range(300)
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
 """Policies that name their victims in Python, which the generator does not draw."""
 
