@@ -96,7 +96,7 @@ def similarity(trace: Trace) -> pd.DataFrame:
     """Return how alike the requests' EAMs are, one row."""
     found = statistics(trace)["decode"].similarity
     assert found
-    return pd.DataFrame([vars(found)])
+    return pd.DataFrame([vars(found)], dtype=np.float64)
 
 
 def _labelled(requests: pd.DataFrame, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:

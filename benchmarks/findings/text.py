@@ -319,7 +319,7 @@ def _groups(held: dict[str, Table]) -> str:
             "",
             f"On gpt-oss-20b the request with the nearest EAM is of the same category in "
             f"{row['nearest_same_task']:.1%} of "
-            f"{row['compared']} requests, against {row['chance']:.1%} by chance, {times:.0f} times as often. The "
+            f"{row['compared']:.0f} requests, against {row['chance']:.1%} by chance, {times:.0f} times as often. The "
             "paper's "
             "observation holds, though what its policy makes of it (2, 3) is little.",
         ]
