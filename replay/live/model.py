@@ -40,6 +40,7 @@ from sim.loop.driver import Driver
 from sim.loop.log import StepRow
 from sim.loop.run import Run, gpu_run
 from sim.loop.schedule import LiveStep, Step
+from sim.loop.session import decider_of
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
@@ -62,7 +63,7 @@ class How:
 
     source: str  # a folder or a hub id
     name: str | None = None  # None: the folder's, or the hub id
-    policy: str = "eamc-blend"
+    policy: str | PolicySpec = "eamc-blend"
     cache_size: str = "25%"
     dtype: str = "auto"  # the checkpoint's
     lanes: int | None = None  # threads that read the disk; None: as many as it takes
@@ -106,6 +107,8 @@ class LiveModel:
         self._top_k = hook.top_k
         self.parts = Parts()
         self._dead: InputError | None = None  # why the model cannot be called any more
+        self.decider = decider_of(self.run)
+        """The policies: what they have learned is theirs."""
         self._driver = threading.Thread(target=self._drive, name="driver", daemon=True)
         self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
         for number, layer in enumerate(layers):
@@ -234,7 +237,7 @@ class LiveModel:
     def _drive(self) -> None:
         while True:
             try:
-                driver = Driver(self.run, self.device, schedule=self._steps)
+                driver = Driver(self.run, self.device, self.decider, schedule=self._steps)
                 for row in driver.steps():
                     self.rows.append(row)
                 return
@@ -245,6 +248,7 @@ class LiveModel:
                     self._dead = stuck
                     self._steps.waiting.set()
                     return
+                self.decider = decider_of(self.run)
                 self._steps.forget()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from policies.eamc.file import SavedEamc
 from replay.cli import main
 from replay.live.layout import ShardStore
 from replay.live.model import How, LiveModel, open_live
@@ -140,6 +141,7 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
         (("--token-ids", "5,x"), "write numbers"),
         (("--token-ids", "9999"), "has no token 9999"),
         (("--prompt", "a", "--token-ids", "5"), "say what the model is to continue with"),
+        (("--profile", "p"), "does not save what it learns"),
         (("--overwrite",), "--overwrite replaces the trace of --record"),
     ],
 )
@@ -156,6 +158,17 @@ def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> Non
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
         pass
+
+
+def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(tmp_path: Path) -> None:
+    folder, profile = saved(tmp_path / "model", "mixtral"), tmp_path / "learned.npz"
+    asked = ("--model", folder, "--token-ids", "5,6,7,8", "--max-new-tokens", 8, "--lanes", 1, "--quiet")
+    known = []
+    for _ in range(2):
+        done = generate(*asked, "--policy", "eamc:split=false", "--profile", profile, "--print-token-ids")
+        assert done.returncode == 0, done.stderr
+        known.append(len(SavedEamc.read(profile).parts[0].eams))
+    assert known == [1, 2]
 
 
 def damaged(folder: Path, change: Any) -> Path:
