@@ -5,7 +5,7 @@ change. What passes `observe` and `propose` of a `PolicyRunner` is timed, Python
 policy that has nothing to be told (`lru`): what a cache does anyway is left out. A policy that is timed has its
 collections full (`eamc` starts from a file, others run WARM_UP requests), a profile, a trained model, or a trace with
 lookahead. Of SETS x ROUNDS requests the least of the sets' medians counts: what disturbs a measurement only makes it
-longer.
+longer. An event's share of what is asked when a step starts is included.
 
 Retention is measured alone, a prefetcher beside `lru`, a name that stands for both also as a pair, and a preset where
 it sets other options than the defaults. Learning at the end of a request is shown and not charged; oracles are shown,
@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+
+import numpy as np
 
 from policies.core.catalog import available
 from policies.core.events import RequestEvents
@@ -98,12 +100,16 @@ def prepared(learned: Trace, folder: Path) -> dict[str, str]:
 def seconds(runner: PolicyRunner, ordinal: int, request: RequestSteps) -> tuple[float, float]:
     """Of all events of a request of decode, and of its end."""
     events = RequestEvents(request, runner.shape.layers)
-    heard = [events.event(step, layer) for step in range(TOKENS) for layer in range(events.layers)]
+    steps = [[events.event(step, layer) for layer in range(events.layers)] for step in range(TOKENS)]
+    starts = [events.start(step) for step in range(TOKENS)]
     runner.begin_request(ordinal)
     began = time.process_time()
-    for event in heard:
-        runner.observe(event)
-        runner.propose(event)
+    for start, of_layers in zip(starts, steps, strict=True):
+        if runner.at_start:
+            runner.propose(start)
+        for event in of_layers:
+            runner.observe(event)
+            runner.propose(event)
     ended = time.process_time()
     runner.end_request()
     return ended - began, time.process_time() - ended
@@ -131,7 +137,9 @@ def least(took: Sequence[float]) -> float:
 def all_at(layers: int, experts: int, top_k: int, measured: Sequence[Row]) -> list[Measured]:
     played = WARM_UP + SETS * ROUNDS
     trace = synthetic(LEARNED + played, TOKENS, layers, experts, top_k, seed=1)
-    looking = replace(trace, lookahead=trace.experts[::-1])  # of other tokens, so it is right now and then
+    ids = np.random.default_rng(0).zipf(1.3, len(trace.experts)).clip(0, 50_000).astype(np.int32)
+    # Picks are of other tokens, so they are right now and then.
+    looking = replace(trace, lookahead=trace.experts[::-1], token_id=ids)
     requests = [looking.steps(LEARNED + i) for i in range(played)]
     with tempfile.TemporaryDirectory() as folder:
         needs = prepared(trace.head(LEARNED), Path(folder))

@@ -178,6 +178,16 @@ def test_arrays_that_are_no_routing_are_refused(experts, said):
         traces.Trace.from_arrays(experts, 8)
 
 
+def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
+    experts, ids = [np.zeros((n, 2, 1), np.int64) for n in (3, 2)], [np.array([7, 8, 9]), np.array([5, -1])]
+    plain, told = traces.Trace.from_arrays(experts, 4), traces.Trace.from_arrays(experts, 4, token_ids=ids)
+    assert told.steps(1).token_ids.tolist() == [5, -1]  # type: ignore[union-attr]
+    assert plain.steps(1).token_ids is None
+    assert plain.fingerprint != told.fingerprint
+    with pytest.raises(traces.InputError, match="an id for each token"):
+        traces.Trace.from_arrays(experts, 4, token_ids=ids[:1])
+
+
 def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):
     from traces.writer import write_trace
 

@@ -130,12 +130,14 @@ class Trace(OfAModel):
         prompt_tokens: int | Sequence[int] = 0,
         model: str = "unnamed",
         name: str = "in memory",
+        token_ids: Sequence[NDArray[np.integer]] | None = None,
     ) -> "Trace":
         """Return a trace of routing that is in memory.
 
         requests: for each request the ids of its tokens' experts, int[tokens, L, k], ids within a layer, -1 where
         nothing was routed. prompt_tokens: how many tokens of each request are its prompt, which runs as one prefill.
-        model: names the model profile that gives the sizes, such as "olmoe-1b-7b".
+        model: names the model profile that gives the sizes, such as "olmoe-1b-7b". token_ids: for each request the ids
+        of its tokens, int[tokens].
 
         Raises InputError for arrays that are not the routing of one model.
         """
@@ -158,6 +160,8 @@ class Trace(OfAModel):
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         position = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
         prompt = np.repeat(prompts, lengths)
+        if token_ids is not None and [len(told) for told in token_ids] != lengths.tolist():
+            raise InputError(f"{name}: token_ids needs an id for each token of each request")
         opens_step = (position == 0) | (position >= np.maximum(prompt, 1))
         decoded = lengths - prompts
         frame = pd.DataFrame(
@@ -180,6 +184,7 @@ class Trace(OfAModel):
             phase=np.where(position < prompt, PREFILL, DECODE).astype(np.uint8),
             position=position.astype(np.uint32),
             step=(np.cumsum(opens_step) - 1).astype(np.uint32),
+            token_id=None if token_ids is None else np.concatenate(token_ids).astype(np.int32),
         )
 
     def __repr__(self) -> str:
@@ -191,7 +196,7 @@ class Trace(OfAModel):
     def fingerprint(self) -> str:
         """Digest of the routing and the requests."""
         digest = hashlib.sha256(f"{self.name} {self.meta}".encode())
-        for array in (self.offsets, self.experts, self.phase, self.position, self.step, self.lookahead):
+        for array in (self.offsets, *(getattr(self, column) for column in PLAYED)):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         digest.update(pd.util.hash_pandas_object(self.requests, index=False).to_numpy().tobytes())
         return digest.hexdigest()
@@ -303,6 +308,9 @@ def _joined(parts: Sequence[Trace], name: str, axis: int = 0) -> NDArray[Any]:
 
 PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
 """Fields of a Trace with an entry for each row."""
+
+PLAYED = ("experts", "phase", "position", "step", "token_id", "lookahead")
+"""Of these the ones that decide what a run does."""
 
 FLOATS = {"weights", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""

@@ -1,22 +1,30 @@
-"""`eamc-blend`, our own: keep the experts that several kinds of evidence say will be used soonest, and fetch of the
-next layer's only what is likely enough.
+"""`eamc-blend`, our own: keep the experts that several kinds of evidence say will be used soonest, and fetch early only
+what is likely enough.
 
-The keep score of an expert is an estimate of minus the logarithm of the passes until its layer uses it again, linear
-in the evidence of `policies.blend.evidence`, less a share of a pass for the layers still to go before it can be used
-at all. A layer that a decoded token did not run, as an encoder's, is set aside until it runs again: whatever else is
-worth more. Ties fall to the lower id.
+The keep score of an expert is minus an estimate of the logarithm of the passes until its layer uses it again, less a
+share of a pass for the layers still to go before it can be used at all. The estimate has two parts: q, the chance of
+use in the next pass, a logistic function of the evidence of `policies.blend.evidence`, and g, the logarithm where it is
+not used then, linear in the evidence that needs no ids of tokens: (1 - q) g. A layer that a decoded token did not run,
+as an encoder's, is set aside until it runs again: whatever else is worth more. Ties fall to the lower id.
 
-Prefetch, in decode: after layer l, experts of layer l + 1, unless it is set aside, by their chance of use, a logistic
-function of the evidence; one that the next layer's gate picks ahead of time, if the trace has lookahead, has at least
-the chance with which its picks of that layer have come true. Where the link carries r experts while a layer computes, a
-right guess saves so much of a transfer, and a wrong one delays the next miss and costs a slot, `wrong` transfers in
-all: it pays from a chance of wrong / (wrong + r). Priorities are on the scale of the keep scores, so that a prefetch
-never takes the place of what is worth as much (rule 6).
+Prefetch, in decode, of the `depth` layers that come next, unless they are set aside, by their experts' chance of use:
+when a step starts and after each layer but the last from the ids of tokens, in the next layer also from what the layer
+before has used (without ids, from that alone), and after the last layer, while the head computes, the first layers of
+the next step, whose token is not known yet, by q. One that the next layer's gate picks ahead of time, if the trace has
+lookahead, has at least the chance with which its picks of that layer have come true. Where the link carries r experts
+while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next miss and costs a
+slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head` layers.
+Priorities are on the scale of the keep scores, so that a prefetch never takes the place of what is worth as much (rule
+6); each layer further away takes `later` from them.
+
+Ids are believed as long as they foretell better than what is known without them, of the next pass and of upcoming
+layers apart: in one layer of each step both chances are held against what comes (the difference of their squared
+errors, faded by DOUBT a step).
 
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
 
-WEIGHTS and AHEAD_WEIGHTS are fitted by `python -m policies.blend.fit`; policies/README.md tells what was left out.
-Causal; an event costs O(E * k) for its layer and the next.
+All weights are fitted by `python -m policies.blend.fit`; policies/README.md tells what was left out. Causal; an event
+costs O(E * k) for its layer and the next ones.
 """
 
 from dataclasses import dataclass
@@ -24,51 +32,93 @@ from typing import NamedTuple
 
 import numpy as np
 
-from policies.blend import evidence
-from policies.blend.evidence import AHEAD, KINDS, SETTINGS, Evidence, learn, learn_ahead, weigh, weigh_ahead
+from policies.blend import evidence, tokens
+from policies.blend.evidence import (
+    AGAIN_HERE,
+    AHEAD,
+    BLIND,
+    HERE,
+    KINDS,
+    SETTINGS,
+    Evidence,
+    learn,
+    learn_ahead,
+    near_chance,
+    weigh,
+    weigh_ahead,
+    weigh_here,
+)
+from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.compiled import compiled
-from policies.core.policy import Event, Float, Int, Kernel, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
+from policies.core.policy import (
+    START,
+    Event,
+    Float,
+    Int,
+    Kernel,
+    Options,
+    Prefetcher,
+    Requests,
+    ScorePolicy,
+    Shape,
+    bounded,
+)
 from policies.core.ranking import add
 from policies.core.registry import prefetcher, retention
 from traces.steps import DECODE
 
-WEIGHTS = (0.251, -0.178, 0.409, 0.555, -0.201)
-"""[KINDS] of the evidence, for the keep score."""
-
-AHEAD_WEIGHTS = (-0.733, -2.119, 0.22, 1.159, -0.237, 3.215, -0.57)
-"""[KINDS + 2] of the evidence, of AHEAD, and a constant: the logarithm of the odds of use in the next layer, over those
-of an expert drawn evenly."""
-
-PARAMETERS = np.array(SETTINGS + WEIGHTS + AHEAD_WEIGHTS)
-KEEP, FETCH = len(SETTINGS), len(SETTINGS) + len(WEIGHTS)  # where the weights begin
+PARAMETERS = np.array(SETTINGS)
+"""What `policies.blend.evidence` is told."""
 
 SET_ASIDE = 1e9
 """What the keep scores of a layer lose that decode does not run."""
+
+LEAST_TIME = float(np.log(2))
+"""An expert that is not used in the next pass is used in the one after it at the soonest."""
+
+CERTAIN = 30.0
+"""Log odds where every expert is used."""
+
+DOUBT = 1 / 512
 
 
 @dataclass(frozen=True)
 class BlendOptions(Options, policy="eamc-blend"):
     """distance: what one pass of distance to the next possible use is worth, in logarithms of passes.
 
-    wrong: what a wrong guess of the prefetch costs, in transfers; inf: nothing is fetched early.
+    wrong: what a wrong guess of the prefetch costs, in transfers; inf: nothing is fetched early. depth: layers ahead of
+    which experts are fetched. later: what each of these after the first takes from a priority. head: how many layers'
+    window the head gives.
     """
 
-    distance: float = bounded(0.3, least=0, most=100)
+    distance: float = bounded(0.5, least=0, most=100)
     wrong: float = bounded(1.0, least=0)
+    depth: int = bounded(3, least=1)
+    later: float = bounded(0.3, least=0, most=100)
+    head: float = bounded(4.0, above=0)
 
 
 UNTOLD_WINDOW = 0.5
 """Experts the link carries while a layer computes, where no engine has told."""
 
 
-PER_ACCESS, TOP_K, STEPS, DECODES, LAYER, NUMBERS = range(6)
+PER_ACCESS, TOP_K, STEPS, DECODES, OPEN, NUMBERS = range(6)
 """Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
-decoded token so far; steps so far; whether the one that runs decodes, the layer whose pass is open."""
+decoded token so far; steps so far; whether the one that runs decodes; the layer whose pass is open."""
+
+NEXT_PASS, UPCOMING = range(2)
+"""What ids may foretell, and be doubted in."""
 
 RAN, ASIDE = range(2)
 """Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside."""
 
+ODDS, TIMES = range(2)
+"""Rows of `Blend.told`: of each expert at the end of its layer's latest pass the log odds of use in the next; g."""
+
 NONE = -1
+
+NEVER = -np.inf
+"""Log odds."""
 
 
 class Blend(NamedTuple):
@@ -76,31 +126,49 @@ class Blend(NamedTuple):
 
     known: Evidence
     parameters: Float
+    weights: Float  # [models, places] (`policies.blend.weights`)
     keep: Float  # [>= 1, L*E]
+    told: Float  # [2, L*E]
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
     numbers: Int  # [NUMBERS]
     layers: Int  # [2, L]
     steps: Int  # [seats] each request's step that runs
-    ahead: Float  # [E] evidence on the next layer
-    distance: float  # the option
+    upcoming: Float  # [3, E] evidence AHEAD, HERE and AGAIN_HERE on a layer
+    scratch: Float  # [2, E]
+    foretold: Float  # [2, 2, E] by what ids foretell, of one layer the chances with them and without
+    tested: Int  # [2, 3] which layer that is, in which step it will show, and the request's seat
+    trust: Float  # [2] how much better the chances with ids were; below 0 ids are left out
+    distance: float  # the options
+    depth: int
+    later: float
     least: float  # the log odds of use from which an expert is fetched
+    least_at_head: float
 
 
 def begin(shape: Shape, options: BlendOptions) -> Blend:
     """Return the state of a run."""
     numbers = np.zeros(NUMBERS, np.int64)
-    numbers[LAYER] = NONE
+    numbers[OPEN] = NONE
     return Blend(
         known=evidence.nothing_known(shape),
         parameters=PARAMETERS,
+        weights=WEIGHTS,
         keep=np.zeros((3, shape.total)),
+        told=np.zeros((2, shape.total)),
         gate=np.zeros((shape.layers, shape.experts + 2)),
         numbers=numbers,
         layers=np.zeros((2, shape.layers), np.int64),
         steps=np.full(shape.seats, NONE),
-        ahead=np.empty(shape.experts),
+        upcoming=np.empty((3, shape.experts)),
+        scratch=np.empty((2, shape.experts)),
+        foretold=np.empty((2, 2, shape.experts)),
+        tested=np.full((2, 3), NONE),
+        trust=np.zeros(2),
         distance=float(options.distance),
+        depth=int(options.depth),
+        later=float(options.later),
         least=0.0,
+        least_at_head=0.0,
     )
 
 
@@ -108,6 +176,7 @@ def begin_request(own: Blend, seat: int) -> None:
     """The request's own counts start anew."""
     evidence.begin_request(own.known, seat)
     own.steps[seat] = NONE
+    own.tested[:] = NONE
 
 
 @compiled
@@ -118,18 +187,103 @@ def possible(own: Blend, layer: int, ahead: int) -> float:
 
 
 @compiled
+def sees(own: Blend, seat: int, what: int) -> bool:
+    """Whether the id of the request's token is known, and ids are believed in what they foretell."""
+    seen: bool = own.trust[what] >= 0.0 and own.known.ids.request[seat, tokens.ROW] >= 0
+    return seen
+
+
+@compiled
+def even_odds(own: Blend) -> float:
+    """Log odds of use of an expert drawn evenly."""
+    E, top_k = own.known.after.shape[3], max(1, own.numbers[TOP_K])
+    return float(np.log(top_k / (E - top_k))) if top_k < E else CERTAIN
+
+
+@compiled
+def weighed(own: Blend, layer: int, model: int, kinds: int, out: Float) -> None:
+    """out[e]: the first `kinds` of the layer's evidence, weighed as `model` weighs them, and its constant."""
+    w, E = own.weights[model], len(out)
+    for e in range(E):
+        out[e] = w[CONSTANT]
+    for kind in range(kinds):
+        row = own.known.rows[kind, layer * E : (layer + 1) * E]
+        for e in range(E):
+            out[e] += w[kind] * row[e]
+
+
+@compiled
+def _foretell_next(own: Blend, layer: int, sighted: bool, out: Float) -> None:
+    """Fill `out` [E] with the log odds of use in the layer's next pass."""
+    weighed(own, layer, CHANCE if sighted else CHANCE_BLIND, KINDS if sighted else BLIND, out)
+    even = even_odds(own)
+    for e in range(len(out)):
+        out[e] += even
+
+
+@compiled
+def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
+    """Score the layer's experts up to number `upto` by the evidence on what request number r wants."""
+    E, sighted = own.known.after.shape[3], sees(own, seat, NEXT_PASS)
+    odds, times = own.scratch[0], own.scratch[1]
+    _foretell_next(own, layer, sighted, odds)
+    weighed(own, layer, TIME, BLIND, times)
+    distant = possible(own, layer, 1)
+    keep, n = own.keep[0, layer * E : (layer + 1) * E], upto + 1
+    told_odds, told_times = own.told[ODDS, layer * E : (layer + 1) * E], own.told[TIMES, layer * E : (layer + 1) * E]
+    for e in range(n):
+        times[e] = max(LEAST_TIME, times[e])
+    if r == 0:
+        for e in range(n):
+            told_odds[e], told_times[e] = odds[e], times[e]
+            keep[e] = -times[e] * near_chance(-odds[e]) - distant
+    else:
+        for e in range(n):
+            told_odds[e], told_times[e] = max(told_odds[e], odds[e]), min(told_times[e], times[e])
+            keep[e] = max(keep[e], -times[e] * near_chance(-odds[e]) - distant)
+
+
+@compiled
+def _test(own: Blend, what: int, experts: Int, opens: bool) -> None:
+    """Hold chances with ids and without against these experts of the pass, its first ones if it opens."""
+    with_ids, without = own.foretold[what, 0], own.foretold[what, 1]
+    if opens:
+        own.trust[what] *= 1.0 - DOUBT
+        for e in range(len(without)):
+            own.trust[what] += without[e] * without[e] - with_ids[e] * with_ids[e]
+    for expert in experts:
+        e = expert % len(without)
+        own.trust[what] += 2.0 * (with_ids[e] - without[e])
+
+
+@compiled
+def _to_be_tested(own: Blend, what: int, layer: int, step: int, seat: int) -> None:
+    """The log odds in `foretold` are of `layer` in `step`: make them chances."""
+    own.tested[what, 0], own.tested[what, 1], own.tested[what, 2] = layer, step, seat
+    for way in range(2):
+        for e in range(own.foretold.shape[2]):
+            own.foretold[what, way, e] = near_chance(own.foretold[what, way, e])
+
+
+@compiled
 def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
     """Learn what request number r chose of `layer`, from `first` to `last`; score its experts up to number `upto`."""
-    known, p, keep, decode = own.known, own.parameters, own.keep, event.phase == DECODE
+    known, numbers, seat, decode = own.known, own.numbers, event.seats[r], event.phase == DECODE
     experts, counts = event.own_experts[first:last], event.own_counts[first:last]
-    learn(known, p, event.seats[r], layer, experts, counts, decode, opens, own.numbers[TOP_K])
-    distant = possible(own, layer, 1)
-    base = layer * known.after.shape[3]
-    for expert in range(base, base + upto + 1):
-        value = -distant
-        for kind in range(KINDS):
-            value += p[KEEP + kind] * known.rows[kind, expert]
-        keep[0, expert] = max(keep[0, expert], value) if r else value
+    for what in range(2):
+        tested = own.tested[what]
+        if decode and tested[0] == layer and tested[1] == numbers[STEPS] and tested[2] == seat:
+            _test(own, what, experts, opens)
+    learn(known, own.parameters, seat, layer, experts, counts, decode, opens, numbers[TOP_K])
+    if decode:
+        numbers[TOP_K] = max(numbers[TOP_K], known.used[seat, 2, layer, known.after.shape[3]])
+    weigh(known, own.parameters, seat, layer, numbers[TOP_K], False)
+    _score(own, seat, r, layer, upto)
+    its_turn = decode and r == 0 and last > first and layer == numbers[STEPS] % known.after.shape[1]
+    if its_turn and known.ids.request[seat, tokens.ROW] >= 0:
+        for way in range(2):
+            _foretell_next(own, layer, way == 0, own.foretold[NEXT_PASS, way])
+        _to_be_tested(own, NEXT_PASS, layer, numbers[STEPS] + 1, seat)
 
 
 @compiled
@@ -144,31 +298,40 @@ def _set_aside(own: Blend) -> None:
 
 
 @compiled
-def observe(own: Blend, event: Event) -> None:
-    """Learn from the event, and score its layer's experts anew."""
-    numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
-    begins = False
+def _begin(own: Blend, event: Event) -> bool:
+    """Whether a step begins with this event; take note of it, and of its tokens."""
+    numbers, ids, decode, begins = own.numbers, event.token_ids, event.phase == DECODE, False
     for r in range(len(event.seats)):
-        begins |= own.steps[event.seats[r]] != event.steps[r]
-        own.steps[event.seats[r]] = event.steps[r]
-    opens = not numbers[PER_ACCESS] or begins or numbers[LAYER] != layer
-    if opens and numbers[PER_ACCESS] and numbers[LAYER] >= 0:
-        _learn(own, event, 0, numbers[LAYER], 0, 0, False, E - 1)  # the layer's pass is over
+        if own.steps[event.seats[r]] != event.steps[r]:
+            own.steps[event.seats[r]] = event.steps[r]
+            begins = True
+            token = NONE if len(ids) == 0 else ids[r] if decode else ids[len(ids) - 1]
+            tokens.begin_step(own.known.ids, event.seats[r], token, decode)
     if begins:
         if numbers[DECODES]:
             _set_aside(own)
-        numbers[DECODES] = event.phase == DECODE
+        numbers[DECODES] = decode
         numbers[STEPS] += 1
+    return begins
+
+
+@compiled
+def observe(own: Blend, event: Event) -> None:
+    """Learn from the event, and score its layer's experts anew."""
+    numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
+    begins = own.steps[event.seats[0]] != event.steps[0]
+    opens = not numbers[PER_ACCESS] or begins or numbers[OPEN] != layer
+    if opens and numbers[PER_ACCESS] and numbers[OPEN] >= 0:
+        _learn(own, event, 0, numbers[OPEN], 0, 0, False, E - 1)  # the layer's pass is over
+    _begin(own, event)
     if len(event.experts) == 0:
         return
-    numbers[LAYER] = layer
+    numbers[OPEN] = layer
     own.layers[RAN, layer], own.layers[ASIDE, layer] = numbers[STEPS], 0
     # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
     upto = event.experts[len(event.experts) - 1] - layer * E if numbers[PER_ACCESS] else E - 1
     for r in range(len(event.seats)):
         first, last = event.offsets[r], event.offsets[r + 1]
-        if event.phase == DECODE:
-            numbers[TOP_K] = max(numbers[TOP_K], last - first)
         _learn(own, event, r, layer, first, last, opens, upto)
 
 
@@ -181,59 +344,129 @@ def score(own: Blend, keep: Float, event: Event) -> None:
 @compiled
 def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     """Learn what the layer has just used, and fill ids and priorities with what pays; how many."""
+    if event.layer == START:
+        _begin(own, event)
     if event.phase != DECODE:
         return 0
-    known, layer, gate = own.known, event.layer, own.gate
-    L, E = known.after.shape[1], known.after.shape[3]
-    if layer and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
+    known, layer = own.known, event.layer
+    L = known.after.shape[1]
+    if layer > 0 and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
         for seat in event.seats:
             learn_ahead(known, own.parameters, seat, layer)
-        for expert in event.experts:
-            gate[layer, E] += gate[layer, expert % E]
-        for e in range(E):
-            gate[layer, e] = 0.0  # counted
-    if layer == L - 1 or own.layers[ASIDE, layer + 1] or own.numbers[TOP_K] == 0:
+        _judge_gate(own, event)
+    if own.numbers[TOP_K] == 0:
         return 0
-    for e in range(E):
-        gate[layer + 1, e] = 0.0
-    for expert in event.ahead_experts:
-        gate[layer + 1, expert % E] = 1.0
-    right, asked = gate[layer + 1, E], gate[layer + 1, E + 1]
-    picked_odds = np.log((right + 1.0) / (asked - right + 1.0))
-    gate[layer + 1, E + 1] += len(event.ahead_experts)
+    if layer == L - 1:
+        return _for_the_next_step(own, ids, priorities)
+    picked_odds = NEVER if layer == START else _ask_gate(own, event)
     n = 0
     for r in range(len(event.seats)):
-        if len(event.seats) > 1:
-            weigh(known, own.parameters, event.seats[r], layer + 1)
-        n = _foretell(own, event.seats[r], layer, picked_odds, ids, priorities, 0 if r else len(ids), n)
+        seat, first = event.seats[r], 0 if r else len(ids)
+        sighted = sees(own, seat, UPCOMING)
+        for ahead in range(1, min(own.depth, L - 1 - layer) + 1):
+            if own.layers[ASIDE, layer + ahead] or (ahead > 1 and not sighted):
+                continue
+            if len(event.seats) > 1:
+                weigh(known, own.parameters, seat, layer + ahead, own.numbers[TOP_K], True)
+            _foretell(own, seat, layer, layer + ahead, sighted, own.scratch[0])
+            picked = picked_odds if ahead == 1 else NEVER
+            n = _add(own, layer + ahead, ahead, 0, own.scratch[0], own.least, picked, ids, priorities, first, n)
+        its_turn = r == 0 and layer != START and layer + 1 == own.numbers[STEPS] % L
+        if its_turn and known.ids.request[seat, tokens.ROW] >= 0:
+            for way in range(2):
+                _foretell(own, seat, layer, layer + 1, way == 0, own.foretold[UPCOMING, way])
+            _to_be_tested(own, UPCOMING, layer + 1, own.numbers[STEPS], seat)
     return n
 
 
 @compiled
-def _foretell(
-    own: Blend, seat: int, layer: int, picked_odds: float, ids: Int, priorities: Float, first: int, n: int
-) -> int:
-    """Add those of the next layer that what the request used of `layer` makes likely; how many are proposed then."""
-    known, p, gate, ahead = own.known, own.parameters, own.gate, own.ahead
-    E, top_k = known.after.shape[3], own.numbers[TOP_K]
-    weigh_ahead(known, p, seat, layer, ahead)
-    even = np.log(top_k / (E - top_k)) if top_k < E else np.inf
-    worth = np.log(E / top_k) - possible(own, layer + 1, 0)  # of one that is certain to be used
+def _judge_gate(own: Blend, event: Event) -> None:
+    """Count which of the gate's picks of this layer have come true."""
+    picks, E = own.gate[event.layer], own.known.after.shape[3]
+    for expert in event.experts:
+        picks[E] += picks[expert % E]
     for e in range(E):
-        expert = (layer + 1) * E + e
-        odds = even + p[FETCH + KINDS + 1] + p[FETCH + AHEAD] * ahead[e]
-        for kind in range(KINDS):
-            odds += p[FETCH + kind] * known.rows[kind, expert]
-        if gate[layer + 1, e] > 0.0:
-            odds = max(odds, picked_odds)
-        if odds >= own.least:
-            n = add(ids, priorities, first, n, expert, worth - np.log(1.0 + np.exp(-odds)))
+        picks[e] = 0.0  # counted
+
+
+@compiled
+def _ask_gate(own: Blend, event: Event) -> float:
+    """Take note of what the next layer's gate picks; the log odds with which its picks have come true."""
+    picks, E = own.gate[event.layer + 1], own.known.after.shape[3]
+    for e in range(E):
+        picks[e] = 0.0
+    for expert in event.ahead_experts:
+        picks[expert % E] = 1.0
+    right, asked = picks[E], picks[E + 1]
+    picks[E + 1] += len(event.ahead_experts)
+    return float(np.log((right + 1.0) / (asked - right + 1.0)))
+
+
+@compiled
+def _foretell(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, odds: Float) -> None:
+    """Fill `odds` [E] with the log odds of use of the experts of `upcoming`, a layer of this step, after `layer`."""
+    known, p, top_k = own.known, own.parameters, own.numbers[TOP_K]
+    if layer == START or upcoming > layer + 1:
+        model = STEP if sighted else CHANCE_BLIND
+    else:
+        model = LAYER if sighted else LAYER_BLIND
+    w, even = own.weights[model], even_odds(own)
+    weighed(own, upcoming, model, KINDS if sighted else BLIND, odds)
+    if model in (LAYER, LAYER_BLIND):
+        weigh_ahead(known, p, seat, layer, own.upcoming[0])
+        for e in range(len(odds)):
+            odds[e] += w[AHEAD] * own.upcoming[0, e]
+    if sighted:
+        weigh_here(known, p, seat, upcoming, top_k, own.upcoming[1], own.upcoming[2])
+        for e in range(len(odds)):
+            odds[e] += w[HERE] * own.upcoming[1, e] + w[AGAIN_HERE] * own.upcoming[2, e]
+    for e in range(len(odds)):
+        odds[e] += even
+
+
+@compiled
+def _for_the_next_step(own: Blend, ids: Int, priorities: Float) -> int:
+    """Add what is likely in the first layers of the next step, while its token is not known; how many."""
+    n, E = 0, own.known.after.shape[3]
+    for layer in range(min(own.depth, own.known.after.shape[1])):
+        if not own.layers[ASIDE, layer]:
+            odds = own.told[ODDS, layer * E : (layer + 1) * E]
+            n = _add(own, layer, layer + 1, 1, odds, own.least_at_head, NEVER, ids, priorities, len(ids), n)
+    return n
+
+
+@compiled
+def _add(
+    own: Blend,
+    layer: int,
+    ahead: int,
+    steps: int,
+    odds: Float,
+    least: float,
+    picked_odds: float,
+    ids: Int,
+    priorities: Float,
+    first: int,
+    n: int,
+) -> int:
+    """Add the experts of `layer`, `ahead` layers and `steps` steps away, whose log odds are at least `least`.
+
+    Those that the gate picks have `picked_odds` at least. Returns how many are proposed then.
+    """
+    E, distant = len(odds), possible(own, layer, steps) + own.later * (ahead - 1)
+    for e in range(E):
+        likely, expert = odds[e], layer * E + e
+        if picked_odds > likely and own.gate[layer, e] > 0.0:
+            likely = picked_odds
+        if likely >= least:
+            worth = -own.told[TIMES, expert] * near_chance(-likely) - distant
+            n = add(ids, priorities, first, n, expert, worth)
     return n
 
 
 @retention("eamc-blend")
 class BlendRetention(ScorePolicy):
-    """Ours: recency, the request's frequencies and what follows what, blended; fetches only what is likely enough."""
+    """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
 
     Options = BlendOptions
     kernel = Kernel(begin, score, begin_request=begin_request)
@@ -249,20 +482,21 @@ class BlendRetention(ScorePolicy):
 
 @prefetcher("eamc-blend")
 class BlendPrefetcher(Prefetcher):
-    """Ours: the next layer's experts that are likely enough."""
+    """Ours: experts of the layers that come next, that are likely enough."""
 
     Options = BlendOptions
     one_scale_with = "eamc-blend"
+    at_start = True
 
     kernel = Kernel(begin, observe, propose, begin_request)
 
     def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
         super().__init__(shape, options, state)
-        self._wrong = options.wrong
+        self._wrong, self._head = options.wrong, options.head
         self.window(UNTOLD_WINDOW)
 
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            least = np.log(self._wrong) - np.log(experts_per_layer)
-        self.state = self.state._replace(least=float(least))
+            least, head = (np.log(self._wrong) - np.log(experts_per_layer * n) for n in (1.0, self._head))
+        self.state = self.state._replace(least=float(least), least_at_head=float(head))

@@ -1,17 +1,27 @@
 """What `eamc-blend` knows: evidence on when an expert will be used again, gathered as the run goes, and nothing else.
 
-Each kind of evidence but one is a lift, how much more often than evenly an expert is used; logarithms are kept:
+Each kind of evidence but SINCE is a lift, how much more often than evenly an expert is used. Of the layer's next pass:
 
     FAST, SLOW  moving averages of its use over the passes of its layer, at two rates
     REQUEST     its share of the request's tokens so far (the row of the rEAM), popularity blended in as the prior
     FOLLOWERS   how often it followed, one token later in its layer, the experts used now
+    SECOND      how often it followed, two tokens later, the experts used by the token before
     SINCE       passes of its layer since its last use, and one
+    NEXT        how often it was used in passes after a token of the id at hand, popularity blended in
+    AGAIN       whether it was used after the request's last tokens when these came before, the more the longer they are
+
+And of a pass that has begun, in a layer that has not routed:
+
     AHEAD       how often it followed, in the same pass, the experts that the layer before has just used
+    HERE        how often it was used in passes on a token of this id
+    AGAIN_HERE  whether it was used when the last tokens came before
+
+Of each the logarithm is kept, nearly (`near_log`).
 
 A pass is one token through a layer. A prefill counts as its tokens' average, over as many passes: its accesses over the
 experts of a decoded token or, before any was seen, the most tokens of one expert (untimed, where experts are told one
 by one, of the first). Neither a prefill nor another request teaches what follows what. Evidence is as of the end of the
-layer's last pass, AHEAD alone knows more. All functions are compiled, over plain arrays; an event costs O(E * k).
+layer's last pass; the last three know more. All functions are compiled, over plain arrays; an event costs O(E * k).
 """
 
 from typing import NamedTuple
@@ -19,23 +29,32 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.blend import tokens
+from policies.blend.tokens import BEFORE, MATCH, MATCHED, ROW, Tokens, no_tokens
 from policies.core.compiled import compiled
 from policies.core.policy import Float, Int, Shape
 
-# Rows of Evidence.rows: the evidence, as logarithms,
-FAST, SLOW, REQUEST, FOLLOWERS, SINCE = range(5)
-KINDS = 5
-AHEAD = 5  # has no row: it is weighed when it is asked for
+# Rows of Evidence.rows: the evidence,
+FAST, SLOW, REQUEST, FOLLOWERS, SECOND, SINCE, NEXT, AGAIN = range(8)
+KINDS = 8
+BLIND = 6  # of these without ids of tokens
+AHEAD, HERE, AGAIN_HERE = range(KINDS, KINDS + 3)  # have no rows: they are weighed when they are asked for
 # and what it is made from: moving averages of use (two rows), tokens of the run, the layer's pass in which the expert
-# was used last; and by layer the passes so far
-AVERAGES, RUN_TOKENS, LAST, PASSES = 5, 7, 8, 9
-ROWS = 10
+# was used last, its popularity as a lift; and by layer the passes so far
+AVERAGES, RUN_TOKENS, LAST, POPULAR, PASSES, ROWS = 8, 10, 11, 12, 13, 14
 
 # Settings: rates of the moving averages of use, per pass (two), and of what follows, per use, in the layer and in the
-# next; the weight of popularity in a request's frequencies, in tokens; what is added to lifts before the logarithm.
+# next; the weight of popularity in a request's frequencies, in tokens; what is added to lifts before the logarithm;
+# the same two of what ids tell.
 # Functions take them as the beginning of one array `p` of parameters.
-FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS = 2, 3, 4, 5
-SETTINGS = (0.03, 0.003, 0.02, 0.05, 4.0, 0.2)
+FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS, PRIOR_PASSES, EPS_IDS = 2, 3, 4, 5, 6, 7
+SETTINGS = (0.03, 0.003, 0.02, 0.05, 4.0, 0.2, 4.0, 0.05)
+
+AGAIN_PASSES = (0.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 12.0)
+"""Passes that a match counts for, by its length, beside one of popularity."""
+
+PASS, LAYER, TWO = range(3)
+"""Of Evidence.after: in the layer's next pass; in the next layer; in the pass after the next."""
 
 Chances = NDArray[np.float32]
 
@@ -44,22 +63,24 @@ class Evidence(NamedTuple):
     """What is known, all zero at first. E experts in each of L layers, numbered within their layer in `used`."""
 
     rows: Float  # [ROWS, L*E]
-    after: Chances  # [2, L, E, E] of one expert, how often another came: in the layer's next pass; in the next layer
+    after: Chances  # [3, L, E, E] of one expert, how often another came
     tokens: Float  # [seats, L*E] of each request so far
-    used: Int  # [seats, 2, L, E + 1] by request in the layer's pass before and in this one; last, how many
+    used: Int  # [seats, 3, L, E + 1] by request two passes of the layer before, one, and in this one; last, how many
+    ids: Tokens
 
 
 def nothing_known(shape: Shape) -> Evidence:
     """The start of a run."""
     L, E, seats = shape.layers, shape.experts, shape.seats
-    after, used = np.zeros((2, L, E, E), np.float32), np.zeros((seats, 2, L, E + 1), np.int64)
-    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used)
+    after, used = np.zeros((3, L, E, E), np.float32), np.zeros((seats, 3, L, E + 1), np.int64)
+    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used, no_tokens(shape))
 
 
 def begin_request(known: Evidence, seat: int) -> None:
     """Reset the request's own counts."""
     known.tokens[seat] = 0
     known.used[seat] = 0
+    tokens.begin_request(known.ids, seat)
 
 
 @compiled
@@ -75,14 +96,19 @@ def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, l
     E = known.after.shape[3]
     known.rows[PASSES, layer] += passes
     for r in range(2):
-        kept = (1.0 - p[r]) ** passes
-        for expert in range(layer * E, (layer + 1) * E):
-            known.rows[AVERAGES + r, expert] *= kept
-    before, now = known.used[seat, 0, layer], known.used[seat, 1, layer]
+        kept, average = (1.0 - p[r]) ** passes, known.rows[AVERAGES + r, layer * E : (layer + 1) * E]
+        for e in range(E):
+            average[e] *= kept
+    second, before, now = known.used[seat, 0, layer], known.used[seat, 1, layer], known.used[seat, 2, layer]
+    for i in range(before[E]):
+        second[i] = before[i]
+        if learns:
+            _fade(known.after[TWO, layer, before[i]], p[FOLLOW_RATE])
+    second[E] = before[E] if learns else 0
     for i in range(now[E]):
         before[i] = now[i]
         if learns:
-            _fade(known.after[0, layer, now[i]], p[FOLLOW_RATE])
+            _fade(known.after[PASS, layer, now[i]], p[FOLLOW_RATE])
     before[E] = now[E] if learns else 0
     now[E] = 0
 
@@ -97,10 +123,13 @@ def use(known: Evidence, p: Float, seat: int, layer: int, e: int, share: float, 
     known.tokens[seat, expert] += share * passes
     known.rows[RUN_TOKENS, expert] += share * passes
     known.rows[LAST, expert] = known.rows[PASSES, layer]
-    before, now = known.used[seat, 0, layer], known.used[seat, 1, layer]
+    second, before, now = known.used[seat, 0, layer], known.used[seat, 1, layer], known.used[seat, 2, layer]
+    for i in range(second[E]):
+        known.after[TWO, layer, second[i], e] += np.float32(p[FOLLOW_RATE])
     for i in range(before[E]):
-        known.after[0, layer, before[i], e] += np.float32(p[FOLLOW_RATE])
+        known.after[PASS, layer, before[i], e] += np.float32(p[FOLLOW_RATE])
     if decode:
+        tokens.use(known.ids, seat, layer, e)
         now[now[E]] = e
         now[E] += 1
 
@@ -109,27 +138,62 @@ def use(known: Evidence, p: Float, seat: int, layer: int, e: int, share: float, 
 def learn_ahead(known: Evidence, p: Float, seat: int, layer: int) -> None:
     """Of a decoded token: what `layer` used has followed what the layer before it used."""
     E = known.after.shape[3]
-    before, now = known.used[seat, 1, layer - 1], known.used[seat, 1, layer]
+    before, now = known.used[seat, 2, layer - 1], known.used[seat, 2, layer]
     for i in range(before[E]):
-        row = known.after[1, layer - 1, before[i]]
+        row = known.after[LAYER, layer - 1, before[i]]
         _fade(row, p[AHEAD_RATE])
         for j in range(now[E]):
             row[now[j]] += np.float32(p[AHEAD_RATE])
 
 
 @compiled
-def _log_lifts(seen: Float, eps: float) -> None:
-    """In place: the logarithms of the lifts of `seen`, which are 1 where nothing was seen at all."""
-    total = 0.0
-    for e in range(len(seen)):
-        total += seen[e]
-    for e in range(len(seen)):
-        seen[e] = np.log((seen[e] * len(seen) / total if total > 0 else 1.0) + eps)
+def near_log(x: Float, factor: float, eps: float) -> None:
+    """In place: the logarithm of factor x + eps, to a hundredth from 0.02 to 50 and less beyond.
+
+    It is the begin of the series of 4 artanh z at z = (root - 1) / (root + 1): plain arithmetic, which is done for
+    several numbers at once, as logarithms are not.
+    """
+    for e in range(len(x)):
+        root = np.sqrt(x[e] * factor + eps)
+        z = np.true_divide(root - 1.0, root + 1.0)  # "/" would look for zero, one number at a time
+        s = z * z
+        x[e] = 4.0 * z * (1.0 + s * (1.0 / 3.0 + s * (0.2 + s * (1.0 / 7.0 + s * (1.0 / 9.0 + s * (1.0 / 11.0))))))
 
 
 @compiled
-def _sum_after(after: Chances, used: Int, out: Float) -> None:
-    """out[e]: how often e came after the experts in `used`, summed over these."""
+def near_chance(odds: float) -> float:
+    """1 / (1 + exp(-odds)), nearly, for the same reason: with (1 - odds / 256)^256, and 1 from 256 upwards."""
+    y = max(0.0, 1.0 - odds * (1.0 / 256.0))
+    y *= y
+    y *= y
+    y *= y
+    y *= y
+    y *= y
+    y *= y
+    y *= y
+    y *= y
+    return float(np.true_divide(1.0, 1.0 + y))
+
+
+@compiled
+def _lifts(seen: Float, eps: float) -> None:
+    """In place: nearly the logarithms of the lifts of `seen`, which are 1 where nothing was seen at all."""
+    total = 0.0
+    for e in range(len(seen)):
+        total += seen[e]
+    if total > 0.0:
+        near_log(seen, len(seen) / total, eps)
+    else:
+        near_log(seen, 0.0, 1.0 + eps)
+
+
+@compiled
+def _sum_after(after: Chances, used: Int, popular: Float, out: Float) -> None:
+    """out[e]: how often e came after the experts in `used`, summed over these; after none of them, what is popular."""
+    if used[len(used) - 1] == 0:
+        for e in range(len(out)):
+            out[e] = popular[e]
+        return
     out[:] = 0.0
     for i in range(used[len(used) - 1]):
         row = after[used[i]]
@@ -138,31 +202,87 @@ def _sum_after(after: Chances, used: Int, out: Float) -> None:
 
 
 @compiled
-def weigh(known: Evidence, p: Float, seat: int, layer: int) -> None:
-    """Bring the layer's evidence up to date with the pass that is open, for the request in `seat`."""
+def _of_ids(
+    known: Evidence,
+    p: Float,
+    seat: int,
+    layer: int,
+    top_k: int,
+    table: int,
+    before: int,
+    unseen: int,
+    out: Float,
+    again: Float,
+) -> None:
+    """Fill both [E] with what a token's id tells of the pass on it, or of the one after it, by `table`.
+
+    before: 0, or BEFORE for the token before; unseen: passes that are counted, but have not routed yet.
+    """
+    E, ids, mine = known.after.shape[3], known.ids, known.ids.request[seat]
+    row, k = mine[before + ROW], max(top_k, 1)
+    popular = known.rows[POPULAR, layer * E : (layer + 1) * E]
+    passes = max(0, ids.passes[table, row] - unseen) if row >= 0 else 0
+    prior, each = p[PRIOR_PASSES] / (passes + p[PRIOR_PASSES]), E / k / (passes + p[PRIOR_PASSES])
+    for e in range(E):
+        out[e] = prior * popular[e]
+    if passes:
+        chosen = ids.chosen[table, row, layer]
+        for e in range(E):
+            out[e] += each * chosen[e]
+    counted, followed = AGAIN_PASSES[mine[before + MATCHED]], mine[before + MATCH] + (table == tokens.AFTER)
+    alone = 1.0 / (counted + 1.0)
+    for e in range(E):
+        again[e] = popular[e] * alone
+    if counted:
+        tokens.add_used(ids, seat, followed, layer, counted * E / k / (counted + 1.0), again)
+    near_log(out, 1.0, p[EPS_IDS])
+    near_log(again, 1.0, p[EPS_IDS])
+
+
+@compiled
+def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: bool) -> None:
+    """Bring the layer's evidence up to date with its latest pass, for the request in `seat`.
+
+    behind: a step has begun since, and so the token of that pass is the one before.
+    """
     E = known.after.shape[3]
-    first = layer * E
-    rows, used = known.rows[:, first : first + E], known.used[seat, 1, layer]
-    run = 0.0
+    first, last, rows = layer * E, (layer + 1) * E, known.rows
+    fast, slow, since = rows[FAST, first:last], rows[SLOW, first:last], rows[SINCE, first:last]
+    request, popular, seen = rows[REQUEST, first:last], rows[POPULAR, first:last], rows[RUN_TOKENS, first:last]
+    followers, second = rows[FOLLOWERS, first:last], rows[SECOND, first:last]
+    average, slower, latest = rows[AVERAGES, first:last], rows[AVERAGES + 1, first:last], rows[LAST, first:last]
+    before, used, own = known.used[seat, 1, layer], known.used[seat, 2, layer], known.tokens[seat, first:last]
+    passes, run = rows[PASSES, layer], 0.0
     for e in range(E):
-        rows[FAST, e] = rows[AVERAGES, e]
-        rows[SLOW, e] = rows[AVERAGES + 1, e]
-        rows[SINCE, e] = np.log(1.0 + known.rows[PASSES, layer] - rows[LAST, e])
-        run += rows[RUN_TOKENS, e]
-    prior = p[PRIOR_TOKENS] * max(used[E], 1)
+        run += seen[e]
+    prior, even = p[PRIOR_TOKENS] * max(used[E], 1) / E, E / (run + 0.01 * E)
     for e in range(E):
-        popular = (rows[RUN_TOKENS, e] + 0.01) / (run + 0.01 * E)
-        rows[REQUEST, e] = known.tokens[seat, first + e] + prior * popular
-    _sum_after(known.after[0, layer], used, rows[FOLLOWERS])
-    for kind in (FAST, SLOW, REQUEST, FOLLOWERS):
-        _log_lifts(rows[kind], p[EPS])
+        fast[e], slow[e], since[e] = average[e], slower[e], passes - latest[e]
+        popular[e] = (seen[e] + 0.01) * even
+        request[e] = own[e] + prior * popular[e]
+    _sum_after(known.after[PASS, layer], used, popular, followers)
+    _sum_after(known.after[TWO, layer], before, popular, second)
+    for lifts in (fast, slow, request, followers, second):
+        _lifts(lifts, p[EPS])
+    near_log(since, 1.0, 1.0)
+    token, unseen = (BEFORE, 1) if behind else (0, 0)
+    of_next, again = rows[NEXT, first:last], rows[AGAIN, first:last]
+    _of_ids(known, p, seat, layer, top_k, tokens.AFTER, token, unseen, of_next, again)
 
 
 @compiled
 def weigh_ahead(known: Evidence, p: Float, seat: int, layer: int, out: Float) -> None:
     """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which has just routed."""
-    _sum_after(known.after[1, layer], known.used[seat, 1, layer], out)
-    _log_lifts(out, p[EPS])
+    E = len(out)
+    popular = known.rows[POPULAR, (layer + 1) * E : (layer + 2) * E]
+    _sum_after(known.after[LAYER, layer], known.used[seat, 2, layer], popular, out)
+    _lifts(out, p[EPS])
+
+
+@compiled
+def weigh_here(known: Evidence, p: Float, seat: int, layer: int, top_k: int, here: Float, again: Float) -> None:
+    """Fill both [E] with the evidence HERE and AGAIN_HERE on `layer`, which has not routed in the step at hand."""
+    _of_ids(known, p, seat, layer, top_k, tokens.HERE, 0, 1, here, again)
 
 
 @compiled
@@ -177,7 +297,10 @@ def learn(
     opens: bool,
     top_k: int,
 ) -> None:
-    """The request in `seat` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`."""
+    """The request in `seat` chose `experts` of `layer`, each for `counts` tokens; a pass begins if `opens`.
+
+    Who asks for evidence then has it weighed first.
+    """
     E = known.after.shape[3]
     total = most = 0
     for i in range(len(experts)):
@@ -189,4 +312,3 @@ def learn(
     for i in range(len(experts)):
         share = 1.0 if decode else min(1.0, counts[i] / passes)
         use(known, p, seat, layer, experts[i] - layer * E, share, passes, decode)
-    weigh(known, p, seat, layer)

@@ -1,16 +1,19 @@
 """`eamc-blend` scores and proposes what its docstrings say, in both modes, and its weights are what its script fits."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from policies.blend.eamc_blend import AHEAD_WEIGHTS, WEIGHTS, BlendOptions, BlendPrefetcher, BlendRetention
-from policies.blend.evidence import AHEAD, KINDS, SETTINGS
-from policies.blend.fit import fit_ahead, fit_keep, samples
+from policies.blend import tokens
+from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
+from policies.blend.evidence import AGAIN_HERE, AGAIN_PASSES, AHEAD, BLIND, HERE, KINDS, SETTINGS
+from policies.blend.fit import fit_chance, fit_time, samples
+from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.events import alone
-from policies.core.policy import Event, Shape
+from policies.core.policy import NO_INTS, START, Event, Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
@@ -19,53 +22,92 @@ from sim.profiles.timing import FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL, Lookahead, RequestSteps, join
 from traces.synthetic import synthetic
+from traces.trace import Trace
 
 L, E, K = 3, 5, 2
-FAST_RATE, SLOW_RATE, FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS = SETTINGS
+FAST_RATE, SLOW_RATE, FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS, PRIOR_PASSES, EPS_IDS = SETTINGS
 
 Steps = list[list[list[int]]]
 
 
-def events(steps: Steps) -> list[Event]:
+def events(steps: Steps, ids: Sequence[int] | None = None) -> list[Event]:
     """A request's events: for each step and layer the experts chosen, as numbers within the layer."""
     told = []
     for step, layers in enumerate(steps):
+        token = NO_INTS if ids is None else np.array(ids[step : step + 1])
         for layer, chosen in enumerate(layers):
-            ids = np.array(sorted(chosen), np.int64) + layer * E
-            told.append(alone(DECODE, layer, step, ids, np.ones(len(ids), np.int64)))
+            experts = np.array(sorted(chosen), np.int64) + layer * E
+            told.append(alone(DECODE, layer, step, experts, np.ones(len(experts), np.int64), token_ids=token))
     return told
 
 
-def tell(policy: BlendRetention, steps: Steps) -> None:
+def tell(policy: BlendRetention, steps: Steps, ids: Sequence[int] | None = None) -> None:
     policy.begin_request(0, 0)
-    for event in events(steps):
+    for event in events(steps, ids):
         policy.observe(event)
 
 
-def evidence(steps: Steps, layer: int) -> list[list[float]]:
+def log(x: float) -> float:
+    """The logarithm as the evidence has it."""
+    z = (math.sqrt(x) - 1) / (math.sqrt(x) + 1)
+    return 4 * sum(z**n / n for n in range(1, 12, 2))
+
+
+def longest_match(ids: Sequence[int], at: int) -> tuple[int, int]:
+    """Where the longest of the sequences that end at `at` came before, the latest of these, and its length."""
+    found = [
+        (n, j)
+        for j in range(at)
+        for n in range(1, 9)
+        if j - n + 1 >= 0 and ids[j - n + 1 : j + 1] == ids[at - n + 1 : at + 1]
+    ]
+    n, j = max(found, default=(0, 0))
+    return j, n
+
+
+def evidence(steps: Steps, layer: int, ids: Sequence[int] | None = None) -> list[list[float]]:
     """[E][KINDS] of the layer after its last pass in `steps`, from the definition, in plain Python."""
     passes = [set(step[layer]) for step in steps if len(step) > layer]
     averages = [[0.0] * E for _ in range(2)]
-    follow = np.zeros((E, E))
+    follow, second = np.zeros((2, E, E))
     last = [0] * E
     for t, used in enumerate(passes):
         for r, rate in enumerate((FAST_RATE, SLOW_RATE)):
             averages[r] = [x + rate * ((e in used) - x) for e, x in enumerate(averages[r])]
-        for before in passes[t - 1] if t else ():
-            for e in range(E):
-                follow[before, e] += FOLLOW_RATE * ((e in used) - follow[before, e])
+        for table, back in ((follow, 1), (second, 2)):
+            for before in passes[t - back] if t >= back else ():
+                for e in range(E):
+                    table[before, e] += FOLLOW_RATE * ((e in used) - table[before, e])
         for e in used:
             last[e] = t + 1
     n = len(passes[-1])
     counts = [sum(e in used for used in passes) for e in range(E)]
-    after = [sum(follow[before, e] for before in passes[-1]) for e in range(E)]
+    popular = [(count + 0.01) * E / (sum(counts) + 0.01 * E) for count in counts]
+    sums = [
+        [sum(table[before, e] for before in passes[-back]) for e in range(E)] if len(passes) >= back else popular
+        for table, back in ((follow, 1), (second, 2))
+    ]
+    of_ids, again = popular, popular
+    if ids is not None:
+        at = len(passes) - 1
+        after = [passes[t + 1] for t in range(at) if ids[t] == ids[at]]
+        of_ids = [
+            (sum(e in used for used in after) * E / K + PRIOR_PASSES * x) / (len(after) + PRIOR_PASSES)
+            for e, x in enumerate(popular)
+        ]
+        where, matched = longest_match(ids, at)
+        weight = AGAIN_PASSES[matched]
+        again = [
+            (x + (weight * E / K if matched and e in passes[where + 1] else 0)) / (weight + 1)
+            for e, x in enumerate(popular)
+        ]
     found = []
     for e in range(E):
-        popular = (counts[e] + 0.01) / (sum(counts) + 0.01 * E)
         lifts = [averages[r][e] * E / sum(averages[r]) for r in range(2)]
-        lifts += [(counts[e] + PRIOR_TOKENS * n * popular) * E / (sum(counts) + PRIOR_TOKENS * n)]
-        lifts += [after[e] * E / sum(after) if sum(after) else 1.0]
-        found.append([*(math.log(lift + EPS) for lift in lifts), math.log(1 + len(passes) - last[e])])
+        lifts += [(counts[e] + PRIOR_TOKENS * n * popular[e] / E) * E / (sum(counts) + PRIOR_TOKENS * n)]
+        lifts += [each[e] * E / sum(each) if sum(each) else 1.0 for each in sums]
+        kinds = [*(log(lift + EPS) for lift in lifts), log(1 + len(passes) - last[e])]
+        found.append([*kinds, log(of_ids[e] + EPS_IDS), log(again[e] + EPS_IDS)])
     return found
 
 
@@ -78,7 +120,24 @@ def ahead(steps: Steps, layer: int) -> list[float]:
                 for e in range(E):
                     follow[before, e] += AHEAD_RATE * ((e in step[layer]) - follow[before, e])
     after = [sum(follow[before, e] for before in steps[-1][layer - 1]) for e in range(E)]
-    return [math.log((x * E / sum(after) if sum(after) else 1.0) + EPS) for x in after]
+    return [log((x * E / sum(after) if sum(after) else 1.0) + EPS) for x in after]
+
+
+def here(steps: Steps, layer: int, ids: list[int]) -> list[list[float]]:
+    """[E][2] of a layer that has not routed in the last step: what its token's id had, and its last tokens before."""
+    passes = [set(step[layer]) for step in steps if len(step) > layer]
+    counts = [sum(e in used for used in passes) for e in range(E)]
+    popular = [(count + 0.01) * E / (sum(counts) + 0.01 * E) for count in counts]
+    at = len(passes)
+    on = [used for used, token in zip(passes, ids, strict=False) if token == ids[at]]
+    where, matched = longest_match(ids, at)
+    weight = AGAIN_PASSES[matched]
+    found = []
+    for e in range(E):
+        lift = (sum(e in used for used in on) * E / K + PRIOR_PASSES * popular[e]) / (len(on) + PRIOR_PASSES)
+        again = (popular[e] + (weight * E / K if matched and e in passes[where] else 0)) / (weight + 1)
+        found.append([log(lift + EPS_IDS), log(again + EPS_IDS)])
+    return found
 
 
 def random_steps(seed: int, n: int) -> Steps:
@@ -86,41 +145,128 @@ def random_steps(seed: int, n: int) -> Steps:
     return [[rng.choice(E, K, replace=False).tolist() for _ in range(L)] for _ in range(n)]
 
 
+def random_ids(seed: int, n: int) -> list[int]:
+    """Few, so that they recur, and some that share no row."""
+    return [(3, 5, 200_000)[i] for i in np.random.default_rng(seed).integers(0, 3, n)]
+
+
+def weighed(model: int, kinds: Sequence[float]) -> float:
+    """What a model makes of the evidence, in the order of its places."""
+    return float(sum(w * x for w, x in zip(WEIGHTS[model], kinds, strict=False)) + WEIGHTS[model, CONSTANT])
+
+
+def no_use(odds: float) -> float:
+    """The chance of it, as the policy reckons."""
+    return float(1 / (1 + max(0.0, 1 + odds / 256) ** 256))
+
+
+EVEN = math.log(K / (E - K))
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_keep_scores_are_those_of_the_definition(seed: int) -> None:
-    steps = random_steps(seed, 12)
+@pytest.mark.parametrize("sighted", [False, True])
+def test_keep_scores_are_those_of_the_definition(seed: int, sighted: bool) -> None:
+    steps, ids = random_steps(seed, 12), random_ids(seed, 12) if sighted else None
     policy = BlendRetention(Shape(L, E), BlendOptions(distance=0.4))
-    tell(policy, steps)
+    policy.state.trust[:] = 1e9
+    tell(policy, steps, ids)
     for layer in range(L):
         possible = 0.4 * (len(steps) + 1 + layer / L)
-        for e, kinds in enumerate(evidence(steps, layer)):
-            expected = sum(w * x for w, x in zip(WEIGHTS, kinds, strict=True)) - possible
-            assert policy.keep[0, layer * E + e] == pytest.approx(expected, rel=1e-6)
+        for e, kinds in enumerate(evidence(steps, layer, ids)):
+            odds = EVEN + (weighed(CHANCE, kinds) if sighted else weighed(CHANCE_BLIND, kinds[:BLIND]))
+            g = max(math.log(2), weighed(TIME, kinds[:BLIND]))
+            assert policy.keep[0, layer * E + e] == pytest.approx(-no_use(odds) * g - possible, rel=1e-6)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("wrong", [0.0, 0.2, 1.0])
-def test_what_pays_in_the_next_layer_is_proposed_at_its_worth(seed: int, wrong: float) -> None:
-    steps = random_steps(seed, 12)
-    steps[-1] = steps[-1][:2]  # the last layer has not routed yet
-    policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong))
+@pytest.mark.parametrize("sighted", [False, True])
+def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong: float, sighted: bool) -> None:
+    steps, ids = random_steps(seed, 12), random_ids(seed, 12) if sighted else None
+    steps[-1] = steps[-1][:1]  # the other layers have not routed yet
+    policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong, depth=2))
+    policy.state.trust[:] = 1e9
     fetcher = BlendPrefetcher.beside(policy)
     fetcher.window(0.3)
     policy.begin_request(0, 0)
-    for event in events(steps):
+    for event in events(steps, ids):
         policy.observe(event)
-        ids, priorities = fetcher.propose(event)
-    lifts, kinds = ahead(steps, L - 1), evidence(steps, L - 1)
+        proposed, priorities = fetcher.propose(event)
     expected = {}
-    for e in range(E):
-        odds = math.log(K / (E - K)) + AHEAD_WEIGHTS[AHEAD] * lifts[e] + AHEAD_WEIGHTS[-1]
-        odds += sum(w * x for w, x in zip(AHEAD_WEIGHTS[:KINDS], kinds[e], strict=True))
-        chance = 1 / (1 + math.exp(-odds))
-        if chance >= wrong / (wrong + 0.3):
-            distance = 0.3 * (len(steps) + (L - 1) / L)
-            expected[(L - 1) * E + e] = math.log(E / K) - distance + math.log(chance)
-    assert dict(zip(ids.tolist(), priorities.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
-    assert len(expected) == E if wrong == 0 else len(expected) < E
+    for layer in (1, 2) if sighted else (1,):
+        known = [step for step in steps if len(step) > layer]
+        kinds = evidence(known, layer, ids)
+        lifts = ahead(steps, layer) if layer == 1 else [0.0] * E
+        told = here(steps, layer, ids) if ids else [[0.0, 0.0]] * E
+        for e in range(E):
+            odds = EVEN + weighed(LAYER if layer == 1 else STEP, [*kinds[e], lifts[e], *told[e]])
+            if not sighted:
+                odds = EVEN + weighed(LAYER_BLIND, [*kinds[e][:BLIND], 0.0, 0.0, lifts[e]])
+            if odds >= (math.log(wrong / 0.3) if wrong else -math.inf):
+                distance = 0.5 * (len(steps) + layer / L) + 0.3 * (layer - 1)
+                g = max(math.log(2), weighed(TIME, kinds[e][:BLIND]))
+                expected[layer * E + e] = -no_use(odds) * g - distance
+    assert dict(zip(proposed.tolist(), priorities.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
+    assert wrong < 1 or len(expected) < 2 * E
+
+
+def test_ids_are_believed_while_they_foretell() -> None:
+    """Ids that fix the next token's experts are; drawn anew they are not, and then they make no difference."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 6, 400).tolist()
+    chosen = [rng.choice(E, K, replace=False).tolist() for _ in range(6)]
+    steps = [[chosen[ids[t - 1] if t else 0]] * L for t in range(400)]
+    true, blind, mixed = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(3))
+    tell(true, steps, ids)
+    tell(blind, steps)
+    tell(mixed, steps, rng.permutation(ids).tolist())
+    assert true.state.trust[0] > 10
+    assert mixed.state.trust[0] < 0
+    np.testing.assert_array_equal(mixed.keep[0], blind.keep[0])
+    wanted = np.isin(np.arange(E), chosen[ids[-1]])
+    last = true.keep[0, -E:]
+    assert last[wanted].min() > last[~wanted].max()
+
+
+def test_when_a_step_starts_the_experts_of_its_token_are_proposed_from_the_first_layer_on() -> None:
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 6, 300)
+    chosen = [[sorted(rng.choice(E, K, replace=False).tolist()) for _ in range(L)] for _ in range(6)]
+    steps = [chosen[token] for token in ids]
+    policy = BlendRetention(Shape(L, E), BlendOptions(depth=2, wrong=0.0))
+    fetcher = BlendPrefetcher.beside(policy)
+    tell(policy, steps, ids.tolist())
+    for token in range(6):
+        start = alone(DECODE, START, 300 + token, NO_INTS, NO_INTS, token_ids=np.array([token]))
+        proposed, priorities = fetcher.propose(start)
+        assert sorted(proposed.tolist()) == list(range(2 * E))
+        for layer in range(2):
+            worth = priorities[(proposed // E) == layer]
+            best = proposed[(proposed // E) == layer][np.argsort(-worth)[:K]]
+            assert sorted(best.tolist()) == [layer * E + e for e in chosen[token][layer]]
+        for event in events([chosen[token]], [token]):
+            policy.observe(event._replace(steps=np.array([300 + token])))
+
+
+def test_counts_of_ids_are_halved_before_they_overflow_and_histories_are_bounded() -> None:
+    policy = BlendRetention(Shape(1, E), BlendOptions())
+    steps = [[[0, 1 + t % 2]] for t in range(tokens.HISTORY + 300)]
+    tell(policy, steps, [7] * len(steps))
+    known = policy.state.known.ids
+    for table in (tokens.HERE, tokens.AFTER):
+        passes, chosen = int(known.passes[table, 7]), known.chosen[table, 7, 0].astype(int)
+        assert 127 <= passes <= 255
+        assert abs(chosen - [passes, passes / 2, passes / 2, 0, 0]).max() <= 2
+    assert known.passes.sum() == known.passes[:, 7].sum()
+    assert known.request[0, tokens.MATCHED] == tokens.LONGEST
+
+
+def test_what_ids_teach_takes_no_more_memory_with_a_large_vocabulary() -> None:
+    policy, ids = BlendRetention(Shape(L, E), BlendOptions()), np.random.default_rng(0).integers(0, 200_000, 500)
+    held = [array.nbytes for array in policy.state.known.ids]
+    tell(policy, random_steps(0, 500), ids.tolist())
+    assert [array.nbytes for array in policy.state.known.ids] == held
+    assert sum(held) < 2**18
 
 
 def test_on_its_own_it_proposes_the_same() -> None:
@@ -137,7 +283,6 @@ def test_on_its_own_it_proposes_the_same() -> None:
         expected = beside.propose(event)
         np.testing.assert_array_equal(ids, expected[0])
         np.testing.assert_array_equal(priorities, expected[1])
-        assert event.layer < L - 1 or len(ids) == 0
         proposed += len(ids)
     assert proposed
 
@@ -293,25 +438,36 @@ def test_its_prefetch_shortens_the_run_where_the_next_layer_follows_from_this_on
     assert fetching.step_ns.sum() < 0.9 * alone.step_ns.sum()
 
 
-def test_the_script_fits_what_decides() -> None:
-    trace = synthetic(8, 600, 2, 8, 2, seed=0)
-    found, wanted, before, used = samples(trace)
-    assert len(found) == len(wanted) > 0
-    assert (wanted >= 0).all()
-    weights = fit_keep([found], [wanted])
-    centred = found - found.mean(axis=0)
-    assert abs(centred.T @ (wanted - wanted.mean() + centred @ weights)).max() < 1e-6 * len(wanted)
+def with_ids(trace: Trace) -> Trace:
+    return replace(trace, token_id=np.random.default_rng(0).integers(0, 9, len(trace.experts)).astype(np.int32))
 
-    odds = fit_ahead([before], [used])
-    columns = np.concatenate([before, np.ones((len(before), 1))], axis=1)
-    even = math.log(used.mean() / (1 - used.mean()))
-    chance = 1 / (1 + np.exp(-(even + columns @ odds)))
-    assert abs(columns.T @ (used - chance)).max() < 1e-6 * len(used)  # the likelihood is at its summit
+
+def test_the_script_fits_what_decides() -> None:
+    found = samples(with_ids(synthetic(8, 600, 2, 8, 2, seed=0)))
+    assert len(found.after) == len(found.until) > 0
+    assert found.after.shape[1] == KINDS
+    assert (found.until >= 1).all()
+    kinds = [*range(BLIND)]
+    later = found.until > 1
+    columns = np.concatenate([found.after[later][:, kinds], np.ones((later.sum(), 1))], axis=1)
+    left = np.log(found.until[later]) - columns @ fit_time(kinds, [found])
+    assert abs(columns.T @ left).max() < 1e-6 * later.sum()
+
+    kinds = [*range(KINDS), AHEAD, HERE, AGAIN_HERE]
+    columns = np.concatenate([found.before[:, kinds], np.ones((len(found.used), 1))], axis=1)
+    odds = fit_chance([found.before[:, kinds]], [found.used], [found.even])
+    likely = 1 / (1 + np.exp(-(found.even + columns @ odds)))
+    assert abs(columns.T @ (found.used - likely)).max() < 1e-6 * len(likely)  # the likelihood is at its summit
+
+
+def test_a_trace_without_ids_cannot_be_fitted_on() -> None:
+    with pytest.raises(InputError, match="holds no ids of tokens"):
+        samples(synthetic(2, 10, 2, 8, 2, seed=0))
 
 
 def test_too_short_a_trace_cannot_be_fitted_on() -> None:
     with pytest.raises(InputError, match="too few decoded tokens"):
-        samples(synthetic(2, 10, 2, 8, 2, seed=0))
+        samples(with_ids(synthetic(2, 10, 2, 8, 2, seed=0)))
 
 
 @pytest.mark.parametrize("option", ["distance=-1", "wrong=-0.5", "wrong=nan", "distance=inf"])

@@ -1,8 +1,11 @@
 """Two requests at a time: what is a request's own is kept by seat, and is as if the request ran alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from policies.blend import tokens
 from policies.core.dispatch import SERVED
 from policies.core.events import RequestEvents
 from policies.core.policy import Event, Listener, Prefetcher, ScorePolicy, Shape
@@ -15,7 +18,8 @@ from traces.synthetic import synthetic
 
 L, E, K = 4, 6, 2
 LEARNED = 3
-TRACE = synthetic(LEARNED + 2, 7, L, E, K, seed=5, prompt_tokens=3)
+MADE = synthetic(LEARNED + 2, 7, L, E, K, seed=5, prompt_tokens=3)
+TRACE = replace(MADE, token_id=np.random.default_rng(0).integers(0, 3, len(MADE.experts)).astype(np.int32))
 REQUESTS = [TRACE.steps(i) for i in range(LEARNED + 2)]
 
 OWN = {
@@ -34,7 +38,8 @@ OWN = {
     ],
     "eamc-blend": lambda state, seat: [
         state.known.tokens[seat].tolist(),
-        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], seat) for when in range(2)],
+        [chosen_so_far(state.known.used[:, when], state.known.used[:, when, :, E], seat) for when in range(3)],
+        *(table[seat, : state.known.ids.request[seat, tokens.LENGTH]].tolist() for table in state.known.ids[3::3]),
     ],
     "eamc": lambda state, seat: [
         *(bucket.eam[seat, REQUEST].tolist() for bucket in (state.prefill, state.decode)),
@@ -172,7 +177,8 @@ def merged(one: Event, other: Event) -> Event:
     experts = np.flatnonzero(tokens)
     steps, offsets = np.concatenate([one.steps, other.steps]), np.array([0, len(one.experts), len(own[0])])
     tokens_of_all = experts, tokens[experts], np.arange(2), steps, offsets, *own
-    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts, one.token_ids)
+    ids = np.concatenate([one.token_ids, other.token_ids])
+    return Event(one.serial, one.phase, one.layer, *tokens_of_all, one.ahead_experts, one.ahead_counts, ids)
 
 
 @pytest.mark.parametrize("name", sorted({cls.name for cls in SERVED} - {"static", "none"}))

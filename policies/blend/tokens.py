@@ -1,0 +1,156 @@
+"""What the ids of tokens tell: which experts the passes on a token of this id used, and the passes after it; and what
+this request used when its last tokens came before.
+
+A token's id is known when its step starts (rule 16). Ids share ROWS rows of counts, by their remainder: with a
+vocabulary of 200,000 most rows belong to one frequent id. Counts are bytes and are halved, all of a row at once, before
+they overflow: memory is bounded, and old uses fade. Of a request the latest HISTORY decoded tokens are kept.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policies.core.compiled import compiled
+from policies.core.policy import Float, Int, Shape
+
+Counts = NDArray[np.uint8]
+
+ROWS, MOST = 4096, 255
+
+HISTORY = 1024
+BUCKETS = 1024
+CHAIN = 32
+"""Earlier places of a token that are looked at, the latest first."""
+
+LONGEST = 8
+"""Tokens of a match that count."""
+
+HERE, AFTER = range(2)
+"""Tables: of the passes on a token, and of the passes that came next in the same request."""
+
+NONE = -1
+
+# Places in `Tokens.request`: of the token at hand its row, or NONE, where the latest of the longest matches with it
+# ends, and how many tokens that has, 0 without one; the same of the token before; decoded tokens so far.
+ROW, MATCH, MATCHED, BEFORE, LENGTH, PLACES = 0, 1, 2, 3, 6, 7
+
+BITS = 63
+
+
+class Tokens(NamedTuple):
+    """Counts of the run, and the history of each request."""
+
+    chosen: Counts  # [2, ROWS, L, E] by table: passes that used the expert
+    passes: Counts  # [2, ROWS]
+    request: Int  # [seats, PLACES]
+    ids: Int  # [seats, HISTORY] by place, which is the position's remainder; -1: not known
+    before: Int  # [seats, HISTORY] an earlier position of the same bucket, or NONE
+    latest: Int  # [seats, BUCKETS] the latest position of each, by the id's remainder
+    routed: Int  # [seats, HISTORY, L, words] experts used there, as bits
+
+
+def no_tokens(shape: Shape) -> Tokens:
+    """The start of a run."""
+    L, E, seats = shape.layers, shape.experts, shape.seats
+    return Tokens(
+        chosen=np.zeros((2, ROWS, L, E), np.uint8),
+        passes=np.zeros((2, ROWS), np.uint8),
+        request=np.full((seats, PLACES), NONE),
+        ids=np.full((seats, HISTORY), NONE),
+        before=np.full((seats, HISTORY), NONE),
+        latest=np.full((seats, BUCKETS), NONE),
+        routed=np.zeros((seats, HISTORY, L, -(-E // BITS)), np.int64),
+    )
+
+
+def begin_request(tokens: Tokens, seat: int) -> None:
+    """Its history is empty."""
+    tokens.request[seat] = NONE
+    tokens.request[seat, [MATCHED, BEFORE + MATCHED, LENGTH]] = 0
+    tokens.latest[seat] = NONE
+
+
+@compiled
+def _count(tokens: Tokens, table: int, row: int) -> None:
+    """One pass more; its experts follow layer by layer."""
+    passes, chosen = tokens.passes[table], tokens.chosen[table, row]
+    if passes[row] == MOST:
+        passes[row] = MOST // 2
+        for layer in range(chosen.shape[0]):
+            for e in range(chosen.shape[1]):
+                chosen[layer, e] = chosen[layer, e] // 2
+    passes[row] += 1
+
+
+@compiled
+def begin_step(tokens: Tokens, seat: int, token: int, decode: bool) -> None:
+    """A step takes in `token`, or a prefill that ends with it; -1: its id is not known."""
+    mine = tokens.request[seat]
+    for place in (ROW, MATCH, MATCHED):
+        mine[BEFORE + place] = mine[place]
+    mine[ROW] = token % ROWS if token >= 0 else NONE
+    mine[MATCHED] = 0
+    if not decode:
+        return
+    if mine[BEFORE + ROW] >= 0:
+        _count(tokens, AFTER, mine[BEFORE + ROW])
+    if mine[ROW] >= 0:
+        _count(tokens, HERE, mine[ROW])
+    at, ids, before = mine[LENGTH], tokens.ids[seat], tokens.before[seat]
+    mine[LENGTH] += 1
+    ids[at % HISTORY] = token
+    before[at % HISTORY] = NONE
+    routed = tokens.routed[seat, at % HISTORY]
+    for layer in range(routed.shape[0]):
+        for word in range(routed.shape[1]):
+            routed[layer, word] = 0
+    if token >= 0:
+        found = tokens.latest[seat, token % BUCKETS]
+        before[at % HISTORY] = found
+        tokens.latest[seat, token % BUCKETS] = at
+        _match(ids, before, at, found, mine)
+
+
+@compiled
+def _match(ids: Int, before: Int, at: int, found: int, mine: Int) -> None:
+    """Find where the longest of the sequences that end at `at` came before, from position `found` on backwards."""
+    for _ in range(CHAIN):
+        if found < 0 or at - found >= HISTORY:
+            return
+        n = 0
+        while (
+            n < LONGEST
+            and found - n >= 0
+            and at - found + n < HISTORY
+            and ids[(found - n) % HISTORY] >= 0
+            and ids[(found - n) % HISTORY] == ids[(at - n) % HISTORY]
+        ):
+            n += 1
+        if n > mine[MATCHED]:
+            mine[MATCH], mine[MATCHED] = found, n
+            if n == LONGEST:
+                return
+        found = before[found % HISTORY]
+
+
+@compiled
+def use(tokens: Tokens, seat: int, layer: int, e: int) -> None:
+    """The token at hand used expert number `e` of the layer."""
+    mine = tokens.request[seat]
+    for table in range(2):
+        row = mine[ROW] if table == HERE else mine[BEFORE + ROW]
+        if row >= 0 and tokens.chosen[table, row, layer, e] < MOST:
+            tokens.chosen[table, row, layer, e] += 1
+    if mine[LENGTH] > 0:
+        tokens.routed[seat, (mine[LENGTH] - 1) % HISTORY, layer, e // BITS] |= 1 << (e % BITS)
+
+
+@compiled
+def add_used(tokens: Tokens, seat: int, position: int, layer: int, value: float, out: Float) -> None:
+    """Add `value` to out [E] for each expert of the layer that the request used at that position, one of the latest."""
+    words = tokens.routed[seat, position % HISTORY, layer]
+    for word in range(len(words)):
+        bits, base = words[word], word * BITS
+        for i in range(min(BITS, len(out) - base)):
+            out[base + i] += value if (bits >> i) & 1 else 0.0
