@@ -102,7 +102,8 @@ def similarity(trace: Trace) -> pd.DataFrame:
 def _labelled(requests: pd.DataFrame, facts: pd.DataFrame, rows: Sequence[int]) -> pd.DataFrame:
     places = requests.groupby(["policy", "cache_experts"], sort=False).cumcount().to_numpy()
     kept = requests[["policy", "cache_fraction", "tokens", "lookups", "hits", "tpot_mean_ms"]].reset_index(drop=True)
-    return kept.assign(request=np.array(rows)[places], **{name: facts[name].to_numpy()[rows][places] for name in facts})
+    known = {str(name): facts[name].to_numpy()[rows][places] for name in facts}
+    return kept.assign(request=np.array(rows)[places], **known)
 
 
 def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:

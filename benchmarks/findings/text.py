@@ -6,6 +6,7 @@ Intervals are 95% percentile bootstraps over requests, drawn with replacement. A
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -17,6 +18,9 @@ from sim.results.files import write_figure
 
 NAME = "FINDINGS.md"
 FIGURES = Path("notebooks") / "figures"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 RESAMPLES = 2_000
 WORKING_SETS = {GPT_OSS: (24, 4), DEEPSEEK: (26, 6)}
 ONLINE = ("lfu-aged", "lrfu", "least-stale", "eamc+none", "eamc-blend+none")
@@ -46,11 +50,12 @@ def share(value: float) -> str:
 
 
 def _of(table: Table, trace: str, size: str | None = None) -> Table:
-    found = table[table["trace"] == trace]
+    found = table.loc[table["trace"] == trace]
     if size is None:
         return found
-    fractions = np.sort(found["cache_fraction"].unique())
-    return found[found["cache_fraction"] == fractions[SIZES.index(size)]]
+    fractions = found["cache_fraction"].to_numpy()
+    own: Table = found.loc[fractions == np.unique(fractions)[SIZES.index(size)]]
+    return own
 
 
 def _counts(table: Table) -> tuple[dict[str, Float], Float]:
@@ -68,6 +73,11 @@ def _interval(n: int, value: Callable[[NDArray[np.int64]], float]) -> tuple[floa
     return value(np.arange(n)), float(low), float(high)
 
 
+def _share_of(more: Float, of: Float) -> tuple[float, float, float]:
+    """Return 100 times the sum of `more` over that of `of`, both by request, and its interval."""
+    return _interval(len(of), lambda i: 100 * float(more[i].sum() / of[i].sum()))
+
+
 def _rate(table: Table, policy: str) -> float:
     hits, lookups = _counts(table)
     return float(hits[policy].sum() / lookups.sum())
@@ -77,14 +87,14 @@ def gap(table: Table) -> tuple[float, float, float]:
     """Return the points of hit rate between LRU and Belady."""
     hits, lookups = _counts(table)
     apart = hits["belady"] - hits["lru"]
-    return _interval(len(lookups), lambda i: 100 * apart[i].sum() / lookups[i].sum())
+    return _share_of(apart, lookups)
 
 
 def recovered(table: Table, policy: str) -> tuple[float, float, float]:
     """Return the points of hit rate that a policy has over LRU."""
     hits, lookups = _counts(table)
     more = hits[policy] - hits["lru"]
-    return _interval(len(lookups), lambda i: 100 * more[i].sum() / lookups[i].sum())
+    return _share_of(more, lookups)
 
 
 def _points(found: tuple[float, float, float]) -> str:
@@ -226,7 +236,7 @@ def _capacity(held: dict[str, Table]) -> str:
         hits, lookups = _counts(here)
         rates = {n: hits[f"eamc:capacity={n}+none"].sum() / lookups.sum() for n in CAPACITIES}
         more = hits["eamc:capacity=120+none"] - hits["eamc:capacity=10+none"]
-        found = _interval(len(lookups), lambda i, more=more, lookups=lookups: 100 * more[i].sum() / lookups[i].sum())
+        found = _share_of(more, lookups)
         listed = ", ".join(f"{n}: {share(rate)}" for n, rate in rates.items())
         parts.append(
             f"{trace}, {len(lookups)} requests, {listed}, LRU {share(_rate(here, 'lru'))}; 120 against 10: "
@@ -286,7 +296,7 @@ def _activation(held: dict[str, Table]) -> str:
         here = _of(held["activation"], trace)
         n = len(here)
         used, repeated = (here[name].to_numpy() for name in ("used", "repeated"))
-        found = _interval(n, lambda i, repeated=repeated: 100 * float(repeated[i].mean()))
+        found = _share_of(repeated, np.ones(n))
         parts.append(
             f"{trace}, {n} requests of {here['tokens'].median():.0f} tokens in the median: "
             f"{100 * used.mean():.0f}% of all "
@@ -351,7 +361,8 @@ def _users(held: dict[str, Table]) -> str:
     parts = []
     for trace in (GPT_OSS, DEEPSEEK):
         here = _of(held["users"], trace).set_index(["policy", "users"])
-        one, most = (here.loc[("eamc-blend", n)] for n in (USERS[0], USERS[-1]))
+        shown = ("tokens_per_s", "tpot_mean_ms", "hit_rate")
+        one, most = ({name: float(here[name].loc[("eamc-blend", n)]) for name in shown} for n in (USERS[0], USERS[-1]))
         parts.append(
             f"{trace} {one['tokens_per_s']:.1f} to {most['tokens_per_s']:.1f} tokens/s, {one['tpot_mean_ms']:.0f} to "
             f"{most['tpot_mean_ms']:.0f} ms between two tokens of a request, hit rate {share(one['hit_rate'])} to "
@@ -383,7 +394,7 @@ greedy. Larger models may differ.
 """
 
 
-def figures(held: dict[str, Table]) -> "dict[str, plot.Figure]":
+def figures(held: dict[str, Table]) -> "dict[str, Figure]":
     """Return the figures by file."""
     hit_rates: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
     for trace in (GPT_OSS, DEEPSEEK):
