@@ -170,7 +170,7 @@ def test_a_log_of_evictions_that_fills_up_is_read_in_between() -> None:
     run = gpu_run([trace.steps(i) for i in range(2)], Shape(2, 5), 2, parse("lru+all"), TIMING, LINK)
     theirs = simpy_engine.simulate(run)
     short = compiled_engine.Engine(run, decider_of(run))
-    most = 3 * (10 + 5)
+    most = 4 * (10 + 5)
     short.state = short.state._replace(evictions=np.zeros(most + 3, np.int64))
     ours = whole(lambda _, ended: short.play(ended), run)
     assert len(theirs.evictions) > 4 * most
