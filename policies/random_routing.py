@@ -40,7 +40,10 @@ class Script:
         return [_steps(i, request, self.shape) for i, request in enumerate(self.play)]
 
     def with_another_future(self, cut: int, rng: random.Random) -> "Script":
-        """The same first `cut` events; then other routing, other lengths and other requests."""
+        """The same first `cut` events, and the phase of the step behind them; then other routing, lengths and requests.
+
+        A step's phase is known when it starts, before its first event.
+        """
         L, E = self.shape.layers, self.shape.experts
         play: Play = []
         for request in self.play:
@@ -48,9 +51,8 @@ class Script:
             if whole < len(request):
                 phase, known = request[whole][0], request[whole][1][:layers]
                 other = _draw_step(rng, L, E, phase)[1]
-                begun = [(phase, known + other[layers:])] if layers else []
-                more = [_draw_step(rng, L, E, DECODE) for _ in range(rng.randrange(4) + (not begun))]
-                play.append([*request[:whole], *begun, *more])
+                more = [_draw_step(rng, L, E, DECODE) for _ in range(rng.randrange(4))]
+                play.append([*request[:whole], (phase, known + other[layers:]), *more])
                 return replace(self, play=play + _draw(rng, self.shape, rng.randrange(3)))
             play.append(request)
             cut -= len(request) * L
@@ -110,9 +112,13 @@ def _steps(request: int, steps: list[Step], shape: Shape) -> RequestSteps:
 
 
 def _token_ids(steps: list[Step], tokens: list[int]) -> Int:
-    """Ids that follow from the step before, as those that a head samples: the first expert of its last layer."""
+    """Ids of which each step's last one follows from the step before, as what a head samples.
+
+    It is the first expert of that step's last layer, however many tokens the step has: their number follows from its
+    own routing, which is not known when it starts.
+    """
     sampled = [0, *(next(iter(layers[-1]), 0) for _, layers in steps)]
-    return np.array([first + i for first, n in zip(sampled, tokens, strict=False) for i in range(n)], np.int64)
+    return np.array([last + i for last, n in zip(sampled, tokens, strict=False) for i in reversed(range(n))], np.int64)
 
 
 def _lookahead(events: list[tuple[int, dict[int, int]]], shape: Shape) -> Lookahead:

@@ -92,7 +92,7 @@ class Location:
         """Raise an InputError, `where` and `what` and the reason, for whatever reading raises inside."""
         try:
             yield
-        except InputError:
+        except (InputError, UnicodeEncodeError):  # a name that the locale cannot write is no fault of the file
             raise
         except (pa.ArrowException, OSError, UnicodeError, MemoryError) as error:
             raise InputError(f"{where} {what}: {_reason(error)}") from error

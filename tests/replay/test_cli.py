@@ -318,7 +318,7 @@ def test_every_prediction_names_its_own_machine(command) -> None:
 STAND_IN = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
 
 
-@pytest.mark.parametrize("device", ["cpu", "disk"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("disk", marks=pytest.mark.slow)])  # half a minute
 def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: Path, device: str) -> None:
     """SIGKILL in the middle, as soon as some steps are written; what was measured before stays to the digit."""
     asked: tuple[str, ...] = ("--policy", "lru", "--device", device, "--requests", "6", "--out", "here", "-q")

@@ -150,6 +150,6 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     asked = ["sweep", demo_trace(), "--policies", "lru", "--cache-sizes", sizes, "--out", tmp_path / "o"]
     done = command("sim", *asked, shell='"$@" <&-')
     assert done.returncode == 2
-    assert "this grid has 10,002 cells: make it smaller, or run them with --yes" in done.stderr
+    assert "this sweep has 10,002 cells: make it smaller, or use --yes" in done.stderr
     assert "Traceback" not in done.stderr
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
