@@ -158,6 +158,9 @@ python -m benchmarks.findings           # this text and its figures alone
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
 
+The tables of policies, capacities and users were made with `eamc-blend` as it was before it used the ids of tokens
+(commit d198501); what ids add is in [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
+
 One cache for all layers, kept between requests; A5000 profile, policy overhead included. Intervals are 95%
 bootstraps over requests. Both traces are real recordings, no stand-ins. Times are simulated, not measured.
 """
