@@ -274,7 +274,8 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
         shape = Shape(len(layers), layers[0].experts)
         slots = parse_cache_size(how.cache_size, shape.total, store.expert_bytes)
         policy.divide(shape, slots)
-        require_host_memory(slots * store.stride, f"a cache of {slots} experts", "choose a smaller --cache-size")
+        first = slots * store.stride, f"a cache of {slots} experts", "choose a smaller --cache-size"
+        require_host_memory(*first, reserve_bytes=0)
         run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
         _warm_up(run, hook.top_k)
         kv_per_token, dense_ns = _try_out(without.loaded.model, len(layers))

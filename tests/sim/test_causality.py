@@ -84,7 +84,7 @@ def futures() -> Iterator[tuple[Script, int, Script]]:
     script = next(script for script in scripts(0) if script.shape == SHAPE)
     for slots, cold in ((3, False), (6, True), (9, False)):
         one = replace(script, slots=slots, cold=cold)
-        for _ in range(3):
+        for _ in range(5):
             cut = rng.randrange(script.events)
             yield one, cut, one.with_another_future(cut, rng)
 
