@@ -50,9 +50,10 @@ UNREAD = {"trace-values", "pt-pickle"}
 
 @pytest.mark.parametrize("name", sorted(set(TARGETS) - UNREAD))
 def test_what_a_reader_is_fuzzed_from_is_read(name: str, tmp_path: Path) -> None:
-    for seed, content in TARGETS[name].seeds().items():
-        if seed.startswith("seed-"):
-            TARGETS[name].read(content, tmp_path)
+    valid = [content for seed, content in TARGETS[name].seeds().items() if seed.startswith("seed-")]
+    assert valid, "there is an input that must be read"
+    for content in valid:
+        TARGETS[name].read(content, tmp_path)
 
 
 def test_the_harness_ends_what_takes_too_much_memory_and_says_what_is_no_input_error(tmp_path: Path) -> None:
