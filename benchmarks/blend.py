@@ -3,7 +3,7 @@
 Every variant differs from the shipped policy in one thing: a setting, or a kind of evidence left out. Each is fitted
 again on the first half of the requests of the traces and run untimed, without prefetch, on the second, at several
 cache sizes at once, since what it learns does not depend on them; a layer is scored with its whole event, which gives
-up to a quarter of a point more than `--untimed`, where experts are told one by one. Figures are shares of the gap from
+up to a quarter of a point more than `--untimed`, which reports experts one by one. Figures are shares of the gap from
 LRU to Belady closed in hits, in percent, where both bounds are counted untimed.
 """
 

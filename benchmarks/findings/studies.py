@@ -40,8 +40,8 @@ def read(folder: Path, name: str) -> tuple[Trace, pd.DataFrame]:
     path = folder / f"{FILES[name]}.npz"
     trace = import_dump(path, path.with_suffix(".json"), None)[0]
     trace = trace if trace.phases == "decode" else trace.as_decode()
-    told = json.loads(path.with_suffix(".json").read_text("utf-8"))["requests"]
-    listed = told if isinstance(told, list) else [{} for _ in range(told)]
+    requests = json.loads(path.with_suffix(".json").read_text("utf-8"))["requests"]
+    listed = requests if isinstance(requests, list) else [{} for _ in range(requests)]
     facts = pd.DataFrame(
         {
             "loop": [bool(each.get("repetition", False)) for each in listed],
@@ -116,9 +116,9 @@ def run(folder: Path, out: Path, only: Sequence[str] = ()) -> None:
     def halves(study: Callable[..., pd.DataFrame], most: int | None = None, facts: bool = True) -> pd.DataFrame:
         parts = []
         for name, half in HALVES.items():
-            trace, told = of(name)
+            trace, known = of(name)
             rows = list(half)[:most]
-            parts.append((study(trace, told, rows) if facts else study(trace, rows)).assign(trace=name))
+            parts.append((study(trace, known, rows) if facts else study(trace, rows)).assign(trace=name))
         return pd.concat(parts, ignore_index=True)
 
     studies: dict[str, Callable[[], pd.DataFrame]] = {
