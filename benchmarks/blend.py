@@ -17,7 +17,8 @@ import numpy as np
 
 from policies.blend import eamc_blend, fit
 from policies.blend.evidence import AGAIN, EPS, EPS_IDS, FOLLOW_RATE, KINDS, NEXT, PRIOR_PASSES, PRIOR_TOKENS, SETTINGS
-from policies.blend.weights import CONSTANT, WEIGHTS
+from policies.blend.learning import PLACES, PRIOR
+from policies.blend.weights import CONSTANT, HORIZON, WEIGHTS
 from policies.core.compiled import compiled
 from policies.core.events import Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
@@ -32,6 +33,10 @@ KIND_NAMES = ("fast average", "slow average", "request", "followers", "second fo
 assert len(KIND_NAMES) == KINDS
 
 
+UNMOVED = 1e12
+"""A prior that no evidence moves."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """What differs from the policy as shipped."""
@@ -40,33 +45,35 @@ class Variant:
     settings: dict[int, float] = field(default_factory=dict)  # place in SETTINGS: value
     without: tuple[int, ...] = ()  # kinds of evidence
     distance: float = eamc_blend.BlendOptions.distance
-    horizon: int = fit.HORIZON
+    horizon: int = HORIZON
+    fixed: bool = False  # nothing is learned as the run goes
 
 
 VARIANTS = [
     Variant("as shipped"),
     *[Variant(f"without {name}", without=(kind,)) for kind, name in enumerate(KIND_NAMES)],
     Variant("without ids of tokens", without=(NEXT, AGAIN)),
+    Variant("fixed weights", fixed=True),
     Variant("without distance", distance=0.0),
-    *[Variant(f"distance {x}", distance=x) for x in (0.25, 1.0)],
-    *[Variant(f"rates {a}, {b}", {0: a, 1: b}) for a, b in ((0.1, 0.01), (0.02, 0.005), (0.01, 0.001))],
+    *[Variant(f"distance {x}", distance=x) for x in (0.5, 1.0)],
+    *[Variant(f"rates {a}, {b}", {0: a, 1: b}) for a, b in ((0.1, 0.01), (0.03, 0.003), (0.01, 0.001))],
     *[Variant(f"follow rate {x}", {FOLLOW_RATE: x}) for x in (0.01, 0.05)],
     *[Variant(f"prior of {x} tokens", {PRIOR_TOKENS: x}) for x in (1.0, 16.0)],
     *[Variant(f"prior of {x} passes", {PRIOR_PASSES: x}) for x in (1.0, 16.0)],
-    *[Variant(f"eps {x}, {y}", {EPS: x, EPS_IDS: y}) for x, y in ((0.05, 0.02), (0.4, 0.2))],
+    *[Variant(f"eps {x}", {EPS: x, EPS_IDS: x}) for x in (0.05, 0.2)],
     *[Variant(f"horizon {x}", horizon=x) for x in (32, 256)],
 ]
 
 
 @contextmanager
-def parameters(settings: Float, weights: Float) -> Iterator[None]:
-    """The policy with these settings and weights in place of its own."""
-    own = eamc_blend.PARAMETERS.copy(), WEIGHTS.copy()
-    eamc_blend.PARAMETERS[:], WEIGHTS[:] = settings, weights
+def parameters(settings: Float, weights: Float, without: Sequence[int]) -> Iterator[None]:
+    """The policy with these settings and weights in place of its own; it does not learn those of what is left out."""
+    own = eamc_blend.PARAMETERS.copy(), WEIGHTS.copy(), PRIOR.copy()
+    eamc_blend.PARAMETERS[:], WEIGHTS[:], PRIOR[list(without)] = settings, weights, UNMOVED
     try:
         yield
     finally:
-        eamc_blend.PARAMETERS[:], WEIGHTS[:] = own
+        eamc_blend.PARAMETERS[:], WEIGHTS[:], PRIOR[:] = own
 
 
 def fitted(variant: Variant, traces: Sequence[Trace]) -> tuple[Float, Float]:
@@ -156,7 +163,8 @@ def main() -> None:
         if chosen.only and not variant.name.startswith(chosen.only):
             continue
         shipped = np.array(SETTINGS), WEIGHTS.copy()
-        with parameters(*(shipped if variant.name == "as shipped" else fitted(variant, traces))):
+        found = shipped if variant.name == "as shipped" else fitted(variant, traces)
+        with parameters(*found, range(PLACES) if variant.fixed else variant.without):
             got = [blended(t, n, variant.distance) for t, n in zip(played, sizes, strict=True)]
         closed = [100 * (mine - low) / (high - low) for mine, (low, high) in zip(got, bounds, strict=True)]
         print(f"{variant.name:28}", "   ".join(" ".join(f"{x:5.1f}" for x in shares) for shares in closed), flush=True)

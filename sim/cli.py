@@ -17,6 +17,7 @@ from sim.commands.analysis import analyze, compare
 from sim.commands.backtest import backtest
 from sim.commands.eamc import eamc
 from sim.commands.plan import plan
+from sim.commands.profile import profile as profile_commands
 from sim.commands.report import report
 from sim.commands.run import run
 from sim.commands.sensitivity import sensitivity
@@ -173,6 +174,7 @@ app.command()(compare)
 app.command()(backtest)
 app.command()(systems)
 app.add_typer(eamc, name="eamc")
+app.add_typer(profile_commands, name="profile")
 
 
 def main() -> None:

@@ -28,11 +28,11 @@ costs O(E * k) for its layer and the next ones.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
-from policies.blend import evidence, tokens
+from policies.blend import evidence, learning, tokens
 from policies.blend.evidence import (
     AGAIN_HERE,
     AHEAD,
@@ -48,7 +48,10 @@ from policies.blend.evidence import (
     weigh_ahead,
     weigh_here,
 )
-from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
+from policies.blend.learning import WEIGHT, Learning, ask, pass_on, show
+from policies.blend.learning import keep as keep_for_times
+from policies.blend.profile import Learned, Profile
+from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME
 from policies.core.compiled import compiled
 from policies.core.policy import (
     START,
@@ -56,6 +59,7 @@ from policies.core.policy import (
     Float,
     Int,
     Kernel,
+    Listener,
     Options,
     Prefetcher,
     Requests,
@@ -79,8 +83,6 @@ LEAST_TIME = float(np.log(2))
 CERTAIN = 30.0
 """Log odds where every expert is used."""
 
-DOUBT = 1 / 512
-
 
 @dataclass(frozen=True)
 class BlendOptions(Options, policy="eamc-blend"):
@@ -88,14 +90,15 @@ class BlendOptions(Options, policy="eamc-blend"):
 
     wrong: what a wrong guess of the prefetch costs, in transfers; inf: nothing is fetched early. depth: layers ahead of
     which experts are fetched. later: what each of these after the first takes from a priority. head: how many layers'
-    window the head gives.
+    window the head gives. profile: file of `moe-sim profile build` to start from; none: nothing is known.
     """
 
-    distance: float = bounded(0.5, least=0, most=100)
+    distance: float = bounded(0.75, least=0, most=100)
     wrong: float = bounded(1.0, least=0)
     depth: int = bounded(3, least=1)
     later: float = bounded(0.3, least=0, most=100)
     head: float = bounded(4.0, above=0)
+    profile: str = ""
 
 
 UNTOLD_WINDOW = 0.5
@@ -106,14 +109,13 @@ PER_ACCESS, TOP_K, STEPS, DECODES, OPEN, NUMBERS = range(6)
 """Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
 decoded token so far; steps so far; whether the one that runs decodes; the layer whose pass is open."""
 
-NEXT_PASS, UPCOMING = range(2)
-"""What ids may foretell, and be doubted in."""
+RAN, ASIDE, FORETOLD = range(3)
+"""Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside; the latest step in which its
+STEP_ODDS were told."""
 
-RAN, ASIDE = range(2)
-"""Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside."""
-
-ODDS, TIMES = range(2)
-"""Rows of `Blend.told`: of each expert at the end of its layer's latest pass the log odds of use in the next; g."""
+ODDS, TIMES, STEP_ODDS = range(3)
+"""Rows of `Blend.told`: of each expert at the end of its layer's latest pass the log odds of use in the next, and g;
+the log odds of use in the step that runs, from ids."""
 
 NONE = -1
 
@@ -126,18 +128,15 @@ class Blend(NamedTuple):
 
     known: Evidence
     parameters: Float
-    weights: Float  # [models, places] (`policies.blend.weights`)
+    learning: Learning  # the weights
     keep: Float  # [>= 1, L*E]
-    told: Float  # [2, L*E]
+    told: Float  # [3, L*E]
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
     numbers: Int  # [NUMBERS]
-    layers: Int  # [2, L]
+    layers: Int  # [3, L]
     steps: Int  # [seats] each request's step that runs
     upcoming: Float  # [3, E] evidence AHEAD, HERE and AGAIN_HERE on a layer
     scratch: Float  # [2, E]
-    foretold: Float  # [2, 2, E] by what ids foretell, of one layer the chances with them and without
-    tested: Int  # [2, 3] which layer that is, in which step it will show, and the request's seat
-    trust: Float  # [2] how much better the chances with ids were; below 0 ids are left out
     distance: float  # the options
     depth: int
     later: float
@@ -149,34 +148,49 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
     """Return the state of a run."""
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[OPEN] = NONE
-    return Blend(
+    own = Blend(
         known=evidence.nothing_known(shape),
         parameters=PARAMETERS,
-        weights=WEIGHTS,
+        learning=learning.nothing_learned(shape),
         keep=np.zeros((3, shape.total)),
-        told=np.zeros((2, shape.total)),
+        told=np.zeros((3, shape.total)),
         gate=np.zeros((shape.layers, shape.experts + 2)),
         numbers=numbers,
-        layers=np.zeros((2, shape.layers), np.int64),
+        layers=np.zeros((3, shape.layers), np.int64),
         steps=np.full(shape.seats, NONE),
         upcoming=np.empty((3, shape.experts)),
         scratch=np.empty((2, shape.experts)),
-        foretold=np.empty((2, 2, shape.experts)),
-        tested=np.full((2, 3), NONE),
-        trust=np.zeros(2),
         distance=float(options.distance),
         depth=int(options.depth),
         later=float(options.later),
         least=0.0,
         least_at_head=0.0,
     )
+    if options.profile:
+        Profile.read(options.profile).fill(learned(own), options.profile)
+    return own
+
+
+def learned(own: Blend) -> Learned:
+    """Return what a profile keeps: what the run has taught, and no request's own."""
+    return {
+        "rows": own.known.rows,
+        "after": own.known.after,
+        "chosen": own.known.ids.chosen,
+        "passes": own.known.ids.passes,
+        **own.learning._asdict(),
+        "keep": own.keep[0],
+        "told": own.told,
+        "gate": own.gate,
+        "numbers": own.numbers[TOP_K:DECODES],
+        "layers": own.layers,
+    }
 
 
 def begin_request(own: Blend, seat: int) -> None:
     """The request's own counts start anew."""
     evidence.begin_request(own.known, seat)
     own.steps[seat] = NONE
-    own.tested[:] = NONE
 
 
 @compiled
@@ -187,9 +201,9 @@ def possible(own: Blend, layer: int, ahead: int) -> float:
 
 
 @compiled
-def sees(own: Blend, seat: int, what: int) -> bool:
-    """Whether the id of the request's token is known, and ids are believed in what they foretell."""
-    seen: bool = own.trust[what] >= 0.0 and own.known.ids.request[seat, tokens.ROW] >= 0
+def sees(own: Blend, seat: int) -> bool:
+    """Whether the id of the request's token is known."""
+    seen: bool = own.known.ids.request[seat, tokens.ROW] >= 0
     return seen
 
 
@@ -203,7 +217,7 @@ def even_odds(own: Blend) -> float:
 @compiled
 def weighed(own: Blend, layer: int, model: int, kinds: int, out: Float) -> None:
     """out[e]: the first `kinds` of the layer's evidence, weighed as `model` weighs them, and its constant."""
-    w, E = own.weights[model], len(out)
+    w, E = own.learning.fits[model, WEIGHT], len(out)
     for e in range(E):
         out[e] = w[CONSTANT]
     for kind in range(kinds):
@@ -213,25 +227,17 @@ def weighed(own: Blend, layer: int, model: int, kinds: int, out: Float) -> None:
 
 
 @compiled
-def _foretell_next(own: Blend, layer: int, sighted: bool, out: Float) -> None:
-    """Fill `out` [E] with the log odds of use in the layer's next pass."""
-    weighed(own, layer, CHANCE if sighted else CHANCE_BLIND, KINDS if sighted else BLIND, out)
-    even = even_odds(own)
-    for e in range(len(out)):
-        out[e] += even
-
-
-@compiled
 def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
     """Score the layer's experts up to number `upto` by the evidence on what request number r wants."""
-    E, sighted = own.known.after.shape[3], sees(own, seat, NEXT_PASS)
+    E, sighted = own.known.after.shape[3], sees(own, seat)
     odds, times = own.scratch[0], own.scratch[1]
-    _foretell_next(own, layer, sighted, odds)
+    weighed(own, layer, CHANCE if sighted else CHANCE_BLIND, KINDS if sighted else BLIND, odds)
     weighed(own, layer, TIME, BLIND, times)
-    distant = possible(own, layer, 1)
+    even, distant = even_odds(own), possible(own, layer, 1)
     keep, n = own.keep[0, layer * E : (layer + 1) * E], upto + 1
     told_odds, told_times = own.told[ODDS, layer * E : (layer + 1) * E], own.told[TIMES, layer * E : (layer + 1) * E]
     for e in range(n):
+        odds[e] += even
         times[e] = max(LEAST_TIME, times[e])
     if r == 0:
         for e in range(n):
@@ -244,46 +250,34 @@ def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
 
 
 @compiled
-def _test(own: Blend, what: int, experts: Int, opens: bool) -> None:
-    """Hold chances with ids and without against these experts of the pass, its first ones if it opens."""
-    with_ids, without = own.foretold[what, 0], own.foretold[what, 1]
-    if opens:
-        own.trust[what] *= 1.0 - DOUBT
-        for e in range(len(without)):
-            own.trust[what] += without[e] * without[e] - with_ids[e] * with_ids[e]
-    for expert in experts:
-        e = expert % len(without)
-        own.trust[what] += 2.0 * (with_ids[e] - without[e])
-
-
-@compiled
-def _to_be_tested(own: Blend, what: int, layer: int, step: int, seat: int) -> None:
-    """The log odds in `foretold` are of `layer` in `step`: make them chances."""
-    own.tested[what, 0], own.tested[what, 1], own.tested[what, 2] = layer, step, seat
-    for way in range(2):
-        for e in range(own.foretold.shape[2]):
-            own.foretold[what, way, e] = near_chance(own.foretold[what, way, e])
-
-
-@compiled
 def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
     """Learn what request number r chose of `layer`, from `first` to `last`; score its experts up to number `upto`."""
     known, numbers, seat, decode = own.known, own.numbers, event.seats[r], event.phase == DECODE
     experts, counts = event.own_experts[first:last], event.own_counts[first:last]
-    for what in range(2):
-        tested = own.tested[what]
-        if decode and tested[0] == layer and tested[1] == numbers[STEPS] and tested[2] == seat:
-            _test(own, what, experts, opens)
+    if decode:
+        show(own.learning, layer, numbers[STEPS], seat, experts)
     learn(known, own.parameters, seat, layer, experts, counts, decode, opens, numbers[TOP_K])
     if decode:
         numbers[TOP_K] = max(numbers[TOP_K], known.used[seat, 2, layer, known.after.shape[3]])
     weigh(known, own.parameters, seat, layer, numbers[TOP_K], False)
     _score(own, seat, r, layer, upto)
-    its_turn = decode and r == 0 and last > first and layer == numbers[STEPS] % known.after.shape[1]
-    if its_turn and known.ids.request[seat, tokens.ROW] >= 0:
-        for way in range(2):
-            _foretell_next(own, layer, way == 0, own.foretold[NEXT_PASS, way])
-        _to_be_tested(own, NEXT_PASS, layer, numbers[STEPS] + 1, seat)
+    is_over = (last > first) != numbers[PER_ACCESS]
+    if decode and r == 0 and is_over and layer == numbers[STEPS] % known.after.shape[1]:
+        sighted = sees(own, seat)
+        model, kinds = (CHANCE, KINDS) if sighted else (CHANCE_BLIND, BLIND)
+        ask(own.learning, model, layer, numbers[STEPS] + 1, seat, even_odds(own))
+        _note(own, model, layer, kinds)
+        keep_for_times(own.learning, known.rows, layer, numbers[STEPS])
+
+
+@compiled
+def _note(own: Blend, model: int, layer: int, kinds: int) -> None:
+    """Fill the first `kinds` places of the model's question with the layer's evidence."""
+    asked, E = own.learning.questions[model], own.known.after.shape[3]
+    for kind in range(kinds):
+        row = own.known.rows[kind, layer * E : (layer + 1) * E]
+        for e in range(E):
+            asked[kind, e] = row[e]
 
 
 @compiled
@@ -330,6 +324,7 @@ def observe(own: Blend, event: Event) -> None:
     own.layers[RAN, layer], own.layers[ASIDE, layer] = numbers[STEPS], 0
     # Untimed, what comes after the last expert in this event may still be used in it: its score stays as it is.
     upto = event.experts[len(event.experts) - 1] - layer * E if numbers[PER_ACCESS] else E - 1
+    pass_on(own.learning, layer, event.experts, opens)
     for r in range(len(event.seats)):
         first, last = event.offsets[r], event.offsets[r + 1]
         _learn(own, event, r, layer, first, last, opens, upto)
@@ -349,7 +344,7 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     if event.phase != DECODE:
         return 0
     known, layer = own.known, event.layer
-    L = known.after.shape[1]
+    L, E = known.after.shape[1], known.after.shape[3]
     if layer > 0 and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
         for seat in event.seats:
             learn_ahead(known, own.parameters, seat, layer)
@@ -362,20 +357,19 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
     n = 0
     for r in range(len(event.seats)):
         seat, first = event.seats[r], 0 if r else len(ids)
-        sighted = sees(own, seat, UPCOMING)
+        sighted = sees(own, seat)
         for ahead in range(1, min(own.depth, L - 1 - layer) + 1):
             if own.layers[ASIDE, layer + ahead] or (ahead > 1 and not sighted):
                 continue
             if len(event.seats) > 1:
                 weigh(known, own.parameters, seat, layer + ahead, own.numbers[TOP_K], True)
-            _foretell(own, seat, layer, layer + ahead, sighted, own.scratch[0])
-            picked = picked_odds if ahead == 1 else NEVER
-            n = _add(own, layer + ahead, ahead, 0, own.scratch[0], own.least, picked, ids, priorities, first, n)
-        its_turn = r == 0 and layer != START and layer + 1 == own.numbers[STEPS] % L
-        if its_turn and known.ids.request[seat, tokens.ROW] >= 0:
-            for way in range(2):
-                _foretell(own, seat, layer, layer + 1, way == 0, own.foretold[UPCOMING, way])
-            _to_be_tested(own, UPCOMING, layer + 1, own.numbers[STEPS], seat)
+            upcoming, picked = layer + ahead, picked_odds if ahead == 1 else NEVER
+            odds = own.told[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
+            told = ahead > 1 and own.layers[FORETOLD, upcoming] == own.numbers[STEPS]
+            if not told or len(event.seats) > 1:
+                _foretell(own, seat, layer, upcoming, sighted, r == 0, odds)
+                own.layers[FORETOLD, upcoming] = own.numbers[STEPS]
+            n = _add(own, upcoming, ahead, 0, odds, own.least, picked, ids, priorities, first, n)
     return n
 
 
@@ -403,25 +397,37 @@ def _ask_gate(own: Blend, event: Event) -> float:
 
 
 @compiled
-def _foretell(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, odds: Float) -> None:
-    """Fill `odds` [E] with the log odds of use of the experts of `upcoming`, a layer of this step, after `layer`."""
+def _foretell(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, asks: bool, odds: Float) -> None:
+    """Fill `odds` [E] with the log odds of use of the experts of `upcoming`, a layer of this step, after `layer`.
+
+    asks: whether the model may learn from it, if it is the layer's turn.
+    """
     known, p, top_k = own.known, own.parameters, own.numbers[TOP_K]
-    if layer == START or upcoming > layer + 1:
-        model = STEP if sighted else CHANCE_BLIND
-    else:
-        model = LAYER if sighted else LAYER_BLIND
-    w, even = own.weights[model], even_odds(own)
+    follows = layer != START and upcoming == layer + 1
+    model = (LAYER if sighted else LAYER_BLIND) if follows else STEP if sighted else CHANCE_BLIND
+    w, even = own.learning.fits[model, WEIGHT], even_odds(own)
+    ahead, here, again = own.upcoming[0], own.upcoming[1], own.upcoming[2]
     weighed(own, upcoming, model, KINDS if sighted else BLIND, odds)
-    if model in (LAYER, LAYER_BLIND):
-        weigh_ahead(known, p, seat, layer, own.upcoming[0])
+    if follows:
+        weigh_ahead(known, p, seat, layer, ahead)
         for e in range(len(odds)):
-            odds[e] += w[AHEAD] * own.upcoming[0, e]
+            odds[e] += w[AHEAD] * ahead[e]
     if sighted:
-        weigh_here(known, p, seat, upcoming, top_k, own.upcoming[1], own.upcoming[2])
+        weigh_here(known, p, seat, upcoming, top_k, here, again)
         for e in range(len(odds)):
-            odds[e] += w[HERE] * own.upcoming[1, e] + w[AGAIN_HERE] * own.upcoming[2, e]
+            odds[e] += w[HERE] * here[e] + w[AGAIN_HERE] * again[e]
     for e in range(len(odds)):
         odds[e] += even
+    its_turn = asks and upcoming == own.numbers[STEPS] % known.after.shape[1]
+    if its_turn and (follows or sighted):
+        ask(own.learning, model, upcoming, own.numbers[STEPS], seat, even)
+        _note(own, model, upcoming, KINDS if sighted else BLIND)
+        asked = own.learning.questions[model]
+        for e in range(len(odds)):
+            if follows:
+                asked[AHEAD, e] = ahead[e]
+            if sighted:
+                asked[HERE, e], asked[AGAIN_HERE, e] = here[e], again[e]
 
 
 @compiled
@@ -464,16 +470,29 @@ def _add(
     return n
 
 
+def profile_of(half: Listener, source: str) -> Profile:
+    """Return what a half of `eamc-blend` has learned, from `source` and from what it started with."""
+    assert isinstance(half.options, BlendOptions)
+    start = half.options.profile
+    before = Profile.read(start).traces if start else ()
+    return Profile(half.shape, (*before, source), learned(half.state))
+
+
 @retention("eamc-blend")
 class BlendRetention(ScorePolicy):
     """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
 
     Options = BlendOptions
     kernel = Kernel(begin, score, begin_request=begin_request)
+    starts_from = "profile"
 
     def __init__(self, shape: Shape, options: BlendOptions) -> None:
         super().__init__(shape, options)
         self.keep = self.state.keep
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write a profile."""
+        profile_of(self, source).write(file)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are told one by one."""
@@ -489,11 +508,16 @@ class BlendPrefetcher(Prefetcher):
     at_start = True
 
     kernel = Kernel(begin, observe, propose, begin_request)
+    starts_from = "profile"
 
     def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
         super().__init__(shape, options, state)
         self._wrong, self._head = options.wrong, options.head
         self.window(UNTOLD_WINDOW)
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write a profile."""
+        profile_of(self, source).write(file)
 
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""

@@ -48,7 +48,7 @@ AVERAGES, RUN_TOKENS, LAST, POPULAR, PASSES, ROWS = 8, 10, 11, 12, 13, 14
 # the same two of what ids tell.
 # Functions take them as the beginning of one array `p` of parameters.
 FOLLOW_RATE, AHEAD_RATE, PRIOR_TOKENS, EPS, PRIOR_PASSES, EPS_IDS = 2, 3, 4, 5, 6, 7
-SETTINGS = (0.03, 0.003, 0.02, 0.05, 4.0, 0.2, 4.0, 0.05)
+SETTINGS = (0.02, 0.002, 0.02, 0.05, 4.0, 0.02, 4.0, 0.02)
 
 AGAIN_PASSES = (0.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0, 12.0)
 """Passes that a match counts for, by its length, beside one of popularity."""

@@ -31,15 +31,12 @@ from policies.blend.evidence import (
     weigh_ahead,
     weigh_here,
 )
-from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
+from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, HORIZON, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.compiled import compiled
 from policies.core.policy import Float, Int, Shape
 from traces.errors import InputError
 from traces.steps import DECODE, RequestSteps
 from traces.trace import Trace
-
-HORIZON = 64
-"""Passes: a next use further away counts as this."""
 
 SHARE = 0.02
 """Of the events, drawn at random, that are fitted on, both at the end of a pass and before one."""

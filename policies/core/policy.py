@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import ge, gt, le, lt
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +138,7 @@ class Listener:
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
     observes: bool = True  # False: `observe` is never called, and no Event is made for it
+    starts_from: ClassVar[str] = ""  # the option that names a file that `save` wrote; none: it saves nothing
     kernel: ClassVar[Kernel | None] = None
     state: Any
     _observe: Callable[..., Any] | None = None
@@ -178,6 +179,10 @@ class Listener:
         """The last step of the request in `seat` has ended: the time to learn from it."""
         if self.kernel and self.kernel.end_request and self.observes:
             self.kernel.end_request(self.state, seat)
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write what was learned so far, from `source`, for `starts_from`."""
+        raise NotImplementedError
 
 
 class RetentionPolicy(Listener, ABC):

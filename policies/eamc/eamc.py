@@ -22,7 +22,7 @@ whose counts are tokens; it meets the EAMs of prefills, or of all if they are no
 expert in a phase teaches that collection nothing.
 """
 
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -239,6 +239,7 @@ class EamcRetention(ScorePolicy):
     Options = EamcOptions
     rule = scores.VISITS
     kernel = Kernel(begin, observe_and_score)
+    starts_from = "collection"
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.predictor = Predictor(shape, options)
@@ -246,6 +247,10 @@ class EamcRetention(ScorePolicy):
         self.keep = np.zeros((scores.ROWS, shape.total))
         self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write the collections."""
+        self.predictor.saved(source).write(file)
 
     def end_request(self, seat: int) -> None:
         """Learn the request."""
@@ -267,11 +272,16 @@ class EamcPrefetcher(Prefetcher):
 
     Options = EamcOptions
     kernel = Kernel(begin, observe, fetch)
+    starts_from = "collection"
 
     def __init__(self, shape: Shape, options: EamcOptions, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(shape, options)
         super().__init__(shape, options, self.predictor.matched)
         self.observes = predictor is None
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write the collections."""
+        self.predictor.saved(source).write(file)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "EamcPrefetcher":

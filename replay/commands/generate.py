@@ -1,6 +1,5 @@
 """The command `moe-replay generate`: a model continues with prompts, its experts on disk behind a cache."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +33,6 @@ def generate(
     no_chat_template: Annotated[
         bool, typer.Option("--no-chat-template", help="Do not apply the tokenizer's chat template.")
     ] = False,
-    profile: Annotated[
-        Path | None, typer.Option(help="File for what the policy learns: it starts from it (eamc only so far).")
-    ] = None,
     record: Annotated[Path | None, typer.Option(help="Folder for a trace, as moe-trace record writes it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace that --record names.")] = False,
     quiet: options.Quiet = False,
@@ -51,12 +47,10 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
-    from policies.core.spec import parse
     from replay import report
     from replay.live.answering import TextStream, answer
     from replay.live.model import open_live
     from replay.live.prediction import outcome
-    from replay.live.profile import save, starting_from
     from replay.live.prompts import prompts_of, reading_ids
     from replay.warmup import undisturbed
     from tracer.answers import Sampling
@@ -68,9 +62,6 @@ def generate(
     asked = prompts_of(prompt or [], prompts, token_ids)
     if record:
         check_target(record, overwrite)
-    how = opened.how(model)
-    if profile:
-        how = replace(how, policy=starting_from(parse(how.policy), profile))
     settings = Options(
         max_new_tokens=max_new_tokens,
         sampling=Sampling(temperature, top_p),
@@ -82,7 +73,7 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    with open_live(how, partial(progress, quiet=quiet, what="experts written")) as live:
+    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts written")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
@@ -101,8 +92,8 @@ def generate(
                 *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
                 *(record, overwrite, console.warn),
             )
-        if profile:
-            save(live, profile)
+        if opened.profile:
+            live.save(opened.profile)
         if print_token_ids:
             console.say(" ".join(map(str, last)))
         if not quiet:

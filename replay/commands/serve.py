@@ -60,6 +60,8 @@ def serve(
                 uvicorn.Server(config).run([socket])
         finally:
             server.close()
+            if opened.profile:
+                live.save(opened.profile)
 
 
 def _is_loopback(host: str) -> bool:

@@ -33,6 +33,7 @@ from replay.live.layout import ExpertLayer, ShardStore
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
 from replay.live.memory import Memory, cache_bytes, memory_of
 from replay.live.parts import Parts
+from replay.live.profile import starting_from, write_learned
 from replay.live.steps import LiveSteps
 from replay.warmup import decide
 from sim.loop.device import Completion, Kind
@@ -68,6 +69,7 @@ class How:
     dtype: str = "auto"  # the checkpoint's
     lanes: int | None = None  # threads that read the disk; None: as many as it takes
     store: Path | None = None  # for experts that loading converts; None: beside the model
+    profile: Path | None = None  # what the policy has learned before, if the file is there
 
 
 class LiveModel:
@@ -137,6 +139,10 @@ class LiveModel:
         """The last forward pass of a request has ended; returns when the driver has heard of it."""
         self._close_step(ends=True)
         self._steps.waiting.wait()
+
+    def save(self, file: Path) -> None:
+        """Write what the policy knows now, for `How.profile`."""
+        write_learned((self.decider.retention, self.decider.prefetcher), self.loaded.name, file)
 
     def close(self) -> None:
         """End the driver; copies under way end first."""
@@ -264,7 +270,7 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
 
     progress: is shown while a store is written (`expert_store`). Raise InputError for whatever cannot be.
     """
-    policy = parse(how.policy)
+    policy = starting_from(parse(how.policy), how.profile)
     require_causal(policy)
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
     with ExitStack() as opening:

@@ -29,6 +29,9 @@ class LiveOptions:
         Path | None,
         typer.Option(help="File for experts that loading converts, written once. Default: in the cache folder."),
     ] = None
+    profile: Annotated[
+        Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
+    ] = None
 
     def how(self, model: str | None) -> "How":
         """Return how to open the model; None: the shipped one."""

@@ -1,39 +1,32 @@
-"""A warm start: what a policy has learned, kept in a file for the next time. So far `eamc` saves, its collection."""
+"""A warm start: what a policy has learned, kept in a file for the next time."""
 
 from dataclasses import replace
 from pathlib import Path
 
+from policies.core.policy import Listener
 from policies.core.spec import Part, PolicySpec
-from policies.eamc.eamc import EamcPrefetcher, EamcRetention
-from replay.live.model import LiveModel
 from traces.errors import InputError
 from traces.output import replacing
 
-OPTION = "collection"
 
-
-def starting_from(policy: PolicySpec, file: Path) -> PolicySpec:
+def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
-    if not any(_saves(half) for half in (policy.evict, policy.prefetch)):
-        raise InputError(f"--profile: {policy.text} does not save what it learns; eamc does")
-    if not file.exists():
+    if file and not any(half.cls.starts_from for half in (policy.evict, policy.prefetch)):
+        raise InputError(f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do")
+    if not file or not file.exists():
         return policy
-    evict, prefetch = (
-        half.having({OPTION: str(file)}) if _saves(half) else half for half in (policy.evict, policy.prefetch)
-    )
-    warm = PolicySpec.of(evict, prefetch, policy.scope, policy.placement)
-    return replace(warm, typed=policy.typed)
+    evict, prefetch = _from(policy.evict, file), _from(policy.prefetch, file)
+    return replace(PolicySpec.of(evict, prefetch, policy.scope, policy.placement), typed=policy.typed)
 
 
-def save(live: LiveModel, file: Path) -> None:
-    """Write what the policy of a live model knows now."""
-    for half in (live.decider.retention, live.decider.prefetcher):
-        if isinstance(half, EamcRetention | EamcPrefetcher):
-            learned = half.predictor.saved(live.loaded.name)
+def _from(half: Part, file: Path) -> Part:
+    return half.having({half.cls.starts_from: str(file)}) if half.cls.starts_from else half
+
+
+def write_learned(halves: tuple[Listener, Listener], model: str, file: Path) -> None:
+    """Write what the policy knows now, of runs of `model`."""
+    for half in halves:
+        if half.starts_from:
             with replacing(file) as part, part.open("wb") as written:
-                learned.write(written)
+                half.save(written, model)
             return
-
-
-def _saves(half: Part) -> bool:
-    return OPTION in half.values

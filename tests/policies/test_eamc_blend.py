@@ -9,8 +9,9 @@ import pytest
 
 from policies.blend import tokens
 from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
-from policies.blend.evidence import AGAIN_HERE, AGAIN_PASSES, AHEAD, BLIND, HERE, KINDS, SETTINGS
+from policies.blend.evidence import AGAIN_HERE, AGAIN_PASSES, AHEAD, BLIND, HERE, KINDS, NEXT, SETTINGS
 from policies.blend.fit import fit_chance, fit_time, samples
+from policies.blend.learning import WEIGHT
 from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.events import alone
 from policies.core.policy import NO_INTS, START, Event, Shape
@@ -168,7 +169,7 @@ EVEN = math.log(K / (E - K))
 def test_keep_scores_are_those_of_the_definition(seed: int, sighted: bool) -> None:
     steps, ids = random_steps(seed, 12), random_ids(seed, 12) if sighted else None
     policy = BlendRetention(Shape(L, E), BlendOptions(distance=0.4))
-    policy.state.trust[:] = 1e9
+    policy.state.learning.fits[:, 1:] *= 1e30  # the weights stay
     tell(policy, steps, ids)
     for layer in range(L):
         possible = 0.4 * (len(steps) + 1 + layer / L)
@@ -185,7 +186,7 @@ def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong:
     steps, ids = random_steps(seed, 12), random_ids(seed, 12) if sighted else None
     steps[-1] = steps[-1][:1]  # the other layers have not routed yet
     policy = BlendRetention(Shape(L, E), BlendOptions(wrong=wrong, depth=2))
-    policy.state.trust[:] = 1e9
+    policy.state.learning.fits[:, 1:] *= 1e30  # the weights stay
     fetcher = BlendPrefetcher.beside(policy)
     fetcher.window(0.3)
     policy.begin_request(0, 0)
@@ -203,26 +204,25 @@ def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong:
             if not sighted:
                 odds = EVEN + weighed(LAYER_BLIND, [*kinds[e][:BLIND], 0.0, 0.0, lifts[e]])
             if odds >= (math.log(wrong / 0.3) if wrong else -math.inf):
-                distance = 0.5 * (len(steps) + layer / L) + 0.3 * (layer - 1)
+                distance = 0.75 * (len(steps) + layer / L) + 0.3 * (layer - 1)
                 g = max(math.log(2), weighed(TIME, kinds[e][:BLIND]))
                 expected[layer * E + e] = -no_use(odds) * g - distance
     assert dict(zip(proposed.tolist(), priorities.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
     assert wrong < 1 or len(expected) < 2 * E
 
 
-def test_ids_are_believed_while_they_foretell() -> None:
-    """Ids that fix the next token's experts are; drawn anew they are not, and then they make no difference."""
+def test_ids_count_as_much_as_they_foretell() -> None:
+    """Ids that fix the next token's experts count more than at first; drawn anew they soon count nearly nothing."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 6, 400).tolist()
     chosen = [rng.choice(E, K, replace=False).tolist() for _ in range(6)]
     steps = [[chosen[ids[t - 1] if t else 0]] * L for t in range(400)]
-    true, blind, mixed = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(3))
+    true, mixed = (BlendRetention(Shape(L, E), BlendOptions()) for _ in range(2))
     tell(true, steps, ids)
-    tell(blind, steps)
-    tell(mixed, steps, rng.permutation(ids).tolist())
-    assert true.state.trust[0] > 10
-    assert mixed.state.trust[0] < 0
-    np.testing.assert_array_equal(mixed.keep[0], blind.keep[0])
+    tell(mixed, 6 * steps, rng.integers(0, 200, 6 * len(steps)).tolist())
+    counts = WEIGHTS[CHANCE, NEXT]
+    assert true.state.learning.fits[CHANCE, WEIGHT, NEXT] > counts
+    assert abs(mixed.state.learning.fits[CHANCE, WEIGHT, NEXT]) < counts / 2
     wanted = np.isin(np.arange(E), chosen[ids[-1]])
     last = true.keep[0, -E:]
     assert last[wanted].min() > last[~wanted].max()

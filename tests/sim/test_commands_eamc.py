@@ -1,4 +1,4 @@
-"""`moe-sim eamc build` and `show`, through the command line."""
+"""`moe-sim eamc build` and `show`, and `moe-sim profile build`, through the command line."""
 
 import json
 from dataclasses import replace
@@ -79,3 +79,37 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(moe_sim, tmp_path,
     assert says in err
     assert err.count("\n") == 1
     assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_profile_is_learned_continued_and_started_from(moe_sim):
+    status, out, _ = moe_sim("profile", "build", "tiny", "--out", "tiny.npz")
+    assert (status, out) == (0, "learned 3 requests of tiny\nwrote tiny.npz\n")
+    status, out, _ = moe_sim("profile", "build", "tiny", "tiny", "--start", "tiny.npz", "--out", "more.npz")
+    assert (status, out) == (0, "learned 6 requests of tiny, tiny, tiny\nwrote more.npz\n")
+    arguments = ("--policies", "eamc-blend,eamc-blend:profile=more.npz", "--cache-sizes", "25%", "--out", "from")
+    status, out, err = moe_sim("sweep", "tiny", *arguments, "--workers", "1")
+    assert status == 0, err
+    cold, warm = pd.read_parquet("from/results.parquet").set_index("policy")["misses"]
+    assert cold != warm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("tiny",), "Missing option '--out'"),
+        (("tiny", "--out", "file"), "file"),
+        (("nothing", "--out", "new.npz"), "nothing"),
+        (("tiny", "--out", "new.npz", "--start", "nothing.npz"), "cannot read the profile nothing.npz"),
+        (("tiny", "--out", "new.npz", "--start", "file"), "holds no profile of eamc-blend"),
+        (("tiny", "wider", "--out", "new.npz"), "wider is of another model than tiny"),
+        (("tiny", "--as-decode", "--out", "new.npz", "--start", "wider.npz"), "does not fit this model"),
+    ],
+)
+def test_what_cannot_become_a_profile_is_refused_in_one_line(arguments, says, moe_sim, tmp_path):
+    write_trace(synthetic(1, tokens=6, layers=3, experts=17, top_k=2, seed=3), tmp_path / "wider")
+    moe_sim("profile", "build", "wider", "--out", "wider.npz")
+    status, _, err = moe_sim("profile", "build", *arguments)
+    assert status != 0
+    assert says in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "new.npz").exists()

@@ -1,0 +1,33 @@
+"""Learning a profile of a model from traces, without a cache: what `moe-sim profile build` does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from policies.blend.eamc_blend import profile_of
+from policies.blend.profile import Profile
+from policies.core.events import RequestEvents
+from policies.core.policy import Requests, Shape
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
+
+
+def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | None = None) -> Profile:
+    """Return what `eamc-blend` knows after the requests of the traces, by name and in order.
+
+    start: a profile to go on from. Raises InputError for one that does not fit.
+    """
+    runner = PolicyRunner(parse(f"eamc-blend:profile={start}" if start else "eamc-blend"), shape, ())
+    ordinal = 0
+    for _, requests in traces:
+        for request in requests:
+            events = RequestEvents(request, shape.layers)
+            runner.begin_request(ordinal)
+            for step in range(len(request.phase)):
+                runner.propose(events.start(step))
+                for layer in range(shape.layers):
+                    event = events.event(step, layer)
+                    runner.observe(event)
+                    runner.propose(event)
+            runner.end_request()
+            ordinal += 1
+    return profile_of(runner.retention, ", ".join(name for name, _ in traces))

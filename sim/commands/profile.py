@@ -1,0 +1,56 @@
+"""The command `moe-sim profile build`: what eamc-blend learns of a model, as a file that a run can start from."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sim.commands import options
+from sim.commands.options import Overwrite
+from traces import console
+
+profile = typer.Typer(
+    help="What eamc-blend has learned, as a file to start from.", no_args_is_help=True, rich_markup_mode="rich"
+)
+
+
+@profile.callback()
+def _commands() -> None:
+    """Keep `build` a command of its own."""
+
+
+@profile.command()
+@options.expanded
+def build(
+    traces: Annotated[list[Path], typer.Argument(help="Folders of traces of one model, learned in order.")],
+    out: Annotated[Path, typer.Option(help="File to write, as in model.profile.npz.")],
+    start: Annotated[Path | None, typer.Option(help="A profile to go on from.")] = None,
+    as_decode: Annotated[bool, typer.Option("--as-decode", help="Run prefills token by token.")] = False,
+    overwrite: Overwrite = False,
+) -> None:
+    """Learn from traces what eamc-blend would learn of a model while it runs them.
+
+    [b]moe-sim profile build my-trace --out model.npz[/b]
+
+    [b]moe-sim sweep other-trace --policies lru,eamc-blend,eamc-blend:profile=model.npz[/b]
+    """
+    from policies.blend.build import build as learn
+    from policies.core.policy import Shape
+    from sim.sweeps.setup import Requests
+    from traces.errors import InputError
+    from traces.output import check_file, replacing
+    from traces.shards import Shards
+
+    check_file(out, overwrite)
+    opened = [Shards.open(str(trace)) for trace in traces]
+    if as_decode:
+        opened = [each.as_decode() if each.phases != "decode" else each for each in opened]
+    shapes = [(each.layers, each.num_experts) for each in opened]
+    for each, shape in zip(opened, shapes, strict=True):
+        if shape != shapes[0]:
+            raise InputError(f"{each.path} is of another model than {opened[0].path}: a profile is of one model")
+    built = learn([(each.name, Requests(each)) for each in opened], Shape(*shapes[0]), start)
+    with replacing(out) as part, part.open("wb") as file:
+        built.write(file)
+    console.say(f"learned {sum(len(each.requests) for each in opened)} requests of {', '.join(built.traces)}")
+    console.say(f"wrote {out}")

@@ -1,0 +1,106 @@
+"""What eamc-blend has learned, in a file: a run that starts from it goes on; what is no such file is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from policies.blend.build import build
+from policies.blend.eamc_blend import learned
+from policies.blend.profile import Profile
+from policies.core.policy import Shape
+from policies.core.runner import PolicyRunner
+from policies.core.spec import parse
+from sim.sweeps.setup import Requests
+from traces.errors import InputError
+from traces.synthetic import synthetic
+
+SHAPE = Shape(4, 8)
+
+
+@pytest.fixture
+def trace():
+    made = synthetic(6, 30, 4, 8, 2, seed=3, prompt_tokens=5)
+    ids = np.random.default_rng(3).integers(0, 20, int(made.offsets[-1]))
+    return replace(made, token_id=ids.astype(np.int32))
+
+
+def written(profile, path):
+    with path.open("wb") as file:
+        profile.write(file)
+    return path
+
+
+def test_learning_on_from_a_file_ends_as_learning_without_a_break(trace, tmp_path):
+    requests = list(Requests(trace))
+    file = written(build([("first", requests[:3])], SHAPE), tmp_path / "first.npz")
+
+    on = build([("second", requests[3:])], SHAPE, file)
+    whole = build([("both", requests)], SHAPE)
+
+    assert on.traces == ("first", "second")
+    assert whole.learned["passes"].any()
+    assert (whole.learned["fits"] != build([("none", [])], SHAPE).learned["fits"]).any()
+    for name, array in whole.learned.items():
+        assert np.array_equal(on.learned[name], array), name
+
+
+def test_a_run_starts_with_what_the_file_holds(trace, tmp_path):
+    profile = build([("it", Requests(trace))], SHAPE)
+    file = written(profile, tmp_path / "it.npz")
+    runner = PolicyRunner(parse(f"eamc-blend:profile={file}"), SHAPE, ())
+    assert runner.prefetcher.state.keep is runner.retention.state.keep
+    for name, array in learned(runner.retention.state).items():
+        assert np.array_equal(array, profile.learned[name]), name
+
+
+@pytest.mark.parametrize("shape", [Shape(4, 9), Shape(5, 8)])
+def test_a_profile_of_another_model_is_refused(shape, trace, tmp_path):
+    file = written(build([("it", Requests(trace))], SHAPE), tmp_path / "it.npz")
+    with pytest.raises(InputError, match="does not fit this model; it was learned from 4 x 8 experts"):
+        parse(f"eamc-blend:profile={file}").build(shape)
+
+
+def _without_rows(held):
+    return {name: array for name, array in held.items() if name != "rows"}
+
+
+def _not_finite(held):
+    return held | {"rows": held["rows"] * np.nan}
+
+
+def _of_the_next_version(held):
+    return held | {"about": np.array(json.dumps({"format": "moe-expert-cache eamc-blend profile 2"}))}
+
+
+def _of_no_model(held):
+    about = json.loads(str(held["about"]))
+    return held | {"about": np.array(json.dumps(about | {"layers": "4"}))}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_without_rows, "it is damaged"),
+        (_not_finite, "does not fit"),
+        (_of_the_next_version, "it is not of this version"),
+        (_of_no_model, "does not say what it was learned from"),
+    ],
+)
+def test_a_damaged_profile_is_refused(damage, says, trace, tmp_path):
+    file = written(build([("it", Requests(trace))], SHAPE), tmp_path / "it.npz")
+    with np.load(file) as held:
+        arrays = damage(dict(held))
+    np.savez(file, **arrays)
+    with pytest.raises(InputError, match=says):
+        parse(f"eamc-blend:profile={file}").build(SHAPE)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no zip"])
+def test_what_is_no_profile_is_refused(content, tmp_path):
+    file = tmp_path / "it.npz"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InputError, match="make one with moe-sim profile build"):
+        Profile.read(file)
