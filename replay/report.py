@@ -41,7 +41,7 @@ SCHEMA = pa.schema(
         ("predicted_for", TEXT),
         *[(f"predicted_{name}", MS) for name in ("tpot_mean_ms", "tpot_p99_ms", "ttft_mean_ms")],
         ("predicted_hit_rate", SHARE),
-        *[(f"predicted_tpot_{end}_ms", MS) for end in ("low", "high")],  # by the calibrations before and after the run
+        *[(f"predicted_tpot_{end}_ms", MS) for end in ("low", "high")],  # as sure as the machine's pace is
     ]
 )
 """Columns of a replay's results.parquet: those of a sweep, then the device's."""
@@ -196,7 +196,7 @@ def last_line(outcome: Outcome) -> str:
     expected = outcome.predictions[0]
     off = expected.row[column] / row[column] - 1 if row[column] else 0.0
     low, high = expected.interval_ms or (0.0, 0.0)
-    apart = f"; {low:.4g} to {high:.4g} by the calibrations before and after" if expected.interval_ms else ""
+    apart = f"; {low:.4g} to {high:.4g} as the machine's pace varied" if expected.interval_ms else ""
     return (
         f"predicted for {expected.machine}: {name} mean {expected.row[column]:.4g} ms ({off:+.1%}{apart}), "
         f"hit rate {_show(expected.row['hit_rate'], '{:.1%}')}; {measured}: {name} mean {row[column]:.4g} ms, "

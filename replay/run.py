@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from policies.core.policy import Int
 from policies.core.spec import PolicySpec
+from replay.calibration.pace import Pace, pausing
 from replay.devices.pinning import REQUIRE
 from replay.devices.pinning import check as check_pin
 from replay.model import DENSE
@@ -301,10 +302,12 @@ def replay(
     with open_device(choice) as (opened, facts), undisturbed(None if choice.device == "virtual" else run):
         device = opened
         calibrations: Sequence[MeasuredModel] = ()
+        paces: list[Pace] = []
         if choice.device != "virtual":
-            from replay.calibration.measure import around, measure
+            from replay.calibration.measure import Around, measure_model, under_policy
 
-            timing, link = measure(device, run, choice.most_tokens)
+            before = measure_model(device, run, choice.most_tokens, "this machine")
+            timing, link = under_policy(before.model, run)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=timing.predictor_ns / 1_000)
             run = choice.on(timing, link)
         if choice.nvtx:
@@ -313,11 +316,12 @@ def replay(
             device = marked(device)
         observer = _observer(choice, run, timeline, slots) if timeline else None
         driver = _driver(run, device, done, observer)
-        log = driver.run(on_step or (lambda row: None), done)
+        log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
         if observer:
             observer.close()
         if choice.device != "virtual":
-            calibrations = around(opened, run, choice.most_tokens, timing.model)
+            around = Around.of(before, measure_model(opened, run, choice.most_tokens, "this machine"), paces)
+            calibrations = [around.fastest, around.during, around.slowest]
     row, by_request = summarise(log, cell, loaded.trace.requests)
     link = run.gpu.link
     row |= {"device": choice.device, **facts, "chunk_bytes": link.chunk_bytes or link.expert_bytes}
@@ -399,7 +403,7 @@ def open_device(choice: Choice) -> Iterator[tuple[Device, ResultRow]]:
 def _predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -> list[Prediction]:
     """Return what the simulator says on this machine as measured, and on the hardware profile.
 
-    calibrations: before the run, between both, and after it; none on a logical clock.
+    calibrations: as fast as the machine may have been, as it was found, and as slow; none on a logical clock.
     """
     loaded = choice.loaded
     assert loaded.hardware
@@ -414,10 +418,10 @@ def _predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) 
     if calibrations:
         here = "this machine as measured"
         predictor_ns = round((cell.predictor_us or 0.0) * 1_000)
-        before, between, after = (predicted(*choice.felt(each, predictor_ns), here) for each in calibrations)
+        fastest, during, slowest = (predicted(*choice.felt(each, predictor_ns), here) for each in calibrations)
         interval = None
-        if between["tpot_mean_ms"] is not None:
-            low, high = sorted((before["tpot_mean_ms"], after["tpot_mean_ms"]))
+        if during["tpot_mean_ms"] is not None:
+            low, high = sorted((fastest["tpot_mean_ms"], slowest["tpot_mean_ms"]))
             interval = low, high
-        found.insert(0, Prediction(here, between, interval))
+        found.insert(0, Prediction(here, during, interval))
     return found

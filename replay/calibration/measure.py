@@ -23,7 +23,8 @@ from policies.core.policy import NO_INTS
 from policies.core.residency import BLOCKED, NO_EXPERT
 from replay.calibration.contention import slowed
 from replay.calibration.host_time import with_host
-from replay.calibration.meter import Meter, rising
+from replay.calibration.meter import AT_LEAST, Meter, rising
+from replay.calibration.pace import Factors, Pace, Paced
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
 from sim.loop.driver import Driver
@@ -39,6 +40,8 @@ CYCLE_BYTES = 1 << 30
 """Repeats go round so many bytes of slots (and all layers), so that caches hold no more than in a run."""
 TRANSFERS = 8
 """Of a series."""
+PACES = 8
+"""Series between which the pace is taken, at least."""
 CONTEXTS = 6
 LADDER = 4
 """From one number of tokens to the next."""
@@ -56,26 +59,47 @@ class Measurement:
 
     model: MeasuredModel
     noise: float
+    paces: tuple[Pace, ...] = ()  # of the device meanwhile
+
+
+@dataclass(frozen=True)
+class Around:
+    """A machine as measured before a run and after it and, where the device tells its pace, during the run."""
+
+    before: MeasuredModel
+    after: MeasuredModel
+    during: MeasuredModel  # between both, at the pace of the run
+    fastest: MeasuredModel  # as far as its errors go
+    slowest: MeasuredModel
+
+    @staticmethod
+    def of(before: Measurement, after: Measurement, paces: Sequence[Pace]) -> "Around":
+        """Where no pace is known, what lies between, and what either calibration found."""
+        calibrated = (*before.paces, *after.paces)
+        middle, models = between([before.model, after.model]), (before.model, after.model)
+        if not (calibrated and paces):
+            return Around(*models, middle, *models)
+        scaled = (Factors.of(calibrated, paces, errors).scale(middle) for errors in (0.0, -1.0, 1.0))
+        return Around(*models, *scaled)
 
 
 def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
     """Durations on `device` for steps of up to `most_tokens` tokens, the run's policy included, and the link."""
-    model = measure_model(device, run, most_tokens, "this machine").model
+    return under_policy(measure_model(device, run, most_tokens, "this machine").model, run)
+
+
+def under_policy(model: MeasuredModel, run: Run) -> tuple[MeasuredTiming, Link]:
+    """Return the durations of a machine, the run's policy included, and its link."""
     link = model.link(run.gpu.link.chunk_bytes)
     return model.timing(policy_ns(run, model.timing(), link)), link
-
-
-def around(device: Device, run: Run, most_tokens: int, before: MeasuredModel) -> list[MeasuredModel]:
-    """Measure again behind a run; return the model as measured before it, between both, and after it."""
-    after = measure_model(device, run, most_tokens, "this machine").model
-    return [before, between([before, after]), after]
 
 
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
     """Measure everything but policies. Leaves whole experts in some slots."""
     meter = Meter(device)
     places = min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
-    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, places)
+    paces: list[Pace] = []
+    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
     sizes, behind = [1, *ladder(most_tokens)], _behind(run)
@@ -106,7 +130,7 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
     )
     compute, transfer = slowed(meter, run.gpu.link.expert_bytes, places, transfer_ns, model.expert[0][1])
     model = replace(model, compute_slowed=compute, transfer_slowed=transfer)
-    return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads))
+    return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads), tuple(paces))
 
 
 def between(models: Sequence[MeasuredModel]) -> MeasuredModel:
@@ -244,25 +268,32 @@ class Endless(Transfers):
         return False
 
 
-def transfers(meter: Meter, expert_bytes: int, places: int) -> tuple[int, int]:
-    """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots."""
+def transfers(meter: Meter, expert_bytes: int, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
+    """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
+
+    paces: gets those of a device that tells its own, which is asked between the transfers.
+    """
     part_bytes = -(-expert_bytes // 2)
     part = _transfer_ns(meter, part_bytes, places)
-    whole = _transfer_ns(meter, expert_bytes, places)
+    whole = _transfer_ns(meter, expert_bytes, places, paces)
     _pumped(meter.device, expert_bytes, places, places)
     moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
     return max(whole, 1), max(whole, 1) - min(max(moving, 1), max(whole, 1))
 
 
-def _transfer_ns(meter: Meter, size: int, places: int) -> int:
+def _transfer_ns(meter: Meter, size: int, places: int, paces: list[Pace] | None = None) -> int:
     """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
-    _pumped(meter.device, size, places, 2)
+    device = meter.device
+    asked = device if paces is not None and isinstance(device, Paced) else None
+    _pumped(device, size, places, 2)
 
     def series() -> int:
-        ends = _pumped(meter.device, size, places, TRANSFERS + 1)
+        ends = _pumped(device, size, places, TRANSFERS + 1)
+        if asked and paces is not None:
+            paces.append(asked.pace())
         return (ends[-1] - ends[0]) // TRANSFERS
 
-    return meter.repeated(series, TRANSFERS)
+    return meter.repeated(series, TRANSFERS, PACES if asked else AT_LEAST)
 
 
 def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:

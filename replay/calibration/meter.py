@@ -54,10 +54,10 @@ class Meter:
 
         return self.repeated(series, length)
 
-    def repeated(self, series: Callable[[], int], length: int) -> int:
+    def repeated(self, series: Callable[[], int], length: int, at_least: int = AT_LEAST) -> int:
         """Return the mean of what `series` returns: ns of one of the `length` that it times."""
         took: list[int] = []
-        while not _is_sure(took, length):
+        while len(took) < at_least or not _is_sure(took, length):
             took.append(series())
         return self.settled(took)
 

@@ -20,6 +20,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import Int
+from replay.calibration.pace import Pace, pausing
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, LoopRecorder
 from replay.run import Choice, Described, bookkeeping_us, copy_gb_per_s, host_ms
@@ -31,13 +32,14 @@ from sim.loop.driver import Driver, LoopObserver
 from sim.loop.log import RunLog, StepRow, joined
 from sim.loop.run import Run
 from sim.loop.session import Decider
-from sim.profiles.measured import MeasuredTiming
+from sim.profiles.measured import MeasuredModel, MeasuredTiming
 from sim.profiles.timing import Link, Timing
 from sim.results.metrics import Row, summarise
 from traces.errors import InputError, unknown
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
+    from replay.calibration.measure import Around
     from replay.devices.stage import Stage
 
 CLOSED_LOOP, LOCKSTEP = "closed-loop", "lockstep"
@@ -64,6 +66,7 @@ class Played:
     log: RunLog
     row: Row
     evictions: Mapping[int, Int]
+    paces: tuple[Pace, ...] = ()  # of the device in the run's pauses
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class CellOutcome:
     predicted_without_host: Row | None  # None: the timing knows no host
     noise: float | None  # (greatest - least) / mean TPOT mean of several runs; None of a single one
     decider: Decider | None = None  # of a run in lockstep: the decisions
-    interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted by either of two calibrations
+    interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
+    calibrations_ms: tuple[float, float] | None = None  # TPOT mean as predicted by the calibration before, and after
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
@@ -104,18 +108,21 @@ class CellOutcome:
             "evictions": errors.evictions_differ(*evictions),
         }
 
-    def predicted_again(self, before: Described, between: Described, after: Described) -> "CellOutcome":
-        """Return the same cell, predicted by the calibrations before and after it was run: by what lies between.
+    def predicted_again(self, around: "Around", described: Callable[[MeasuredModel], Described]) -> "CellOutcome":
+        """Return the same cell, predicted by what was measured before, during and after it.
 
-        What either of them predicts alone is the interval. Lockstep keeps its decisions.
+        Lockstep keeps its decisions. described: a machine under the cell's policy.
         """
-        first, middle, last = (self._predict(*each) for each in (before, between, after))
-        ends = sorted(one.row["tpot_mean_ms"] for one in (first, last))
+        during = described(around.during)
+        middle = self._predict(*during)
+        models = (around.before, around.after, around.fastest, around.slowest)
+        before, after, *ends = (self._predict(*described(model)).row["tpot_mean_ms"] for model in models)
         return replace(
             self,
             predicted=middle,
-            predicted_without_host=_without_host(self.choice, *between, self.decider),
-            interval_ms=(ends[0], ends[1]),
+            predicted_without_host=_without_host(self.choice, *during, self.decider),
+            interval_ms=(min(ends), max(ends)),
+            calibrations_ms=(before, after),
         )
 
     def _predict(self, timing: Timing, link: Link) -> Played:
@@ -127,9 +134,9 @@ class CellOutcome:
     @property
     def disagreement(self) -> float | None:
         """How far apart the two calibrations predict, as a share."""
-        if self.interval_ms is None:
+        if self.calibrations_ms is None:
             return None
-        low, high = self.interval_ms
+        low, high = sorted(self.calibrations_ms)
         return 2 * (high - low) / (high + low)
 
     def figures(self) -> Row:
@@ -143,7 +150,9 @@ class CellOutcome:
             "divergence": self.divergence,
             "noise": self.noise,
             "predicted_interval_ms": self.interval_ms,
+            "predicted_by_calibrations_ms": self.calibrations_ms,
             "calibrations_disagree": self.disagreement,
+            "paces_ns": [list(map(round, pace)) for pace in self.measured.paces] or None,
         }
 
     def per_token(self) -> pd.DataFrame:
@@ -198,7 +207,9 @@ def play_cell(
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None):
-            return play_on(choice, run, device, script, on_step)
+            paces: list[Pace] = []
+            played = play_on(choice, run, device, script, pausing(device, paces, on_step or _silent))
+            return replace(played, paces=tuple(paces))
 
     def mean_ns(played: Played) -> float:
         return float(played.log.step_ns[decoded].mean())
@@ -213,6 +224,10 @@ def play_cell(
         noise=(means[-1] - means[0]) / mean(means) if repeat > 1 and mean(means) else None,
         decider=script,
     )
+
+
+def _silent(_: StepRow) -> None:
+    """Nobody listens."""
 
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:

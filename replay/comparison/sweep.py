@@ -23,6 +23,7 @@ from traces.errors import InputError
 from traces.output import make_folder, replacing
 
 if TYPE_CHECKING:
+    from replay.calibration.measure import Measurement
     from replay.devices.stage import Stage
 
 RECORD, TOKENS = "compare.json", "tokens"
@@ -71,7 +72,7 @@ class Comparison:
                     outcome = play_cell(choice, mode, *machine.under(choice), stage, on_step, self.repeat)
                     if machine.is_measured:
                         machine.measure()
-                        outcome = outcome.predicted_again(*machine.around(choice))
+                        outcome = machine.predicted_again(outcome)
                 except InputError as error:
                     record.fail(key, head, error)
                     continue
@@ -123,7 +124,7 @@ class Machine:
         """`slots`: of the greatest cache; the machine is measured with it, unless a profile describes it."""
         self._choice = replace(choice, policy=parse("lru"), slots=slots)
         self._stage = None if is_calibrated else stage
-        self._models: list[MeasuredModel] = []
+        self._found: list[Measurement] = []  # the latest two
         self._policy_ns: dict[str, int] = {}
         if self._stage is None:
             hardware = choice.loaded.hardware
@@ -145,25 +146,24 @@ class Machine:
         choice = self._choice
         with self._stage.device(choice.slots, choice.contexts) as device:
             found = measure_model(device, choice.run, choice.most_tokens, "this machine")
-        self._models = [*self._models[-1:], found.model]
+        self._found = [*self._found[-1:], found]
         return found.noise
 
     def under(self, choice: Choice) -> Described:
         """Return it under that cell's policy, as measured last."""
-        if not self._models:
+        if not self._found:
             timing = choice.loaded.timing(choice.policy)
             if known := choice.loaded.measured:
                 return choice.felt(known, timing.predictor_ns)
             return timing, choice.loaded.link
-        return self._described(choice, self._models[-1])
+        return self._described(choice, self._found[-1].model)
 
-    def around(self, choice: Choice) -> tuple[Described, Described, Described]:
-        """Return it as measured before the latest cell, between both calibrations, and behind that cell."""
-        from replay.calibration.measure import between
+    def predicted_again(self, outcome: CellOutcome) -> CellOutcome:
+        """Return the latest cell, predicted by what was measured around it."""
+        from replay.calibration.measure import Around
 
-        before, after = self._models[0], self._models[-1]
-        one, two, three = (self._described(choice, model) for model in (before, between([before, after]), after))
-        return one, two, three
+        around = Around.of(self._found[0], self._found[-1], outcome.measured.paces)
+        return outcome.predicted_again(around, lambda model: self._described(outcome.choice, model))
 
     def _described(self, choice: Choice, model: MeasuredModel) -> Described:
         link = model.link(choice.loaded.setup.chunk_bytes)

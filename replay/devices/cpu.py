@@ -7,7 +7,8 @@ all run beside the driver. The slots ("GPU memory") are allocated once.
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replay.calibration.pace import Pace
 from replay.devices.lanes import parts
 from replay.devices.store import ExpertStore, anonymous
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
@@ -29,6 +31,13 @@ Outcomes = SimpleQueue[Outcome]
 
 TAIL_BYTES = 256 << 10
 """memcpy takes some 50 us for it, about what threads take to hand over; a disk takes longer."""
+
+
+PACED = 8
+"""Experts that a pause reads, and computes."""
+SPARE_BYTES = 256 << 20
+"""Of slots that a pause reads into, or two."""
+GOLDEN = 0.6180339887498949
 
 
 class LinkThreads(Device):
@@ -45,6 +54,7 @@ class LinkThreads(Device):
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
+        self._paused_ns = 0
         self._stuck = False
 
     def _slots(self, slots: int) -> NDArray[np.uint8]:
@@ -54,8 +64,18 @@ class LinkThreads(Device):
         return pool
 
     def now(self) -> int:
-        """Wall clock."""
-        return time.perf_counter_ns()
+        """Wall clock, but for pauses."""
+        return time.perf_counter_ns() - self._paused_ns
+
+    @contextmanager
+    def _paused(self, streams: Sequence["Stream"]) -> Iterator[None]:
+        """Let what these streams have begun end, then stand still; the clock stands still throughout."""
+        began = time.perf_counter_ns()
+        _took(streams, [[_nothing] * len(streams)])
+        try:
+            yield
+        finally:
+            self._paused_ns += time.perf_counter_ns() - began
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
@@ -124,6 +144,8 @@ class CpuDevice(LinkThreads):
         self._verify = verify
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._compute = Stream("compute")
+        self._spare: NDArray[np.uint8] | None = None  # slots that a pause reads into
+        self._paced = 0  # experts read in pauses
 
     @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
@@ -147,6 +169,25 @@ class CpuDevice(LinkThreads):
         """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
+    def pace(self) -> Pace:
+        """Stop the clock; read some experts into slots of their own, and compute some that lie in the cache."""
+        if self._spare is None:
+            self._spare = self._slots(min(PACED, max(2, SPARE_BYTES // self.store.stride)))
+        spare, store, slots = self._spare, self.store, len(self._weights)
+        with self._paused([*self._lanes, self._compute]):
+            turns = range(self._paced, self._paced + PACED)
+            self._paced += PACED
+            cut = parts(0, store.expert_bytes, len(self._lanes))
+            reads = [
+                [partial(store.read, _spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
+                for turn in turns
+            ]
+            weights = [self._weights[_spread(turn, slots)] for turn in turns]
+            computes = [[partial(self._network.expert, each, 1)] for each in weights]
+            pace = Pace(_took(self._lanes, reads) / PACED, _took([self._compute], computes) / PACED)
+            _took([self._compute], [[self._network.forget]])
+            return pace
+
     def close(self) -> None:
         """End all threads."""
         super().close()
@@ -169,6 +210,27 @@ class CpuDevice(LinkThreads):
     def _require(self, expert: int, slot: int) -> None:
         if not self.store.holds(expert, self.pool[slot, : self.store.expert_bytes]):
             raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
+
+
+def _took(streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]]) -> int:
+    """Give each stream its part of each piece of work; ns until all has ended. What one raises is raised."""
+    outcomes, began = Outcomes(), time.perf_counter_ns()
+    report = Report(Completion(Kind.COPY), outcomes, len(works) * len(streams))
+    for work in works:
+        for stream, part in zip(streams, work, strict=True):
+            stream.submit(part, report)
+    if isinstance(outcome := outcomes.get(), Exception):
+        raise outcome
+    return time.perf_counter_ns() - began
+
+
+def _nothing() -> None:
+    """Work that takes no time."""
+
+
+def _spread(turn: int, count: int) -> int:
+    """Return one of `count` things, so that turns go all over them."""
+    return int(turn * GOLDEN % 1.0 * count)
 
 
 class Report:

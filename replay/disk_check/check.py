@@ -151,7 +151,7 @@ class Check:
         def play() -> Row:
             outcome = play_cell(choice, mode, *machine.under(choice), stage)
             machine.measure()
-            outcome = outcome.predicted_again(*machine.around(choice))
+            outcome = machine.predicted_again(outcome)
             log = outcome.measured.log
             first_ms = log.step_ns[log.phase == DECODE][:PEER_TOKENS].mean() / 1e6
             return {**outcome.figures(), "tpot_first_ms": float(first_ms)}

@@ -100,6 +100,10 @@ class Network:
         output = expert_output(weights, self.hidden[:tokens].to(self.expert_dtype), self.profile.expert_matrices)
         self.experts_out[:tokens].add_(output, alpha=self.router_weight)
 
+    def forget(self) -> None:
+        """The experts' outputs are dropped."""
+        self.experts_out.zero_()
+
     def combine(self, tokens: int) -> None:
         """The experts' outputs join the stream."""
         out = self.experts_out[:tokens]

@@ -442,7 +442,7 @@ def _measured(replays: Sequence[Results]) -> Section:
         return Section(title, (Item("text", missing),))
     figure = plot.predicted_and_measured(pairs, "mean time per output token (ms)")
     head = ("run", "predicted TPOT, ms", "measured", "error", "predicted hit rate", "measured")
-    caption = "Bars are the prediction by the calibrations before and after the run, where there were two."
+    caption = "Bars are the prediction as the machine's pace varied, where that was measured."
     return Section(title, (_figure(figure, caption), Item("table", head=head, rows=tuple(rows))))
 
 

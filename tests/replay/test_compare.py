@@ -17,7 +17,8 @@ import pytest
 
 from policies.core.spec import parse
 from replay import cli
-from replay.calibration.measure import between
+from replay.calibration.measure import Around, Measurement, between
+from replay.calibration.pace import Factors, Pace
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
 from replay.comparison.errors import DECIDED
@@ -169,24 +170,54 @@ def test_what_transfers_and_compute_cost_each_other_is_felt_where_they_overlap()
     assert tpot_ms(resident, compute_slowed=2.0) == pytest.approx(tpot_ms(resident), rel=0.2)
 
 
-def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it() -> None:
+@pytest.mark.parametrize("reads", [None, 1.5])
+def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the_pace_of_the_run(
+    reads: float | None,
+) -> None:
+    """Where a device tells no pace, what either calibration says is the interval."""
     base = chosen("lru", slots=80)
     slow, fast = (measured_machine(base.loaded, turnaround_ns=ns) for ns in (60_000, 20_000))
     assert slow.measured
     assert fast.measured
     for mode in MODES:
         choice = dataclasses.replace(base, loaded=slow)
-        described = [
-            choice.felt(each, 0) for each in (slow.measured, between([slow.measured, fast.measured]), fast.measured)
-        ]
-        before, middle, after = described
-        found = play_cell(choice, mode, *before).predicted_again(before, middle, after)
+        before, after = (Measurement(each, 0.0, (Pace(100.0, 10.0),)) for each in (slow.measured, fast.measured))
+        paces = [Pace(100.0 * reads * of, 10.0) for of in (0.9, 1.1)] if reads else []
+        around = Around.of(before, after, paces)
+        cell = play_cell(choice, mode, *choice.felt(slow.measured, 0))
+        found = cell.predicted_again(around, lambda model: choice.felt(model, 0))  # noqa: B023
         assert found.interval_ms
+        assert found.calibrations_ms
         low, high = found.interval_ms
-        assert low < found.predicted.row["tpot_mean_ms"] < high
-        assert high - low == pytest.approx(40_000e-6 * choice.loaded.trace.layers, rel=0.05)
-        assert found.disagreement == pytest.approx(2 * (high - low) / (high + low))
+        middle = found.predicted.row["tpot_mean_ms"]
+        assert low < middle < high
+        by_slow, by_fast = found.calibrations_ms
+        assert by_slow - by_fast == pytest.approx(40_000e-6 * choice.loaded.trace.layers, rel=0.05)
+        assert found.disagreement == pytest.approx(2 * (by_slow - by_fast) / (by_slow + by_fast))
         assert found.figures()["predicted_interval_ms"] == (low, high)
+        if reads:
+            slowed = dataclasses.replace(between([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
+            assert around.during.transfer_ns == round(reads * slow.measured.transfer_ns)
+            assert around.slowest.transfer_ns == pytest.approx(around.during.transfer_ns * (1 + 0.1 / reads * reads))
+            assert dataclasses.replace(around.during, transfer_ns=0, latency_ns=0) == slowed
+            assert middle > by_slow
+        else:
+            assert (low, high) == (by_fast, by_slow)
+
+
+def test_factors_are_how_the_pace_of_a_run_compares_and_scale_what_was_measured() -> None:
+    then, now = [Pace(10.0, 4.0), Pace(30.0, 4.0)], [Pace(40.0, 2.0), Pace(20.0, 2.0)]
+    assert Factors.of(then, now) == Factors(1.5, 0.5)
+    assert Factors.of(then, now, 1.0).reads == pytest.approx((30 + 10) / 20)  # 10: sd 14.1 over the root of 2
+    assert Factors.of([], now) == Factors.of(then, []) == Factors()
+    known = measured_machine(chosen("lru").loaded, turnaround_ns=7).measured
+    assert known
+    scaled = Factors(1.5, 0.5).scale(known)
+    assert (scaled.transfer_ns, scaled.latency_ns) == (round(1.5 * known.transfer_ns), round(1.5 * known.latency_ns))
+    assert scaled.expert == tuple((tokens, round(0.5 * ns)) for tokens, ns in known.expert)
+    assert scaled.dense == tuple((tokens, context, round(0.5 * ns)) for tokens, context, ns in known.dense)
+    assert scaled.turnaround_ns == 7
+    assert Factors().scale(known) == known
 
 
 @pytest.mark.parametrize("mode", MODES)

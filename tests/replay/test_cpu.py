@@ -2,22 +2,25 @@
 
 import dataclasses
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from replay.calibration.pace import Pace, pausing
 from replay.devices import store as store_module
-from replay.devices.cpu import CpuDevice
+from replay.devices.cpu import PACED, CpuDevice
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.model.network import Network, dtype_of, expert_output
 from sim.engines.untimed import count
-from sim.loop.driver import play
+from sim.loop.driver import Driver, play
 from sim.loop.log import RunLog
 from sim.profiles.model_profile import ModelProfile, model
 from sim.sweeps.setup import Requests
@@ -25,6 +28,7 @@ from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError
 from traces.synthetic import synthetic
+from traces.trace import Trace
 
 
 class WatchedCpu(Watching, CpuDevice):
@@ -91,6 +95,52 @@ def test_without_prefetch_hits_misses_and_evictions_are_those_of_the_untimed_ana
     np.testing.assert_array_equal(log.misses, expected.misses)
     np.testing.assert_array_equal(log.evictions, expected.evictions)
     assert log.demand_transfers.sum() == expected.misses.sum()
+
+
+@pytest.mark.parametrize("policy", ["lru", "eamc", "lru+popular:n=4"])
+def test_a_run_that_pauses_after_every_step_decides_as_before_and_its_clock_stands_still(policy, monkeypatch):
+    """Bytes are verified as ever, also of what was on its way when the run paused."""
+    monkeypatch.setattr("replay.calibration.pace.SECONDS", 0.0)
+    trace, waits = synthetic(2, 8, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=5), 0.05
+    paces: list[Pace] = []
+    with device(9) as made:
+        run = run_of(Requests(trace), Shape(L, E), 9, parse(policy), SIZE)
+        read = made.store.read
+
+        def slow(expert: int, first: int, last: int, slot: NDArray[np.uint8]) -> None:
+            if any(slot.base is spare or slot.base is spare.base for spare in [made._spare] if spare is not None):
+                time.sleep(waits)
+            read(expert, first, last, slot)
+
+        monkeypatch.setattr(made.store, "read", slow)
+        began, clock = time.perf_counter_ns(), made.now()
+        log = Driver(run, made).run(pausing(made, paces, lambda row: None))
+        took, clock = time.perf_counter_ns() - began, made.now() - clock
+        assert made.watch.computed == (log.hits + log.late + log.misses).sum()
+    assert len(paces) == len(log.step_ns)
+    assert all(pace.read_ns >= waits * 1e9 for pace in paces)
+    assert all(0 < pace.compute_ns < waits * 1e9 for pace in paces)
+    paused = sum(PACED * (pace.read_ns + pace.compute_ns) for pace in paces)
+    assert took - clock >= paused
+    assert log.step_ns.sum() <= clock
+    if policy == "lru":
+        alone = replay_of(trace, 9)
+        np.testing.assert_array_equal(log.misses, alone.misses)
+        np.testing.assert_array_equal(log.evictions, alone.evictions)
+
+
+def replay_of(trace: Trace, slots: int) -> RunLog:
+    """The same run under LRU without a pause."""
+    with device(slots) as made:
+        return play(run_of(Requests(trace), Shape(L, E), slots, parse("lru"), SIZE), made)
+
+
+def test_what_fails_in_a_pause_is_raised(monkeypatch):
+    with device(4) as made:
+        play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
+        monkeypatch.setattr(made.store, "read", lambda *_: (_ for _ in ()).throw(InputError("the disk fails")))
+        with pytest.raises(InputError, match="the disk fails"):
+            made.pace()
 
 
 def test_cold_empties_the_cache_between_requests() -> None:

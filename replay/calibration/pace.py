@@ -1,0 +1,81 @@
+"""How fast a machine is while a run goes on: the run pauses, a few experts are read and computed, and it continues.
+
+A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So every
+SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device tells its pace. It is held
+against its pace at the calibrations, which find it in the same way, and what those measured is scaled by how they
+compare. Nothing that the run itself moves or computes is looked at: a prediction stays one.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean, stdev
+from time import monotonic
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from sim.loop.log import StepRow
+from sim.profiles.measured import TABLES, MeasuredModel
+
+SECONDS = 2.0
+"""Of a run between two pauses, at least."""
+
+OnStep = Callable[[StepRow], None]
+
+
+class Pace(NamedTuple):
+    """What one expert takes now, among others like it."""
+
+    read_ns: float
+    compute_ns: float  # for one token
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A device that can tell its pace at the end of a step."""
+
+    def pace(self) -> Pace:
+        """Stop the clock, and measure."""
+
+
+def pausing(device: object, paces: list[Pace], on_step: OnStep) -> OnStep:
+    """Return `on_step` with pauses, whose paces are added to `paces`; as it is for a device without."""
+    if not isinstance(device, Paced):
+        return on_step
+    paced, last = device, monotonic()
+
+    def ended(row: StepRow) -> None:
+        nonlocal last
+        on_step(row)
+        if monotonic() - last >= SECONDS:
+            paces.append(paced.pace())
+            last = monotonic()
+
+    return ended
+
+
+@dataclass(frozen=True)
+class Factors:
+    """How many times as long reads and computes take as they did at the calibrations."""
+
+    reads: float = 1.0
+    computes: float = 1.0
+
+    @staticmethod
+    def of(calibrated: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
+        """Return those of a run's mean pace, and so many standard errors above it; 1 where either is not known."""
+        if not calibrated or not run:
+            return Factors()
+        found = []
+        for then, now in zip(zip(*calibrated, strict=True), zip(*run, strict=True), strict=True):
+            error = stdev(now) / sqrt(len(now)) if len(now) > 1 else 0.0
+            found.append((fmean(now) + errors * error) / fmean(then))
+        return Factors(*found)
+
+    def scale(self, model: MeasuredModel) -> MeasuredModel:
+        """Return the model of a machine that is so much slower."""
+        tables: dict[str, Any] = {
+            name: tuple((*row[:-1], round(row[-1] * self.computes)) for row in getattr(model, name)) for name in TABLES
+        }
+        transfer, latency = round(model.transfer_ns * self.reads), round(model.latency_ns * self.reads)
+        launch = max(model.launch_ns, -tables["expert"][0][-1])
+        return replace(model, transfer_ns=transfer, latency_ns=min(latency, transfer), launch_ns=launch, **tables)
