@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.errors import InputError
+from traces.facts import parse_json
 from traces.files import plain
 
 ENDING = ".npy"
@@ -51,6 +52,26 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
             with archive.open(member) as opened:
                 found[member.filename.removesuffix(ENDING)] = _array(opened)
         return found
+
+
+def read_described(
+    path: Path | str, form: str, what: str, advice: str
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Return what a .npz of ours says of itself, a JSON text in `about`, and its other arrays.
+
+    Raise InputError, one line with what it should be and what to do, for a file that is missing, damaged, or not of
+    the format `form`.
+    """
+    try:
+        held = read_npz(Path(path))
+        about = parse_json(text(held.pop("about")), "what it says of itself")
+        if not isinstance(about, dict) or about.get("format") != form:
+            raise InputError(f"it is not of this version ({form})")
+    except OSError as error:
+        raise InputError(f"cannot read the {what} {path}: {error.strerror or error}; {advice}") from error
+    except (InputError, KeyError) as error:
+        raise InputError(f"{path} holds no {what}, or half of one ({error}): {advice}") from error
+    return about, held
 
 
 def text(array: NDArray[Any]) -> str:

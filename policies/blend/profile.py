@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.policy import Shape
-from traces import arrays
+from traces.arrays import read_described
 from traces.errors import InputError, located
-from traces.facts import parse_json, short
+from traces.facts import short
 
 FORMAT = "moe-expert-cache eamc-blend profile 1"
 MOST = 1 << 20
@@ -45,15 +45,7 @@ class Profile:
     @staticmethod
     def read(path: Path | str) -> "Profile":
         """Raise InputError, one line, for a file that is missing, another, or damaged."""
-        try:
-            held = arrays.read_npz(Path(path))
-            about = parse_json(arrays.text(held.pop("about")), "what it says of itself")
-            if not isinstance(about, dict) or about.get("format") != FORMAT:
-                raise InputError(f"it is not of this version ({FORMAT})")
-        except OSError as error:
-            raise InputError(f"cannot read the profile {path}: {error.strerror or error}; {ADVICE}") from error
-        except (InputError, KeyError) as error:
-            raise InputError(f"{path} holds no profile of eamc-blend ({error}): {ADVICE}") from error
+        about, held = read_described(path, FORMAT, "profile of eamc-blend", ADVICE)
         with located(f"{path} is damaged"):
             return Profile(*_said(about), held)
 

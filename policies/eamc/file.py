@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from policies.core.policy import Int, Shape
 from policies.eamc.options import EamcOptions
-from traces import arrays
+from traces.arrays import read_described
 from traces.errors import InputError, located
-from traces.facts import parse_json, short
+from traces.facts import short
 
 FORMAT = "moe-expert-cache EAMC 1"
 ADVICE = "make one with moe-sim eamc build TRACE --out FILE"
@@ -51,15 +51,7 @@ class SavedEamc:
     @staticmethod
     def read(path: Path | str) -> "SavedEamc":
         """InputError, one line, for a file that is missing, another, or damaged."""
-        try:
-            held = arrays.read_npz(Path(path))
-            about = parse_json(arrays.text(held["about"]), "what it says of itself")
-            if not isinstance(about, dict) or about.get("format") != FORMAT:
-                raise InputError(f"it is not of this version ({FORMAT})")
-        except OSError as error:
-            raise InputError(f"cannot read the EAMC {path}: {error.strerror or error}; {ADVICE}") from error
-        except (InputError, KeyError) as error:
-            raise InputError(f"{path} holds no EAMC, or half of one ({error}): {ADVICE}") from error
+        about, held = read_described(path, FORMAT, "EAMC", ADVICE)
         with located(f"{path} is damaged"):
             return _checked(about, held)
 

@@ -141,7 +141,7 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
         (("--token-ids", "5,x"), "write numbers"),
         (("--token-ids", "9999"), "has no token 9999"),
         (("--prompt", "a", "--token-ids", "5"), "say what the model is to continue with"),
-        (("--profile", "p"), "does not save what it learns"),
+        (("--policy", "lru", "--profile", "p"), "does not save what it learns"),
         (("--overwrite",), "--overwrite replaces the trace of --record"),
     ],
 )
