@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from policies.blend.profile import Profile
 from policies.eamc.file import SavedEamc
 from replay.cli import main
 from replay.live.layout import ShardStore
@@ -163,12 +164,16 @@ def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> Non
 def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(tmp_path: Path) -> None:
     folder, profile = saved(tmp_path / "model", "mixtral"), tmp_path / "learned.npz"
     asked = ("--model", folder, "--token-ids", "5,6,7,8", "--max-new-tokens", 8, "--lanes", 1, "--quiet")
-    known = []
+    blended, known, counted = tmp_path / "blended.npz", [], []
     for _ in range(2):
         done = generate(*asked, "--policy", "eamc:split=false", "--profile", profile, "--print-token-ids")
         assert done.returncode == 0, done.stderr
         known.append(len(SavedEamc.read(profile).parts[0].eams))
+        done = generate(*asked, "--profile", blended)
+        assert done.returncode == 0, done.stderr
+        counted.append(int(Profile.read(blended).learned["passes"].sum()))
     assert known == [1, 2]
+    assert counted[1] == 2 * counted[0] > 0
 
 
 def damaged(folder: Path, change: Any) -> Path:

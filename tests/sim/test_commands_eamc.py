@@ -99,7 +99,7 @@ def test_a_profile_is_learned_continued_and_started_from(moe_sim):
         (("tiny",), "Missing option '--out'"),
         (("tiny", "--out", "file"), "file"),
         (("nothing", "--out", "new.npz"), "nothing"),
-        (("tiny", "--out", "new.npz", "--start", "nothing.npz"), "cannot read the profile nothing.npz"),
+        (("tiny", "--out", "new.npz", "--start", "nothing.npz"), "cannot read the profile of eamc-blend nothing.npz"),
         (("tiny", "--out", "new.npz", "--start", "file"), "holds no profile of eamc-blend"),
         (("tiny", "wider", "--out", "new.npz"), "wider is of another model than tiny"),
         (("tiny", "--as-decode", "--out", "new.npz", "--start", "wider.npz"), "does not fit this model"),
