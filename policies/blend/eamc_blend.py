@@ -48,9 +48,9 @@ from policies.blend.evidence import (
     weigh_ahead,
     weigh_here,
 )
-from policies.blend.learning import WEIGHT, Learning, ask, pass_on, show
+from policies.blend.learning import CURVATURE, WEIGHT, Learning, ask, pass_on, show
 from policies.blend.learning import keep as keep_for_times
-from policies.blend.profile import Learned, Profile
+from policies.blend.profile import ADVICE, Learned, Profile
 from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME
 from policies.core.compiled import compiled
 from policies.core.policy import (
@@ -69,6 +69,7 @@ from policies.core.policy import (
 )
 from policies.core.ranking import add
 from policies.core.registry import prefetcher, retention
+from traces.errors import InputError
 from traces.steps import DECODE
 
 PARAMETERS = np.array(SETTINGS)
@@ -168,7 +169,20 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
     )
     if options.profile:
         Profile.read(options.profile).fill(learned(own), options.profile)
+        _require_sound(own, options.profile)
     return own
+
+
+def _require_sound(own: Blend, path: str) -> None:
+    """InputError for numbers that no run has taught."""
+    try:
+        np.linalg.cholesky(own.learning.fits[:-1, CURVATURE])  # reads the lower triangles
+    except np.linalg.LinAlgError:
+        raise InputError(f"{path} is damaged: the curvature of a fit is not positive: {ADVICE}") from None
+    if not 0 <= own.numbers[TOP_K] <= own.known.after.shape[3] or own.numbers[STEPS] < 0:
+        raise InputError(
+            f"{path} is damaged: {own.numbers[TOP_K]} experts a token, {own.numbers[STEPS]} steps: {ADVICE}"
+        )
 
 
 def learned(own: Blend) -> Learned:

@@ -52,6 +52,7 @@ class LinkThreads(Device):
         self._outcomes: Outcomes = SimpleQueue()
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
+        self._filled: dict[int, None] = {}  # slots that an expert was brought to, in that order
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
         self._paused_ns = 0
@@ -82,6 +83,7 @@ class LinkThreads(Device):
         """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
+        self._filled[slot] = None
         report = Report(completion, self._outcomes, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
@@ -170,10 +172,13 @@ class CpuDevice(LinkThreads):
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
     def pace(self) -> Pace:
-        """Stop the clock; read some experts into slots of their own, and compute some that lie in the cache."""
+        """Stop the clock; read some experts into slots of their own, and compute some that lie in the cache.
+
+        Only what an expert was brought to is computed: on numbers that are no weights a CPU takes another time.
+        """
         if self._spare is None:
             self._spare = self._slots(min(PACED, max(2, SPARE_BYTES // self.store.stride)))
-        spare, store, slots = self._spare, self.store, len(self._weights)
+        spare, store, filled = self._spare, self.store, list(self._filled) or [0]
         with self._paused([*self._lanes, self._compute]):
             turns = range(self._paced, self._paced + PACED)
             self._paced += PACED
@@ -182,7 +187,7 @@ class CpuDevice(LinkThreads):
                 [partial(store.read, _spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
                 for turn in turns
             ]
-            weights = [self._weights[_spread(turn, slots)] for turn in turns]
+            weights = [self._weights[filled[_spread(turn, len(filled))]] for turn in turns]
             computes = [[partial(self._network.expert, each, 1)] for each in weights]
             pace = Pace(_took(self._lanes, reads) / PACED, _took([self._compute], computes) / PACED)
             _took([self._compute], [[self._network.forget]])

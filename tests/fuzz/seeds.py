@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from policies.blend.build import build
 from policies.core.policy import Shape
 from policies.eamc.file import Part, SavedEamc
 from policies.eamc.options import EamcOptions
@@ -28,6 +29,7 @@ from replay.devices import expert_file
 from replay.report import HEADER
 from sim import backtest
 from sim.profiles import hardware_profile
+from sim.sweeps.setup import Requests
 from sim.tuning.journal import WHAT, Journal
 from tests.fuzz.harness import packed
 from tests.fuzz.targets import EDIT, GOOD, PART, PROMPT_FILES, TARGETS, WEIGHTS
@@ -89,6 +91,10 @@ def archives(folder: Path) -> Iterator[tuple[str, bytes]]:
     learned.write(buffer)
     yield "eamc-bytes", buffer.getvalue()
     yield "eamc-members", unzipped(buffer.getvalue())
+    buffer = io.BytesIO()
+    build([("good", Requests(GOOD))], Shape(GOOD.layers, GOOD.num_experts)).write(buffer)
+    yield "profile-bytes", buffer.getvalue()
+    yield "profile-members", unzipped(buffer.getvalue())
     predictor = Predictor(1, np.zeros((3, 3, 4, 4), np.float32), np.zeros((3, 4), np.float32))
     yield "stride-bytes", made(folder, predictor.save)
     yield "stride-members", unzipped(made(folder, predictor.save))

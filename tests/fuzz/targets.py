@@ -20,6 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save
 
+from policies.blend.build import build
+from policies.core.policy import Shape
 from policies.eamc.file import SavedEamc
 from policies.prefetch.stride import Predictor
 from replay.comparison.record import Record
@@ -35,6 +37,7 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.results import compare
 from sim.sweeps import config, winner
+from sim.sweeps.setup import Requests
 from sim.tuning.journal import Journal
 from tests.fuzz.harness import Target, members
 from tests.support.tiny import PROFILE
@@ -261,6 +264,11 @@ def results(content: bytes, folder: Path) -> object:
     return compare.read(folder)
 
 
+def profile(path: Path) -> object:
+    """What eamc-blend has learned, and a few requests after it."""
+    return build([("good", Requests(GOOD))], Shape(GOOD.layers, GOOD.num_experts), path)
+
+
 def journal(path: Path) -> object:
     """The trials of a search."""
     return Journal(path.parent).searched
@@ -313,6 +321,8 @@ TARGETS = {
         Target("backtest-toml", written("x.toml", backtest.read)),
         Target("eamc-bytes", written("x.npz", SavedEamc.read)),
         Target("eamc-members", archived("x.npz", SavedEamc.read)),
+        Target("profile-bytes", written("x.npz", profile)),
+        Target("profile-members", archived("x.npz", profile)),
         Target("stride-bytes", written("x.npz", Predictor.load)),
         Target("stride-members", archived("x.npz", Predictor.load)),
         Target("expert-store", written("experts.safetensors", expert_store)),

@@ -70,6 +70,14 @@ def _not_finite(held):
     return held | {"rows": held["rows"] * np.nan}
 
 
+def _without_curvature(held):
+    return held | {"fits": held["fits"] * 0.0}
+
+
+def _of_more_experts_than_there_are(held):
+    return held | {"numbers": held["numbers"] + 100}
+
+
 def _of_the_next_version(held):
     return held | {"about": np.array(json.dumps({"format": "moe-expert-cache eamc-blend profile 2"}))}
 
@@ -84,6 +92,8 @@ def _of_no_model(held):
     [
         (_without_rows, "it is damaged"),
         (_not_finite, "does not fit"),
+        (_without_curvature, "is damaged: the curvature of a fit is not positive"),
+        (_of_more_experts_than_there_are, "is damaged: 102 experts a token"),
         (_of_the_next_version, "it is not of this version"),
         (_of_no_model, "does not say what it was learned from"),
     ],

@@ -406,6 +406,7 @@ def test_tokens_that_are_gone_or_damaged_cost_the_picture_alone(command, tmp_pat
     assert (status, "leave one out" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--requests", "2", "--out", "here", "-q"]
     arguments += ["--policies", "lru,fifo,clock", "--cache-sizes", "25%"]
