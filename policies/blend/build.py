@@ -14,7 +14,7 @@ from policies.core.spec import parse
 def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | None = None) -> Profile:
     """Return what `eamc-blend` knows after the requests of the traces, by name and in order.
 
-    start: a profile to go on from. Raises InputError for one that does not fit.
+    start: a profile to continue. Raises InputError for one that does not fit.
     """
     runner = PolicyRunner(parse(f"eamc-blend:profile={start}" if start else "eamc-blend"), shape, ())
     ordinal = 0

@@ -1,4 +1,4 @@
-"""Weights that go on learning: each starts from `policies.blend.weights` and is fitted to the run as it goes.
+"""Weights that learn from the run: each starts from `policies.blend.weights` and is fitted while the run lasts.
 
 The weights that ship were fitted on all models together. What a run's own model and requests make of the evidence
 differs: ids of tokens may be missing, shuffled or say much more than elsewhere. So about once a step each model asks

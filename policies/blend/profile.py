@@ -1,7 +1,7 @@
 """What `eamc-blend` has learned of a model, as a file that `moe-sim profile build` writes and `profile=FILE` names.
 
 One npz without pickles: `about` (a JSON text: shape and what it was learned from) and the arrays of the policy's state
-that outlive a request: a run that starts from it goes on as if the one that wrote it had not ended, but for the cache.
+that outlive a request: a run that starts from it continues the one that wrote it, but for the cache.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How fast a machine is while a run goes on: the run pauses, a few experts are read and computed, and it continues.
+"""How fast a machine is during a run: the run pauses, a few experts are read and computed, and it continues.
 
 A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So every
 SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device tells its pace. It is held

@@ -227,7 +227,7 @@ def play_cell(
 
 
 def _silent(_: StepRow) -> None:
-    """Nobody listens."""
+    """Do nothing."""
 
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:

@@ -24,7 +24,7 @@ def _commands() -> None:
 def build(
     traces: Annotated[list[Path], typer.Argument(help="Folders of traces of one model, learned in order.")],
     out: Annotated[Path, typer.Option(help="File to write, as in model.profile.npz.")],
-    start: Annotated[Path | None, typer.Option(help="A profile to go on from.")] = None,
+    start: Annotated[Path | None, typer.Option(help="A profile to continue.")] = None,
     as_decode: Annotated[bool, typer.Option("--as-decode", help="Run prefills token by token.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
