@@ -72,11 +72,29 @@ class LinkThreads(Device):
     def _paused(self, streams: Sequence["Stream"]) -> Iterator[None]:
         """Let what these streams have begun end, then stand still; the clock stands still throughout."""
         began = time.perf_counter_ns()
-        _took(streams, [[_nothing] * len(streams)])
+        self._took(streams, [[_nothing] * len(streams)], Kind.COPY)
         try:
             yield
         finally:
             self._paused_ns += time.perf_counter_ns() - began
+
+    def _took(self, streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> int:
+        """Give each stream its part of each piece of work; ns until all has ended.
+
+        Raise what one raises, or InputError where they take too long.
+        """
+        outcomes, began = Outcomes(), time.perf_counter_ns()
+        report = Report(Completion(kind), outcomes, len(works) * len(streams))
+        for work in works:
+            for stream, part in zip(streams, work, strict=True):
+                stream.submit(part, report)
+        seconds = self.watchdog_s * len(works)
+        try:
+            self._raised(outcomes.get(timeout=seconds))
+        except Empty:
+            self._stuck = True
+            raise stuck(seconds, [Completion(kind)]) from None
+        return time.perf_counter_ns() - began
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
@@ -117,9 +135,14 @@ class LinkThreads(Device):
         except Empty:
             return None
 
-    def _ended(self, outcome: Outcome) -> Completion:
+    @staticmethod
+    def _raised(outcome: Outcome) -> Completion:
         if isinstance(outcome, Exception):
             raise outcome
+        return outcome
+
+    def _ended(self, outcome: Outcome) -> Completion:
+        outcome = self._raised(outcome)
         if outcome.kind is Kind.COPY:
             self._copies.popleft()
         else:
@@ -189,9 +212,10 @@ class CpuDevice(LinkThreads):
             ]
             weights = [self._weights[filled[_spread(turn, len(filled))]] for turn in turns]
             computes = [[partial(self._network.expert, each, 1)] for each in weights]
-            pace = Pace(_took(self._lanes, reads) / PACED, _took([self._compute], computes) / PACED)
-            _took([self._compute], [[self._network.forget]])
-            return pace
+            read_ns = self._took(self._lanes, reads, Kind.COPY)
+            compute_ns = self._took([self._compute], computes, Kind.EXPERT)
+            self._took([self._compute], [[self._network.forget]], Kind.EXPERT)
+            return Pace(read_ns / PACED, compute_ns / PACED)
 
     def close(self) -> None:
         """End all threads."""
@@ -215,18 +239,6 @@ class CpuDevice(LinkThreads):
     def _require(self, expert: int, slot: int) -> None:
         if not self.store.holds(expert, self.pool[slot, : self.store.expert_bytes]):
             raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
-
-
-def _took(streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]]) -> int:
-    """Give each stream its part of each piece of work; ns until all has ended. What one raises is raised."""
-    outcomes, began = Outcomes(), time.perf_counter_ns()
-    report = Report(Completion(Kind.COPY), outcomes, len(works) * len(streams))
-    for work in works:
-        for stream, part in zip(streams, work, strict=True):
-            stream.submit(part, report)
-    if isinstance(outcome := outcomes.get(), Exception):
-        raise outcome
-    return time.perf_counter_ns() - began
 
 
 def _nothing() -> None:

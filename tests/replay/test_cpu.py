@@ -135,6 +135,17 @@ def replay_of(trace: Trace, slots: int) -> RunLog:
         return play(run_of(Requests(trace), Shape(L, E), slots, parse("lru"), SIZE), made)
 
 
+def test_a_read_that_never_ends_in_a_pause_is_told_in_one_line(monkeypatch):
+    go_on = threading.Event()
+    with device(4) as made:
+        play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
+        made.watchdog_s = 0.02
+        monkeypatch.setattr(made.store, "read", lambda *_: go_on.wait())
+        with pytest.raises(InputError, match=r"stuck: nothing has ended for 0\.16 s, under way since: copy"):
+            made.pace()
+    go_on.set()
+
+
 def test_what_fails_in_a_pause_is_raised(monkeypatch):
     with device(4) as made:
         play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
