@@ -16,7 +16,7 @@ def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | No
 
     start: a profile to continue. Raises InputError for one that does not fit.
     """
-    runner = PolicyRunner(parse(f"eamc-blend:profile={start}" if start else "eamc-blend"), shape, ())
+    runner = PolicyRunner(parse("eamc-blend", profile=str(start or "")), shape, ())
     ordinal = 0
     for _, requests in traces:
         for request in requests:

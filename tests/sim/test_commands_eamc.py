@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -84,7 +85,8 @@ def test_bad_input_is_told_in_one_line_and_nothing_is_written(moe_sim, tmp_path,
 def test_a_profile_is_learned_continued_and_started_from(moe_sim):
     status, out, _ = moe_sim("profile", "build", "tiny", "--out", "tiny.npz")
     assert (status, out) == (0, "learned 3 requests of tiny\nwrote tiny.npz\n")
-    status, out, _ = moe_sim("profile", "build", "tiny", "tiny", "--start", "tiny.npz", "--out", "more.npz")
+    Path("tiny.npz").rename("tiny:1,2.npz")
+    status, out, _ = moe_sim("profile", "build", "tiny", "tiny", "--start", "tiny:1,2.npz", "--out", "more.npz")
     assert (status, out) == (0, "learned 6 requests of tiny, tiny, tiny\nwrote more.npz\n")
     arguments = ("--policies", "eamc-blend,eamc-blend:profile=more.npz", "--cache-sizes", "25%", "--out", "from")
     status, out, err = moe_sim("sweep", "tiny", *arguments, "--workers", "1")
