@@ -2,7 +2,7 @@
 
 The weights that ship were fitted on all models together. What a run's own model and requests make of the evidence
 differs: ids of tokens may be missing, shuffled or say much more than elsewhere. So about once a step each model asks
-about one layer, keeps the evidence as its prediction had it, and is told which experts that layer used. It then takes a
+about one layer, keeps the evidence as its prediction had it, and learns which experts that layer used. It then takes a
 step of Newton's method on the log likelihood, where the fitted weights count as observations of weight PRIOR: the
 logistic regression of Bayes with a normal prior, one batch at a time (Spiegelhalter and Lauritzen 1990). A question is
 settled when the same model asks the next one, and dropped if its pass never came.

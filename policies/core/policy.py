@@ -181,7 +181,7 @@ class Listener:
             self.kernel.end_request(self.state, seat)
 
     def save(self, file: BinaryIO, source: str) -> None:
-        """Write what was learned so far, from `source`, for `starts_from`."""
+        """Write what was learned so far, from `source`. Only where `starts_from` is set."""
         raise NotImplementedError
 
 

@@ -64,7 +64,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Around:
-    """A machine as measured before a run and after it and, where the device tells its pace, during the run."""
+    """A machine as measured before a run and after it and, where the device reports its pace, during the run."""
 
     before: MeasuredModel
     after: MeasuredModel
@@ -271,7 +271,7 @@ class Endless(Transfers):
 def transfers(meter: Meter, expert_bytes: int, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
     """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
 
-    paces: gets those of a device that tells its own, which is asked between the transfers.
+    paces: gets those of a device that reports its own, which is asked between the transfers.
     """
     part_bytes = -(-expert_bytes // 2)
     part = _transfer_ns(meter, part_bytes, places)

@@ -1,9 +1,9 @@
 """How fast a machine is during a run: the run pauses, a few experts are read and computed, and it continues.
 
 A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So every
-SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device tells its pace. It is held
-against its pace at the calibrations, which find it in the same way, and what those measured is scaled by how they
-compare. Nothing that the run itself moves or computes is looked at: a prediction stays one.
+SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace. The
+calibrations take its pace in the same way, and what they measured is scaled by how the two compare. Nothing that the
+run itself moves or computes is used: a prediction stays one.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class Pace(NamedTuple):
 
 @runtime_checkable
 class Paced(Protocol):
-    """A device that can tell its pace at the end of a step."""
+    """A device that can report its pace at the end of a step."""
 
     def pace(self) -> Pace:
         """Stop the clock, and measure."""

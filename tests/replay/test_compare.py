@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         paces = [Pace(100.0 * reads * of, 10.0) for of in (0.9, 1.1)] if reads else []
         around = Around.of(before, after, paces)
         cell = play_cell(choice, mode, *choice.felt(slow.measured, 0))
-        found = cell.predicted_again(around, lambda model: choice.felt(model, 0))  # noqa: B023
+        found = cell.predicted_again(around, partial(choice.felt, predictor_ns=0))
         assert found.interval_ms
         assert found.calibrations_ms
         low, high = found.interval_ms
