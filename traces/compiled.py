@@ -2,18 +2,26 @@
 
 That is beside the sources, else in the user's home or NUMBA_CACHE_DIR; where none of these can be written to, in a
 folder that ends with the process, and where there is none either, nowhere.
+
+Numba names the functions inside the compiled code by their place in the order of the process that compiled them, and
+where two processes gave one name to two functions, a third process that loads both runs one in place of the other: a
+sort that does not sort (numba issue 10486). So the names are made of random numbers here.
 """
 
 import atexit
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from numba import config, njit
+from numba.core.bytecode import FunctionIdentity
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+FunctionIdentity._unique_ids = iter(lambda: secrets.randbits(63), 0)  # type: ignore[assignment]  # not a counter: forks
 
 
 def _kept() -> tuple[bool, bool]:

@@ -7,7 +7,7 @@ array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
 kept under the dates of all files of this package with compiled functions, and of the list that numbers the policies, so
-that nothing stale is ever run.
+that nothing stale is ever run. (What the names inside of it are made of, see `traces.compiled`.)
 
 Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
 Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
