@@ -1,38 +1,26 @@
 """The compiled engine: the same as the SimPy engine (`sim.engines.simpy_engine`), bit for bit, as one loop over arrays.
 
-The compute stream is straight-line code that moves the clock; `advance` lets the other streams do meanwhile, in the
-order of rule 15, what ends up to then. Every decision is the residency's (`policies.core.residency_compiled`,
-`policies.core.host_memory`) or a policy's (`policies.core.dispatch`); every rule about time has its twin in `sim.loop`
-and `sim.engines.simpy_engine`, where it is explained. One call plays a request, or the steps of a batch between two
-changes of who takes part; what policies do then (`begin_request`, learning in `end_request`) stays Python.
-
-Runs with a host that computes, a disk, or experts of several sizes are compiled apart: the length of `Streams.tiers`
-belongs to its type, so that runs without these pay nothing for the question.
+One call of the compiled loop (`sim.engines.compiled_streams`) runs a request, or the steps of a batch between two
+changes of who takes part. What policies do then (`begin_request`, learning in `end_request`) stays Python, and is here.
 """
 
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from policies.core import dispatch, limits
 from policies.core import host_memory as memory
-from policies.core import residency_compiled as core
-from policies.core.compiled import apart, compiled, inlined
-from policies.core.dispatch import NONE, PolicyStates
-from policies.core.events import Routing, event_at, routing_of, routing_of_batch, start_at
-from policies.core.limits import Bounds, limiter
-from policies.core.placement import FETCH, LAYERS, SPLIT
-from policies.core.policy import NO_INTS, START, Float, Int, Shape
-from policies.core.residency_compiled import BLOCKED, N_HITS, WASTED_ROOM
+from policies.core.dispatch import NONE
+from policies.core.events import Routing, routing_of, routing_of_batch
+from policies.core.limits import limiter
+from policies.core.policy import NO_INTS, Int, Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
+from sim.engines import compiled_streams as streams
 from sim.loop import host
-from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, PREDICTOR, STALLS, Ended, RequestLog, RunLog, whole
-from sim.loop.log import DISK as ON_DISK
-from sim.loop.log import HOST as ON_HOST
-from sim.loop.log import SLOT as NO_SLOT
+from sim.loop.log import STALLS, Ended, RequestLog, RunLog, whole
 from sim.loop.run import Run, Users, gpu_run
 from sim.loop.schedule import Active, Admission
 from sim.loop.session import decider_of
@@ -40,638 +28,33 @@ from sim.profiles.timing import Durations, DurationTables, FixedTiming, Link
 from traces.errors import InputError
 from traces.steps import RequestSteps
 
-NEVER = np.iinfo(np.int64).max
-
-# Single numbers of the link and the clock
-(
-    NOW,
-    LINK_END,  # of the chunk on the link; NEVER without one
-    HIT_END,  # when a hit ends that a stuck transfer waits for; NEVER without one
-    WHOLE,  # whether the chunk is the transfer's last
-    EXPERT,
-    BEGAN,
-    BUSY,
-    MOVED,
-    PAUSED,
-    CAUSE,
-    NOTHING_QUEUED,
-    WAITING_SINCE,
-    HITS,  # of the event; 0 once they have been computed
-    UNPINNED,  # of these
-    ARRIVED,  # experts of the event that came, and of these
-    TAKEN,  # those computed
-    EVICTED,  # since the log of evictions was last read
-    WHOLE_NS,
-    EXPERT_BYTES,
-    CHUNK_BYTES,
-    LATENCY_NS,
-    PER_BYTE_NUM,
-    PER_BYTE_DEN,
-    READ_END,  # of the read under way; NEVER without one, as for the next
-    HOST_END,  # of the hop, or of the host's compute
-    READING,
-    READ_BEGAN,
-    HOSTING,  # the expert that the host computes, or HOP
-    HOST_BEGAN,
-    HOST_BUSY,
-    DISK_BUSY,
-    HOST_NEXT,  # place in the host's queue, and of its end:
-    HOST_QUEUED,
-    HOST_LEFT,  # experts of the event that the host has not computed yet
-    DISK_THERE,  # whether host memory is over a disk
-    ALL_EXPERTS,  # L * E
-    PLACEMENT,
-    HOST_LAYERS,  # of the placement
-    HOP_NS,
-    EVENT_LAYER,
-    NUMBERS,
-) = range(41)
-
-NOT_WAITING = -1
-HOP = -1
-
-LINK, DISK, COMPUTE, HOST, ROUTER, WAKE = range(6)
-"""Rule 15, the order within one nanosecond."""
-
-# Columns of `rows`: totals of the run when a step ends
-CLOCK, STALL = 0, 1  # the stall by cause
-COUNTERS = STALL + len(STALLS)  # the residency's
-N_COUNTERS = WASTED_ROOM + 1 - N_HITS
-READS = COUNTERS + N_COUNTERS
-LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
-
-# More rows of `Streams.h`, which is one array since each costs every call: of an expert of each layer the bytes, the
-# time of its transfer and of its read; of the event's experts those for the host to compute, in order, and, by their
-# place in the layer, their compute there.
-LAYER_BYTES, LAYER_NS, READ_NS, HOST_QUEUE, HOST_NS = range(memory.ROWS, memory.ROWS + 5)
-
-MOST = 2**62  # ns, bytes: beyond lie overflows
-
-STRETCH = 128
-"""Steps of a batch that are merged at a time; an admission discards the rest."""
-
-
-class Streams(NamedTuple):
-    """The residency, the link and the compute stream of one run."""
-
-    m: Int
-    keep: Float
-    rule: int
-    one_scale: bool
-    n: Int  # [NUMBERS]
-    ends: Int  # [E] of the event's hits
-    arrivals: Int  # [E] experts of the event that came
-    stall: Int  # [7] by cause, so far
-    evictions: Int  # since they were last read: of GPU memory the expert e, of host memory ~e
-    tiers: tuple[int, ...]  # (): only GPU memory over all of host memory, all experts of one size
-    h: Int  # host memory (`policies.core.host_memory`), with the rows below
-
-
-class Plan(NamedTuple):
-    """Which policies are told and asked, by their numbers in `policies.core.dispatch`, and within which limits."""
-
-    keeps: int  # the retention policy, if it hears of events
-    listens: int  # the prefetcher, if it hears of events by itself
-    fetches: int  # the prefetcher, if it proposes
-    hears: bool  # either wants to know of events
-    at_start: bool  # the prefetcher is asked when a step starts as well
-    limited: bool
-    bounds: Bounds
-    ids: Int  # [L*E] of the proposal
-    priorities: Float  # [L*E]
-
-
-@compiled
-def used_ns(n: Int, sent: int) -> int:
-    """What a transfer has used after `sent` bytes (`sim.profiles.timing.Link`)."""
-    if sent == 0:
-        return 0
-    ns: int = n[LATENCY_NS] - (-sent * n[PER_BYTE_NUM] // n[PER_BYTE_DEN])
-    return ns
-
-
-@inlined
-def act(run: Streams) -> None:
-    """Rule 5, if the link is free, and the other streams behind it."""
-    n = run.n
-    if len(run.tiers):
-        act_all(run)
-    elif n[LINK_END] == NEVER and not n[NOTHING_QUEUED]:
-        take(run)
-
-
-@compiled
-def act_all(run: Streams) -> None:
-    """Link, disk, then host: what is free starts what comes next."""
-    if run.n[LINK_END] == NEVER:
-        take(run)
-    act_below(run)
-
-
-@compiled
-def act_below(run: Streams) -> None:
-    """Disk, then host: what is free starts what comes next."""
-    m, n, h = run.m, run.n, run.h
-    if n[DISK_THERE] and n[READ_END] == NEVER:
-        expert = memory.next_read(h, m, run.keep, n[ALL_EXPERTS])
-        one = h[memory.ONE]
-        for i in range(one[memory.EVICTED]):
-            run.evictions[n[EVICTED]] = ~h[memory.VICTIMS, i]
-            n[EVICTED] += 1
-        one[memory.EVICTED] = 0
-        if expert >= 0:
-            n[READING], n[READ_BEGAN] = expert, n[NOW]
-            n[READ_END] = n[NOW] + h[READ_NS, expert // len(run.ends)]
-    if n[HOST_END] == NEVER and n[HOST_NEXT] < n[HOST_QUEUED]:
-        expert = h[HOST_QUEUE, n[HOST_NEXT]]
-        n[HOST_NEXT] += 1
-        n[HOSTING], n[HOST_BEGAN] = expert, n[NOW]
-        n[HOST_END] = n[NOW] + h[HOST_NS, expert % len(run.ends)]
-        if n[DISK_THERE]:
-            memory.touch(h, expert)
-
-
-@compiled
-def take(run: Streams) -> None:
-    """The free link takes what comes next."""
-    expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
-    turn_to(run, expert, victim, prefetch)
-
-
-@compiled
-def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
-    """The residency has answered what comes next."""
-    n = run.n
-    if expert >= 0:
-        start(run, expert, victim, prefetch)
-        return
-    n[LINK_END] = NEVER
-    if expert == BLOCKED:
-        if n[UNPINNED] < n[HITS] - 1:
-            n[HIT_END] = run.ends[n[UNPINNED]]
-    else:
-        n[NOTHING_QUEUED] = 1
-
-
-@compiled
-def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
-    """A transfer starts, or a paused one goes on."""
-    n = run.n
-    if len(run.tiers):
-        start_sized(run, expert, victim, prefetch)
-    elif victim >= 0:
-        run.evictions[n[EVICTED]] = victim
-        n[EVICTED] += 1
-    n[EXPERT] = expert
-    n[BEGAN] = n[NOW]
-    if prefetch:
-        n[CAUSE] = BEHIND_PREFETCH
-        n[MOVED] = n[PAUSED]
-        n[PAUSED] = 0
-        send_chunk(n)
-    else:
-        n[CAUSE] = DEMAND
-        n[WHOLE] = 1
-        n[LINK_END] = n[NOW] + n[WHOLE_NS]
-
-
-@compiled
-def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
-    """The same where experts differ in size, or lie on a disk: all who left, the transfer's size, its recency."""
-    m, n = run.m, run.n
-    if m[core.ONE, core.SIZED]:
-        for i in range(m[core.ONE, core.EVICTED]):
-            run.evictions[n[EVICTED]] = m[core.VICTIMS, i]
-            n[EVICTED] += 1
-        m[core.ONE, core.EVICTED] = 0
-    elif victim >= 0:
-        run.evictions[n[EVICTED]] = victim
-        n[EVICTED] += 1
-    layer = expert // len(run.ends)
-    n[EXPERT_BYTES], n[WHOLE_NS] = run.h[LAYER_BYTES, layer], run.h[LAYER_NS, layer]
-    if n[DISK_THERE] and not (prefetch and n[PAUSED]):
-        memory.touch(run.h, expert)
-
-
-@compiled
-def send_chunk(n: Int) -> None:
-    """The next chunk of a prefetch."""
-    moved = n[MOVED]
-    upto = min(moved + n[CHUNK_BYTES], n[EXPERT_BYTES])
-    n[MOVED] = upto
-    n[BEGAN] = n[NOW]
-    n[WHOLE] = upto == n[EXPERT_BYTES]
-    n[LINK_END] = n[NOW] + used_ns(n, upto) - used_ns(n, moved)
-
-
-@compiled
-def account(run: Streams) -> None:
-    """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
-    m, n, ends = run.m, run.n, run.ends
-    now = n[NOW]
-    n[BUSY] += now - n[BEGAN]
-    if len(run.tiers):
-        account_tiers(run, now)
-    elif n[HITS]:
-        done = n[UNPINNED]
-        while done < n[HITS] and ends[done] < now:
-            m[core.WANTED, m[core.HITS, done]] = 0
-            done += 1
-        n[UNPINNED] = done
-    elif n[WAITING_SINCE] != NOT_WAITING:
-        cause = n[CAUSE]
-        if cause == BEHIND_PREFETCH and m[core.WANTED, n[EXPERT]]:
-            cause = LATE
-        run.stall[cause] += now - n[WAITING_SINCE]
-        n[WAITING_SINCE] = now
-
-
-@compiled
-def account_tiers(run: Streams, before: int) -> None:
-    """Anything ends now: unpin the hits that ended before a time, charge the time to what compute waited for."""
-    m, n, ends = run.m, run.n, run.ends
-    done = n[UNPINNED]
-    while done < n[HITS] and ends[done] < before:
-        m[core.WANTED, m[core.HITS, done]] = 0
-        done += 1
-    n[UNPINNED] = done
-    if n[WAITING_SINCE] != NOT_WAITING:
-        run.stall[cause_of(run)] += n[NOW] - n[WAITING_SINCE]
-        n[WAITING_SINCE] = n[NOW]
-
-
-@compiled
-def cause_of(run: Streams) -> int:
-    """What the compute stream has been waiting for."""
-    m, n = run.m, run.n
-    if n[LINK_END] != NEVER:
-        if n[CAUSE] == DEMAND:
-            return DEMAND
-        if m[core.WANTED, n[EXPERT]] == core.ON_GPU:
-            return LATE
-        if core.next_demand(m) != core.NO_EXPERT:
-            return BEHIND_PREFETCH
-    base = n[EVENT_LAYER] * len(run.ends)
-    for expert in range(base, base + len(run.ends)):
-        if m[core.WANTED, expert] and not m[core.BELOW, expert]:
-            return ON_DISK
-    return ON_HOST if n[HOST_END] != NEVER else NO_SLOT
-
-
-@compiled
-def link_event(run: Streams) -> None:
-    """The chunk on the link has ended."""
-    n = run.n
-    n[NOW] = n[LINK_END]
-    account(run)
-    if n[WHOLE]:
-        arrival = n[EXPERT]
-        n[MOVED] = 0
-        awaited, expert, victim, prefetch = core.arrived_and_next(run.m, run.keep, run.rule, run.one_scale)
-        if awaited:
-            run.arrivals[n[ARRIVED]] = arrival
-            n[ARRIVED] += 1
-            n[WAITING_SINCE] = NOT_WAITING
-        turn_to(run, expert, victim, prefetch)
-        if len(run.tiers) and n[DISK_THERE] and run.m[core.WANTED, arrival] != core.ON_HOST:
-            memory.release(run.h, arrival)
-    else:
-        expert, victim = core.interrupt(run.m, run.keep, run.rule)
-        if expert >= 0:
-            n[PAUSED] = n[MOVED]
-            start(run, expert, victim, False)
-        else:
-            send_chunk(n)
-    if len(run.tiers):
-        act_below(run)
-
-
-@compiled
-def read_event(run: Streams) -> None:
-    """The read has ended."""
-    m, n = run.m, run.n
-    n[NOW] = n[READ_END]
-    account_tiers(run, n[NOW])
-    expert = n[READING]
-    n[DISK_BUSY] += n[NOW] - n[READ_BEGAN]
-    n[READ_END] = NEVER
-    memory.read_ended(run.h, m, expert)
-    if m[core.WANTED, expert] == core.ON_HOST:
-        run.h[HOST_QUEUE, n[HOST_QUEUED]] = expert
-        n[HOST_QUEUED] += 1
-    act(run)
-
-
-@compiled
-def host_event(run: Streams) -> None:
-    """The hop has ended, or an expert's compute on the host."""
-    m, n = run.m, run.n
-    n[NOW] = n[HOST_END]
-    account_tiers(run, n[NOW] + 1)
-    n[HOST_END] = NEVER
-    expert = n[HOSTING]
-    if expert != HOP:
-        n[HOST_BUSY] += n[NOW] - n[HOST_BEGAN]
-        m[core.WANTED, expert] = 0
-        n[HOST_LEFT] -= 1
-        if n[DISK_THERE]:
-            memory.release(run.h, expert)
-    act(run)
-
-
-@compiled
-def hit_event(run: Streams) -> None:
-    """The hit has ended that a stuck transfer waits for."""
-    m, n = run.m, run.n
-    n[NOW] = n[HIT_END]
-    n[HIT_END] = NEVER
-    m[core.WANTED, m[core.HITS, n[UNPINNED]]] = 0
-    n[UNPINNED] += 1
-    act(run)
-
-
-@inlined
-def advance(run: Streams, until: int, rank: int) -> None:
-    """Let everything happen that comes before an end of `rank` at `until`, which is the present then."""
-    n = run.n
-    if len(run.tiers):
-        while happens(run, until, rank):
-            pass
-    else:
-        while n[LINK_END] <= until or n[HIT_END] <= until:
-            if n[LINK_END] <= n[HIT_END]:
-                link_event(run)
-            else:
-                hit_event(run)
-    n[NOW] = until
-
-
-@compiled
-def happens(run: Streams, until: int, rank: int) -> bool:
-    """Handle what ends next, if that comes before an end of `rank` at `until`."""
-    n = run.n
-    time, first = n[LINK_END], LINK
-    if n[READ_END] < time:
-        time, first = n[READ_END], DISK
-    if n[HIT_END] < time:
-        time, first = n[HIT_END], COMPUTE
-    if n[HOST_END] < time:
-        time, first = n[HOST_END], HOST
-    if time > until or (time == until and first > rank):
-        return False
-    if first == LINK:
-        link_event(run)
-    elif first == DISK:
-        read_event(run)
-    elif first == COMPUTE:
-        hit_event(run)
-    else:
-        host_event(run)
-    return True
-
-
-@compiled
-def wait(run: Streams) -> None:
-    """The compute stream waits: handle what ends next."""
-    n = run.n
-    if n[WAITING_SINCE] == NOT_WAITING:
-        n[WAITING_SINCE] = n[NOW]
-    if len(run.tiers):
-        happens(run, NEVER, WAKE)
-    else:
-        link_event(run)
-
-
-@compiled
-def wait_until(run: Streams, until: int) -> None:
-    """Nobody is active up to then (rule 18)."""
-    advance(run, until, WAKE)
-
-
-@compiled
-def place(run: Streams, routing: Routing, first: int, last: int, layer: int, expert_ns: Int, host_ns: Int) -> None:
-    """Rule 13, before the lookup: which misses of the event the host computes (`policies.core.placement`)."""
-    m, n, experts, counts = run.m, run.n, routing.experts, routing.counts
-    n[HOST_LEFT] = n[HOST_NEXT] = n[HOST_QUEUED] = 0
-    n[EVENT_LAYER] = layer
-    placement = n[PLACEMENT]
-    if placement == FETCH or (placement == LAYERS and layer >= n[HOST_LAYERS]):
-        return
-    link_ready, host_ready, transfer_ns = 0, n[HOP_NS], run.h[LAYER_NS, layer]
-    if n[LINK_END] != NEVER:
-        link_ready = n[LINK_END] - n[NOW]
-        if n[CAUSE] != DEMAND and n[EXPERT] // len(run.ends) == layer:
-            for i in range(first, last):
-                if experts[i] == n[EXPERT]:  # late
-                    link_ready += used_ns(n, n[EXPERT_BYTES]) - used_ns(n, n[MOVED])
-    for i in range(first, last):
-        expert = experts[i]
-        if m[core.STATE, expert] >= core.LOADING:
-            continue
-        here = host_ns[counts[i]]
-        if placement == SPLIT:
-            if host_ready + here >= link_ready + transfer_ns + expert_ns[counts[i]]:
-                link_ready += transfer_ns
-                continue
-            host_ready += here
-        m[core.WANTED, expert] = core.ON_HOST
-        run.h[HOST_NS, expert % len(run.ends)] = here
-        n[HOST_LEFT] += 1
-
-
-@compiled
-def begin_below(run: Streams, experts: Int, first: int, last: int) -> None:
-    """The event has been looked up: demands of host memory, the host's queue, its hop."""
-    m, n = run.m, run.n
-    if n[DISK_THERE]:
-        memory.demand(run.h, m, experts, first, last)
-    if n[HOST_LEFT] == 0:
-        return
-    for i in range(first, last):
-        if m[core.WANTED, experts[i]] == core.ON_HOST and m[core.BELOW, experts[i]]:
-            run.h[HOST_QUEUE, n[HOST_QUEUED]] = experts[i]
-            n[HOST_QUEUED] += 1
-    if n[HOP_NS]:
-        n[HOSTING] = HOP
-        n[HOST_END] = n[NOW] + n[HOP_NS]
-
-
-@compiled
-def busy_until_now(n: Int) -> int:
-    """Time during which the link moved bytes, latency included."""
-    busy: int = n[BUSY] + (n[NOW] - n[BEGAN] if n[LINK_END] != NEVER else 0)
-    return busy
-
-
-@compiled
-def disk_busy_until_now(n: Int) -> int:
-    """Time during which the disk read."""
-    busy: int = n[DISK_BUSY] + (n[NOW] - n[READ_BEGAN] if n[READ_END] != NEVER else 0)
-    return busy
-
-
-@apart
-@compiled
-def decide(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int, layer: int, L: int) -> int:
-    """Rules 3 and 4: the policies hear of the event, and propose; how many experts."""
-    event = event_at(routing, step, layer, L, run.m[core.ONE, core.SERIAL])
-    if plan.keeps != NONE:
-        dispatch.observe(plan.keeps, states, run.keep, event)
-    if plan.listens != NONE:
-        dispatch.observe(plan.listens, states, run.keep, event)
-    if plan.fetches == NONE:
-        return 0
-    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
-    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
-    if plan.limited:
-        proposed = limits.within(plan.bounds, ids, priorities, proposed, layer, len(run.ends), state, ids, priorities)
-    return proposed
-
-
-@apart
-@compiled
-def decide_at_start(run: Streams, plan: Plan, states: PolicyStates, routing: Routing, step: int) -> int:
-    """Rules 4 and 16: the prefetcher proposes as a step starts; how many experts."""
-    event = start_at(routing, step, run.m[core.ONE, core.SERIAL])
-    ids, priorities, state = plan.ids, plan.priorities, run.m[core.STATE]
-    proposed: int = dispatch.propose(plan.fetches, states, event, ids, priorities)
-    if plan.limited:
-        proposed = limits.within(plan.bounds, ids, priorities, proposed, START, len(run.ends), state, ids, priorities)
-    return proposed
-
-
-@compiled
-def play_steps(
-    run: Streams,
-    plan: Plan,
-    states: PolicyStates,
-    routing: Routing,
-    durations: Durations,
-    predictor_ns: int,
-    step: int,
-    rows: Int,
-    admit_at: int,
-) -> int:
-    """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
-
-    rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns
-    the step to go on with.
-    """
-    m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
-    S, L = durations.dense.shape
-    E = len(ends)
-    fetches = plan.fetches != NONE
-    experts, counts = routing.experts, routing.counts
-    # Of a step: each proposal starts at once, and each expert of an event; and may be read, or push out smaller ones.
-    most_evictions = (L + 2) * (L * E + E)
-    if len(run.tiers):
-        most_evictions = 2 * most_evictions + L * E
-    while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
-        combine_ns = durations.combine[step]
-        if plan.at_start:
-            proposed = decide_at_start(run, plan, states, routing, step)
-            core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
-            n[NOTHING_QUEUED] = 0
-            act(run)
-        for layer in range(L):
-            advance(run, n[NOW] + durations.dense[step, layer], ROUTER)
-            first, last = routing.offsets[step * L + layer], routing.offsets[step * L + layer + 1]
-            expert_ns = durations.expert[layer]
-            if len(run.tiers):
-                place(run, routing, first, last, layer, expert_ns, durations.host[layer])
-            hits = core.route(m, keep, run.rule, experts, first, last)
-            others = last - first - hits
-            if len(run.tiers):
-                others -= n[HOST_LEFT]
-                begin_below(run, experts, first, last)
-            proposed = 0
-            if plan.hears:
-                proposed = decide(run, plan, states, routing, step, layer, L)
-            if predictor_ns:
-                n[NOTHING_QUEUED] = 0
-                act(run)
-                advance(run, n[NOW] + predictor_ns, COMPUTE)
-                stall[PREDICTOR] += predictor_ns
-            if fetches:
-                core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
-            if hits:
-                end = n[NOW]
-                i = first
-                for h in range(hits):
-                    while experts[i] != m[core.HITS, h]:
-                        i += 1
-                    end += expert_ns[counts[i]]
-                    ends[h] = end
-                n[HITS], n[UNPINNED] = hits, 0
-            if others or fetches or len(run.tiers):
-                n[NOTHING_QUEUED] = 0
-                act(run)
-            if hits:
-                advance(run, ends[hits - 1], COMPUTE)
-                core.computed_hits(m, n[UNPINNED], hits)
-                n[HITS] = 0
-                act(run)
-            for _ in range(others):
-                while n[TAKEN] == n[ARRIVED]:
-                    wait(run)
-                expert = arrivals[n[TAKEN]]
-                n[TAKEN] += 1
-                i = first
-                while experts[i] != expert:
-                    i += 1
-                advance(run, n[NOW] + expert_ns[counts[i]], COMPUTE)
-                m[core.WANTED, expert] = 0
-                act(run)
-            n[ARRIVED] = n[TAKEN] = 0
-            if len(run.tiers):
-                while n[HOST_LEFT]:
-                    wait(run)
-                n[WAITING_SINCE] = NOT_WAITING
-            if combine_ns:
-                advance(run, n[NOW] + combine_ns, COMPUTE)
-        advance(run, n[NOW] + durations.head[step], COMPUTE)
-        rows[step, CLOCK] = n[NOW]
-        for cause in range(len(stall)):
-            rows[step, STALL + cause] = stall[cause]
-        for counter in range(N_COUNTERS):
-            rows[step, COUNTERS + counter] = m[core.ONE, core.N_HITS + counter]
-        rows[step, LINK_BUSY] = busy_until_now(n)
-        if len(run.tiers):
-            rows[step, HOST_BUSY_NS] = n[HOST_BUSY]
-            if n[DISK_THERE]:
-                rows[step, DISK_BUSY_NS] = disk_busy_until_now(n)
-                rows[step, READS] = run.h[memory.ONE, memory.N_DEMAND]
-                rows[step, READS + 1] = run.h[memory.ONE, memory.N_PREFETCH]
-        step += 1
-    return step
-
 
 def simulate(run: Run) -> RunLog:
-    """Play a run and keep its log whole. NotServedError for a policy that this engine cannot play."""
+    """Return the whole log of a run. Raise NotServedError for a policy that this engine cannot run."""
     return whole(play, run)
 
 
 def play(run: Run, ended: Ended) -> None:
-    """As `simpy_engine.play`, whose logs these are. NotServedError for a policy that this engine cannot play."""
+    """As `simpy_engine.play`, whose logs these are. Raise NotServedError for a policy that this engine cannot run."""
     runner = decider_of(run)
     if reason := dispatch.refusal(runner.retention, runner.prefetcher):
-        raise NotServedError(f"the compiled engine does not play {run.policy.text}: {reason} (--engine simpy does)")
+        raise NotServedError(f"the compiled engine does not run {run.policy.text}: {reason} (--engine simpy does)")
     Engine(run, runner).play(ended)
 
 
 def tiered(run: Run) -> bool:
-    """Whether a run is played by the version with a host that computes, a disk, or experts of several sizes."""
+    """Return whether a run needs the version with a host that computes, a disk, or experts of several sizes."""
     return host.needed(run) or run.gpu.link.layer_bytes is not None
 
 
 def on_disk(tiered: bool) -> bool:
-    """Whether a process of before has left that version on disk, of these sources, or this one has it."""
-    dispatcher: Any = play_steps
+    """Return whether that version is on disk, compiled from these sources, or in this process."""
+    dispatcher: Any = streams.play_steps
     cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
     if cache is None:
         return True
     signatures = [*dispatcher.overloads, *(key[0] for key in cache._cache_file._load_index())]
-    place = Streams._fields.index("tiers")
+    place = streams.Streams._fields.index("tiers")
     return any(bool(len(signature[0].types[place])) == tiered for signature in signatures)
 
 
@@ -685,7 +68,7 @@ def prepare(versions: Iterable[bool] = (False,)) -> None:
 
 
 class NotServedError(InputError):
-    """The policy is none that the compiled engine plays."""
+    """The compiled engine does not run this policy."""
 
 
 class Engine:
@@ -709,8 +92,8 @@ class Engine:
         for layer in range(L):
             size = link.bytes_of(layer)
             read_ns = disk.used_ns(disk.bytes_of(layer)) if disk else 0
-            h[[LAYER_BYTES, LAYER_NS, READ_NS], layer] = size, link.used_ns(size), read_ns
-        self.state = Streams(
+            h[[streams.LAYER_BYTES, streams.LAYER_NS, streams.READ_NS], layer] = size, link.used_ns(size), read_ns
+        self.state = streams.Streams(
             m=self.residency.m,
             keep=self.residency.keep,
             rule=self.residency.rule,
@@ -723,59 +106,59 @@ class Engine:
             tiers=(1,) if tiered(run) else (),
             h=h,
         )
-        self.slowest_transfer_ns = int(h[[LAYER_NS, READ_NS]].max())
-        self.totals = np.zeros(COLUMNS, np.int64)  # of the run when the last step ended
+        self.slowest_transfer_ns = int(h[[streams.LAYER_NS, streams.READ_NS]].max())
+        self.totals = np.zeros(streams.COLUMNS, np.int64)  # of the run when the last step ended
         self.step_ended: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
         self.waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
 
     def play(self, ended: Ended) -> None:
-        """Play everything; the run ends with the last head."""
+        """Run everything; the run ends with the last head."""
         run, n = self.run, self.state.n
         admission = Admission(run.requests, run.users or Users(1))
         while admission.more:
-            admitted, waited = admission.admit(int(n[NOW]))
+            admitted, waited = admission.admit(int(n[streams.NOW]))
             if not admission.active:
                 arrival = admission.next_arrival
                 assert arrival is not None
-                wait_until(self.state, arrival)
+                streams.wait_until(self.state, arrival)
                 continue
             for each, ns in zip(admitted, waited, strict=True):
                 self.runner.begin_request(each.ordinal, each.seat)
-                self.step_ended[each.seat], self.waited[each.seat] = int(n[NOW]), ns
+                self.step_ended[each.seat], self.waited[each.seat] = int(n[streams.NOW]), ns
             parts = admission.taking_part(admitted)
-            began, steps = int(n[NOW]), [each.step for each in parts]
+            began, steps = int(n[streams.NOW]), [each.step for each in parts]
             totals, evictions = self._play(parts, admission)
             self._end_requests(admission.ended(parts, len(totals)), admission)
             # What --cold discards is within the step that has ended.
-            totals[-1, COUNTERS:READS] = self.residency.counters()
+            totals[-1, streams.COUNTERS : streams.READS] = self.residency.counters()
             ended(self._log(parts, steps, began, totals, evictions))
 
     def _play(self, parts: list[Active], admission: Admission) -> tuple[Int, Int]:
-        """Play steps of a request, or of a batch until somebody leaves or is admitted.
+        """Run steps of a request, or of a batch until a request leaves or is admitted.
 
         Return totals [S, COLUMNS] of the run at the end of each, and the experts evicted (see `Streams`).
         """
         state, n = self.state, self.state.n
         alone = self.run.users is None
         left = min(len(each.request.phase) - each.step for each in parts)
-        steps = left if alone else 1 if parts[0].prefills else min(left, STRETCH)
+        steps = left if alone else 1 if parts[0].prefills else min(left, streams.STRETCH)
         batch = [(each.seat, each.step, each.request) for each in parts]
         routing = routing_of(parts[0].request) if alone else routing_of_batch(batch, steps, self.runner.shape)
         durations = self._durations(parts, steps, routing)
         self._check_range(routing, durations)
         arrival = None if alone else admission.next_arrival
-        admit_at = NEVER if arrival is None or arrival <= n[NOW] else arrival
-        rows, evictions = np.zeros((steps, COLUMNS), np.int64), [NO_INTS]
+        admit_at = streams.NEVER if arrival is None or arrival <= n[streams.NOW] else arrival
+        rows, evictions = np.zeros((steps, streams.COLUMNS), np.int64), [NO_INTS]
         states = dispatch.states(self.runner.retention, self.runner.prefetcher)
         step, predictor_ns = 0, self.run.timing.predictor_ns
-        while step < steps and n[NOW] < admit_at:
-            step = play_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
-            evictions.append(state.evictions[: n[EVICTED]].copy())
-            n[EVICTED] = 0
+        while step < steps and n[streams.NOW] < admit_at:
+            step = streams.play_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
+            evictions.append(state.evictions[: n[streams.EVICTED]].copy())
+            n[streams.EVICTED] = 0
         return rows[:step], np.concatenate(evictions)
 
     def _durations(self, parts: list[Active], steps: int, routing: Routing) -> Durations:
-        """What the next steps of these take: their tokens and contexts together."""
+        """Return what the next steps of these take: their tokens and contexts together."""
         tokens, context = (
             sum(getattr(each.request, name)[each.step : each.step + steps] for each in parts)
             for name in ("tokens", "context")
@@ -790,9 +173,9 @@ class Engine:
             return
         n, cold = self.state.n, self.run.cold and admission.more
         if cold:
-            n[BUSY], n[DISK_BUSY] = busy_until_now(n), disk_busy_until_now(n)
-            n[LINK_END] = n[READ_END] = NEVER
-            n[MOVED] = n[PAUSED] = 0
+            n[streams.BUSY], n[streams.DISK_BUSY] = streams.busy_until_now(n), streams.disk_busy_until_now(n)
+            n[streams.LINK_END] = n[streams.READ_END] = streams.NEVER
+            n[streams.MOVED] = n[streams.PAUSED] = 0
             if self.memory:
                 self.memory.empty()
         self.residency.end_request(cold)
@@ -805,7 +188,7 @@ class Engine:
         )
         slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
         longest += len(routing.experts) * (slowest + 2.0 * self.slowest_transfer_ns)
-        if self.state.n[NOW] + longest > MOST:
+        if self.state.n[streams.NOW] + longest > streams.MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
     def _log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
@@ -814,22 +197,24 @@ class Engine:
         spent[0] -= self.totals
         spent[1:] -= totals[:-1]
         self.totals = totals[-1]
-        S, R, last = len(spent), len(parts), int(totals[-1, CLOCK])
-        step_ns = spent[:, CLOCK]
-        step_ns[0] = totals[0, CLOCK] - began
-        stall = spent[:, STALL:COUNTERS]
+        S, R, last = len(spent), len(parts), int(totals[-1, streams.CLOCK])
+        step_ns = spent[:, streams.CLOCK]
+        step_ns[0] = totals[0, streams.CLOCK] - began
+        stall = spent[:, streams.STALL : streams.COUNTERS]
         busy_ns = step_ns - stall.sum(axis=1)
         by_request = np.zeros((len(fields(RequestLog)), S, R), np.int64)
         number, request, own, latency, waited = by_request
         number[:], latency[:] = np.arange(S)[:, None], step_ns[:, None]
         for r, (each, step) in enumerate(zip(parts, first, strict=True)):
             request[:, r], own[:, r] = each.request.request, each.request.tokens[step : step + S]
-            latency[0, r] = totals[0, CLOCK] - self.step_ended[each.seat]
+            latency[0, r] = totals[0, streams.CLOCK] - self.step_ended[each.seat]
             waited[0, r] = self.waited.pop(each.seat, 0)
             self.step_ended[each.seat] = last
         phase = parts[0].request.phase[first[0] : first[0] + S]
-        of_streams = spent[:, LINK_BUSY], busy_ns, spent[:, HOST_BUSY_NS:]
-        table = np.column_stack([phase, own.sum(axis=1), step_ns, spent[:, STALL:LINK_BUSY], *of_streams])
+        of_streams = spent[:, streams.LINK_BUSY], busy_ns, spent[:, streams.HOST_BUSY_NS :]
+        table = np.column_stack(
+            [phase, own.sum(axis=1), step_ns, spent[:, streams.STALL : streams.LINK_BUSY], *of_streams]
+        )
         link, gone = self.run.gpu.link, evictions >= 0
         evicted = evictions[gone], ~evictions[~gone]
         return RunLog.of_table(
@@ -837,11 +222,11 @@ class Engine:
         )
 
 
-def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> Plan:
+def _plan(runner: PolicyRunner, experts_per_layer: float | None) -> streams.Plan:
     keeper, fetcher, total = runner.retention, runner.prefetcher, runner.shape.total
     limited = limiter(fetcher.options, runner.shape, experts_per_layer)
     number = dispatch.NUMBERS.get(type(fetcher), NONE)
-    return Plan(
+    return streams.Plan(
         keeps=dispatch.NUMBERS[type(keeper)] if keeper.observes else NONE,
         listens=number if fetcher.observes else NONE,
         fetches=number if fetcher.proposes else NONE,
@@ -858,25 +243,26 @@ def _check_transfers(run: Run) -> None:
     """Raise OverflowError where one transfer takes longer than compiled numbers can count."""
     for tier in run.tiers:
         link = tier.link
-        if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > MOST:
+        if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > streams.MOST:
             raise OverflowError(
                 f"a transfer of {link.expert_bytes} bytes takes more nanoseconds than there are numbers of 62 bits"
             )
 
 
 def _numbers(run: Run) -> Int:
-    """The streams at rest."""
+    """Return the single numbers of streams at rest."""
     link, placement = run.gpu.link, run.policy.placement
     whole = link.expert_bytes
-    n = np.zeros(NUMBERS, np.int64)
-    n[LINK_END] = n[HIT_END] = n[READ_END] = n[HOST_END] = NEVER
-    n[WAITING_SINCE] = NOT_WAITING
-    n[NOTHING_QUEUED] = 1
-    n[WHOLE_NS] = link.used_ns(whole)
-    n[EXPERT_BYTES] = whole
-    n[CHUNK_BYTES] = link.chunk_bytes or whole
-    n[LATENCY_NS], n[PER_BYTE_NUM], n[PER_BYTE_DEN] = link.latency_ns, link.ns_per_byte_num, link.ns_per_byte_den
-    n[PLACEMENT], n[HOST_LAYERS] = placement.cls.number, placement.cls(placement.options).layers
-    n[HOP_NS] = run.timing.hop_ns
-    n[DISK_THERE], n[ALL_EXPERTS] = run.host is not None, run.shape.total
+    n = np.zeros(streams.NUMBERS, np.int64)
+    n[streams.LINK_END] = n[streams.HIT_END] = n[streams.READ_END] = n[streams.HOST_END] = streams.NEVER
+    n[streams.WAITING_SINCE] = streams.NOT_WAITING
+    n[streams.NOTHING_QUEUED] = 1
+    n[streams.WHOLE_NS] = link.used_ns(whole)
+    n[streams.EXPERT_BYTES] = whole
+    n[streams.CHUNK_BYTES] = link.chunk_bytes or whole
+    n[streams.LATENCY_NS] = link.latency_ns
+    n[streams.PER_BYTE_NUM], n[streams.PER_BYTE_DEN] = link.ns_per_byte_num, link.ns_per_byte_den
+    n[streams.PLACEMENT], n[streams.HOST_LAYERS] = placement.cls.number, placement.cls(placement.options).layers
+    n[streams.HOP_NS] = run.timing.hop_ns
+    n[streams.DISK_THERE], n[streams.ALL_EXPERTS] = run.host is not None, run.shape.total
     return n

@@ -285,6 +285,7 @@ from numba.core.dispatcher import Dispatcher
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines import compiled_engine
+from sim.engines.compiled_streams import play_steps
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
@@ -304,7 +305,7 @@ used = {
     if isinstance(value, Dispatcher)
 }
 compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
-print(len(compiled_engine.play_steps.signatures), sum(compiled_engine.play_steps.stats.cache_hits.values()), compiled)
+print(len(play_steps.signatures), sum(play_steps.stats.cache_hits.values()), compiled)
 """
 
 
