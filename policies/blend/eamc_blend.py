@@ -73,7 +73,7 @@ from traces.errors import InputError
 from traces.steps import DECODE
 
 PARAMETERS = np.array(SETTINGS)
-"""What `policies.blend.evidence` is told."""
+"""The settings of `policies.blend.evidence`."""
 
 SET_ASIDE = 1e9
 """What the keep scores of a layer lose that decode does not run."""
@@ -102,21 +102,21 @@ class BlendOptions(Options, policy="eamc-blend"):
     profile: str = ""
 
 
-UNTOLD_WINDOW = 0.5
-"""Experts the link carries while a layer computes, where no engine has told."""
+DEFAULT_WINDOW = 0.5
+"""Experts the link carries while a layer computes, where no engine has said."""
 
 
 PER_ACCESS, TOP_K, STEPS, DECODES, OPEN, NUMBERS = range(6)
-"""Places in `Blend.numbers`: whether an event's experts are told one by one (the untimed mode); the most experts of a
-decoded token so far; steps so far; whether the one that runs decodes; the layer whose pass is open."""
+"""Places in `Blend.numbers`: whether an event's experts are reported one by one (the untimed mode); the most experts of
+a decoded token so far; steps so far; whether the one that runs decodes; the layer whose pass is open."""
 
-RAN, ASIDE, FORETOLD = range(3)
+RAN, ASIDE, PREDICTED = range(3)
 """Rows of `Blend.layers`: the latest step in which each ran; whether it is set aside; the latest step in which its
-STEP_ODDS were told."""
+STEP_ODDS were computed."""
 
 ODDS, TIMES, STEP_ODDS = range(3)
-"""Rows of `Blend.told`: of each expert at the end of its layer's latest pass the log odds of use in the next, and g;
-the log odds of use in the step that runs, from ids."""
+"""Rows of `Blend.predicted`: of each expert at the end of its layer's latest pass the log odds of use in the next, and
+g; the log odds of use in the step that runs, from ids."""
 
 NONE = -1
 
@@ -131,7 +131,7 @@ class Blend(NamedTuple):
     parameters: Float
     learning: Learning  # the weights
     keep: Float  # [>= 1, L*E]
-    told: Float  # [3, L*E]
+    predicted: Float  # [3, L*E]
     gate: Float  # [L, E + 2] of each layer its gate's latest picks, how many of all came true, how many there were
     numbers: Int  # [NUMBERS]
     layers: Int  # [3, L]
@@ -154,7 +154,7 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
         parameters=PARAMETERS,
         learning=learning.nothing_learned(shape),
         keep=np.zeros((3, shape.total)),
-        told=np.zeros((3, shape.total)),
+        predicted=np.zeros((3, shape.total)),
         gate=np.zeros((shape.layers, shape.experts + 2)),
         numbers=numbers,
         layers=np.zeros((3, shape.layers), np.int64),
@@ -194,7 +194,7 @@ def learned(own: Blend) -> Learned:
         "passes": own.known.ids.passes,
         **own.learning._asdict(),
         "keep": own.keep[0],
-        "told": own.told,
+        "predicted": own.predicted,
         "gate": own.gate,
         "numbers": own.numbers[TOP_K:DECODES],
         "layers": own.layers,
@@ -249,17 +249,18 @@ def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
     weighed(own, layer, TIME, BLIND, times)
     even, distant = even_odds(own), possible(own, layer, 1)
     keep, n = own.keep[0, layer * E : (layer + 1) * E], upto + 1
-    told_odds, told_times = own.told[ODDS, layer * E : (layer + 1) * E], own.told[TIMES, layer * E : (layer + 1) * E]
+    layer_odds = own.predicted[ODDS, layer * E : (layer + 1) * E]
+    layer_times = own.predicted[TIMES, layer * E : (layer + 1) * E]
     for e in range(n):
         odds[e] += even
         times[e] = max(LEAST_TIME, times[e])
     if r == 0:
         for e in range(n):
-            told_odds[e], told_times[e] = odds[e], times[e]
+            layer_odds[e], layer_times[e] = odds[e], times[e]
             keep[e] = -times[e] * near_chance(-odds[e]) - distant
     else:
         for e in range(n):
-            told_odds[e], told_times[e] = max(told_odds[e], odds[e]), min(told_times[e], times[e])
+            layer_odds[e], layer_times[e] = max(layer_odds[e], odds[e]), min(layer_times[e], times[e])
             keep[e] = max(keep[e], -times[e] * near_chance(-odds[e]) - distant)
 
 
@@ -378,11 +379,11 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
             if len(event.seats) > 1:
                 weigh(known, own.parameters, seat, layer + ahead, own.numbers[TOP_K], True)
             upcoming, picked = layer + ahead, picked_odds if ahead == 1 else NEVER
-            odds = own.told[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
-            told = ahead > 1 and own.layers[FORETOLD, upcoming] == own.numbers[STEPS]
-            if not told or len(event.seats) > 1:
-                _foretell(own, seat, layer, upcoming, sighted, r == 0, odds)
-                own.layers[FORETOLD, upcoming] = own.numbers[STEPS]
+            odds = own.predicted[STEP_ODDS, upcoming * E : (upcoming + 1) * E]
+            is_predicted = ahead > 1 and own.layers[PREDICTED, upcoming] == own.numbers[STEPS]
+            if not is_predicted or len(event.seats) > 1:
+                _predict_step(own, seat, layer, upcoming, sighted, r == 0, odds)
+                own.layers[PREDICTED, upcoming] = own.numbers[STEPS]
             n = _add(own, upcoming, ahead, 0, odds, own.least, picked, ids, priorities, first, n)
     return n
 
@@ -411,7 +412,7 @@ def _ask_gate(own: Blend, event: Event) -> float:
 
 
 @compiled
-def _foretell(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, asks: bool, odds: Float) -> None:
+def _predict_step(own: Blend, seat: int, layer: int, upcoming: int, sighted: bool, asks: bool, odds: Float) -> None:
     """Fill `odds` [E] with the log odds of use of the experts of `upcoming`, a layer of this step, after `layer`.
 
     asks: whether the model may learn from it, if it is the layer's turn.
@@ -450,7 +451,7 @@ def _for_the_next_step(own: Blend, ids: Int, priorities: Float) -> int:
     n, E = 0, own.known.after.shape[3]
     for layer in range(min(own.depth, own.known.after.shape[1])):
         if not own.layers[ASIDE, layer]:
-            odds = own.told[ODDS, layer * E : (layer + 1) * E]
+            odds = own.predicted[ODDS, layer * E : (layer + 1) * E]
             n = _add(own, layer, layer + 1, 1, odds, own.least_at_head, NEVER, ids, priorities, len(ids), n)
     return n
 
@@ -479,7 +480,7 @@ def _add(
         if picked_odds > likely and own.gate[layer, e] > 0.0:
             likely = picked_odds
         if likely >= least:
-            worth = -own.told[TIMES, expert] * near_chance(-likely) - distant
+            worth = -own.predicted[TIMES, expert] * near_chance(-likely) - distant
             n = add(ids, priorities, first, n, expert, worth)
     return n
 
@@ -509,7 +510,7 @@ class BlendRetention(ScorePolicy):
         profile_of(self, source).write(file)
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
-        """Take note of the mode alone: untimed, an event's experts are told one by one."""
+        """Take note of the mode alone: untimed, an event's experts are reported one by one."""
         self.state.numbers[PER_ACCESS] = per_access
 
 
@@ -527,7 +528,7 @@ class BlendPrefetcher(Prefetcher):
     def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
         super().__init__(shape, options, state)
         self._wrong, self._head = options.wrong, options.head
-        self.window(UNTOLD_WINDOW)
+        self.window(DEFAULT_WINDOW)
 
     def save(self, file: BinaryIO, source: str) -> None:
         """Write a profile."""

@@ -19,9 +19,10 @@ And of a pass that has begun, in a layer that has not routed:
 Of each the logarithm is kept, nearly (`near_log`).
 
 A pass is one token through a layer. A prefill counts as its tokens' average, over as many passes: its accesses over the
-experts of a decoded token or, before any was seen, the most tokens of one expert (untimed, where experts are told one
-by one, of the first). Neither a prefill nor another request teaches what follows what. Evidence is as of the end of the
-layer's last pass; the last three know more. All functions are compiled, over plain arrays; an event costs O(E * k).
+experts of a decoded token or, before any was seen, the most tokens of one expert (untimed, where experts are reported
+one by one, of the first). Neither a prefill nor another request teaches what follows what. Evidence is as of the end
+of the layer's last pass; the last three know more. All functions are compiled, over plain arrays; an event costs
+O(E * k).
 """
 
 from typing import NamedTuple
