@@ -1,9 +1,11 @@
 """How fast a machine is during a run: the run pauses, a few experts are read and computed, and it continues.
 
-A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So every
-SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace. The
-calibrations take its pace in the same way, and what they measured is scaled by how the two compare. Nothing that the
-run itself moves or computes is used: a prediction stays one.
+A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So about
+every SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace. As
+many steps lie between all pauses of a run: the mean of their paces is then that of the work, since slow periods, which
+hold fewer steps, have as many pauses a step as others. The calibrations take the pace in the same way, and what they
+measured is scaled by how the two compare. Nothing that the run itself moves or computes is used: a prediction stays
+one.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +18,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from sim.loop.log import StepRow
 from sim.profiles.measured import TABLES, MeasuredModel
 
-SECONDS = 2.0
-"""Of a run between two pauses, at least."""
+SECONDS = 1.0
+"""Of a run before its first pause, at least; as many steps as they hold lie between all others."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -41,14 +43,17 @@ def pausing(device: object, paces: list[Pace], on_step: OnStep) -> OnStep:
     """Return `on_step` with pauses, whose paces are added to `paces`; as it is for a device without."""
     if not isinstance(device, Paced):
         return on_step
-    paced, last = device, monotonic()
+    paced, began, steps, every = device, monotonic(), 0, 0
 
     def ended(row: StepRow) -> None:
-        nonlocal last
+        nonlocal steps, every
         on_step(row)
-        if monotonic() - last >= SECONDS:
+        steps += 1
+        if not every and monotonic() - began >= SECONDS:
+            every = steps
+        if every and steps >= every:
             paces.append(paced.pace())
-            last = monotonic()
+            steps = 0
 
     return ended
 

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
@@ -22,6 +23,7 @@ from replay.calibration.pace import Pace
 from replay.devices.lanes import parts
 from replay.devices.store import ExpertStore, anonymous
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
+from replay.model.dense import Weights
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
@@ -33,10 +35,10 @@ TAIL_BYTES = 256 << 10
 """memcpy takes some 50 us for it, about what threads take to hand over; a disk takes longer."""
 
 
-PACED = 8
-"""Experts that a pause reads, and computes."""
+PACED, PACED_BYTES, MOST_PACED = 8, 200_000_000, 64
+"""Experts that a pause reads, at least and at most, and their bytes between."""
 SPARE_BYTES = 256 << 20
-"""Of slots that a pause reads into, or two."""
+"""Of slots that pauses read into, or two."""
 GOLDEN = 0.6180339887498949
 
 
@@ -52,7 +54,6 @@ class LinkThreads(Device):
         self._outcomes: Outcomes = SimpleQueue()
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
-        self._filled: dict[int, None] = {}  # slots that an expert was brought to, in that order
         self._computes: deque[Completion] = deque()
         self._landing: dict[int, Flag] = {}  # of each expert's latest copy: set when its last piece has ended
         self._paused_ns = 0
@@ -79,29 +80,38 @@ class LinkThreads(Device):
             self._paused_ns += time.perf_counter_ns() - began
 
     def _took(self, streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> int:
-        """Give each stream its part of each piece of work; ns until all has ended.
+        """Give each stream its part of each piece of work; return the ns until all has ended.
 
         Raise what one raises, or InputError where they take too long.
         """
-        outcomes, began = Outcomes(), time.perf_counter_ns()
+        began = time.perf_counter_ns()
+        self._wait(self._begun(streams, works, kind), len(works), kind)
+        return time.perf_counter_ns() - began
+
+    @staticmethod
+    def _begun(streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> Outcomes:
+        """Give each stream its part of each piece of work; return what hears of the end of all."""
+        outcomes = Outcomes()
         report = Report(Completion(kind), outcomes, len(works) * len(streams))
         for work in works:
             for stream, part in zip(streams, work, strict=True):
                 stream.submit(part, report)
-        seconds = self.watchdog_s * len(works)
+        return outcomes
+
+    def _wait(self, outcomes: Outcomes, works: int, kind: Kind) -> None:
+        """Wait for the end of so many pieces of work."""
+        seconds = self.watchdog_s * works
         try:
             self._raised(outcomes.get(timeout=seconds))
         except Empty:
             self._stuck = True
             raise stuck(seconds, [Completion(kind)]) from None
-        return time.perf_counter_ns() - began
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        self._filled[slot] = None
         report = Report(completion, self._outcomes, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
@@ -169,7 +179,8 @@ class CpuDevice(LinkThreads):
         self._verify = verify
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
         self._compute = Stream("compute")
-        self._spare: NDArray[np.uint8] | None = None  # slots that a pause reads into
+        self._spare: list[NDArray[np.uint8]] = []  # slots that pauses read into, and compute
+        self._spare_weights: Iterator[Weights] = iter(())
         self._paced = 0  # experts read in pauses
 
     @timed
@@ -195,27 +206,48 @@ class CpuDevice(LinkThreads):
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
     def pace(self) -> Pace:
-        """Stop the clock; read some experts into slots of their own, and compute some that lie in the cache.
+        """Stop the clock; read some experts into slots of their own, and meanwhile compute what lies in these.
 
-        Only what an expert was brought to is computed: on numbers that are no weights a CPU takes another time.
+        Both at once, as in a run: a machine that others keep busy is slower at both than at either. The slots are more
+        than a CPU's caches hold, and hold weights: on other numbers a CPU takes another time.
         """
-        if self._spare is None:
-            self._spare = self._slots(min(PACED, max(2, SPARE_BYTES // self.store.stride)))
-        spare, store, filled = self._spare, self.store, list(self._filled) or [0]
         with self._paused([*self._lanes, self._compute]):
-            turns = range(self._paced, self._paced + PACED)
-            self._paced += PACED
-            cut = parts(0, store.expert_bytes, len(self._lanes))
-            reads = [
-                [partial(store.read, _spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
-                for turn in turns
-            ]
-            weights = [self._weights[filled[_spread(turn, len(filled))]] for turn in turns]
-            computes = [[partial(self._network.expert, each, 1)] for each in weights]
-            read_ns = self._took(self._lanes, reads, Kind.COPY)
-            compute_ns = self._took([self._compute], computes, Kind.EXPERT)
-            self._took([self._compute], [[self._network.forget]], Kind.EXPERT)
-            return Pace(read_ns / PACED, compute_ns / PACED)
+            if not self._spare:
+                slots = min(max(2, SPARE_BYTES // self.store.stride), MOST_PACED)
+                self._spare = list(self._slots(slots))
+                self._spare_weights = cycle([self._network.weights(torch.from_numpy(slot)) for slot in self._spare])
+                self._took(self._lanes, self._reads(len(self._spare)), Kind.COPY)
+            count = min(max(PACED, PACED_BYTES // self.store.stride), MOST_PACED)
+            reads = self._reads(count)
+            all_read, compute_ns = Flag(), list[float]()
+
+            def compute() -> None:
+                """Compute one after another until all is read, and PACED at least."""
+                began, computed = time.perf_counter_ns(), 0
+                while computed < PACED or not all_read.is_set():
+                    self._network.expert(next(self._spare_weights), 1)
+                    computed += 1
+                compute_ns.append((time.perf_counter_ns() - began) / computed)
+                self._network.forget()
+
+            computing = self._begun([self._compute], [[compute]], Kind.EXPERT)
+            try:
+                read_ns = self._took(self._lanes, reads, Kind.COPY)
+            finally:
+                all_read.set()
+            self._wait(computing, PACED, Kind.EXPERT)
+            return Pace(read_ns / count, compute_ns[0])
+
+    def _reads(self, count: int) -> list[list[Callable[[], None]]]:
+        """Return reads of so many experts, from all over the file, into the slots of pauses in turn."""
+        store, spare = self.store, self._spare
+        cut = parts(0, store.expert_bytes, len(self._lanes))
+        turns = range(self._paced, self._paced + count)
+        self._paced += count
+        return [
+            [partial(store.read, _spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
+            for turn in turns
+        ]
 
     def close(self) -> None:
         """End all threads."""

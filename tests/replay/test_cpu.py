@@ -15,7 +15,7 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.calibration.pace import Pace, pausing
 from replay.devices import store as store_module
-from replay.devices.cpu import PACED, CpuDevice
+from replay.devices.cpu import MOST_PACED, CpuDevice
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.model.network import Network, dtype_of, expert_output
@@ -108,7 +108,7 @@ def test_a_run_that_pauses_after_every_step_decides_as_before_and_its_clock_stan
         read = made.store.read
 
         def slow(expert: int, first: int, last: int, slot: NDArray[np.uint8]) -> None:
-            if made._spare is not None and np.shares_memory(slot, made._spare):
+            if any(np.shares_memory(slot, each) for each in made._spare):
                 time.sleep(waits)
             read(expert, first, last, slot)
 
@@ -120,7 +120,7 @@ def test_a_run_that_pauses_after_every_step_decides_as_before_and_its_clock_stan
     assert len(paces) == len(log.step_ns)
     assert all(pace.read_ns >= waits * 1e9 for pace in paces)
     assert all(pace.compute_ns > 0 for pace in paces)
-    paused = sum(PACED * (pace.read_ns + pace.compute_ns) for pace in paces)
+    paused = sum(MOST_PACED * max(pace.read_ns, pace.compute_ns) for pace in paces)
     assert took - clock >= paused
     assert log.step_ns.sum() <= clock
     if policy == "lru":
@@ -141,7 +141,7 @@ def test_a_read_that_never_ends_in_a_pause_is_told_in_one_line(monkeypatch):
         play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
         made.watchdog_s = 0.02
         monkeypatch.setattr(made.store, "read", lambda *_: go_on.wait())
-        with pytest.raises(InputError, match=r"stuck: nothing has ended for 0\.16 s, under way since: copy"):
+        with pytest.raises(InputError, match=r"stuck: nothing has ended for 1\.28 s, under way since: copy"):
             made.pace()
     go_on.set()
 
