@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: docs release-check demo test test-all fuzz fuzz-engines soak audit bench disk-check gpu-check lint format clean
+.PHONY: docs release-check demo test test-all fuzz fuzz-engines soak audit bench disk-check live-check gpu-check lint format clean
 .DEFAULT_GOAL := demo
 
 $(READY): pyproject.toml constraints.txt
@@ -74,7 +74,10 @@ bench: $(READY) ## speeds as ratios measured in one run
 disk-check: $(READY) ## prediction against measurement on this machine's disk and CPU, and what people use; half an hour
 	$(BIN)/python -m replay.disk_check $(DISK_CHECK)
 
-# Needs no network and nothing installed beyond what a GPU machine has (README, "On a GPU"): no .venv is made.
+live-check: $(READY) ## live generation under a limit of memory, beside its prediction, accelerate and transformers alone
+	$(BIN)/python -m replay.live.check $(LIVE_CHECK)
+
+# Needs no network and nothing installed beyond what a GPU machine has (replay/README.md, "On a GPU"): no .venv is made.
 gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 7 minutes
 	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
 

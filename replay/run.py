@@ -320,6 +320,7 @@ def replay(
         if observer:
             observer.close()
         if choice.device != "virtual":
+            opened.discard_copies()  # a prefetch may be under way
             around = Around.of(before, measure_model(opened, run, choice.most_tokens, "this machine"), paces)
             calibrations = [around.fastest, around.during, around.slowest]
     row, by_request = summarise(log, cell, loaded.trace.requests)

@@ -132,13 +132,14 @@ def accelerate_offload(
         else:
             accelerate.cpu_offload(model, execution_device=device)
         with within or nullcontext():
-            took = _decode(model, device, tokens, context)
+            took = decode_ms(model, device, tokens, context)
         return Decoded("accelerate", accelerate.__version__, profile.name, took, weight_bytes)
     except (torch.OutOfMemoryError, MemoryError):
         raise InputError(f"out of memory: accelerate's offload of {profile.name}") from None
 
 
-def _decode(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
+def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
+    """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens; return the ms of each."""
     vocabulary = model.config.vocab_size
     took: list[float] = []
     with torch.inference_mode():

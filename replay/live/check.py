@@ -1,0 +1,184 @@
+"""What live generation reaches on this machine, in one file of results: `make live-check`.
+
+A checkpoint with the shapes of a real model and random weights gets half as much memory as its file has bytes, and
+generates. Beside it: the simulator's prediction, a replay of the trace that it recorded, and accelerate's offload to a
+disk with as much memory. Tokens are drawn at temperature 1, since random weights repeat the likeliest one for ever.
+Then the shipped model with all its experts cached, beside transformers alone. The file is written after each part.
+"""
+
+import time
+from dataclasses import dataclass
+from datetime import date
+from functools import partial
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from policies.core.spec import parse
+from replay.comparison.record import Record, key_of
+from replay.devices.device_facts import machine_name
+from replay.devices.expert_file import write
+from replay.devices.store import Stamps
+from replay.disk_check.mapped import page_cache_of
+from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
+from replay.live.answering import Answered, answer
+from replay.live.model import How, open_live
+from replay.live.prediction import outcome
+from replay.live.prompts import prompts_of, reading_ids
+from replay.run import Choice, replay
+from replay.warmup import undisturbed
+from sim.defaults import CACHE_SIZE, POLICY
+from sim.profiles import model_profile
+from sim.profiles.hardware_profile import hardware
+from sim.profiles.model_profile import ModelProfile
+from sim.quantities import show_bytes
+from sim.results.metrics import Row
+from sim.sweeps.setup import Loaded, Setup
+from tracer import demo
+from tracer.answers import Sampling
+from tracer.models import Loading, load_model
+from tracer.record import Options
+from traces import console
+from traces.errors import InputError
+from traces.output import check_file
+
+RESULTS = Path("replay/results")
+LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate, disk offload"
+CACHED, ALONE = "live, all experts cached", "transformers alone"
+
+PROMPT = ",".join(str(7 * place + 3) for place in range(32))
+ACCELERATE_TOKENS = 2
+DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
+CPU = torch.device("cpu")
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is checked. `model`: a profile, whose weights are written below `folder` three times, one at a time."""
+
+    record: Record
+    folder: Path
+    model: str
+    tokens: int
+
+    def run(self) -> None:
+        """All of it. Raise InputError where memory, disk or rights do not suffice."""
+        self.record.begin(device="disk", torch=torch.__version__, machine=machine_name("disk"))
+        profile = model_profile.model(self.model)
+        below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
+        with below() as folder:
+            answered, slots, lanes, limit = self._live(profile, Path(folder))
+        with below() as folder:
+            self._replay(profile, Path(folder) / "experts", answered, slots, lanes)
+        with below() as folder:
+            self._accelerate(profile, Path(folder), limit)
+        self._demo()
+
+    def _put(self, model: str, mode: str, tokens: int, took_ms: Any, **facts: Any) -> None:
+        """Record a part: the times of its tokens, or its mean."""
+        mean_ms = took_ms if isinstance(took_ms, float) else sum(took_ms) / len(took_ms)
+        cell: Row = {"model": model, "mode": mode, "tokens": tokens, **facts, "measured": {"tpot_mean_ms": mean_ms}}
+        self.record.put(key_of(model=model, mode=mode, tokens=tokens), cell)
+        console.note(f"{model}, {mode}: {mean_ms:,.1f} ms a token")
+
+    def _live(self, profile: ModelProfile, folder: Path) -> tuple[Answered, int, int, int]:
+        """Generate; return what came of it, slots, lanes and the limit of memory."""
+        console.note(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
+        build(profile).save_pretrained(folder)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
+        with (
+            page_cache_of(size // 2, folder),
+            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE)) as live,
+            undisturbed(),
+        ):
+            asked = prompts_of([], None, PROMPT)
+            answered = answer(live, reading_ids(live.loaded), asked, sampled, lambda token: None, lambda: None)
+            found = outcome(live, answered)
+            slots, lanes = live.run.gpu.slots, live.lanes
+        predicted = found.predictions[0].row["tpot_mean_ms"]
+        self._put(
+            *(profile.name, LIVE, self.tokens, found.row["tpot_mean_ms"]),
+            policy=POLICY,
+            cache_fraction=slots / live.run.shape.total,
+            hit_rate=found.row["hit_rate"],
+            checkpoint_bytes=size,
+            memory_bytes=size // 2,
+            predicted={"tpot_mean_ms": predicted},
+        )
+        return answered, slots, lanes, size // 2
+
+    def _replay(self, profile: ModelProfile, store: Path, answered: Answered, slots: int, lanes: int) -> None:
+        """Replay the trace with as many threads and lanes."""
+        count = profile.moe_layers * profile.experts
+        write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
+        loaded = Loaded(Setup(trace="live"), answered.trace, hardware("h200"), profile)
+        threads = torch.get_num_threads()
+        found = replay(Choice(loaded, parse(POLICY), slots, "disk", store=store, lanes=lanes, threads=threads))
+        self._put(profile.name, REPLAY, self.tokens, found.row["tpot_mean_ms"], threads=threads, lanes=lanes)
+
+    def _accelerate(self, profile: ModelProfile, folder: Path, limit: int) -> None:
+        """Decode with accelerate's offload to a disk, with as much memory."""
+        peer = accelerate_offload(profile, CPU, ACCELERATE_TOKENS, folder=folder, within=page_cache_of(limit, folder))
+        self._put(profile.name, ACCELERATE, len(peer.tpot_ms), peer.tpot_ms, version=peer.version, memory_bytes=limit)
+
+    def _demo(self) -> None:
+        """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
+        alone = load_model(str(demo.MODEL), Loading()).model
+        took: dict[str, list[float]] = {CACHED: [], ALONE: []}
+        with open_live(How(str(demo.MODEL), name=demo.NAME, policy="lru", cache_size="100%")) as live, undisturbed():
+            for round_ in range(ROUNDS):
+                for mode, model in ((CACHED, live.model), (ALONE, alone)):
+                    found = median(decode_ms(model, CPU, DEMO_TOKENS, DEMO_CONTEXT))
+                    if round_:  # the first one fills the cache
+                        took[mode].append(found)
+                live.end_request()
+        for mode, each in took.items():
+            self._put(demo.NAME, mode, DEMO_TOKENS * len(each), each)
+
+    def ratios(self) -> dict[str, float]:
+        """What the file's parts come to."""
+        took = {cell["mode"]: cell["measured"]["tpot_mean_ms"] for cell in self.record}
+        live = next(cell for cell in self.record if cell["mode"] == LIVE)
+        return {
+            "accelerate over live": took[ACCELERATE] / took[LIVE],
+            "live over replay": took[LIVE] / took[REPLAY],
+            "predicted over measured": live["predicted"]["tpot_mean_ms"] / took[LIVE],
+            "speed of the shipped model, all experts cached, over transformers": took[ALONE] / took[CACHED],
+        }
+
+
+@app.command()
+def check(
+    out: Annotated[Path, typer.Option(help="The file to write; or a folder, for live-DATE.json in it.")] = RESULTS,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints are written, on the disk that is read.")] = Path(),
+    model: Annotated[str, typer.Option(help="Model profile whose shapes are used.")] = "olmoe-1b-7b",
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 32,
+) -> None:
+    """Compare live generation from disk with prediction, replay, accelerate and transformers alone.
+
+    Takes as much memory and disk as the model has bytes, a quarter of an hour, and root for the limit of memory.
+    """
+    if not folder.is_dir():
+        raise InputError(f"no folder at {folder}")
+    path = out if out.suffix == ".json" else out / f"live-{date.today()}.json"
+    check_file(path, overwrite=False)
+    began = time.monotonic()
+    found = Check(Record(path), folder, model, tokens)
+    found.run()
+    ratios = found.ratios()
+    found.record.tell(ratios=ratios)
+    found.record.write()
+    for what, ratio in ratios.items():
+        console.say(f"{what}: {ratio:.2f}")
+    console.say(f"wrote {path} in {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    console.main(app, "live-check")
