@@ -5,17 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from policies.checker import check_policy
-    from policies.core.policy import Event, Prefetcher, ScorePolicy
+    from policies.core.policy import Event, Prefetcher, ScorePolicy, Shape
     from policies.core.policy import RetentionPolicy as Policy
     from policies.core.spec import make_policy
 
-__all__ = ["Event", "Policy", "Prefetcher", "ScorePolicy", "check_policy", "make_policy"]
+__all__ = ["Event", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"]
 
 _HOME = {
     "Event": ("policies.core.policy", "Event"),
     "Policy": ("policies.core.policy", "RetentionPolicy"),
     "Prefetcher": ("policies.core.policy", "Prefetcher"),
     "ScorePolicy": ("policies.core.policy", "ScorePolicy"),
+    "Shape": ("policies.core.policy", "Shape"),
     "check_policy": ("policies.checker", "check_policy"),
     "make_policy": ("policies.core.spec", "make_policy"),
 }

@@ -18,7 +18,7 @@ from sim.sweeps.setup import Options, Setup
 
 NAMES = {
     traces: ["InputError", "Trace", "demo_trace"],
-    policies: ["Event", "Policy", "Prefetcher", "ScorePolicy", "check_policy", "make_policy"],
+    policies: ["Event", "Policy", "Prefetcher", "ScorePolicy", "Shape", "check_policy", "make_policy"],
     sim: ["Comparison", "RunResult", "SweepResult", "plan", "simulate", "sweep"],
     replay: ["ReplayResult", "replay"],
 }
