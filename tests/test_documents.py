@@ -58,7 +58,7 @@ def runnable(page: Path) -> list[Block]:
 
 def provide(page: Path, folder: Path) -> None:
     """Put into the folder what a page takes for granted: a trace of one's own, and a model's configuration."""
-    if page.name != "README.md":
+    if page.name not in ("README.md", "tutorial.md"):
         write_trace(Trace.read(demo_trace()).head(3), folder / "my-trace")
     (folder / "config.json").write_text(json.dumps(CONFIG))
 

@@ -285,9 +285,9 @@ def _frozen(held: dict[str, Table]) -> str:
         )
     return "\n".join(
         [
-            "LFU without aging is a strawman, and LRU is a strong baseline",
+            "LFU without aging is a weak baseline, and LRU is a strong one",
             "",
-            f"Hit rates at 25%: {'; '.join(parts)}. A paper that beats plain LFU has beaten a policy that freezes. "
+            f"Hit rates at 25%: {'; '.join(parts)}. Without aging, LFU stops adapting, so a gain over it shows little. "
             "`least-stale`, the rule of SpecMD (arXiv 2602.03921), is below LRU here.",
         ]
     )
@@ -361,11 +361,12 @@ def _prefetch(held: dict[str, Table]) -> str:
 
 
 def _users(held: dict[str, Table]) -> str:
-    parts = []
+    parts, gains = list[str](), list[str]()
     for trace in (GPT_OSS, DEEPSEEK):
         here = _of(held["users"], trace).set_index(["policy", "users"])
         shown = ("tokens_per_s", "tpot_mean_ms", "hit_rate")
         one, most = ({name: float(here[name].loc[("eamc-blend", n)]) for name in shown} for n in (USERS[0], USERS[-1]))
+        gains.append(f"{most['tokens_per_s'] / one['tokens_per_s'] - 1:+.0%}")
         parts.append(
             f"{trace} {one['tokens_per_s']:.1f} to {most['tokens_per_s']:.1f} tokens/s, {one['tpot_mean_ms']:.0f} to "
             f"{most['tpot_mean_ms']:.0f} ms between two tokens of a request, hit rate {share(one['hit_rate'])} to "
@@ -373,7 +374,7 @@ def _users(held: dict[str, Table]) -> str:
         )
     return "\n".join(
         [
-            f"{USERS[-1]} users at once gain little and each waits several times as long",
+            f"{USERS[-1]} users at once: {' and '.join(gains)} tokens per second, and each waits several times as long",
             "",
             f"`eamc-blend` at 25%, {MOST // 2} requests, from 1 to {USERS[-1]} users: {'; '.join(parts)}. A step "
             "needs the "
@@ -390,10 +391,10 @@ FINDINGS = (_gap, _paper, _capacity, _collapse, _frozen, _activation, _groups, _
 TAIL = """
 ## What is not here
 
-Adaptation to a task shift is in the README, with its command; predictions against measured hardware are in
-[replay/results](replay/results/README.md) and [docs/backtest.md](docs/backtest.md); what a machine allows is in
-[docs/planner.md](docs/planner.md). Two models are few: DeepSeek-V2-Lite's trace has no decoding, and gpt-oss-20b's is
-greedy. Larger models may differ.
+Adaptation to a task shift is in [docs/results.md](docs/results.md), with its command; predictions against measured
+hardware are in [replay/results](replay/results/README.md) and [docs/backtest.md](docs/backtest.md); what a machine
+allows is in [docs/planner.md](docs/planner.md). Two models are few: DeepSeek-V2-Lite's trace has no decoding, and
+gpt-oss-20b's is greedy. Larger models may differ.
 """
 
 

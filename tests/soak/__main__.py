@@ -39,7 +39,7 @@ LONGEST = 600.0
 LINGER = 60.0
 """Seconds that workers may take to see that the process which started them is gone."""
 
-ENDED = {0: "ended", 1: "failed in one line", 2: "refused in one line", 130: "was interrupted"}
+ENDED = {0: "ended", 1: "failed in one line", 2: "refused in one line", 130: "interrupted"}
 
 Content = dict[str, bytes]
 
@@ -247,7 +247,7 @@ def round_of(soak: Soak, job: Job, fault: str, draw: random.Random, seconds: flo
         before = any(out.glob("*")) if out.exists() else False
         status = soak.ends(job, soak.command(job, out, *([job.again] if before else [])), 0, 2)
         if status == 2:  # it had ended already
-            soak.done["had ended already"] += 1
+            soak.done["processes that had ended before their signal"] += 1
         soak.same(job, out, whole)
 
     try:
