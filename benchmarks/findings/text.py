@@ -366,7 +366,7 @@ def _users(held: dict[str, Table]) -> str:
         here = _of(held["users"], trace).set_index(["policy", "users"])
         shown = ("tokens_per_s", "tpot_mean_ms", "hit_rate")
         one, most = ({name: float(here[name].loc[("eamc-blend", n)]) for name in shown} for n in (USERS[0], USERS[-1]))
-        gains.append(f"{most['tokens_per_s'] / one['tokens_per_s'] - 1:+.0%}")
+        gains.append(f"{most['tokens_per_s'] / one['tokens_per_s'] - 1:+.1%} tokens per second on {trace}")
         parts.append(
             f"{trace} {one['tokens_per_s']:.1f} to {most['tokens_per_s']:.1f} tokens/s, {one['tpot_mean_ms']:.0f} to "
             f"{most['tpot_mean_ms']:.0f} ms between two tokens of a request, hit rate {share(one['hit_rate'])} to "
@@ -374,7 +374,7 @@ def _users(held: dict[str, Table]) -> str:
         )
     return "\n".join(
         [
-            f"{USERS[-1]} users at once: {' and '.join(gains)} tokens per second, and each waits several times as long",
+            f"{USERS[-1]} users at once: {', '.join(gains)}, and each waits several times as long",
             "",
             f"`eamc-blend` at 25%, {MOST // 2} requests, from 1 to {USERS[-1]} users: {'; '.join(parts)}. A step "
             "needs the "

@@ -286,8 +286,6 @@ def _transfer_ns(meter: Meter, size: int, places: int, paces: list[Pace] | None 
     device = meter.device
     asked = device if paces is not None and isinstance(device, Paced) else None
     _pumped(device, size, places, 2)
-    if asked:
-        asked.pace()  # the first one is slower
 
     def series() -> int:
         ends = _pumped(device, size, places, TRANSFERS + 1)

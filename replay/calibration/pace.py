@@ -1,25 +1,26 @@
 """How fast a machine is during a run: the run pauses, a few experts are read and computed, and it continues.
 
 A shared machine drifts within seconds, a calibration before a run and one behind it miss what happens between. So about
-every SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace. As
-many steps lie between all pauses of a run: the mean of their paces is then that of the work, since slow periods, which
-hold fewer steps, have as many pauses a step as others. The calibrations take the pace in the same way, and what they
-measured is scaled by how the two compare. Nothing that the run itself moves or computes is used: a prediction stays
-one.
+every SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace.
+The same number of decode steps lies between any two pauses: so the mean of their paces is that of the work, slow
+periods having as many pauses a step as others. The calibrations take the pace in the same way, and what they measured
+is scaled by how the two compare. Nothing that the run itself moves or computes is used: a prediction stays one.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import fmean, stdev
-from time import monotonic
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from sim.loop.log import StepRow
+from sim.loop.log import COLUMNS, StepRow
 from sim.profiles.measured import TABLES, MeasuredModel
+from traces.steps import DECODE
+
+PHASE, STEP_NS = COLUMNS.index("phase"), COLUMNS.index("step_ns")
 
 SECONDS = 1.0
-"""Of a run before its first pause, at least; as many steps as they hold lie between all others."""
+"""Of decode steps before the first pause, at least; as many decode steps as they hold lie between all others."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -43,13 +44,16 @@ def pausing(device: object, paces: list[Pace], on_step: OnStep) -> OnStep:
     """Return `on_step` with pauses, whose paces are added to `paces`; as it is for a device without."""
     if not isinstance(device, Paced):
         return on_step
-    paced, began, steps, every = device, monotonic(), 0, 0
+    paced, decoded_ns, steps, every = device, 0, 0, 0
 
     def ended(row: StepRow) -> None:
-        nonlocal steps, every
+        nonlocal decoded_ns, steps, every
         on_step(row)
+        if row.numbers[PHASE] != DECODE:
+            return
         steps += 1
-        if not every and monotonic() - began >= SECONDS:
+        decoded_ns += row.numbers[STEP_NS]
+        if not every and decoded_ns >= SECONDS * 1e9:
             every = steps
         if every and steps >= every:
             paces.append(paced.pace())

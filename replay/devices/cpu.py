@@ -38,7 +38,7 @@ TAIL_BYTES = 256 << 10
 PACED, PACED_BYTES, MOST_PACED = 8, 200_000_000, 64
 """Experts that a pause reads, at least and at most, and their bytes between."""
 SPARE_BYTES = 256 << 20
-"""Of slots that pauses read into, or two."""
+"""Of slots that pauses read into, or one."""
 GOLDEN = 0.6180339887498949
 
 
@@ -85,7 +85,7 @@ class LinkThreads(Device):
         Raise what one raises, or InputError where they take too long.
         """
         began = time.perf_counter_ns()
-        self._wait(self._begun(streams, works, kind), len(works), kind)
+        self._wait(self._begun(streams, works, kind), kind)
         return time.perf_counter_ns() - began
 
     @staticmethod
@@ -98,14 +98,13 @@ class LinkThreads(Device):
                 stream.submit(part, report)
         return outcomes
 
-    def _wait(self, outcomes: Outcomes, works: int, kind: Kind) -> None:
-        """Wait for the end of so many pieces of work."""
-        seconds = self.watchdog_s * works
+    def _wait(self, outcomes: Outcomes, kind: Kind) -> None:
+        """Wait for the end of what was begun."""
         try:
-            self._raised(outcomes.get(timeout=seconds))
+            self._raised(outcomes.get(timeout=self.watchdog_s))
         except Empty:
             self._stuck = True
-            raise stuck(seconds, [Completion(kind)]) from None
+            raise stuck(self.watchdog_s, [Completion(kind)]) from None
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
@@ -205,38 +204,42 @@ class CpuDevice(LinkThreads):
         """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
+    @timed
     def pace(self) -> Pace:
         """Stop the clock; read some experts into slots of their own, and meanwhile compute what lies in these.
 
-        Both at once, as in a run: a machine that others keep busy is slower at both than at either. The slots are more
-        than a CPU's caches hold, and hold weights: on other numbers a CPU takes another time.
+        Both at once, as in a run: a machine that others keep busy is slower at both than at either. What is computed
+        was read a while ago, as in a run, and is weights: on other numbers a CPU takes another time.
         """
         with self._paused([*self._lanes, self._compute]):
             if not self._spare:
-                slots = min(max(2, SPARE_BYTES // self.store.stride), MOST_PACED)
+                slots = min(max(1, SPARE_BYTES // self.store.stride), MOST_PACED)
                 self._spare = list(self._slots(slots))
                 self._spare_weights = cycle([self._network.weights(torch.from_numpy(slot)) for slot in self._spare])
-                self._took(self._lanes, self._reads(len(self._spare)), Kind.COPY)
-            count = min(max(PACED, PACED_BYTES // self.store.stride), MOST_PACED)
-            reads = self._reads(count)
-            all_read, compute_ns = Flag(), list[float]()
+                self._took(self._lanes, self._reads(slots), Kind.COPY)
+                self._pace()  # the first one is slower
+            return self._pace()
 
-            def compute() -> None:
-                """Compute one after another until all is read, and PACED at least."""
-                began, computed = time.perf_counter_ns(), 0
-                while computed < PACED or not all_read.is_set():
-                    self._network.expert(next(self._spare_weights), 1)
-                    computed += 1
-                compute_ns.append((time.perf_counter_ns() - began) / computed)
-                self._network.forget()
+    def _pace(self) -> Pace:
+        count = min(max(PACED, PACED_BYTES // self.store.stride), MOST_PACED)
+        all_read, compute_ns = Flag(), list[float]()
 
-            computing = self._begun([self._compute], [[compute]], Kind.EXPERT)
-            try:
-                read_ns = self._took(self._lanes, reads, Kind.COPY)
-            finally:
-                all_read.set()
-            self._wait(computing, PACED, Kind.EXPERT)
-            return Pace(read_ns / count, compute_ns[0])
+        def compute() -> None:
+            """Compute one after another until all is read, and PACED at least."""
+            began, computed = time.perf_counter_ns(), 0
+            while computed < PACED or not all_read.is_set():
+                self._network.expert(next(self._spare_weights), 1)
+                computed += 1
+            compute_ns.append((time.perf_counter_ns() - began) / computed)
+            self._network.forget()
+
+        computing = self._begun([self._compute], [[compute]], Kind.EXPERT)
+        try:
+            read_ns = self._took(self._lanes, self._reads(count), Kind.COPY)
+        finally:
+            all_read.set()
+        self._wait(computing, Kind.EXPERT)
+        return Pace(read_ns / count, compute_ns[0])
 
     def _reads(self, count: int) -> list[list[Callable[[], None]]]:
         """Return reads of so many experts, from all over the file, into the slots of pauses in turn."""

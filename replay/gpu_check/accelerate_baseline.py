@@ -153,7 +153,7 @@ def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tu
             _synchronize(device)
             took.append((time.perf_counter() - began) * 1e3)
         if not bool(answer.logits.isfinite().all()):
-            raise InputError("accelerate's peer computed numbers that are not finite: its figures are worth nothing")
+            raise InputError("the model computed numbers that are not finite: its times are worth nothing")
     return tuple(took[1:])
 
 

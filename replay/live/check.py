@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from statistics import median
+from shutil import disk_usage
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from policies.core.spec import parse
 from replay.comparison.record import Record, key_of
 from replay.devices.device_facts import machine_name
 from replay.devices.expert_file import write
-from replay.devices.store import Stamps
+from replay.devices.store import Stamps, available_memory_bytes
 from replay.disk_check.mapped import page_cache_of
 from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
 from replay.live.answering import Answered, answer
@@ -52,6 +52,7 @@ CACHED, ALONE = "live, all experts cached", "transformers alone"
 
 PROMPT = ",".join(str(7 * place + 3) for place in range(32))
 ACCELERATE_TOKENS = 2
+SHARD_BYTES = 2_000_000_000
 DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
 CPU = torch.device("cpu")
 
@@ -69,16 +70,30 @@ class Check:
 
     def run(self) -> None:
         """All of it. Raise InputError where memory, disk or rights do not suffice."""
-        self.record.begin(device="disk", torch=torch.__version__, machine=machine_name("disk"))
+        facts = {"torch": torch.__version__, "hardware": {"threads": torch.get_num_threads()}}
+        self.record.begin(device="disk", machine=machine_name("disk"), **facts)
         profile = model_profile.model(self.model)
+        self._require(int(profile.parameters * profile.dense_bytes_per_parameter))
         below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
         with below() as folder:
             answered, slots, lanes, limit = self._live(profile, Path(folder))
         with below() as folder:
-            self._replay(profile, Path(folder) / "experts", answered, slots, lanes)
+            self._replay(profile, Path(folder) / "experts", answered, slots, lanes, limit)
         with below() as folder:
             self._accelerate(profile, Path(folder), limit)
         self._demo()
+
+    def _require(self, model_bytes: int) -> None:
+        """Raise InputError where a control group cannot be made, or a model of so many bytes has no room."""
+        with page_cache_of(model_bytes, self.folder / "none"):
+            pass
+        for what, there, needed in (
+            ("memory", available_memory_bytes(), model_bytes + SHARD_BYTES),
+            (f"disk in {self.folder}", disk_usage(self.folder).free, model_bytes),
+        ):
+            if there is not None and there < needed:
+                sizes = f"{show_bytes(needed)} of {what}, {show_bytes(there)} are free"
+                raise InputError(f"{self.model} takes {sizes}: take a smaller --model")
 
     def _put(self, model: str, mode: str, tokens: int, took_ms: Any, **facts: Any) -> None:
         """Record a part: the times of its tokens, or its mean."""
@@ -90,7 +105,7 @@ class Check:
     def _live(self, profile: ModelProfile, folder: Path) -> tuple[Answered, int, int, int]:
         """Generate; return what came of it, slots, lanes and the limit of memory."""
         console.note(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
-        build(profile).save_pretrained(folder)
+        build(profile).save_pretrained(folder, save_original_format=False, max_shard_size=SHARD_BYTES)
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
         with (
@@ -104,7 +119,7 @@ class Check:
             slots, lanes = live.run.gpu.slots, live.lanes
         predicted = found.predictions[0].row["tpot_mean_ms"]
         self._put(
-            *(profile.name, LIVE, self.tokens, found.row["tpot_mean_ms"]),
+            *(profile.name, LIVE, self.tokens - 1, found.row["tpot_mean_ms"]),
             policy=POLICY,
             cache_fraction=slots / live.run.shape.total,
             hit_rate=found.row["hit_rate"],
@@ -114,14 +129,17 @@ class Check:
         )
         return answered, slots, lanes, size // 2
 
-    def _replay(self, profile: ModelProfile, store: Path, answered: Answered, slots: int, lanes: int) -> None:
-        """Replay the trace with as many threads and lanes."""
+    def _replay(
+        self, profile: ModelProfile, store: Path, answered: Answered, slots: int, lanes: int, limit: int
+    ) -> None:
+        """Replay the trace with as much memory, and as many threads and lanes."""
         count = profile.moe_layers * profile.experts
         write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
         loaded = Loaded(Setup(trace="live"), answered.trace, hardware("h200"), profile)
         threads = torch.get_num_threads()
-        found = replay(Choice(loaded, parse(POLICY), slots, "disk", store=store, lanes=lanes, threads=threads))
-        self._put(profile.name, REPLAY, self.tokens, found.row["tpot_mean_ms"], threads=threads, lanes=lanes)
+        with page_cache_of(limit, store):
+            found = replay(Choice(loaded, parse(POLICY), slots, "disk", store=store, lanes=lanes, threads=threads))
+        self._put(profile.name, REPLAY, self.tokens - 1, found.row["tpot_mean_ms"], threads=threads, lanes=lanes)
 
     def _accelerate(self, profile: ModelProfile, folder: Path, limit: int) -> None:
         """Decode with accelerate's offload to a disk, with as much memory."""
@@ -130,17 +148,18 @@ class Check:
 
     def _demo(self) -> None:
         """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
-        alone = load_model(str(demo.MODEL), Loading()).model
+        alone = load_model(str(demo.MODEL), Loading(device="cpu")).model
         took: dict[str, list[float]] = {CACHED: [], ALONE: []}
         with open_live(How(str(demo.MODEL), name=demo.NAME, policy="lru", cache_size="100%")) as live, undisturbed():
             for round_ in range(ROUNDS):
-                for mode, model in ((CACHED, live.model), (ALONE, alone)):
-                    found = median(decode_ms(model, CPU, DEMO_TOKENS, DEMO_CONTEXT))
+                turns = [(CACHED, live.model), (ALONE, alone)]
+                for mode, model in turns if round_ % 2 else turns[::-1]:
+                    found = decode_ms(model, CPU, DEMO_TOKENS, DEMO_CONTEXT)
                     if round_:  # the first one fills the cache
-                        took[mode].append(found)
+                        took[mode] += found
                 live.end_request()
         for mode, each in took.items():
-            self._put(demo.NAME, mode, DEMO_TOKENS * len(each), each)
+            self._put(demo.NAME, mode, len(each), each)
 
     def ratios(self) -> dict[str, float]:
         """What the file's parts come to."""
@@ -160,6 +179,7 @@ def check(
     folder: Annotated[Path, typer.Option(help="Where checkpoints are written, on the disk that is read.")] = Path(),
     model: Annotated[str, typer.Option(help="Model profile whose shapes are used.")] = "olmoe-1b-7b",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 32,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Compare live generation from disk with prediction, replay, accelerate and transformers alone.
 
@@ -168,7 +188,7 @@ def check(
     if not folder.is_dir():
         raise InputError(f"no folder at {folder}")
     path = out if out.suffix == ".json" else out / f"live-{date.today()}.json"
-    check_file(path, overwrite=False)
+    check_file(path, overwrite)
     began = time.monotonic()
     found = Check(Record(path), folder, model, tokens)
     found.run()

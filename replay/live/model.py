@@ -119,6 +119,7 @@ class LiveModel:
 
     def time_transfers(self, run: Run | None = None) -> tuple[int, int]:
         """Time transfers, alone; what slots hold is lost, so no request may follow."""
+        self.device.discard_copies()  # a prefetch may be under way
         gpu = (run or self.run).gpu
         places = min(gpu.slots, max(2 * self.hook.top_k, CYCLE_BYTES // gpu.link.expert_bytes))
         return transfers(Meter(self.device), gpu.link.expert_bytes, places)

@@ -34,8 +34,8 @@ def test_each_part_is_run_and_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     assert set(cells) == {LIVE, REPLAY, ACCELERATE, CACHED, ALONE}
     assert all(cell["measured"]["tpot_mean_ms"] > 0 for cell in cells.values())
     live = cells[LIVE]
-    assert (live["tokens"], live["policy"], live["cache_fraction"]) == (4, "eamc-blend", 0.25)
-    assert limits == [live["checkpoint_bytes"] // 2] * 2 == [cells[ACCELERATE]["memory_bytes"]] * 2
+    assert (live["tokens"], live["policy"], live["cache_fraction"]) == (3, "eamc-blend", 0.25)
+    assert limits[1:] == [live["checkpoint_bytes"] // 2] * 3 == [cells[ACCELERATE]["memory_bytes"]] * 3
     ratios = check.ratios()
     assert ratios["live over replay"] == pytest.approx(
         live["measured"]["tpot_mean_ms"] / cells[REPLAY]["measured"]["tpot_mean_ms"]
