@@ -123,6 +123,8 @@ class Check:
             policy=POLICY,
             cache_fraction=slots / live.run.shape.total,
             hit_rate=found.row["hit_rate"],
+            past_cache=found.row["past_cache"],
+            lanes=lanes,
             checkpoint_bytes=size,
             memory_bytes=size // 2,
             predicted={"tpot_mean_ms": predicted},
