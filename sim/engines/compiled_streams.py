@@ -433,7 +433,7 @@ def wait(run: Streams) -> None:
 
 @compiled
 def wait_until(run: Streams, until: int) -> None:
-    """Nobody is active up to then (rule 18)."""
+    """No request is active up to then (rule 18)."""
     advance(run, until, WAKE)
 
 
@@ -544,7 +544,7 @@ def play_steps(
     """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
 
     rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns
-    the step to go on with.
+    the step to continue with.
     """
     m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
     S, L = durations.dense.shape
