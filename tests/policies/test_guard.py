@@ -34,11 +34,12 @@ class Mine({base}):
 LINES = HEAD.count("\n")
 
 
-def played(policy: str, slots: int = 3) -> None:
-    """Run the policy timed and untimed."""
+def played(policy: str, slots: int = 3) -> list[int]:
+    """Run the policy timed and untimed; return the experts that the untimed run evicted."""
     run = gpu_run(REQUESTS, SHAPE, slots, parse(policy), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
     simulate(run)
-    untimed.count(REQUESTS, 2, 6, slots, policy)
+    evicted: list[int] = untimed.count(REQUESTS, 2, 6, slots, policy).evictions.tolist()
+    return evicted
 
 
 def file_of(folder: Path, body: str, base: str = "RetentionPolicy", name: str = "mine.py") -> str:
@@ -255,5 +256,9 @@ def test_unreadable_neighbours_of_a_policy_are_no_matter(home):
 
 
 def test_a_victim_may_be_any_whole_number_that_was_offered(tmp_path):
-    for answer in ("evictable[0]", "int(evictable[-1])", "np.int32(evictable[0])"):
-        played(file_of(tmp_path, f"def victim(self, evictable):\n    return {answer}"))
+    answers = "evictable[0]", "np.int32(evictable[0])", "int(evictable[-1])"
+    first, same, last = (
+        played(file_of(tmp_path, f"def victim(self, evictable):\n    return {answer}", name=f"mine{number}.py"))
+        for number, answer in enumerate(answers)
+    )
+    assert first == same != last
