@@ -5,7 +5,8 @@ folder that ends with the process, and where there is none either, nowhere.
 
 Numba names the functions inside the compiled code by their place in the order of the process that compiled them, and
 where two processes gave one name to two functions, a third process that loads both runs one in place of the other: a
-sort that does not sort (numba issue 10486). So the names are made of random numbers here.
+sort that does not sort (numba issue 10486). So the names are made of random numbers here. (A counter with a random
+start would go the same way in a process and its fork.)
 """
 
 import atexit
@@ -21,7 +22,7 @@ from numba.core.bytecode import FunctionIdentity
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FunctionIdentity._unique_ids = iter(lambda: secrets.randbits(63), 0)  # type: ignore[assignment]  # not a counter: forks
+FunctionIdentity._unique_ids = iter(lambda: secrets.randbits(63), 0)  # type: ignore[assignment]
 
 
 def _kept() -> tuple[bool, bool]:

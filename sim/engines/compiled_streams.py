@@ -117,7 +117,7 @@ class Streams(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Which policies are told and asked, by their numbers in `policies.core.dispatch`, and within which limits."""
+    """Which policies hear of events and are asked, by number in `policies.core.dispatch`, and within which limits."""
 
     keeps: int  # the retention policy, if it hears of events
     listens: int  # the prefetcher, if it hears of events by itself
@@ -204,7 +204,7 @@ def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
 
 @compiled
 def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
-    """A transfer starts, or a paused one goes on."""
+    """A transfer starts, or a paused one continues."""
     n = run.n
     if len(run.tiers):
         start_sized(run, expert, victim, prefetch)
@@ -543,7 +543,7 @@ def play_steps(
 ) -> int:
     """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
 
-    rows: [S, COLUMNS], filled for the steps played; admit_at: the first step that ends then is the last one. Returns
+    rows: [S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends then is the last one. Returns
     the step to continue with.
     """
     m, keep, n, stall, ends, arrivals = run.m, run.keep, run.n, run.stall, run.ends, run.arrivals
