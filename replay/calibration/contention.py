@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from replay.calibration.meter import Meter
-from sim.loop.device import Kind
+from sim.loop.device import Completion, Kind
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, RunLog
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE
@@ -44,18 +44,27 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
         device.copy(place, place, 0, expert_bytes)
 
     def timed(kind: Kind, computes: int, moves: int) -> int:
-        """Submit both; ns until the last of that kind has ended, each of them."""
-        began, ended = device.now(), 0
+        """Submit both; ns until the last of that kind has ended, each of them.
+
+        What has ended is looked at while the rest is being submitted, which may take longer than a transfer.
+        """
+        began = ended = device.now()
         left = {Kind.COPY: moves, Kind.EXPERT: computes}
+
+        def note(completed: Completion) -> None:
+            nonlocal ended
+            left[completed.kind] -= 1
+            if completed.kind is kind and not left[kind]:
+                ended = device.now()
+
         for number in range(moves):
             move(number)
         for number in range(computes):
             compute(number)
-        for _ in range(moves + computes):
-            completed = device.next_completion().kind
-            left[completed] -= 1
-            if completed is kind and not left[kind]:
-                ended = device.now()
+            while (completed := device.poll()) is not None:
+                note(completed)
+        while any(left.values()):
+            note(device.next_completion())
         return max(ended - began, 1)
 
     enough_moves = 2 + 2 * EXPERTS * expert_ns // transfer_ns
