@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import Driver
 from sim.loop.run import Run
+from sim.loop.session import Decider
 from sim.profiles.timing import FixedTiming, Link
 
 DECISIONS_S = 1.0
@@ -15,10 +16,13 @@ DECISIONS_S = 1.0
 
 
 @contextmanager
-def undisturbed(run: Run | None = None) -> Iterator[None]:
-    """No garbage collection; `run`: what is about to be run, whose decisions are gone through once before."""
+def undisturbed(run: Run | None = None, decider: Decider | None = None) -> Iterator[None]:
+    """No garbage collection; `run`: what is about to be run, whose decisions are gone through once before.
+
+    decider: who decides, if not the run's policies.
+    """
     if run:
-        decide(run)
+        decide(run, decider)
     was_on = gc.isenabled()
     gc.collect()
     gc.disable()
@@ -29,9 +33,10 @@ def undisturbed(run: Run | None = None) -> Iterator[None]:
             gc.enable()
 
 
-def decide(run: Run) -> None:
+def decide(run: Run, decider: Decider | None = None) -> None:
     """Run the run's first requests on a logical clock."""
-    driver = Driver(run, SimpyDevice(FixedTiming(10, 1, 0, 1, 1), Link(0, 1, 1, run.gpu.link.expert_bytes)))
+    device = SimpyDevice(FixedTiming(10, 1, 0, 1, 1), Link(0, 1, 1, run.gpu.link.expert_bytes))
+    driver = Driver(run, device, decider)
     ends = time.monotonic() + DECISIONS_S
     for _ in driver.steps():
         if time.monotonic() > ends:

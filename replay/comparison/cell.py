@@ -206,7 +206,7 @@ def play_cell(
         raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode runs prefills so")
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
-        with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None):
+        with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None, script):
             paces: list[Pace] = []
             played = play_on(choice, run, device, script, pausing(device, paces, on_step or _silent))
             return replace(played, paces=tuple(paces))
