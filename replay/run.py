@@ -307,7 +307,7 @@ def replay(
             from replay.calibration.measure import Around, measure_model, under_policy
 
             before = measure_model(device, run, choice.most_tokens, "this machine")
-            timing, link = under_policy(before.model, run)
+            timing, link = under_policy(before.model, run, device)
             cell = replace(cell, hardware=str(facts["device_name"]), predictor_us=timing.predictor_ns / 1_000)
             run = choice.on(timing, link)
         if choice.nvtx:

@@ -215,11 +215,10 @@ def add_model(
         measured.append(measure_model(device, run, choice.most_tokens, name))
     found.shapes[name], found.models[name], found.costs[name] = (run.shape.layers, top_k(run)), measured, {}
     model = found.settled(name)
-    timing, link = model.timing(), model.link()
-    run = choice.on(timing, link)
+    run = choice.on(model.timing(), model.link())
     for policy in policies:
         told(f"{name}: {policy.text}")
-        found.costs[name][policy.text] = policy_ns(run.under(policy), timing, link) / 1_000
+        found.costs[name][policy.text] = policy_ns(run.under(policy), device) / 1_000
 
 
 # The profile

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from statistics import mean, median
-from time import monotonic, perf_counter_ns
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from replay.calibration.contention import slowed
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Factors, Pace, Paced
-from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
@@ -33,7 +32,7 @@ from sim.loop.pump import Pump, Transfers
 from sim.loop.run import Run
 from sim.loop.session import decider_of
 from sim.profiles.measured import Curve, MeasuredModel, MeasuredTiming, Surface
-from sim.profiles.timing import Link, Timing
+from sim.profiles.timing import Link
 from traces.steps import DECODE
 
 CYCLE_BYTES = 1 << 30
@@ -47,7 +46,7 @@ LADDER = 4
 """From one number of tokens to the next."""
 
 FIRST_STEPS = 2
-"""Of a run on the logical clock that are not counted, besides the first tenth."""
+"""Of a policy's run that are not counted, besides the first tenth."""
 POLICY_S = 2.0
 SLOWEST = 0.01
 """Of a policy's steps, so many of the slowest are not counted: the machine was elsewhere, or compiled."""
@@ -85,13 +84,12 @@ class Around:
 
 def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:
     """Durations on `device` for steps of up to `most_tokens` tokens, the run's policy included, and the link."""
-    return under_policy(measure_model(device, run, most_tokens, "this machine").model, run)
+    return under_policy(measure_model(device, run, most_tokens, "this machine").model, run, device)
 
 
-def under_policy(model: MeasuredModel, run: Run) -> tuple[MeasuredTiming, Link]:
+def under_policy(model: MeasuredModel, run: Run, device: Device) -> tuple[MeasuredTiming, Link]:
     """Return the durations of a machine, the run's policy included, and its link."""
-    link = model.link(run.gpu.link.chunk_bytes)
-    return model.timing(policy_ns(run, model.timing(), link)), link
+    return model.timing(policy_ns(run, device)), model.link(run.gpu.link.chunk_bytes)
 
 
 def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Measurement:
@@ -317,28 +315,22 @@ def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]
 PHASE, PREDICTOR_NS = COLUMNS.index("phase"), COLUMNS.index("stall_predictor_ns")
 
 
-class Clocked(SimpyDevice):
-    """Transfers and compute on the logical clock, so that a policy meets what it would; host time on the wall's."""
+def policy_ns(run: Run, device: Device) -> int:
+    """Return the ns that an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
 
-    def now(self) -> int:
-        """Wall clock."""
-        return perf_counter_ns()
-
-
-def policy_ns(run: Run, timing: Timing, link: Link) -> int:
-    """What an event of decode costs the policy on this host, in the mean: as the driver itself counts it.
-
-    The run is run from its beginning on a logical clock with this timing and link, for POLICY_S at most; the first
-    tenth (compilation, empty collections) is not counted.
+    The run is run from its beginning on `device` for POLICY_S, or a few steps: between two events a device lets the
+    host's caches forget the policy, so that it takes up to twice what it takes in a loop. The first tenth (compilation,
+    empty collections) is not counted.
     """
     if decider_of(run).silent:
         return 0
     rows: list[tuple[int, int]] = []
     until = monotonic() + POLICY_S
-    for row in Driver(run, Clocked(timing, link)).steps():
+    for row in Driver(run, device).steps():
         rows.append((row.numbers[PHASE], row.numbers[PREDICTOR_NS]))
         if monotonic() > until and len(rows) > 2 * FIRST_STEPS:
             break
+    device.discard_copies()  # a prefetch may be under way
     steady = rows[min(len(rows) - 1, FIRST_STEPS + len(rows) // 10) :]
     took = sorted(ns for kind, ns in steady if kind == DECODE) or sorted(ns for _, ns in steady)
     counted = took[: len(took) - int(len(took) * SLOWEST)]

@@ -16,6 +16,7 @@ from policies.core.spec import parse
 from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
 from replay.comparison.record import Record, key_of
 from replay.run import Choice, Described
+from replay.warmup import undisturbed
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row
 from sim.sweeps.grid import Grid, key
@@ -166,12 +167,13 @@ class Machine:
         return outcome.predicted_again(around, lambda model: self._described(outcome.choice, model))
 
     def _described(self, choice: Choice, model: MeasuredModel) -> Described:
-        link = model.link(choice.loaded.setup.chunk_bytes)
         if choice.policy.text not in self._policy_ns:
             from replay.calibration.measure import policy_ns
 
-            free = model.timing()
-            self._policy_ns[choice.policy.text] = policy_ns(choice.on(free, link), free, link)
+            assert self._stage
+            run = choice.on(model.timing(), model.link(choice.loaded.setup.chunk_bytes))
+            with self._stage.device(choice.slots, choice.contexts) as device, undisturbed(run):
+                self._policy_ns[choice.policy.text] = policy_ns(run, device)
         return choice.felt(model, self._policy_ns[choice.policy.text])
 
 
