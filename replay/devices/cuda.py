@@ -23,8 +23,9 @@ from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
-TAIL_BYTES = 1 << 20
-"""What a PCIe 5.0 x16 link moves in 20 us, in which the host answers; more would be chosen earlier than it need be."""
+TAIL_BYTES, DEMAND_TAIL_BYTES = 2 << 20, 5 << 20
+"""What a PCIe 5.0 x16 link moves in 40 us, in which the host answers (more would be chosen earlier than need be); and
+in 95 us, in which it also submits what follows the last demand of an event: expert, combine, the next dense part."""
 
 
 class Pending(NamedTuple):
@@ -41,6 +42,7 @@ class CudaDevice(Device):
     watchdog_s = WATCHDOG_S
 
     tail_bytes = TAIL_BYTES
+    demand_tail_bytes = DEMAND_TAIL_BYTES
 
     def __init__(
         self,

@@ -178,7 +178,7 @@ class LayerStream(QueueResidency):
 class SyncPerCopy(CudaDevice):
     """One copy at a time, and the host waits for it."""
 
-    tail_bytes = 0
+    tail_bytes = demand_tail_bytes = 0
 
     def _copied(self) -> None:
         self._link.synchronize()

@@ -51,6 +51,8 @@ class Device(ABC):
 
     tail_bytes: int = 0
     """The next piece is submitted when at most this much is flying: what the host takes to answer, in bytes."""
+    demand_tail_bytes: int = 0
+    """The same behind a demand; 0: `tail_bytes`."""
     predictor_takes_time: bool = True
     """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
     inside_ns: int = 0

@@ -3,7 +3,9 @@
 Copy engines know no priorities, so the queue stays on the host, in the residency. Each chunk (a demand is one chunk,
 since nothing interrupts it) goes as two pieces: its body, and a tail that flies no longer than the host takes to
 answer, right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link
-never waits for the host, and no choice is made earlier than that. A device whose host answers at once has no tails.
+does not wait for the host, and no choice is made earlier than that. While a demand is in transfer no router can end, so
+what comes next is known early: its tail may be longer, and the host has time to submit what the arrival lets start.
+A device whose host answers at once has no tails.
 """
 
 from collections import deque
@@ -87,7 +89,7 @@ class Pump:
         self._host = host
         self._link = link
         self._experts = experts
-        self._tail_bytes = device.tail_bytes
+        self._tails = _tails(device)
         self.in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
         self._flying_bytes = 0
         self._busy_ns = self._busy_since = 0
@@ -136,7 +138,7 @@ class Pump:
         Return the experts whose last piece has been submitted.
         """
         in_flight, landing = self.in_flight, []
-        while (not in_flight or (self._tail_bytes and self._has_room())) and (transfer := self._sending()) is not None:
+        while (not in_flight or self._has_room()) and (transfer := self._sending()) is not None:
             first = transfer.sent
             upto, self._owes_tail = self._piece_end(transfer)
             transfer.sent = upto
@@ -174,7 +176,7 @@ class Pump:
 
     def move_to(self, device: Device) -> None:
         """Continue on another device, while nothing is on the link; forget what was evicted so far."""
-        self._device, self._tail_bytes = device, device.tail_bytes
+        self._device, self._tails = device, _tails(device)
         self.evictions = []
 
     def cut(self) -> None:
@@ -188,18 +190,20 @@ class Pump:
 
     def _has_room(self) -> bool:
         """For a tail behind its own body at once; for what must be chosen when no more than a tail flies."""
-        return len(self.in_flight) < PIECES_IN_FLIGHT and (self._owes_tail or self._flying_bytes <= self._tail_bytes)
+        if len(self.in_flight) == PIECES_IN_FLIGHT:
+            return False
+        return self._owes_tail or self._flying_bytes <= self._tails[self.in_flight[-1][0].demand]
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
-        chunk, size = self._link.chunk_bytes, transfer.size
-        if not self._tail_bytes and (chunk is None or transfer.demand):
+        chunk, size, tail_bytes = self._link.chunk_bytes, transfer.size, self._tails[transfer.demand]
+        if not tail_bytes and (chunk is None or transfer.demand):
             return size, False
         chunk_end = size
         if chunk is not None and not transfer.demand:
             chunk_end = min((transfer.sent // chunk + 1) * chunk, size)
-        has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
-        return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)
+        has_tail = chunk_end - transfer.sent > tail_bytes > 0
+        return (chunk_end - tail_bytes, True) if has_tail else (chunk_end, False)
 
     def _sending(self) -> Transfer | None:
         """The transfer that the next piece is of."""
@@ -244,3 +248,8 @@ class Pump:
         self.demands -= not prefetch
         self._active = Transfer(expert, self._residency.slot(expert), not prefetch, size)
         return self._active
+
+
+def _tails(device: Device) -> tuple[int, int]:
+    """Bytes of the tail of a prefetch, and of a demand."""
+    return device.tail_bytes, device.demand_tail_bytes or device.tail_bytes

@@ -9,8 +9,9 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
-from sim.loop.driver import Driver, play
+from sim.loop.driver import Driver, LoopObserver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
+from sim.loop.pump import Transfer
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweeps.setup import Requests
@@ -23,7 +24,8 @@ SEEDS = 250
 
 def watched(seed: int) -> tuple[Run, Watch]:
     plan = draw(random.Random(seed).randint)
-    return plan, Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes=seed % 2 * (1 + seed % 5))
+    tail_bytes = seed % 2 * (1 + seed % 5)
+    return plan, Watch(plan.shape, plan.gpu.slots, plan.gpu.link.expert_bytes, tail_bytes, seed % 3 * tail_bytes)
 
 
 def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_before_it_arrived() -> None:
@@ -46,6 +48,19 @@ def test_the_next_piece_is_there_when_one_ends_so_that_the_link_never_waits_for_
         assert len(device.behind_a_copy) == 2 * log.demand_transfers.sum() > 2 * events
         assert device.behind_a_copy.count(0) <= events
         assert max(device.behind_a_copy) == 1
+
+
+def test_a_demand_has_a_tail_of_its_own_since_what_comes_next_is_known_early() -> None:
+    trace = synthetic(requests=2, tokens=20, layers=3, experts=8, top_k=3, seed=5)
+    plan = run_of(Requests(trace), Shape(3, 8), 12, parse("lru+popular:n=4"), 64)
+    pieces: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}  # of demands, and of prefetches
+
+    class Pieces(LoopObserver):
+        def copying(self, transfer: Transfer, first: int, upto: int) -> None:
+            pieces[transfer.demand].add((first, upto))
+
+    play(plan, AnyOrder(Watch(Shape(3, 8), 12, 64, tail_bytes=8, demand_tail_bytes=24), 1), observer=Pieces())
+    assert pieces == {True: {(0, 40), (40, 64)}, False: {(0, 56), (56, 64)}}
 
 
 def test_prefetched_is_used_wasted_or_still_there() -> None:
