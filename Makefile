@@ -78,7 +78,7 @@ live-check: $(READY) ## live generation under a limit of memory, beside its pred
 	$(BIN)/python -m replay.live.check $(LIVE_CHECK)
 
 # Needs no network and nothing installed beyond what a GPU machine has (replay/README.md, "On a GPU"): no .venv is made.
-gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 7 minutes
+gpu-check: ## on a machine with a CUDA GPU: everything that only a GPU can show, in a budget of 9 minutes
 	$(PYTHON) -m replay.gpu_check $(GPU_CHECK)
 
 clean:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean
-from threading import Thread
 
 import torch
 
@@ -71,7 +70,7 @@ SHORT_TOKENS = {
 """Of every other cell, by model, in the order in which they are run."""
 FULL = ("deepseek-v2-lite", "olmoe-1b-7b")
 WITH_BASELINES = FULL
-BASELINE_TOKENS, PEER_TOKENS = 20, 4
+BASELINE_TOKENS, PEER_TOKENS = 20, 3
 RATES = "rates"  # of the machine, where they cannot be measured
 PEER, PEER_BYTES_PER_S = "accelerate", 5e9  # what it may come to
 
@@ -87,9 +86,9 @@ BASELINES = (
 )
 PASSES = 2
 
-BUDGET_S = 420.0
-RATES_S, MODEL_S, PEERS_S = 8.0, 30.0, 25.0
-"""What the machine's rates take, opening and calibrating a model, and a peer, at most."""
+BUDGET_S = 540.0
+RATES_S, MODEL_S = 8.0, 30.0
+"""What the machine's rates take, and opening and calibrating a model, at most."""
 
 Told = Callable[[str], None]
 
@@ -122,6 +121,9 @@ class Check:
     def run(self) -> None:
         """All of it. InputError where nothing can be run; a cell that cannot is recorded with its reason."""
         self.record.require_code()
+        self.told("compiling, once for all runs to come")
+        compile_all()
+        self._began = time.monotonic()
         self._known = {model.model: model for model in calibrated_before(self.record)}
         before = {name: self.record.facts.get(name) or [] for name in ("kernels", "transfers")}
         self.record.begin(
@@ -144,12 +146,9 @@ class Check:
             self._finish()
 
     def _played(self) -> None:
-        compiling = Thread(target=compile_all, daemon=True)
-        compiling.start()
         with self._host_memory() as memory:
             self.told("the machine")
             self._rates()
-            compiling.join()
             for name in self.models:
                 self._model(name, memory)
                 self.gpu.release()
@@ -206,7 +205,7 @@ class Check:
 
     def _left_s(self, with_peers: bool = False) -> float:
         """Until the budget is spent; what peers are going to take is theirs."""
-        reserved = 0.0 if with_peers else PEERS_S * len(self._peers())
+        reserved = 0.0 if with_peers else sum(peer_s(name) for name in self._peers())
         return self.budget_s - (time.monotonic() - self._began) - reserved
 
     def _affords(self, what: str, seconds: float, with_peers: bool = False) -> bool:
@@ -307,8 +306,9 @@ class Check:
         moved = 1.5 * (1 - choice.slots / choice.loaded.all_experts)  # of the lookups, with prefetches
 
         def play() -> Row:
-            timing, link = choice.loaded.timing(choice.policy), choice.loaded.link
-            outcome = play_cell(choice, mode, timing, link, stage, self._in_time)
+            assert choice.loaded.measured
+            machine = choice.felt(choice.loaded.measured, choice.loaded.timing(choice.policy).predictor_ns)
+            outcome = play_cell(choice, mode, *machine, stage, self._in_time)
             log = outcome.measured.log
             first_ms = log.step_ns[log.phase == DECODE][:BASELINE_TOKENS].mean() / 1e6
             return {**outcome.figures(), "tpot_first_ms": float(first_ms)}
@@ -340,8 +340,7 @@ class Check:
         return [name for name in with_family if key_of(model=name, mode=PEER) not in self.record]
 
     def _peer(self, name: str) -> None:
-        profile, key = model_profile.model(name), key_of(model=name, mode=PEER)
-        needed = profile.experts * profile.moe_layers * profile.expert_bytes + profile.dense_bytes
+        profile, key, needed = model_profile.model(name), key_of(model=name, mode=PEER), peer_bytes(name)
         what, free = f"{name}: accelerate's offload", available_memory_bytes()
         if free is not None and needed > free - RESERVE_BYTES:
             self.left_out.append(f"{what}: {show_bytes(needed)} of host memory are not free")
@@ -352,9 +351,19 @@ class Check:
             figures = {"tpot_mean_ms": mean(peer.tpot_ms), "tpot_ms": list(peer.tpot_ms)}
             return {"version": peer.version, "tokens": len(peer.tpot_ms), "measured": figures}
 
-        seconds = (PEER_TOKENS + 3) * needed / PEER_BYTES_PER_S
-        self._play(what, seconds, key, {"model": name, "mode": PEER, "policy": None}, play, with_peers=True)
+        self._play(what, peer_s(name), key, {"model": name, "mode": PEER, "policy": None}, play, with_peers=True)
         self.gpu.release()
+
+
+def peer_bytes(name: str) -> int:
+    """Of a whole model, which a peer holds in host memory."""
+    profile = model_profile.model(name)
+    return profile.experts * profile.moe_layers * profile.expert_bytes + round(profile.dense_bytes)
+
+
+def peer_s(name: str) -> float:
+    """About what a peer takes: to make the weights, the prompt, a token for warm-up, and those that count."""
+    return (PEER_TOKENS + 3) * peer_bytes(name) / PEER_BYTES_PER_S
 
 
 def calibrated_before(record: Record) -> Sequence[MeasuredModel]:
