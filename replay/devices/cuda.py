@@ -1,8 +1,8 @@
 """The CUDA device: registered host memory, one copy stream, one compute stream, polled by the driver's own thread.
 
-Copy engines know no priorities, so at most two pieces are in flight and nothing else copies host to device: what a
-kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the event
-behind an expert's last piece; a slot is taken again only when its last use was seen to have ended.
+Copy engines know no priorities, so prefetches are chosen late (`sim.loop.pump`). Nothing else copies host to device:
+what a kernel must know goes as its arguments. Slots and slabs are allocated once. Compute waits, on the device, for the
+event behind an expert's last piece; a slot is taken again only when its last use was seen to have ended.
 The host's memory was registered before (`replay.devices.pinning`).
 
 A decoded token goes in few launches (`replay.devices.launches`), longer steps kernel by kernel.
@@ -23,9 +23,8 @@ from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
-TAIL_BYTES, DEMAND_TAIL_BYTES = 2 << 20, 5 << 20
-"""What a PCIe 5.0 x16 link moves in 40 us, in which the host answers (more would be chosen earlier than need be); and
-in 95 us, in which it also submits what follows the last demand of an event: expert, combine, the next dense part."""
+TAIL_BYTES = 2 << 20
+"""What a PCIe 5.0 x16 link moves in 40 us, in which the host answers; more would be chosen earlier than need be."""
 
 
 class Pending(NamedTuple):
@@ -42,7 +41,6 @@ class CudaDevice(Device):
     watchdog_s = WATCHDOG_S
 
     tail_bytes = TAIL_BYTES
-    demand_tail_bytes = DEMAND_TAIL_BYTES
 
     def __init__(
         self,

@@ -50,9 +50,8 @@ class Device(ABC):
     """
 
     tail_bytes: int = 0
-    """The next piece is submitted when at most this much is flying: what the host takes to answer, in bytes."""
-    demand_tail_bytes: int = 0
-    """The same behind a demand; 0: `tail_bytes`."""
+    """Behind a prefetch, the next piece is submitted when at most this much of it is flying: what the host takes to
+    answer, in bytes. 0: one piece is in flight."""
     predictor_takes_time: bool = True
     """Whether rule 14 applies: demand transfers start before the prefetcher is asked."""
     inside_ns: int = 0

@@ -1,11 +1,12 @@
 """The copy pump: turns the residency's transfers into pieces and keeps a link busy. Rules 5 and 12 over completions.
 
-Copy engines know no priorities, so the queue stays on the host, in the residency. Each chunk (a demand is one chunk,
-since nothing interrupts it) goes as two pieces: its body, and a tail that flies no longer than the host takes to
-answer, right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link
-does not wait for the host, and no choice is made earlier than that. While a demand is in transfer no router can end, so
-what comes next is known early: its tail may be longer, and the host has time to submit what the arrival lets start.
-A device whose host answers at once has no tails.
+Copy engines know no priorities, so the queue stays on the host, in the residency, and what comes next is chosen late.
+Each chunk of a prefetch goes as two pieces: its body, and a tail that flies no longer than the host takes to answer,
+right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link does not
+wait for the host, and no choice is made earlier than that. Behind a demand nothing is gained by waiting: until it has
+arrived no router can end that would ask for something else. So a demand is one piece, the demands of an event are
+submitted at once, as far as slots are to be had, and so is a prefetch behind the last one: the link needs the host once
+an event. A device whose host answers at once has no tails, and one piece in flight.
 """
 
 from collections import deque
@@ -19,6 +20,7 @@ from sim.loop.host import Host
 from sim.profiles.timing import Link
 
 PIECES_IN_FLIGHT = 2
+"""Of prefetches, at most."""
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class Pump:
         self._host = host
         self._link = link
         self._experts = experts
-        self._tails = _tails(device)
+        self._tail_bytes = device.tail_bytes
         self.in_flight: deque[tuple[Transfer, int, int]] = deque()  # with the first byte and the one behind the last
         self._flying_bytes = 0
         self._busy_ns = self._busy_since = 0
@@ -138,7 +140,7 @@ class Pump:
         Return the experts whose last piece has been submitted.
         """
         in_flight, landing = self.in_flight, []
-        while (not in_flight or self._has_room()) and (transfer := self._sending()) is not None:
+        while (not in_flight or (self._tail_bytes and self._has_room())) and (transfer := self._sending()) is not None:
             first = transfer.sent
             upto, self._owes_tail = self._piece_end(transfer)
             transfer.sent = upto
@@ -176,7 +178,7 @@ class Pump:
 
     def move_to(self, device: Device) -> None:
         """Continue on another device, while nothing is on the link; forget what was evicted so far."""
-        self._device, self._tails = device, _tails(device)
+        self._device, self._tail_bytes = device, device.tail_bytes
         self.evictions = []
 
     def cut(self) -> None:
@@ -189,21 +191,19 @@ class Pump:
         self._active = self._paused = None
 
     def _has_room(self) -> bool:
-        """For a tail behind its own body at once; for what must be chosen when no more than a tail flies."""
-        if len(self.in_flight) == PIECES_IN_FLIGHT:
-            return False
-        return self._owes_tail or self._flying_bytes <= self._tails[self.in_flight[-1][0].demand]
+        """For a tail behind its own body, for anything behind a demand, else for what is chosen as a tail flies."""
+        if self._owes_tail or self.in_flight[-1][0].demand:
+            return True
+        return len(self.in_flight) < PIECES_IN_FLIGHT and self._flying_bytes <= self._tail_bytes
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
-        chunk, size, tail_bytes = self._link.chunk_bytes, transfer.size, self._tails[transfer.demand]
-        if not tail_bytes and (chunk is None or transfer.demand):
+        chunk, size = self._link.chunk_bytes, transfer.size
+        if transfer.demand or (chunk is None and not self._tail_bytes):
             return size, False
-        chunk_end = size
-        if chunk is not None and not transfer.demand:
-            chunk_end = min((transfer.sent // chunk + 1) * chunk, size)
-        has_tail = chunk_end - transfer.sent > tail_bytes > 0
-        return (chunk_end - tail_bytes, True) if has_tail else (chunk_end, False)
+        chunk_end = size if chunk is None else min((transfer.sent // chunk + 1) * chunk, size)
+        has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
+        return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)
 
     def _sending(self) -> Transfer | None:
         """The transfer that the next piece is of."""
@@ -248,8 +248,3 @@ class Pump:
         self.demands -= not prefetch
         self._active = Transfer(expert, self._residency.slot(expert), not prefetch, size)
         return self._active
-
-
-def _tails(device: Device) -> tuple[int, int]:
-    """Bytes of the tail of a prefetch, and of a demand."""
-    return device.tail_bytes, device.demand_tail_bytes or device.tail_bytes

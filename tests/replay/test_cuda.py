@@ -40,7 +40,7 @@ def device(gpu: Gpu, slots: int) -> Iterator[Watched]:
         store = HostStore.of(L * E, SIZE, seed=0)
         with pinned(store.memory, REQUIRE, gpu):
             made = Watched(store, network, slots, gpu, Launches(gpu, network), verify=True)
-            made.tail_bytes = made.demand_tail_bytes = SIZE // 8
+            made.tail_bytes = SIZE // 8
             made.watch = Watch(Shape(L, E), slots, SIZE, made.tail_bytes)
             try:
                 yield made

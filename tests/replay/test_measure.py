@@ -301,7 +301,7 @@ def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwar
         network = Network(profile, gpu.device, max_tokens=9, max_context=64, seed=0)
         store = HostStore.of(LAYERS * EXPERTS, size, seed=0)
         made = CudaDevice(store, network, slots, gpu, Launches(gpu, network), verify=True)
-        made.tail_bytes = made.demand_tail_bytes = size // 8
+        made.tail_bytes = size // 8
         made.prepare(decoded_contexts(plan))
         captured = gpu.counts["capture"]
         found, link = measure(made, plan, most_tokens=9)

@@ -15,11 +15,9 @@ from sim.profiles.timing import FixedTiming, Link
 class Watch:
     """What slots hold and what uses them, checked at every submission and completion."""
 
-    def __init__(
-        self, shape: Shape, slots: int, expert_bytes: int, tail_bytes: int = 0, demand_tail_bytes: int = 0
-    ) -> None:
+    def __init__(self, shape: Shape, slots: int, expert_bytes: int, tail_bytes: int = 0) -> None:
         self.shape, self.slots, self.expert_bytes = shape, slots, expert_bytes
-        self.tail_bytes, self.demand_tail_bytes = tail_bytes, demand_tail_bytes
+        self.tail_bytes = tail_bytes
         self.content: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that have arrived)
         self.submitted: dict[int, tuple[int, int]] = {}  # slot -> (expert, bytes that were submitted)
         self.copies: deque[tuple[int, int, int, int]] = deque()  # expert, slot, first byte, the one behind the last
@@ -37,15 +35,8 @@ class Watch:
             assert slot not in [target for _, target, _, _ in self.copies], "overwrites a slot that is loading"
             self.content[slot] = expert, 0
         self.submitted[slot] = expert, last
-        assert len(self.copies) < (2 if self.tail_bytes else 1)
-        follows = self.copies and self.copies[-1] == (expert, slot, self.copies[-1][2], first)
-        most = max(self.tail_bytes, self.demand_tail_bytes)
-        assert follows or self.flying_bytes <= most, "chooses before the tail flies"
+        assert self.tail_bytes or not self.copies
         self.copies.append((expert, slot, first, last))
-
-    @property
-    def flying_bytes(self) -> int:
-        return sum(last - first for _, _, first, last in self.copies)
 
     def expert(self, expert: int, slot: int) -> None:
         assert self.submitted[slot] == (expert, self.expert_bytes), "computes what is not on its way"
@@ -112,7 +103,7 @@ class AnyOrder(Device):
 
     def __init__(self, watch: Watch, seed: int) -> None:
         self.watch = watch
-        self.tail_bytes, self.demand_tail_bytes = watch.tail_bytes, watch.demand_tail_bytes
+        self.tail_bytes = watch.tail_bytes
         self.predictor_takes_time = seed % 2 == 0
         self._random = random.Random(seed)
         self._link: deque[Completion] = deque()
