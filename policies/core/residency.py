@@ -281,9 +281,9 @@ class PolicyResidency:
     def waiting(self) -> tuple[int, int, int]:
         """Return how many demands and prefetches are queued, and how many transfers are under way or paused."""
         one = self.m[core.ONE]
-        under_way = int((one[[core.ACTIVE, core.PAUSED]] != NO_EXPERT).sum() + one[core.LANDING])
+        under_way = one[[core.LANDING, core.ACTIVE, core.PAUSED]] != NO_EXPERT
         demands = int(one[core.LAST_DEMAND] - one[core.NEXT_DEMAND])
-        return demands, int((self.states == core.QUEUED).sum()), under_way
+        return demands, int((self.states == core.QUEUED).sum()), int(under_way.sum())
 
     def _asking(self, turn: Callable[[], Any]) -> Callable[[], Any]:
         """Return a turn of the link whose victim the policy names; the policy hears what starts."""

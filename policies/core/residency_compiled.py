@@ -24,8 +24,8 @@ FIRST, END, FREE = range(11, 14)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
 SHUT = 14
 # by slot (the expert that holds it, or -1); by place in a queue; and single numbers:
-HELD, DEMANDS, QUEUE, HITS, VICTIMS, SENT, ONE = range(15, 22)
-ROWS = 22
+HELD, DEMANDS, QUEUE, HITS, VICTIMS, ONE = range(15, 21)
+ROWS = 21
 
 # States of an expert. WANTED marks one that the current event looked up and has not computed yet (ON_GPU or ON_HOST
 # says where it will be), so a pin is READY and WANTED; UNUSED one that was prefetched and not looked up since;
@@ -34,8 +34,7 @@ ABSENT, QUEUED, DEMANDED, LOADING, READY = range(5)
 ON_GPU, ON_HOST = 1, 2
 
 # Single numbers, m[ONE, ...]
-# (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed;
-# LANDING: how many transfers are wholly sent and have not arrived, m[SENT])
+# (LISTS: the column at which the first partition's list begins and ends, or 0 where residents are not listed)
 SLOTS, LISTS, ATTEMPT, SERIAL, STARTS, PROPOSAL, NEXT_DEMAND, LAST_DEMAND, QUEUE_LENGTH, ACTIVE, PAUSED, LANDING = (
     range(12)
 )
@@ -78,7 +77,7 @@ def new(total: int, partitions: Sequence[int], listed: bool, sizes: Int | None =
     m[FREE, :n] = room
     m[END, :n] = np.cumsum(places)
     m[FIRST, 1:n] = m[END, : n - 1]
-    m[ONE, ACTIVE] = m[ONE, PAUSED] = NO_EXPERT
+    m[ONE, ACTIVE] = m[ONE, PAUSED] = m[ONE, LANDING] = NO_EXPERT
     if sizes is not None:
         m[ONE, SIZED], m[SIZE, :total] = 1, sizes
         m[KIND, :total] = np.unique(np.stack([of, sizes]), axis=1, return_inverse=True)[1].reshape(-1)
@@ -472,25 +471,17 @@ def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int,
 
 @compiled
 def land(m: Int) -> None:
-    """The last bytes of a transfer are sent, and the link takes others behind them; they arrive in that order."""
-    one = m[ONE]
-    m[SENT, one[LANDING]] = one[ACTIVE]
-    one[LANDING] += 1
-    one[ACTIVE] = NO_EXPERT
+    """The last bytes of the transfer on the link are sent, and the link takes others behind them: it `arrived` next."""
+    m[ONE, LANDING] = m[ONE, ACTIVE]
+    m[ONE, ACTIVE] = NO_EXPERT
 
 
 @compiled
 def arrived(m: Int) -> bool:
     """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
-    one = m[ONE]
-    if one[LANDING]:
-        expert = m[SENT, 0]
-        one[LANDING] -= 1
-        for place in range(one[LANDING]):
-            m[SENT, place] = m[SENT, place + 1]
-    else:
-        expert = one[ACTIVE]
-        one[ACTIVE] = NO_EXPERT
+    which = ACTIVE if m[ONE, LANDING] == NO_EXPERT else LANDING
+    expert = m[ONE, which]
+    m[ONE, which] = NO_EXPERT
     m[STATE, expert] = READY
     awaited: bool = m[WANTED, expert] == ON_GPU
     return awaited
@@ -524,8 +515,7 @@ def empty_cache(m: Int, keep: Float, rule: int) -> Int:
     """Rule 10, `--cold`: every expert becomes ABSENT, queued and started transfers are discarded; ids that left."""
     clear_queue(m)
     one = m[ONE]
-    one[ACTIVE] = one[PAUSED] = NO_EXPERT
-    one[LANDING] = 0
+    one[ACTIVE] = one[PAUSED] = one[LANDING] = NO_EXPERT
     left = np.sort(m[HELD, : one[SLOTS]].copy())
     left = left[np.searchsorted(left, 0) :]
     for expert in left:

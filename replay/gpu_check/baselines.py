@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from policies.core.policy import Float, Int, Shape
-from policies.core.residency import BLOCKED, NO_EXPERT
+from policies.core.residency import NO_EXPERT
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.comparison.lockstep import FixedOrder
 from replay.devices.cuda import CudaDevice
@@ -81,12 +81,9 @@ class QueueResidency:
         return self._slots[expert]
 
     def next_transfer(self) -> tuple[int, int, bool]:
-        """(expert, no victim, no prefetch): the next of the queue; BLOCKED while another one comes into its slot."""
+        """(expert, no victim, no prefetch): the next of the queue."""
         if not self._queue:
             return NO_EXPERT, NO_EXPERT, False
-        slot = self._slots[self._queue[0]]
-        if any(self._slots[expert] == slot for expert in self._flying):
-            return BLOCKED, NO_EXPERT, False
         self._flying.append(self._queue.popleft())
         self._counts[COUNTERS.index("demand_transfers")] += 1
         return self._flying[-1], NO_EXPERT, False

@@ -1,12 +1,12 @@
 """The copy pump: turns the residency's transfers into pieces and keeps a link busy. Rules 5 and 12 over completions.
 
 Copy engines know no priorities, so the queue stays on the host, in the residency, and what comes next is chosen late.
-Each chunk of a prefetch goes as two pieces: its body, and a tail that flies no longer than the host takes to answer,
-right behind it. What comes next is chosen and submitted when the body has ended and the tail flies: the link does not
-wait for the host, and no choice is made earlier than that. Behind a demand nothing is gained by waiting: until it has
-arrived no router can end that would ask for something else. So a demand is one piece, the demands of an event are
-submitted at once, as far as slots are to be had, and so is a prefetch behind the last one: the link needs the host once
-an event. A device whose host answers at once has no tails, and one piece in flight.
+A chunk goes as two pieces: its body, and a tail that flies no longer than the host takes to answer, right behind it.
+What comes next is chosen and submitted when the body has ended and the tail flies: the link does not wait for the host,
+and no choice is made earlier than that. Behind a demand the choice may be made as soon as all experts of the event that
+have arrived are computed, and may be victims: no router can end before the demand has arrived, so that nothing else can
+be asked for, and the host has the time of a whole transfer to answer. Such a demand is one piece. At most two transfers
+are in flight. A device whose host answers at once has no tails, and one piece in flight.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from sim.loop.host import Host
 from sim.profiles.timing import Link
 
 PIECES_IN_FLIGHT = 2
-"""Of prefetches, at most."""
+"""Of a prefetch, at most."""
 
 
 @dataclass(slots=True)
@@ -100,6 +100,8 @@ class Pump:
         self._active: Transfer | None = None
         self.demands = 0
         """Demands that are queued and not started: the router sets it."""
+        self.computing = 0
+        """Experts of the event that have arrived and are not computed yet: the session counts them."""
         self.proposed = False
         """Whether prefetches may be queued, or paused: the prefetcher's answer sets it."""
         self.blocked = False
@@ -187,21 +189,26 @@ class Pump:
         self._device.discard_copies()
         self.in_flight.clear()
         self._flying_bytes = 0
-        self._owes_tail = False
+        self._owes_tail, self.computing = False, 0
         self._active = self._paused = None
 
     def _has_room(self) -> bool:
-        """For a tail behind its own body, for anything behind a demand, else for what is chosen as a tail flies."""
-        if self._owes_tail or self.in_flight[-1][0].demand:
+        """For a tail behind its own body; for what is chosen behind a demand, or as a tail flies."""
+        if self._owes_tail:
             return True
+        first, last = self.in_flight[0][0], self.in_flight[-1][0]
+        if last.demand and not self.computing:
+            return first is last
         return len(self.in_flight) < PIECES_IN_FLIGHT and self._flying_bytes <= self._tail_bytes
 
     def _piece_end(self, transfer: Transfer) -> tuple[int, bool]:
         """Of the piece that comes next, and whether it is the chunk's body, with its tail to follow."""
         chunk, size = self._link.chunk_bytes, transfer.size
-        if transfer.demand or (chunk is None and not self._tail_bytes):
+        if transfer.demand and not self.computing:
             return size, False
-        chunk_end = size if chunk is None else min((transfer.sent // chunk + 1) * chunk, size)
+        chunk_end = size
+        if chunk is not None and not transfer.demand:
+            chunk_end = min((transfer.sent // chunk + 1) * chunk, size)
         has_tail = chunk_end - transfer.sent > self._tail_bytes > 0
         return (chunk_end - self._tail_bytes, True) if has_tail else (chunk_end, False)
 

@@ -147,7 +147,7 @@ class Session:
             host.place(layer, chosen, tokens, pump.link_ready(tokens))
         hits, demands = self.residency.route(chosen)
         self._tokens = tokens
-        pump.demands = demands
+        pump.demands, pump.computing = demands, len(hits)
         if host:
             host.begin_event(chosen)
         if self._observer:
@@ -227,7 +227,8 @@ class Session:
             self._turn(WAITING)
         if kind is EXPERT:
             self._computed(expert)
-            if self.pump.blocked or self._host:
+            self.pump.computing -= 1
+            if self.pump.blocked or self._host or (self.pump.demands and not self.pump.computing):
                 self._pump()
                 if self._host:
                     self._host.act()
@@ -333,6 +334,7 @@ class Session:
         arrived = self.pump.piece_ended()
         if arrived is not None and arrived in self._landing:
             self._landing.discard(arrived)
+            self.pump.computing += 1
             if self._doing == WAITING and self._computing[0] == arrived:
                 self._turn(COMPUTING)
         if self.pump.busy_with_more():

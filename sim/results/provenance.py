@@ -3,7 +3,7 @@
 import hashlib
 import subprocess
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -11,14 +11,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @cache
 def commit() -> str:
-    """The commit of this project's checkout (`-dirty` if files differ), else the installed version."""
+    """Return the commit of this project's checkout (`-dirty` if files differ), else the installed version.
+
+    "unknown" for sources that were copied to a machine without either.
+    """
     if (ROOT / ".git").exists():
         asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         try:
             return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             pass
-    return version("moe-expert-cache")
+    try:
+        return version("moe-expert-cache")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 @cache

@@ -452,8 +452,7 @@ class ResidencyTracks:
             process = timeline.process(f"{group}: slots")
             self._tracks = [timeline.track(process, f"slot {i}") for i in range(residency.slots)]
         self._held: dict[int, Held] = {}
-        self._arriving = NO_EXPERT
-        self._landing: deque[int] = deque()  # wholly sent, in the order of their arrival
+        self._arriving = self._landing = NO_EXPERT
 
     def show_unfinished(self) -> None:
         """The timeline is about to close: show who is in the slots up to now."""
@@ -495,8 +494,8 @@ class ResidencyTracks:
 
     def arrived(self) -> None:
         """The expert that landed first, or that is on the link, is ready."""
-        if self._landing:
-            expert = self._landing.popleft()
+        if self._landing != NO_EXPERT:
+            expert, self._landing = self._landing, NO_EXPERT
         else:
             expert, self._arriving = self._arriving, NO_EXPERT
         held = self._held.get(expert)
@@ -507,16 +506,14 @@ class ResidencyTracks:
 
     def landed(self) -> None:
         """The link takes more behind the rest of this transfer."""
-        self._landing.append(self._arriving)
-        self._arriving = NO_EXPERT
+        self._landing, self._arriving = self._arriving, NO_EXPERT
 
     def ended(self, cold: bool) -> None:
         """No request remains active."""
         if cold:
             for expert in list(self._held):
                 self._leave(expert, discarded=True)
-            self._arriving = NO_EXPERT
-            self._landing.clear()
+            self._arriving = self._landing = NO_EXPERT
         self.count()
 
     def _leave(self, expert: int, **why: object) -> None:

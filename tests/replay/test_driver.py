@@ -10,6 +10,7 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
+from sim.loop.device import Completion, Kind
 from sim.loop.driver import Driver, LoopObserver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 from sim.loop.pump import Transfer
@@ -37,61 +38,59 @@ def test_no_slot_is_overwritten_while_it_computes_or_loads_and_nothing_computes_
         assert log.demand_transfers.sum() == log.misses.sum()
 
 
-def test_the_demands_of_an_event_are_submitted_at_once_and_the_link_waits_for_the_host_once_an_event() -> None:
+def test_the_next_piece_is_there_when_one_ends_so_that_the_link_never_waits_for_the_host() -> None:
+    """The link falls empty at most once an event, when all that the event misses has come."""
     trace = synthetic(requests=2, tokens=20, layers=3, experts=8, top_k=3, seed=5)
     shape, requests = Shape(3, 8), list(Requests(trace))
     events = sum(len(request.tokens) for request in requests) * 3
     for seed in range(10):
         device = AnyOrder(Watch(shape, 6, 64, tail_bytes=8), seed)
+        device.computes_first = True  # an expert takes less time to compute than to copy
         log = play(run_of(requests, shape, 6, parse("lru"), 64), device)
-        assert len(device.behind_a_copy) == log.demand_transfers.sum() > events
+        assert len(device.behind_a_copy) >= log.demand_transfers.sum() > events
         assert device.behind_a_copy.count(0) <= events
-        assert max(device.behind_a_copy) == 2, "behind the first of three"
 
 
 class Lateness(LoopObserver):
-    """Checks that nothing is chosen behind a prefetch before no more than its tail flies."""
+    """Checks that nothing is chosen earlier than it need be."""
 
     def __init__(self, tail_bytes: int) -> None:
         self.flying: deque[tuple[Transfer, int, int]] = deque()
-        self.tail_bytes, self.most = tail_bytes, 0
+        self.tail_bytes = tail_bytes
+        self.computing = self.most = self.whole = 0
+        self.event: set[int] = set()
+
+    def event_routed(self, tokens: dict[int, int], hits: list[int], late: list[int]) -> None:
+        self.event, self.computing = set(tokens), len(hits)
+
+    def ended(self, completion: Completion) -> None:
+        self.computing -= completion.kind is Kind.EXPERT
 
     def copying(self, transfer: Transfer, first: int, upto: int) -> None:
         if self.flying:
             before, _, sent = self.flying[-1]
+            tail_flies = sum(last - first for _, first, last in self.flying) <= self.tail_bytes
             follows = before is transfer and first == sent
-            bytes_flying = sum(last - first for _, first, last in self.flying)
-            assert follows or before.demand or (len(self.flying) == 1 and bytes_flying <= self.tail_bytes)
+            assert follows or tail_flies or (before.demand and not self.computing)
+            self.whole += not follows and not tail_flies
         self.flying.append((transfer, first, upto))
-        self.most = max(self.most, len(self.flying))
+        self.most = max(self.most, len({id(transfer) for transfer, _, _ in self.flying}))
 
     def copied(self) -> None:
-        self.flying.popleft()
+        transfer, _, upto = self.flying.popleft()
+        self.computing += upto == transfer.size and transfer.expert in self.event
 
 
-def test_behind_a_prefetch_what_comes_next_is_chosen_late() -> None:
-    most = 0
+def test_the_next_transfer_is_chosen_as_a_tail_flies_or_behind_a_demand_when_all_that_arrived_is_computed() -> None:
+    whole = 0
     for seed in range(SEEDS):
         plan, watch = watched(seed)
         if not plan.cold:
             observer = Lateness(watch.tail_bytes)
             play(plan, AnyOrder(watch, seed), observer=observer)
-            most = max(most, observer.most)
-            assert watch.tail_bytes or observer.most <= 1
-    assert most > 2, "demands are not waited for"
-
-
-def test_a_demand_is_one_piece_and_a_prefetch_has_a_tail_in_which_the_next_one_is_chosen() -> None:
-    trace = synthetic(requests=2, tokens=20, layers=3, experts=8, top_k=3, seed=5)
-    plan = run_of(Requests(trace), Shape(3, 8), 12, parse("lru+popular:n=4"), 64)
-    pieces: dict[bool, set[tuple[int, int]]] = {True: set(), False: set()}  # of demands, and of prefetches
-
-    class Pieces(LoopObserver):
-        def copying(self, transfer: Transfer, first: int, upto: int) -> None:
-            pieces[transfer.demand].add((first, upto))
-
-    play(plan, AnyOrder(Watch(Shape(3, 8), 12, 64, tail_bytes=8), 1), observer=Pieces())
-    assert pieces == {True: {(0, 64)}, False: {(0, 56), (56, 64)}}
+            assert observer.most <= (2 if watch.tail_bytes else 1)
+            whole += observer.whole
+    assert whole > SEEDS
 
 
 def test_prefetched_is_used_wasted_or_still_there() -> None:

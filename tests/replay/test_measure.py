@@ -181,10 +181,15 @@ class Asynchronous(Device):
         self._submit("compute", [Completion(Kind.ROUTER)], self._timing.dense_ns(layer, tokens, context, requests))
 
     def experts(self, works: Sequence[Work]) -> None:
-        self._host_ns += self.LAUNCH_NS - self.SUBMIT_NS
-        self._free_ns["compute"] = max(self._free_ns["compute"], *(self._arrival_ns[expert] for expert, _, _ in works))
-        took = sum(self._timing.expert_ns(tokens) for _, _, tokens in works)
-        self._submit("compute", [Completion(Kind.EXPERT, expert) for expert, _, _ in works], took)
+        """As on a GPU: all that are there in one launch, each that is landing in its own, behind its arrival."""
+        here = [work for work in works if self._arrival_ns[work[0]] <= self._host_ns]
+        groups = [here] if here else []
+        for group in [*groups, *([work] for work in works if work not in here)]:
+            self._host_ns += self.LAUNCH_NS - self.SUBMIT_NS
+            arrival_ns = max(self._arrival_ns[expert] for expert, _, _ in group)
+            self._free_ns["compute"] = max(self._free_ns["compute"], arrival_ns)
+            took = sum(self._timing.expert_ns(tokens) for _, _, tokens in group)
+            self._submit("compute", [Completion(Kind.EXPERT, expert) for expert, _, _ in group], took)
 
     def combine(self, tokens: int) -> None:
         self._submit("compute", [Completion(Kind.COMBINE)], self._timing.combine_ns(tokens))

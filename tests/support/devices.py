@@ -110,6 +110,7 @@ class AnyOrder(Device):
         self._compute: deque[Completion] = deque()
         self._now = 0
         self.behind_a_copy: list[int] = []  # pieces in flight when one ends
+        self.computes_first = False  # where either stream could end something
 
     def now(self) -> int:
         self._now += self._random.randint(0, 3)
@@ -144,7 +145,7 @@ class AnyOrder(Device):
         streams = [self._link] if self._link else []
         if self._compute and self._compute[0].expert not in [copy.expert for copy in self._link]:
             streams.append(self._compute)
-        stream = self._random.choice(streams)
+        stream = streams[-1] if self.computes_first else self._random.choice(streams)
         completion = stream.popleft()
         if completion.kind is Kind.COPY:
             self.behind_a_copy.append(len(self._link))
