@@ -119,7 +119,15 @@ class Driver:
             totals = session.totals()
             spent = [now - then for now, then in zip(totals, before, strict=True)]
             before = totals
-            yield StepRow([step.phase, step.tokens, ended - began, *spent], self._shares(step, ended), ended)
+            row = StepRow([step.phase, step.tokens, ended - began, *spent], self._shares(step, ended), ended)
+            given = session.device.now()
+            yield row
+            self._forgive(session.device.now() - given)
+
+    def _forgive(self, waited_ns: int) -> None:
+        """What somebody did with a row is not time that requests waited for their next token."""
+        for seat in self._step_ended_at if waited_ns else ():
+            self._step_ended_at[seat] += waited_ns
 
     def _play(self, step: Step) -> None:
         """One forward pass: L layers, then the head."""

@@ -156,3 +156,15 @@ def test_a_run_that_goes_on_misses_what_it_would_have_missed_uninterrupted() -> 
         done = [row for row in rows if row.shares[0].request < 2]
         log = resumed(plan, done, AnyOrder(Watch(shape, 9, 16, 2), 2))
         np.testing.assert_array_equal(log.misses, whole.misses)
+
+
+def test_what_is_done_with_a_row_is_in_no_tokens_time() -> None:
+    trace = synthetic(requests=2, tokens=5, layers=3, experts=8, top_k=3, seed=5)
+    plan = run_of(Requests(trace), Shape(3, 8), 12, parse("lru"), 64)
+    device = AnyOrder(Watch(Shape(3, 8), 12, 64), seed=1)
+
+    def slow(row: StepRow) -> None:
+        device.now_ns += 1_000_000
+
+    log = play(plan, device, slow)
+    assert log.by_request.latency_ns.max() < 10_000

@@ -108,13 +108,13 @@ class AnyOrder(Device):
         self._random = random.Random(seed)
         self._link: deque[Completion] = deque()
         self._compute: deque[Completion] = deque()
-        self._now = 0
+        self.now_ns = 0
         self.behind_a_copy: list[int] = []  # pieces in flight when one ends
         self.computes_first = False  # where either stream could end something
 
     def now(self) -> int:
-        self._now += self._random.randint(0, 3)
-        return self._now
+        self.now_ns += self._random.randint(0, 3)
+        return self.now_ns
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         self.watch.copy(expert, slot, first, last)
