@@ -34,6 +34,7 @@ def check(
     ] = None,
     only: Annotated[str, typer.Option(help="Models, by profile.")] = ",".join(SHORT_TOKENS),
     minutes: Annotated[float, typer.Option(help="What would not end in this time is left out.")] = BUDGET_S / 60,
+    peers: Annotated[bool, typer.Option(help="Decode with accelerate's offload too.")] = True,
     commit: Annotated[str | None, typer.Option(help="What to call this version, where git is not there.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Do not run again what the file holds.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Drop what the file holds.")] = False,
@@ -68,7 +69,7 @@ def check(
     def told(text: str) -> None:
         console.note(f"{time.monotonic() - began:6.1f} s  {text}")
 
-    Check(gpu, record, told, names, traces, minutes * 60, commit).run()
+    Check(gpu, record, told, names, traces, minutes * 60, commit, with_peers=peers).run()
     tell(record)
     console.out.print(f"wrote {path}", soft_wrap=True)
     missing = unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])

@@ -112,11 +112,13 @@ class Check:
     traces: Path | None = None  # a folder of trace folders; models without one get synthetic routing
     budget_s: float = BUDGET_S
     commit: str | None = None  # None: as git says
+    with_peers: bool = True
     host_bytes: int = HOST_BYTES
     found: calibrate.Found = field(default_factory=calibrate.Found)
     left_out: list[str] = field(default_factory=list)
     _known: dict[str, MeasuredModel] = field(default_factory=dict)
     _began: float = field(default_factory=time.monotonic)
+    _peers_s: float = 0.0
 
     def run(self) -> None:
         """All of it. InputError where nothing can be run; a cell that cannot is recorded with its reason."""
@@ -124,6 +126,7 @@ class Check:
         self.told("compiling, once for all runs to come")
         compile_all()
         self._began = time.monotonic()
+        self._peers_s = sum(peer_s(name) for name in self._peers())
         self._known = {model.model: model for model in calibrated_before(self.record)}
         before = {name: self.record.facts.get(name) or [] for name in ("kernels", "transfers")}
         self.record.begin(
@@ -205,8 +208,8 @@ class Check:
 
     def _left_s(self, with_peers: bool = False) -> float:
         """Until the budget is spent; what peers are going to take is theirs."""
-        reserved = 0.0 if with_peers else sum(peer_s(name) for name in self._peers())
-        return self.budget_s - (time.monotonic() - self._began) - reserved
+        reserved_s = 0.0 if with_peers else self._peers_s
+        return self.budget_s - (time.monotonic() - self._began) - reserved_s
 
     def _affords(self, what: str, seconds: float, with_peers: bool = False) -> bool:
         """Whether something that takes about so long ends in time; what does not is left out."""
@@ -336,7 +339,7 @@ class Check:
 
     def _peers(self) -> list[str]:
         """Models that are still to be decoded by accelerate."""
-        with_family = (name for name in WITH_BASELINES if name in self.models and name in FAMILIES)
+        with_family = (name for name in WITH_BASELINES if name in self.models and name in FAMILIES and self.with_peers)
         return [name for name in with_family if key_of(model=name, mode=PEER) not in self.record]
 
     def _peer(self, name: str) -> None:
