@@ -84,10 +84,10 @@ def _steps_ns(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], abou
 
 
 def _never_again(run: Run, context: int, steps: int) -> RequestSteps:
-    """Tokens that need one expert of each layer, in turn one of two: with a slot a layer, LRU never has it."""
+    """Tokens that need one expert of each layer, each in its turn: with a slot a layer, LRU never has it."""
     request = same_again(run, 1, run.shape.layers, context, steps)
-    second = np.repeat(np.arange(steps) % min(2, run.shape.experts), run.shape.layers)
-    return replace(request, experts=request.experts + second)
+    turn = np.repeat(np.arange(steps) % run.shape.experts, run.shape.layers)
+    return replace(request, experts=request.experts + turn)
 
 
 def same_again(run: Run, together: int, busy_layers: int, context: int, steps: int) -> RequestSteps:

@@ -25,6 +25,7 @@ from replay.calibration.contention import slowed
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Factors, Pace, Paced
+from replay.devices.store import spread
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
@@ -97,7 +98,7 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
     meter = Meter(device)
     places = min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
     paces: list[Pace] = []
-    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, places, paces)
+    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, run.shape.total, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
     sizes, behind = [1, *ladder(most_tokens)], _behind(run)
@@ -231,27 +232,31 @@ def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tu
 
 
 class Endless(Transfers):
-    """What the pump asks of a residency, from one whose demands hardly end: each slot's own expert in turn."""
+    """What the pump asks of a residency, from one whose demands hardly end: an expert a turn, for the next slot."""
 
-    def __init__(self, places: int, transfers: int) -> None:
-        self._places = places
-        self._left = transfers
-        self._loading: deque[int] = deque()
+    def __init__(self, places: int, turns: range, experts: int) -> None:
+        """experts: of the store, all over which turns go; 0: each slot gets its own, the one of its number."""
+        self._places, self._experts = places, experts
+        self._turns = deque(turns)
+        self._loading: deque[int] = deque()  # slots
+        self._slots: dict[int, int] = {}
 
     def next_transfer(self) -> tuple[int, int, bool]:
         """Return the next expert, no victim, no prefetch; BLOCKED while its slot is loading."""
-        expert = self._left % self._places
-        if not self._left:
+        if not self._turns:
             return NO_EXPERT, NO_EXPERT, False
-        if expert in self._loading:
+        slot = self._turns[0] % self._places
+        if slot in self._loading:
             return BLOCKED, NO_EXPERT, False
-        self._left -= 1
-        self._loading.append(expert)
+        turn = self._turns.popleft()
+        self._loading.append(slot)
+        expert = spread(turn, self._experts) if self._experts else slot
+        self._slots[expert] = slot
         return expert, NO_EXPERT, False
 
     def slot(self, expert: int) -> int:
-        """Return its own."""
-        return expert
+        """Return the one of its turn."""
+        return self._slots[expert]
 
     def interrupt(self) -> tuple[int, int]:
         """Return nothing: demands are not interrupted."""
@@ -266,27 +271,36 @@ class Endless(Transfers):
         return False
 
 
-def transfers(meter: Meter, expert_bytes: int, places: int, paces: list[Pace] | None = None) -> tuple[int, int]:
+def transfers(
+    meter: Meter, expert_bytes: int, experts: int, places: int, paces: list[Pace] | None = None
+) -> tuple[int, int]:
     """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
 
+    Of experts from all over the store, as a run asks for them: a few of them, again and again, may come faster.
     paces: gets those of a device that reports its own, which is asked between the transfers.
     """
     part_bytes = -(-expert_bytes // 2)
-    part = _transfer_ns(meter, part_bytes, places)
-    whole = _transfer_ns(meter, expert_bytes, places, paces)
-    _pumped(meter.device, expert_bytes, places, places)
+    part = _transfer_ns(meter, part_bytes, experts, places)
+    whole = _transfer_ns(meter, expert_bytes, experts, places, paces)
+    _pumped(meter.device, expert_bytes, places, range(places))
     moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
     return max(whole, 1), max(whole, 1) - min(max(moving, 1), max(whole, 1))
 
 
-def _transfer_ns(meter: Meter, size: int, places: int, paces: list[Pace] | None = None) -> int:
+def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list[Pace] | None = None) -> int:
     """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
-    device = meter.device
+    device, first = meter.device, 0
     asked = device if paces is not None and isinstance(device, Paced) else None
-    _pumped(device, size, places, 2)
+
+    def pumped(transfers: int) -> list[int]:
+        nonlocal first
+        first += transfers
+        return _pumped(device, size, places, range(first - transfers, first), experts)
+
+    pumped(2)
 
     def series() -> int:
-        ends = _pumped(device, size, places, TRANSFERS + 1)
+        ends = pumped(TRANSFERS + 1)
         if asked and paces is not None:
             paces.append(asked.pace())
         return (ends[-1] - ends[0]) // TRANSFERS
@@ -294,9 +308,9 @@ def _transfer_ns(meter: Meter, size: int, places: int, paces: list[Pace] | None 
     return meter.repeated(series, TRANSFERS, PACES if asked else AT_LEAST)
 
 
-def _pumped(device: Device, size: int, places: int, transfers: int) -> list[int]:
-    """Move so many through the pump; when each had arrived."""
-    pump = Pump(Endless(places, transfers), device, Link(0, 1, 1, size), places)
+def _pumped(device: Device, size: int, places: int, turns: range, experts: int = 0) -> list[int]:
+    """Move an expert a turn through the pump; when each had arrived."""
+    pump = Pump(Endless(places, turns, experts), device, Link(0, 1, 1, size), places)
     pump.proposed = True
     ends: list[int] = []
     pump.act()

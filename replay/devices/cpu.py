@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from replay.calibration.pace import Pace
 from replay.devices.lanes import parts
-from replay.devices.store import ExpertStore, anonymous
+from replay.devices.store import ExpertStore, anonymous, spread
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.dense import Weights
 from replay.model.network import Network
@@ -39,7 +39,6 @@ PACED, PACED_BYTES, MOST_PACED = 8, 200_000_000, 64
 """Experts that a pause reads, at least and at most, and their bytes between."""
 SPARE_BYTES = 256 << 20
 """Of slots that pauses read into, or one."""
-GOLDEN = 0.6180339887498949
 
 
 class LinkThreads(Device):
@@ -248,7 +247,7 @@ class CpuDevice(LinkThreads):
         turns = range(self._paced, self._paced + count)
         self._paced += count
         return [
-            [partial(store.read, _spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
+            [partial(store.read, spread(turn, store.distinct), *part, spare[turn % len(spare)]) for part in cut]
             for turn in turns
         ]
 
@@ -278,11 +277,6 @@ class CpuDevice(LinkThreads):
 
 def _nothing() -> None:
     """Work that takes no time."""
-
-
-def _spread(turn: int, count: int) -> int:
-    """Return one of `count` things, so that turns go all over them."""
-    return int(turn * GOLDEN % 1.0 * count)
 
 
 class Report:

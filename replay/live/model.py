@@ -120,9 +120,10 @@ class LiveModel:
     def time_transfers(self, run: Run | None = None) -> tuple[int, int]:
         """Time transfers, alone; what slots hold is lost, so no request may follow."""
         self.device.discard_copies()  # a prefetch may be under way
-        gpu = (run or self.run).gpu
+        run = run or self.run
+        gpu = run.gpu
         places = min(gpu.slots, max(2 * self.hook.top_k, CYCLE_BYTES // gpu.link.expert_bytes))
-        return transfers(Meter(self.device), gpu.link.expert_bytes, places)
+        return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, places)
 
     def _window(self, dense_ns: int) -> float:
         """How many experts the disk gives while a layer of a decoded token computes: for prefetch budgets."""

@@ -290,7 +290,7 @@ def test_transfers_go_through_the_pump_as_in_a_run(tail_bytes: int, places: int)
     for seed in range(10):
         watch = Watch(SHAPE, places, expert_bytes=10, tail_bytes=tail_bytes)
         device = AnyOrder(watch, seed)
-        assert len(_pumped(device, 10, places, 13)) == 13
+        assert len(_pumped(device, 10, places, range(13))) == 13
         assert not watch.copies
         assert watch.content == {place: (place, 10) for place in range(places)}
         if tail_bytes == 0 or places > 1:
