@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from policies.core.residency import Residency
 from policies.core.script import Act, Decision, Script
 from policies.core.spec import PolicySpec, parse
 from replay.comparison.lockstep import Lockstep, LoopRecorder
+from replay.warmup import undisturbed
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
 from sim.loop.log import RunLog
@@ -243,3 +245,21 @@ def test_a_device_that_is_slower_in_copying_takes_longer_for_the_same_decisions(
     slow = play(plan, SimpyDevice(timing, Link(0, 3, 1, 64)), decider=Lockstep(plan, script))
     assert slow.step_ns.sum() > log.step_ns.sum()
     np.testing.assert_array_equal(slow.misses, log.misses)
+
+
+def test_before_a_run_in_lockstep_its_own_decisions_are_gone_through_and_left_as_they_were() -> None:
+    """So that nothing is compiled or loaded in the run; what decides there is no policy."""
+    plan = draw(random.Random(3).randint)
+    script, log = script_of(plan)
+    asked: list[Residency] = []
+
+    class Heard(Lockstep):
+        def residency(self, *given: Any) -> Residency:
+            asked.append(super().residency(*given))
+            return asked[-1]
+
+    decider = Heard(plan, script)
+    with undisturbed(plan, decider):
+        assert len(asked) == 1
+        again = play(plan, SimpyDevice(plan.timing, plan.gpu.link), decider=decider)
+    assert_logs_equal(again, log)

@@ -15,8 +15,18 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from replay.calibration.contention import slowed
 from replay.calibration.host_time import FIRST_STEPS, same_again
-from replay.calibration.measure import _pumped, decoded_contexts, ladder, measure, measure_model, policy_ns, top_k
+from replay.calibration.measure import (
+    _pumped,
+    decoded_contexts,
+    ladder,
+    measure,
+    measure_model,
+    policy_ns,
+    top_k,
+    transfers,
+)
 from replay.calibration.meter import Meter, rising
 from replay.devices.cuda import CudaDevice
 from replay.devices.launches import Launches
@@ -256,6 +266,43 @@ def test_a_host_that_takes_time_is_predicted_from_its_measurement(policy: str, s
     assert predicted.mean() == pytest.approx(measured.mean(), rel=0.005)
     assert np.abs(predicted / measured - 1).mean() < 0.01
     assert free.mean() < measured.mean()
+
+
+class LooksInBetween(Asynchronous):
+    """As a GPU: while more is being submitted, the host can look at what has ended."""
+
+    def poll(self) -> Completion | None:  # type: ignore[override]
+        first = min((pending[0][0] for pending in self._under_way.values() if pending), default=None)
+        self._host_ns += self.POLL_NS
+        return None if first is None or first > self._host_ns else self.next_completion()
+
+
+def test_the_time_to_submit_compute_does_not_count_as_a_transfers() -> None:
+    """300 computes take 7.5 ms to submit, three transfers 1 ms; the link is slowed by nothing."""
+    size = 17_301_504
+    device = LooksInBetween(FixedTiming(30_000, 4_300, 0, 3_000, 110_000), Link(0, 1, 55, size))
+    device.copy(0, 0, 0, size)
+    device.next_completion()
+    for place in range(8):
+        device._arrival_ns[place] = 0
+    _, transfer = slowed(Meter(device), size, 8, transfer_ns=314_573, expert_ns=4_300)
+    assert 1 <= transfer < 1.1
+
+
+def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
+    asked = []
+
+    class Asked(SimpyDevice):
+        def copy(self, expert: int, slot: int, first: int, last: int) -> None:
+            asked.append(expert)
+            assert 0 <= slot < 5
+            super().copy(expert, slot, first, last)
+
+    transfers(Meter(Asked(TIMING, LINK)), LINK.expert_bytes, experts=1_000, places=5)
+    timed = asked[:-5]
+    assert max(timed) > 900
+    assert len(set(timed)) > 100
+    assert sorted(asked[-5:]) == [0, 1, 2, 3, 4], "at the end each slot holds its own"
 
 
 class SlowToSubmit(SimpyDevice):

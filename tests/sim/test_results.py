@@ -1,4 +1,5 @@
 import json
+from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -6,6 +7,7 @@ import pandas as pd
 import pytest
 
 from sim.loop.log import RequestLog, RunLog
+from sim.results import provenance
 from sim.results.files import write_rows
 from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
 from traces.errors import InputError
@@ -185,3 +187,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     with claimed(tmp_path / "new" / "folder", "a test", ["table"]):
         assert (tmp_path / "new" / "folder").is_dir()
     assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+def test_sources_without_git_and_installation_are_of_an_unknown_commit(tmp_path, monkeypatch):
+    """As on a GPU machine that got a copy of the sources."""
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "version", missing)
+    assert provenance.commit.__wrapped__() == "unknown"
