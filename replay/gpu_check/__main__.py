@@ -69,7 +69,7 @@ def check(
     def told(text: str) -> None:
         console.note(f"{time.monotonic() - began:6.1f} s  {text}")
 
-    Check(gpu, record, told, names, traces, minutes * 60, commit, with_peers=peers).run()
+    Check(gpu, record, told, names, traces, minutes * 60, commit, peers=peers).run()
     tell(record)
     console.out.print(f"wrote {path}", soft_wrap=True)
     missing = unjudged(list(record), [(name, policy) for name in names for policy in POLICIES])

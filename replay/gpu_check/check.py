@@ -112,7 +112,7 @@ class Check:
     traces: Path | None = None  # a folder of trace folders; models without one get synthetic routing
     budget_s: float = BUDGET_S
     commit: str | None = None  # None: as git says
-    with_peers: bool = True
+    peers: bool = True  # whether they are run
     host_bytes: int = HOST_BYTES
     found: calibrate.Found = field(default_factory=calibrate.Found)
     left_out: list[str] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Check:
     def run(self) -> None:
         """All of it. InputError where nothing can be run; a cell that cannot is recorded with its reason."""
         self.record.require_code()
-        self.told("compiling, once for all runs to come")
+        self.told("compiling (the result is kept for later runs)")
         compile_all()
         self._began = time.monotonic()
         self._peers_s = sum(peer_s(name) for name in self._peers())
@@ -339,7 +339,9 @@ class Check:
 
     def _peers(self) -> list[str]:
         """Models that are still to be decoded by accelerate."""
-        with_family = (name for name in WITH_BASELINES if name in self.models and name in FAMILIES and self.with_peers)
+        if not self.peers:
+            return []
+        with_family = (name for name in WITH_BASELINES if name in self.models and name in FAMILIES)
         return [name for name in with_family if key_of(model=name, mode=PEER) not in self.record]
 
     def _peer(self, name: str) -> None:
