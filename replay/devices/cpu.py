@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from replay.calibration.pace import Pace
 from replay.devices.lanes import parts
-from replay.devices.store import ExpertStore, anonymous, spread
+from replay.devices.store import ExpertSource, ExpertStore, anonymous, spread
 from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.dense import Weights
 from replay.model.network import Network
@@ -47,7 +47,7 @@ class LinkThreads(Device):
     tail_bytes = TAIL_BYTES
     watchdog_s = WATCHDOG_S
 
-    def __init__(self, store: ExpertStore, slots: int, lanes: int = 1) -> None:
+    def __init__(self, store: ExpertSource, slots: int, lanes: int = 1) -> None:
         self.store = store
         self.pool = self._slots(slots)
         self._outcomes: Outcomes = SimpleQueue()
@@ -173,6 +173,7 @@ class CpuDevice(LinkThreads):
 
     def __init__(self, store: ExpertStore, network: Network, slots: int, verify: bool = False, lanes: int = 1) -> None:
         super().__init__(store, slots, lanes)
+        self._holds = store.holds
         self._network = network
         self._verify = verify
         self._weights = [network.weights(torch.from_numpy(slot)) for slot in self.pool]
@@ -271,7 +272,7 @@ class CpuDevice(LinkThreads):
             self._require(expert, slot)
 
     def _require(self, expert: int, slot: int) -> None:
-        if not self.store.holds(expert, self.pool[slot, : self.store.expert_bytes]):
+        if not self._holds(expert, self.pool[slot, : self.store.expert_bytes]):
             raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
 
 

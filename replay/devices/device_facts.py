@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from replay.devices.gpu import Gpu
-from replay.devices.store import ExpertStore
+from replay.devices.store import ExpertSource
 from sim.results.metrics import Row
 
 
-def facts(gpu: Gpu | None, store: ExpertStore) -> Row:
+def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
     """Columns of a replay's row that the machine decides."""
     return {
         "device_name": gpu.name if gpu else _processor(),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-from replay.devices.store import Bytes, ExpertStore, anonymous
+from replay.devices.store import Bytes, ExpertSource, anonymous
 
 PAGE = 4_096
 """Places and lengths of direct reads are multiples of this, on every disk in use."""
@@ -32,7 +32,7 @@ def parts(first: int, last: int, lanes: int) -> list[tuple[int, int]]:
     return list(zip([first, *cuts], [*cuts, last], strict=True))
 
 
-def rates(store: ExpertStore, size: int, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
+def rates(store: ExpertSource, size: int, tried: Sequence[int] = TRIED, slots: Bytes | None = None) -> dict[int, float]:
     """Return GB/s by number of lanes, of reads of `size` bytes (at most an expert's), one expert behind another.
 
     The numbers of lanes take turns, so that a disk that drifts favours none; medians count.
@@ -59,7 +59,7 @@ def knee(found: dict[int, float]) -> int:
 
 
 def _series(
-    store: ExpertStore, size: int, slots: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
+    store: ExpertSource, size: int, slots: Bytes, threads: ThreadPoolExecutor, cut: list[tuple[int, int]], at: int
 ) -> tuple[int, float]:
     """Read for SERIES_S from expert `at` on; return the next expert, and bytes a ns. slots: uint8[any, stride]."""
     reads, began = 0, time.perf_counter()

@@ -32,18 +32,22 @@ RESERVE_BYTES = 512 << 20
 """Host memory left to everything else."""
 
 
-class ExpertStore(Protocol):
-    """Where a link takes experts from: host memory (`HostStore`) or a file (`replay.devices.expert_file`)."""
+class ExpertSource(Protocol):
+    """Where a link takes experts from."""
 
     expert_bytes: int
     stride: int  # bytes of a slot: those of an expert, and what its alignment adds
     distinct: int  # buffers; fewer than experts where these share them
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
-        """Write the expert's bytes from `first` to `last` to the same place in its slot, uint8[stride].
+        """Write the expert's bytes from `first` to `last` to their place in its slot, uint8[stride].
 
         Raise InputError where the store cannot give them.
         """
+
+
+class ExpertStore(ExpertSource, Protocol):
+    """Host memory (`HostStore`) or a file (`replay.devices.expert_file`): bytes lie in a slot as in the expert."""
 
     def holds(self, expert: int, content: Bytes) -> bool:
         """Return whether `content`, uint8[expert_bytes], is `expert`."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 
 from replay.devices.cpu import LinkThreads, Outcome, Stream
-from replay.devices.store import ExpertStore
+from replay.devices.store import ExpertSource
 from replay.devices.waiting import stuck, timed
 from sim.loop.device import Completion, Kind, Work
 
@@ -27,7 +27,7 @@ class LiveDevice(LinkThreads):
 
     _orders: SimpleQueue[Order]
 
-    def __init__(self, store: ExpertStore, slots: int, lanes: int = 1) -> None:
+    def __init__(self, store: ExpertSource, slots: int, lanes: int = 1) -> None:
         super().__init__(store, slots, lanes)
         self._orders = SimpleQueue()
         self._failed = False

@@ -21,9 +21,9 @@ from traces.errors import InputError
 class LayerExperts:
     """Computes one event at a time: `whole`, or `begin`, `expert` for each in any order, and `combined`."""
 
-    def __init__(self, layer: ExpertLayer, views: "SlotViews") -> None:
-        """views: of slots, as the rows of this layer."""
-        self._layer, self._view = layer, views.of
+    def __init__(self, layer: ExpertLayer, views: "SlotViews", places: Sequence[tuple[int, ...]]) -> None:
+        """views: of slots, as the rows of this layer; places: in a slot, of the rows of each expert."""
+        self._layer, self._views, self._places = layer, views.of, places
         names = {row.name for row in layer.rows}
         rest = {name: value for name, value in layer.module._parameters.items() if name not in names}
         self._eager: Any = type(layer.module).forward.__wrapped__  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ class LayerExperts:
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
         """Compute an event of which every expert is in a slot, given by expert."""
         for name, rows in self._rows.items():
-            rows.of = {expert: self._view(slot)[name][0] for expert, slot in slots.items()}
+            rows.of = {expert: self._view(expert, slot)[name][0] for expert, slot in slots.items()}
         output: Tensor = self._eager(self._all, hidden, index, weights)
         return output
 
@@ -51,7 +51,7 @@ class LayerExperts:
     def expert(self, expert: int, slot: int) -> None:
         """Compute one of its experts."""
         place, token = torch.where((self._index == expert).T)
-        self._one._parameters = {**self._rest, **self._view(slot)}
+        self._one._parameters = {**self._rest, **self._view(expert, slot)}
         mine = self._hidden[token]
         with Added() as added:
             self._eager(self._one, mine, torch.zeros_like(token)[:, None], self._weights[token, place, None])
@@ -59,6 +59,9 @@ class LayerExperts:
             raise InputError(f"{self._layer.name}: {type(self._layer.module).__name__} adds up in a way of its own")
         self._added[expert] = token, added.values
         self._dtype = added.dtype
+
+    def _view(self, expert: int, slot: int) -> dict[str, Tensor]:
+        return self._views(slot, self._places[expert])
 
     def combined(self) -> Tensor:
         """Add up all experts of the event, in ascending order; return [T, H]."""
@@ -75,13 +78,16 @@ class SlotViews:
 
     def __init__(self, rows: Sequence[Row], slots: Tensor) -> None:
         self._rows, self._slots = rows, slots
-        self._made: dict[int, dict[str, Tensor]] = {}
+        self._made: dict[int, tuple[tuple[int, ...], dict[str, Tensor]]] = {}  # of each slot, and for which places
 
-    def of(self, slot: int) -> dict[str, Tensor]:
-        """Return [1, ...] of each row, by the parameter's name."""
-        if slot not in self._made:
-            self._made[slot] = {row.name: row.view(self._slots[slot]) for row in self._rows}
-        return self._made[slot]
+    def of(self, slot: int, places: tuple[int, ...]) -> dict[str, Tensor]:
+        """Return [1, ...] of each row, by the parameter's name; places: in the slot, of each row."""
+        made, views = self._made.get(slot, ((), {}))
+        if made != places:
+            rows = zip(self._rows, places, strict=True)
+            views = {row.name: row.view(self._slots[slot], place) for row, place in rows}
+            self._made[slot] = places, views
+        return views
 
 
 class Rows:

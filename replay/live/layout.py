@@ -4,6 +4,10 @@ An expert is one row of each stacked parameter of its layer. In a slot these row
 checkpoint they are found by transformers' own rules of conversion: as rows of stacked tensors, or as tensors of each
 expert that loading would stack and concatenate. Both are ranges of bytes, and are read as such. Where loading would do
 anything else (transpose, split, change the type), there are no such ranges, and a store is written once.
+
+A disk that is read past the page cache writes whole pages to whole pages. So a row of an expert lies in its slot as far
+behind the beginning of a page as it does in the file, and is read without being copied. Rows of 4 bytes a number are
+copied: of those, libraries promise equal results only at places that are equally aligned.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +16,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import (
@@ -24,32 +27,34 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from replay.devices.lanes import page_up
+from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes
 from replay.live.shards import Shard, ShardTensor
 from traces.errors import InputError
 
 ALIGNMENT = 64
-"""Of a row in a slot, as torch aligns what it allocates."""
+"""Of a row of an expert, as torch aligns what it allocates."""
+COPIED_WIDTH = 4
+"""Bytes of a number from which on rows are copied to the beginning of a page, unless they lie at one in the file."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The row of one stacked parameter in a slot."""
+    """The row of one stacked parameter, of an expert."""
 
     name: str  # of the parameter in its module
     shape: tuple[int, ...]  # of the row
     dtype: torch.dtype
-    begin: int  # byte in the slot
+    begin: int  # byte of the expert
 
     @property
     def nbytes(self) -> int:
         """Of the row."""
         return prod(self.shape) * self.dtype.itemsize
 
-    def view(self, slot: Tensor) -> Tensor:
-        """Return it as the stacked parameter of a module of one expert. slot: uint8[stride]."""
-        return slot[self.begin : self.begin + self.nbytes].view(self.dtype).view(1, *self.shape)
+    def view(self, slot: Tensor, place: int) -> Tensor:
+        """Return it as the stacked parameter of a module of one expert. slot: uint8[stride]; place: the row's in it."""
+        return slot[place : place + self.nbytes].view(self.dtype).view(1, *self.shape)
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,13 @@ class Piece(NamedTuple):
 
     shard: Shard
     offset: int  # in the file
-    begin: int  # in the slot
+    begin: int  # byte of the expert
     size: int
+
+    def continues(self, before: "Piece") -> bool:
+        """Return whether it lies directly behind another one, in the file as in the expert."""
+        ends = before.shard, before.offset + before.size, before.begin + before.size
+        return (self.shard, self.offset, self.begin) == ends
 
 
 @dataclass
@@ -207,26 +217,70 @@ def sources(
     return found, others
 
 
-class ShardStore:
-    """An `ExpertStore` over ranges of a checkpoint's files: expert e of layer l is l * E + e."""
+class Placed(NamedTuple):
+    """A piece, and its place in the slot."""
 
-    def __init__(self, pieces: list[list[Piece]], expert_bytes: int) -> None:
-        self._pieces = pieces
-        self.expert_bytes, self.stride, self.distinct = expert_bytes, page_up(expert_bytes), len(pieces)
-        self.past_cache = all(piece.shard.past_cache for each in pieces for piece in each)
+    piece: Piece
+    place: int
+    in_pages: bool  # whether it is read in whole pages, straight to its place
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """How one expert lies in its slot."""
+
+    places: tuple[int, ...]  # of its rows
+    pieces: tuple[Placed, ...]
+    end: int
+
+    @staticmethod
+    def of(rows: Sequence[Row], pieces: Sequence[Sequence[Piece]]) -> "InSlot":
+        """Place each row, which has these pieces, behind the one before."""
+        places, found, end = [], [], 0
+        for row, own in zip(rows, pieces, strict=True):
+            joined = _joined(own)
+            first, width = joined[0], row.dtype.itemsize
+            in_pages = len(joined) == 1 and first.offset % (PAGE if width >= COPIED_WIDTH else width) == 0
+            place = end + (first.offset % PAGE if in_pages else 0)
+            places.append(place)
+            found += [Placed(piece, place + piece.begin - row.begin, in_pages) for piece in joined]
+            end = page_up(place + row.nbytes)
+        return InSlot(tuple(places), tuple(found), end)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return pieces of which none continues another one."""
+    found = [pieces[0]]
+    for piece in pieces[1:]:
+        last = found[-1]
+        if piece.continues(last):
+            found[-1] = last._replace(size=last.size + piece.size)
+        else:
+            found.append(piece)
+    return found
+
+
+class ShardStore:
+    """An `ExpertSource` over ranges of a checkpoint's files: expert e of layer l is l * E + e."""
+
+    def __init__(self, experts: Sequence[InSlot], expert_bytes: int) -> None:
+        self._experts = experts
+        self.expert_bytes, self.distinct = expert_bytes, len(experts)
+        self.stride = max(expert.end for expert in experts)
+        self.past_cache = all(placed.piece.shard.past_cache for expert in experts for placed in expert.pieces)
+
+    def places(self, expert: int) -> tuple[int, ...]:
+        """Return where in its slot each row of an expert lies."""
+        return self._experts[expert].places
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
-        """Read what of these bytes the expert has."""
-        for shard, offset, begin, size in self._pieces[expert]:
+        """Read what of these bytes the expert has. slot: uint8[stride], from the beginning of a page on."""
+        for (shard, offset, begin, size), place, in_pages in self._experts[expert].pieces:
             low, high = max(first, begin), min(last, begin + size)
-            if low < high:
-                shard.read(offset + low - begin, slot[low:high])
-
-    def holds(self, expert: int, content: Bytes) -> bool:
-        """By reading it again."""
-        again = np.zeros_like(content)
-        self.read(expert, 0, len(content), again)
-        return all(
-            np.array_equal(again[begin : begin + size], content[begin : begin + size])
-            for _, _, begin, size in self._pieces[expert]
-        )
+            if low >= high:
+                continue
+            offset, place = offset + low - begin, place + low - begin
+            if in_pages:
+                shard.read_pages(offset, high - low, slot, place)
+            else:
+                shard.read(offset, slot[place : place + high - low])

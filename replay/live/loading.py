@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from replay.devices.expert_file import ExpertFile, write
 from replay.devices.store import Bytes
-from replay.live.layout import ExpertLayer, Piece, ShardStore, Source, expert_layers, sources
+from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
 from sim.profiles.model_profile import ModelProfile
 from tracer.models import Found, LoadedModel, blaming, find_model, require_weights
@@ -130,9 +130,9 @@ def expert_store(
 
     layers: in the order of execution; progress: is shown while experts are written.
     """
-    pieces = _pieces(model, layers)
-    if pieces is not None:
-        yield ShardStore(pieces, max(layer.expert_bytes for layer in layers))
+    experts = _in_slots(model, layers)
+    if experts is not None:
+        yield ShardStore(experts, max(layer.expert_bytes for layer in layers))
         return
     profile, origin = _profile(model, layers), _origin(model, layers)
     file = file or _own_file(model.loaded.name, origin)
@@ -155,18 +155,15 @@ def _own_file(name: str, origin: str) -> Path:
     return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"
 
 
-def _pieces(model: Opened, layers: list[ExpertLayer]) -> list[list[Piece]] | None:
+def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
     """Of each expert of all layers; None where any has to be converted."""
-    found: list[list[Piece]] = []
+    found: list[InSlot] = []
     for layer in layers:
-        own: list[list[Piece]] = [[] for _ in range(layer.experts)]
-        for row in layer.rows:
-            of_row = model.sources[f"{layer.name}.{row.name}"].pieces(row, layer.experts)
-            if of_row is None:
-                return None
-            for pieces, more in zip(own, of_row, strict=True):
-                pieces += more
-        found += own
+        by_row = [model.sources[f"{layer.name}.{row.name}"].pieces(row, layer.experts) for row in layer.rows]
+        known = [pieces for pieces in by_row if pieces is not None]
+        if len(known) < len(by_row):
+            return None
+        found += [InSlot.of(layer.rows, pieces) for pieces in zip(*known, strict=True)]
     return found
 
 

@@ -26,7 +26,7 @@ from replay.calibration.measure import CYCLE_BYTES, transfers
 from replay.calibration.meter import Meter
 from replay.devices.expert_file import ExpertFile
 from replay.devices.lanes import knee, rates
-from replay.devices.store import require_host_memory
+from replay.devices.store import ExpertSource, require_host_memory
 from replay.live.device import LiveDevice
 from replay.live.experts import LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, ShardStore
@@ -96,7 +96,11 @@ class LiveModel:
         self._steps = LiveSteps(len(layers))
         slots = torch.from_numpy(device.pool)
         views = {layer.rows: SlotViews(layer.rows, slots) for layer in layers}
-        self._layers = [LayerExperts(layer, views[layer.rows]) for layer in layers]
+        places = [
+            [_places(device.store, layer, number * layer.experts + expert) for expert in range(layer.experts)]
+            for number, layer in enumerate(layers)
+        ]
+        self._layers = [LayerExperts(layer, views[layer.rows], own) for layer, own in zip(layers, places, strict=True)]
         self._names = [layer.name for layer in layers]
         self.transfers = self.time_transfers(run)
         """What an expert takes from the disk, and what of it is latency, in ns: timed before the first request."""
@@ -258,6 +262,11 @@ class LiveModel:
                     return
                 self.decider = decider_of(self.run)
                 self._steps.forget()
+
+
+def _places(store: ExpertSource, layer: ExpertLayer, expert: int) -> tuple[int, ...]:
+    """Where in its slot each row of an expert lies."""
+    return store.places(expert) if isinstance(store, ShardStore) else tuple(row.begin for row in layer.rows)
 
 
 def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

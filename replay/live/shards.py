@@ -40,7 +40,7 @@ DTYPES = {
 }
 
 BOUNCE_BYTES = 1 << 20
-"""Read at once where a place in a file and the place in memory do not agree in their last bits."""
+"""Read at once where a place in a file and the place in memory are not equally far behind a page's beginning."""
 
 
 class Shard:
@@ -59,20 +59,38 @@ class Shard:
     def read(self, offset: int, target: Bytes) -> None:
         """Read len(target) bytes from `offset` on. Raise InputError if they cannot be read."""
         begin, end = 0, len(target)
-        direct = not (offset % PAGE or target.ctypes.data % PAGE or len(target) % PAGE)
         while begin < end:
-            lead = 0 if direct else (offset + begin) % PAGE
-            block = target[begin:] if direct else self._block(lead + end - begin)
-            try:
-                got = os.preadv(self._file, [block.data], offset + begin - lead) - lead
-            except OSError as error:
-                raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
-            if got <= 0 or (direct and got % PAGE):
-                raise InputError(f"{self.path} is cut off at byte {offset + begin + max(got, 0)}")
-            got = min(got, end - begin)
-            if not direct:
-                np.copyto(target[begin : begin + got], block[lead : lead + got])
+            lead = (offset + begin) % PAGE
+            block = self._block(lead + end - begin)
+            got = min(self._read(block, offset + begin - lead) - lead, end - begin)
+            if got <= 0:
+                raise self._cut_off(offset + begin)
+            np.copyto(target[begin : begin + got], block[lead : lead + got])
             begin += got
+
+    def read_pages(self, offset: int, size: int, memory: Bytes, place: int) -> None:
+        """Read the pages that hold `size` bytes from `offset` on, so that these come to lie at `memory[place]`.
+
+        Nothing is copied: place and offset lie equally far behind the beginning of a page, and so does `memory` at one.
+        What else is in the pages is written as well. Raise InputError if they cannot be read.
+        """
+        lead = offset % PAGE
+        begin, end, at = place - lead, page_up(place + size), offset - lead
+        while begin < place + size:
+            got = self._read(memory[begin:end], at)
+            whole = got if begin + got >= place + size else got // PAGE * PAGE  # else at the file's end
+            if not whole:
+                raise self._cut_off(at + got)
+            begin, at = begin + whole, at + whole
+
+    def _read(self, block: Bytes, offset: int) -> int:
+        try:
+            return os.preadv(self._file, [block.data], offset)
+        except OSError as error:
+            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
+
+    def _cut_off(self, offset: int) -> InputError:
+        return InputError(f"{self.path} is cut off at byte {offset}")
 
     def header(self) -> dict[str, Any]:
         """Return what the file says of each tensor. Raise InputError where it cannot be true."""
