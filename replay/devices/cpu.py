@@ -14,6 +14,7 @@ from itertools import cycle
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,6 +30,13 @@ from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
 Outcome = Completion | Exception
 Outcomes = SimpleQueue[Outcome]
+
+
+class Listener(Protocol):
+    """Hears of what has ended: a queue, or somebody who acts on it."""
+
+    def put(self, outcome: Outcome, /) -> None:
+        """Hear of it."""
 
 
 TAIL_BYTES = 256 << 10
@@ -51,6 +59,7 @@ class LinkThreads(Device):
         self.store = store
         self.pool = self._slots(slots)
         self._outcomes: Outcomes = SimpleQueue()
+        self._listener: Listener = self._outcomes  # of copies
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
@@ -110,7 +119,7 @@ class LinkThreads(Device):
         """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        report = Report(completion, self._outcomes, len(self._lanes))
+        report = Report(completion, self._listener, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
         for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
@@ -283,9 +292,9 @@ def _nothing() -> None:
 class Report:
     """What is told once all parts of a piece of work have ended: its completion, or what a part raised."""
 
-    def __init__(self, completion: Completion, outcomes: Outcomes, parts: int = 1) -> None:
+    def __init__(self, completion: Completion, listener: Listener, parts: int = 1) -> None:
         self.ended = Flag()
-        self._completion, self._outcomes, self._left = completion, outcomes, parts
+        self._completion, self._listener, self._left = completion, listener, parts
         self._error: Exception | None = None
         self._lock = Lock()
 
@@ -296,7 +305,7 @@ class Report:
             self._left -= 1
             if self._left:
                 return
-        self._outcomes.put(self._error or self._completion)
+        self._listener.put(self._error or self._completion)
         self.ended.set()
 
 

@@ -1,11 +1,10 @@
 """A model whose experts are behind a cache: `open_live` opens one, `LiveModel.model` is called as any other.
 
-Two threads: whoever calls the model runs its forward passes, and a driver decides (`sim.loop.driver`, as in a replay).
-A forward pass with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read
-fails, the pass that needed it raises the error, cache and policy start again, and the model can be called again.
+Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
+with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, the pass
+that needed it raises the error, cache and policy start again, and the model can be called again.
 """
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,17 +30,13 @@ from replay.live.device import LiveDevice
 from replay.live.experts import LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, ShardStore
 from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
+from replay.live.loop import LiveLoop
 from replay.live.memory import Memory, cache_bytes, memory_of
 from replay.live.parts import Parts
 from replay.live.profile import starting_from, write_learned
-from replay.live.steps import LiveSteps
 from replay.warmup import decide
-from sim.loop.device import Completion, Kind
-from sim.loop.driver import Driver
 from sim.loop.log import StepRow
 from sim.loop.run import Run, gpu_run
-from sim.loop.schedule import LiveStep, Step
-from sim.loop.session import decider_of
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
@@ -54,6 +49,7 @@ HOOK = "moe_expert_cache"
 """Attribute of a module of experts: what computes them."""
 
 
+AT_NO_LAYER = -1
 TRIED_TOKENS = 24
 """Of a prefill by which a token's share of the KV cache is told."""
 
@@ -93,7 +89,6 @@ class LiveModel:
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
-        self._steps = LiveSteps(len(layers))
         slots = torch.from_numpy(device.pool)
         views = {layer.rows: SlotViews(layer.rows, slots) for layer in layers}
         places = [
@@ -102,29 +97,25 @@ class LiveModel:
         ]
         self._layers = [LayerExperts(layer, views[layer.rows], own) for layer, own in zip(layers, places, strict=True)]
         self._names = [layer.name for layer in layers]
-        self.transfers = self.time_transfers(run)
+        self.transfers = self._time_transfers(run)
         """What an expert takes from the disk, and what of it is latency, in ns: timed before the first request."""
         self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
-        self._step: Step | None = None  # the one that was begun last
-        self._routing = LiveStep(0, 0, 0)
-        self._next = 0  # layer of it
+        self._next = AT_NO_LAYER  # of the forward pass
         self._tokens = self._context = 0  # of it
         self._top_k = hook.top_k
         self.parts = Parts()
-        self._dead: InputError | None = None  # why the model cannot be called any more
-        self.decider = decider_of(self.run)
-        """The policies: what they have learned is theirs."""
-        self._driver = threading.Thread(target=self._drive, name="driver", daemon=True)
+        self._loop = LiveLoop(self.run, device)
         self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))
-        self._driver.start()
 
-    def time_transfers(self, run: Run | None = None) -> tuple[int, int]:
-        """Time transfers, alone; what slots hold is lost, so no request may follow."""
-        self.device.discard_copies()  # a prefetch may be under way
-        run = run or self.run
+    def time_transfers(self) -> tuple[int, int]:
+        """Time transfers once more, alone; what slots hold is lost, and cache and policy start again."""
+        self._loop.stop()  # a prefetch may be under way
+        return self._time_transfers(self.run)
+
+    def _time_transfers(self, run: Run) -> tuple[int, int]:
         gpu = run.gpu
         places = min(gpu.slots, max(2 * self.hook.top_k, CYCLE_BYTES // gpu.link.expert_bytes))
         return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, places)
@@ -142,25 +133,20 @@ class LiveModel:
         return (dense_ns + self.hook.top_k * median(timed)) / self.transfers[0]
 
     def end_request(self) -> None:
-        """The last forward pass of a request has ended; returns when the driver has heard of it."""
-        self._close_step(ends=True)
-        self._steps.waiting.wait()
+        """The last forward pass of a request has ended."""
+        self._end_pass(ends_request=True)
 
     def save(self, file: Path) -> None:
         """Write what the policy knows now, for `How.profile`."""
-        write_learned((self.decider.retention, self.decider.prefetcher), self.loaded.name, file)
+        decider = self._loop.decider
+        write_learned((decider.retention, decider.prefetcher), self.loaded.name, file)
 
     def close(self) -> None:
-        """End the driver; copies under way end first."""
-        if self._step:
-            self._close_step(ends=True)
-        self._steps.waiting.wait()
-        self._steps.close()
-        self._driver.join()
+        """End what the policy has under way."""
+        self.end_request()
+        self._loop.stop()
         for handle in self._handles:
             handle.remove()
-
-    # The thread that calls the model
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pass begins."""
@@ -169,99 +155,67 @@ class LiveModel:
         rows, columns = given.shape[:2]
         cache = kwargs.get("past_key_values")
         before = int(cache.get_seq_length()) if cache is not None else 0
-        ends = before == 0 or self._step is None
-        self._close_step(ends)
-        self._steps.waiting.wait()
-        if self._dead:
-            raise self._dead
-        self.device.recover()
+        continues = before > 0 and self._end_pass(ends_request=False)
+        if not continues:
+            self._end_pass(ends_request=True)
         ids = NO_INTS if given.is_floating_point() else given.numpy().reshape(-1)
-        self._step, self._routing = self._steps.begin(rows * columns, rows * (before + columns), before == 0, ids)
+        self._loop.begin(rows * columns, rows * (before + columns), before == 0, ids)
         self._next = 0
         was, self._tokens, self._context = self._tokens, rows * columns, before + columns
-        self._expect(Kind.ROUTER)
         took = self.parts.lap()
-        if not ends:
+        if continues:
             self.parts.head[was].add(took)
 
-    def _close_step(self, ends: bool) -> None:
-        """The step that was begun last has ended, or was left in the middle."""
-        step, self._step = self._step, None
-        if step is None or self._steps.waiting.is_set():
-            return
-        if self._next < len(self._layers):
-            self.device.abort()
-            return
-        if ends:
-            step.ends, step.idle = step.places, True
-        self._expect(Kind.HEAD)
-        self.device.ended(Completion(Kind.HEAD))
+    def _end_pass(self, ends_request: bool) -> bool:
+        """The forward pass that was begun last has ended, if it has come to its end and was not ended before."""
+        self._next = AT_NO_LAYER
+        row = self._loop.end(ends_request)
+        if row:
+            self.rows.append(row)
+        return row is not None
 
     def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The experts of a layer: everything between its router and its sum."""
-        if self._step is None or layer != self._next:
+        if layer != self._next:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
-        if layer:
-            self._expect(Kind.ROUTER)
         parts = self.parts
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
         chosen, counts = np.unique(index.numpy(), return_counts=True)
         real = (chosen >= 0) & (chosen < self._experts)
         chosen, counts = chosen[real], counts[real]
         first = layer * self._experts
-        self._routing.put(layer, chosen + first, counts)
-        self.device.ended(Completion(Kind.ROUTER))
+        self._loop.route(chosen + first, counts)
         output = self._computed(self._layers[layer], first, len(chosen), (hidden, index, weights))
         if not bool(output.isfinite().all()):
             raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
-        self.device.ended(Completion(Kind.COMBINE))
+        self._loop.combined()
         self.parts.combine[self._tokens].add(self.parts.lap())
         self._next += 1
         return output
 
     def _computed(self, experts: LayerExperts, first: int, count: int, event: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Compute `count` experts as they come, and return their sum."""
-        device, parts, output = self.device, self.parts, None
+        loop, parts, output, left = self._loop, self.parts, None, count
         experts.begin(*event)
-        while (order := device.order()) is not Kind.COMBINE:
-            assert not isinstance(order, Kind | Exception), order
-            waited = [device.landed(expert) for expert, _, _ in order]
+        while left:
+            works = loop.works()
+            waited = [loop.landed(expert) for expert, _, _ in works]
             took = parts.lap()
-            if len(order) == count:
+            if len(works) == count:
                 if not any(waited):
                     parts.answer.add(took)
-                output = experts.whole(*event, {expert - first: slot for expert, slot, _ in order})
+                output = experts.whole(*event, {expert - first: slot for expert, slot, _ in works})
                 parts.expert[self._tokens * self._top_k // count or 1].add(parts.lap(), count)
-            for expert, slot, tokens in order:
-                if len(order) < count:
-                    experts.expert(expert - first, slot)
-                    parts.expert[tokens].add(parts.lap())
-                device.ended(Completion(Kind.EXPERT, expert))
+                left = 0
+                loop.computed([expert for expert, _, _ in works], is_last=True)
+                continue
+            for expert, slot, tokens in works:
+                experts.expert(expert - first, slot)
+                parts.expert[tokens].add(parts.lap())
+                left -= 1
+                loop.computed([expert], is_last=not left)
         parts.lap()
         return experts.combined() if output is None else output
-
-    def _expect(self, kind: Kind) -> None:
-        order = self.device.order()
-        assert order is kind, (order, kind)
-
-    # The driver's thread
-
-    def _drive(self) -> None:
-        while True:
-            try:
-                driver = Driver(self.run, self.device, self.decider, schedule=self._steps)
-                for row in driver.steps():
-                    self.rows.append(row)
-                return
-            except Exception as error:
-                try:
-                    self.device.fail(error)
-                except InputError as stuck:
-                    self._dead = stuck
-                    self._steps.waiting.set()
-                    return
-                self.decider = decider_of(self.run)
-                self._steps.forget()
 
 
 def _places(store: ExpertSource, layer: ExpertLayer, expert: int) -> tuple[int, ...]:

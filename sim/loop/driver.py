@@ -47,20 +47,21 @@ class Driver:
         device: Device,
         decider: Decider | None = None,
         observer: LoopObserver | None = None,
-        schedule: Schedule | None = None,
     ) -> None:
-        """`decider`: who decides, if not the run's policies; `schedule`: of a live model, instead of the requests."""
+        """`decider`: who decides, if not the run's policies."""
         self._run = run
         self.layers = run.shape.layers
         self.session = Session(run, device, decider, observer)
-        self._schedule: Schedule = schedule or OneAtATime(run.requests, run.shape.layers)
-        if run.users and not schedule:
+        self._schedule: Schedule = OneAtATime(run.requests, run.shape.layers)
+        if run.users:
             self._schedule = Batches(run.requests, run.shape.layers, run.users, self.session)
         self._observer = observer
         self.nobody_active = True
         """Whether the step that ended last was the last one of all its requests."""
         self._step_ended_at: dict[int, int] = {}  # by seat: when the request's latest step ended, or it was admitted
         self._waited: dict[int, int] = {}  # by seat, of those whose first step is still to come
+        self._began = 0  # when the step that is run did
+        self._before = self.session.totals()  # when the step before had ended
         self.outside_ns = 0
         """Time that the latest run spent outside of the device: bookkeeping, and policy overhead."""
 
@@ -98,31 +99,40 @@ class Driver:
 
         What happens to a row between two steps takes none of their time.
         """
-        session, decider, cold = self.session, self.session.decider, self._run.cold
-        before = session.totals()
+        session = self.session
+        self._before = session.totals()
         for step in self._schedule.steps(first):
             if last is not None and step.places[0].ordinal >= last:
                 return
-            for place in step.begins:
-                decider.begin_request(place.ordinal, place.seat)
-            began = session.begin_step()
-            for place in step.begins:
-                self._step_ended_at[place.seat] = began
+            self.begin(step)
             self._play(step)
-            ended = session.clock
-            for place in step.ends:
-                decider.end_request(place.seat)
-            self.nobody_active = step.idle
-            if self.nobody_active:
-                # What `--cold` discards counts for the step that has just ended, but takes none of its time.
-                session.end_request(cold and step.more)
-            totals = session.totals()
-            spent = [now - then for now, then in zip(totals, before, strict=True)]
-            before = totals
-            row = StepRow([step.phase, step.tokens, ended - began, *spent], self._shares(step, ended), ended)
+            row = self.end(step)
             given = session.device.now()
             yield row
             self._forgive(session.device.now() - given)
+
+    def begin(self, step: Step) -> None:
+        """A step begins."""
+        decider = self.session.decider
+        for place in step.begins:
+            decider.begin_request(place.ordinal, place.seat)
+        self._began = self.session.begin_step()
+        for place in step.begins:
+            self._step_ended_at[place.seat] = self._began
+
+    def end(self, step: Step) -> StepRow:
+        """Its head has ended; return its row."""
+        session, ended = self.session, self.session.clock
+        for place in step.ends:
+            session.decider.end_request(place.seat)
+        self.nobody_active = step.idle
+        if self.nobody_active:
+            # What `--cold` discards counts for the step that has just ended, but takes none of its time.
+            session.end_request(self._run.cold and step.more)
+        totals = session.totals()
+        spent = [now - then for now, then in zip(totals, self._before, strict=True)]
+        self._before = totals
+        return StepRow([step.phase, step.tokens, ended - self._began, *spent], self._shares(step, ended), ended)
 
     def _forgive(self, waited_ns: int) -> None:
         """What somebody did with a row is not time that requests waited for their next token."""

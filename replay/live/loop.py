@@ -1,0 +1,165 @@
+"""The loop of a live model, which runs by itself and says what it has come to.
+
+Two kinds of threads act, one at a time, under one lock. The model's own thread tells where its forward pass is: what
+its routers chose is decided there, at once. A lane that has ended a piece of a transfer tells that, and with it starts
+what comes next; so the link does not wait for the model, nor the model for a thread that decides.
+"""
+
+from collections.abc import Sequence
+from threading import Condition
+
+from policies.core.policy import Int
+from replay.devices.cpu import Outcome
+from replay.live.device import LiveDevice
+from sim.loop.device import Completion, Kind, Work
+from sim.loop.driver import Driver
+from sim.loop.log import StepRow
+from sim.loop.run import Run
+from sim.loop.schedule import LiveStep, Place, Step
+from sim.loop.session import decider_of
+from traces.errors import InputError
+from traces.steps import DECODE, PREFILL
+
+
+class LiveLoop:
+    """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
+
+    A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
+    again.
+    """
+
+    def __init__(self, run: Run, device: LiveDevice) -> None:
+        self._run, self._device = run, device
+        self._changed = Condition()  # with the lock that all hold who act
+        self._failure: Exception | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self.decider = decider_of(self._run)
+        """The policies: what they have learned is theirs."""
+        self._device.forget()
+        self._driver = Driver(self._run, self._device, self.decider)
+        self._device.tell(self._copied)
+        self._ordinal, self._number, self._events = -1, 0, 0
+        self._step: Step | None = None  # the one that was begun last, if it has not ended
+        self._layer = 0  # of it, the next one
+        self._failure = None
+
+    # The model's thread
+
+    def begin(self, tokens: int, context: int, is_new: bool, token_ids: Int) -> None:
+        """A forward pass begins. is_new: so does a request; token_ids: [tokens], or none.
+
+        Raise InputError where a copy of an earlier pass never ends.
+        """
+        if self._failure or self._step:
+            self.stop()
+            self._start()
+        if is_new or self._ordinal < 0:
+            self._ordinal, self._number = self._ordinal + 1, -1
+        self._number += 1
+        phase = PREFILL if is_new or tokens > 1 else DECODE
+        routing = LiveStep(phase, self._number, self._events, token_ids)
+        self._events += self._run.shape.layers
+        places = (Place(self._ordinal, 0, self._ordinal, tokens, self._number),)
+        begins = () if self._number else places
+        asked = routing.chosen, routing.event, routing.start
+        step = Step(phase, tokens, context, places, begins, (), True, False, *asked)
+        with self._changed:
+            self._step, self._routing, self._layer = step, routing, 0
+            self._driver.begin(step)
+            self._driver.session.submitting(Kind.ROUTER)
+            self._driver.session.start(step)
+
+    def route(self, experts: Int, counts: Int) -> None:
+        """The router of the next layer has chosen. experts: distinct ids over all layers, ascending."""
+        with self._changed:
+            self._require()
+            session, layer = self._driver.session, self._layer
+            self._routing.put(layer, experts, counts)
+            session.handle(Completion(Kind.ROUTER))
+            session.route(self._current, layer)
+
+    def works(self) -> Sequence[Work]:
+        """Wait for experts that are to be computed next: each is in its slot, or landing.
+
+        Raise what a lane has raised, or InputError where nothing ends for too long.
+        """
+        device = self._device
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._failure or device.works, 2 * device.watchdog_s):
+                raise device.stuck()
+            self._require()
+            return device.works.popleft()
+
+    def landed(self, expert: int) -> bool:
+        """Wait for an expert's last piece; return whether that was still under way. Raise as `works` does."""
+        waited = self._device.await_landing(expert)
+        if waited:
+            self._require()
+        return waited
+
+    def computed(self, experts: Sequence[int], is_last: bool) -> None:
+        """These experts have been computed; is_last: all of the event."""
+        with self._changed:
+            session = self._driver.session
+            for expert in experts:
+                session.handle(Completion(Kind.EXPERT, expert))
+            if is_last:
+                session.submitting(Kind.COMBINE)
+
+    def combined(self) -> None:
+        """Their sum has been computed: what follows is the next layer's dense part, or the head."""
+        with self._changed:
+            session = self._driver.session
+            session.handle(Completion(Kind.COMBINE))
+            self._layer += 1
+            session.submitting(Kind.ROUTER if self._layer < self._run.shape.layers else Kind.HEAD)
+
+    def end(self, ends_request: bool) -> StepRow | None:
+        """The forward pass has ended; return its row. None where it was left before its end, or was ended before."""
+        step = self._step
+        if step is None or self._layer < self._run.shape.layers:
+            return None
+        if ends_request:
+            step.ends, step.idle = step.places, True
+        with self._changed:
+            self._driver.session.handle(Completion(Kind.HEAD))
+            row = self._driver.end(step)
+        self._step = None
+        return row
+
+    def stop(self) -> None:
+        """Start nothing more on the link; return when nothing is under way. Raise InputError where that never comes."""
+        device = self._device
+        with self._changed:
+            self._failure = self._failure or InputError("this live model was closed")
+            seconds = 0 if device.is_stuck else 2 * device.watchdog_s
+            if not self._changed.wait_for(lambda: not device.is_copying, seconds):
+                raise device.stuck()
+        device.tell(None)
+
+    @property
+    def _current(self) -> Step:
+        assert self._step is not None
+        return self._step
+
+    def _require(self) -> None:
+        """Raise what has failed since the step began."""
+        if self._failure:
+            raise self._failure
+
+    # Lanes
+
+    def _copied(self, outcome: Outcome) -> None:
+        """A piece of a transfer has ended, or failed."""
+        with self._changed:
+            self._device.copied()
+            if not self._failure:
+                try:
+                    if isinstance(outcome, Exception):
+                        raise outcome
+                    self._driver.session.handle(outcome)
+                except Exception as error:
+                    self._failure = error
+            self._changed.notify()
