@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
+from threading import Event, Thread
 from time import perf_counter_ns
 from typing import Any
 
@@ -89,6 +91,7 @@ class LiveModel:
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
         self.rows: list[StepRow] = []
+        self._hidden_size: int = loaded.model.config.get_text_config().hidden_size
         slots = torch.from_numpy(device.pool)
         views = {layer.rows: SlotViews(layer.rows, slots) for layer in layers}
         places = [
@@ -110,10 +113,16 @@ class LiveModel:
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))
 
-    def time_transfers(self) -> tuple[int, int]:
-        """Time transfers once more, alone; what slots hold is lost, and cache and policy start again."""
+    def time_transfers(self) -> tuple[tuple[int, int], float]:
+        """Time transfers once more, alone, and beside compute: how many times as long they take.
+
+        What slots hold is lost, and cache and policy start again.
+        """
         self._loop.stop()  # a prefetch may be under way
-        return self._time_transfers(self.run)
+        alone = self._time_transfers(self.run)
+        with self._computing():
+            beside = self._time_transfers(self.run)
+        return alone, max(1.0, beside[0] / alone[0])
 
     def _time_transfers(self, run: Run) -> tuple[int, int]:
         gpu = run.gpu
@@ -122,15 +131,40 @@ class LiveModel:
 
     def _window(self, dense_ns: int) -> float:
         """How many experts the disk gives while a layer of a decoded token computes: for prefetch budgets."""
-        hidden = torch.zeros(1, self.model.config.get_text_config().hidden_size, dtype=self.model.dtype)
-        layer, timed = self._layers[0], []
+        timed = []
         for _ in range(3):
             began = perf_counter_ns()
-            layer.begin(hidden, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=hidden.dtype))
-            layer.expert(0, 0)
-            layer.combined()
+            self._compute_one(0)
             timed.append(perf_counter_ns() - began)
         return (dense_ns + self.hook.top_k * median(timed)) / self.transfers[0]
+
+    def _compute_one(self, slot: int) -> None:
+        """Compute an expert for one token, as if it lay in a slot."""
+        hidden, layer = torch.zeros(1, self._hidden_size, dtype=self.model.dtype), self._layers[0]
+        layer.begin(hidden, torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1, dtype=hidden.dtype))
+        layer.expert(0, slot)
+        layer.combined()
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute experts meanwhile, on a thread of its own, from one slot after another as a run does."""
+        ended = Event()
+
+        def compute() -> None:
+            torch.set_num_threads(torch.get_num_threads())  # OpenMP keeps a number for each thread
+            with torch.inference_mode():
+                for slot in cycle(range(self.run.gpu.slots)):
+                    if ended.is_set():
+                        return
+                    self._compute_one(slot)
+
+        thread = Thread(target=compute, name="compute", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def end_request(self) -> None:
         """The last forward pass of a request has ended."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from replay.calibration.contention import felt
 from replay.calibration.measure import between
 from replay.devices.device_facts import facts
 from replay.live.answering import Answered
@@ -11,20 +12,31 @@ from replay.live.model import LiveModel
 from replay.run import Outcome, Prediction, copy_gb_per_s, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR
+from sim.loop.run import Run
+from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import experts_per_layer
 from sim.results.metrics import Cell, summarise
 from sim.sweeps.setup import Requests
 
 
 def outcome(live: LiveModel, answered: Answered) -> Outcome:
-    """Return the rows of a run that has just ended, measured and predicted. Times transfers again: slots are lost."""
+    """Return the rows of a run that has just ended, measured and predicted. Times transfers again: slots are lost.
+
+    Compute was timed in the run, beside transfers where there were any; these were timed alone, and feel contention.
+    """
     run, trace, log = live.run, answered.trace, answered.log
     events = len(log.step_ns) * run.shape.layers
     predictor_ns = int(log.stall_ns[:, PREDICTOR].sum()) // max(1, events)
-    before, behind = live.transfers, live.time_transfers()
-    machines = [live.parts.machine(run.gpu.link.expert_bytes, *each, predictor_ns) for each in (before, behind)]
-    machine = between(machines)
-    timing, link = machine.timing(predictor_ns), machine.link()
+    behind, slowed = live.time_transfers()
+    each = (live.transfers, behind)
+    machines = [live.parts.machine(run.gpu.link.expert_bytes, *transfer, predictor_ns) for transfer in each]
+
+    def on(machine: MeasuredModel) -> Run:
+        timing, link = machine.timing(predictor_ns), machine.link()
+        window = experts_per_layer(timing, link, run.shape.layers, live.hook.top_k)
+        return replace(run.on(timing, link, window), requests=Requests(trace))
+
+    machine = felt(replace(between(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
     known = facts(None, live.device.store)
     cell = Cell(
         policy=run.policy.text,
@@ -36,7 +48,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         hardware=str(known["device_name"]),
         predictor_us=predictor_ns / 1_000,
         cache_experts=run.gpu.slots,
-        cache_bytes=run.gpu.slots * link.expert_bytes,
+        cache_bytes=run.gpu.slots * run.gpu.link.expert_bytes,
         all_experts=run.shape.total,
         host_memory=None,
         max_batch=None,
@@ -55,7 +67,5 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     }
     row["copy_gb_per_s"] = copy_gb_per_s(log, run)
     row["host_ms"] = host_ms(log, np.ones(len(log.step_ns), np.bool_))
-    window = experts_per_layer(timing, link, run.shape.layers, live.hook.top_k)
-    played = replace(run.on(timing, link, window), requests=Requests(trace))
-    predicted = summarise(simulate(played), cell, trace.requests)[0]
+    predicted = summarise(simulate(on(machine)), cell, trace.requests)[0]
     return Outcome(row, log, by_request, [Prediction("this machine as timed", predicted)])

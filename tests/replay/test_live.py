@@ -238,19 +238,43 @@ def _uses(model: Any, ids: torch.Tensor, layer: int, expert: int) -> bool:
     return bool((seen[0] == expert).any())
 
 
-def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss"])
+def test_rows_of_two_bytes_a_number_are_read_straight_into_their_slots(
+    architecture: str, lanes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = saved(tmp_path, "qwen3_moe")
-    wanted = logits(whole_model(folder), prompt(9), 6)
-    read, broken = Shard.read, [False]
+    """They lie anywhere within a page. Gate and up of an expert lie together, as names sort, unless files end there."""
+    folder = saved(tmp_path, architecture, "bfloat16", "1GB")
+    wanted = logits(whole_model(folder), prompt(17), 6)
+    with open_live(How(str(folder), policy="eamc-blend", cache_size="5", lanes=lanes)) as live:
 
-    def fails(self: Shard, offset: int, target: Any) -> None:
+        def copies(*_: object) -> None:
+            raise AssertionError("an expert was copied")
+
+        monkeypatch.setattr(Shard, "read", copies)
+        assert len({places for expert in range(live.run.shape.total) for places in [_store(live).places(expert)]}) > 1
+        assert_equal(wanted, live, prompt(17))
+
+
+def _store(live: LiveModel) -> ShardStore:
+    assert isinstance(live.device.store, ShardStore)
+    return live.device.store
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe", dtype)
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    read, broken = Shard._read, [False]
+
+    def fails(self: Shard, block: Any, offset: int) -> int:
         if broken[0]:
             raise InputError(f"{self.path} cannot be read: Input/output error")
-        read(self, offset, target)
+        return read(self, block, offset)
 
-    monkeypatch.setattr(Shard, "read", fails)
+    monkeypatch.setattr(Shard, "_read", fails)
     for policy in ("lru", "eamc-blend"):
         with open_live(How(str(folder), policy=policy, cache_size="4", lanes=2)) as live:
             for _ in range(3):

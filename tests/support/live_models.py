@@ -12,10 +12,10 @@ from tests.support.architectures import tiny_model
 NEW_TOKENS = 24
 
 
-def saved(folder: Path, architecture: str, dtype: str = "float32", **changes: Any) -> Path:
+def saved(folder: Path, architecture: str, dtype: str = "float32", shard_size: str = "20KB", **changes: Any) -> Path:
     """Save a tiny model, in several shards; return its folder."""
     model = tiny_model(architecture, **changes).to(getattr(torch, dtype))
-    model.save_pretrained(folder, max_shard_size="20KB")
+    model.save_pretrained(folder, max_shard_size=shard_size)
     return folder
 
 
