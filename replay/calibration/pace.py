@@ -19,7 +19,7 @@ from traces.steps import DECODE
 
 PHASE, STEP_NS = COLUMNS.index("phase"), COLUMNS.index("step_ns")
 
-SECONDS = 1.0
+SECONDS = 0.5
 """Of decode steps before the first pause, at least; as many decode steps as they hold lie between all others."""
 
 OnStep = Callable[[StepRow], None]

@@ -235,9 +235,9 @@ class LiveModel:
             works = loop.works()
             waited = [loop.landed(expert) for expert, _, _ in works]
             took = parts.lap()
+            if len(works) == count and not any(waited):
+                parts.answer.add(took)
             if len(works) == count:
-                if not any(waited):
-                    parts.answer.add(took)
                 output = experts.whole(*event, {expert - first: slot for expert, slot, _ in works})
                 parts.expert[self._tokens * self._top_k // count or 1].add(parts.lap(), count)
                 left = 0
