@@ -6,6 +6,7 @@ disk with as much memory. Tokens are drawn at temperature 1, since random weight
 Then the shipped model with all its experts cached, beside transformers alone. The file is written after each part.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from datetime import date
@@ -106,6 +107,7 @@ class Check:
         """Generate; return what came of it, slots, lanes and the limit of memory."""
         console.note(f"{profile.name}: writing {show_bytes(profile.parameters * profile.dense_bytes_per_parameter)}")
         build(profile).save_pretrained(folder, save_original_format=False, max_shard_size=SHARD_BYTES)
+        os.sync()  # else the disk is still busy with it
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
         with (
