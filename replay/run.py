@@ -239,12 +239,19 @@ def choose_device(text: str) -> str:
         return text
     import torch
 
-    if torch.cuda.is_available():
-        return "cuda"
-    if text == "auto":
+    if text == "auto" and not torch.cuda.is_available():
         return "cpu"
-    built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-    raise InputError(f"`device` cuda: {built}; `device` cpu needs none")
+    require_cuda("cpu")
+    return "cuda"
+
+
+def require_cuda(instead: str) -> None:
+    """Raise InputError where there is no GPU; instead: a device that needs none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        raise InputError(f"`device` cuda: {built}; `device` {instead} needs none")
 
 
 def first_steps(loaded: Loaded, steps: int) -> Loaded:

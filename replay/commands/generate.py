@@ -1,4 +1,4 @@
-"""The command `moe-replay generate`: a model continues with prompts, its experts on disk behind a cache."""
+"""The command `moe-replay generate`: a model continues with prompts, its experts behind a cache."""
 
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ def generate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the trace that --record names.")] = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Let a model generate with its experts on disk and a cache of them in memory.
+    """Let a model generate with its experts on disk, or in host memory beside a GPU, and a cache of them.
 
     The answers are those of the whole model, bit for bit. They go to standard output, the report to standard error.
 
@@ -49,7 +49,7 @@ def generate(
     """
     from replay import report
     from replay.live.answering import TextStream, answer
-    from replay.live.model import open_live
+    from replay.live.opening import open_live
     from replay.live.prediction import outcome
     from replay.live.prompts import prompts_of, reading_ids
     from replay.warmup import undisturbed
@@ -73,7 +73,7 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts written")) as live:
+    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
@@ -100,4 +100,4 @@ def generate(
             found = outcome(live, answered)
             for part in (report.title(found), report.table(found), report.last_line(found)):
                 console.tell(part)
-            console.tell(live.memory.told(int(answered.trace.position.max()) + 2))
+            console.tell(live.memory.told(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))

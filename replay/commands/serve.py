@@ -42,13 +42,13 @@ def serve(
         from replay.live.server import Server
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
-    from replay.live.model import open_live
+    from replay.live.opening import open_live
 
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
     if api_key is not None and not api_key.strip():
         raise InputError("--api-key must not be empty")
-    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts written")) as live:
+    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live:
         server = Server(live, api_key, max_context)
         config = uvicorn.Config(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
         try:
@@ -56,7 +56,7 @@ def serve(
                 if not quiet:
                     at = f"http://{host}:{socket.getsockname()[1]}/v1"
                     console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
-                    console.note(live.memory.told(server.context))
+                    console.note(live.memory.told(server.context, live.device.peak_bytes()))
                 uvicorn.Server(config).run([socket])
         finally:
             server.close()

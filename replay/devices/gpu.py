@@ -79,6 +79,10 @@ class Gpu:
         """The one beside the current one, to which it goes back after each task: experts are copied on it."""
         return Stream(self._copy, back_to=self._compute)
 
+    def current_stream(self) -> Stream:
+        """What this thread computes on, whichever that is."""
+        return Stream(torch.cuda.current_stream())
+
     def event(self) -> Event:
         """A new one, without timing."""
         made: Callable[[], torch.cuda.Event] = torch.cuda.Event
@@ -136,6 +140,10 @@ class Gpu:
     def total_bytes(self) -> int:
         """Of its memory, as the driver says."""
         return int(torch.cuda.mem_get_info()[1])
+
+    def peak_bytes(self) -> int:
+        """Of its memory, the most that torch ever had in use."""
+        return int(torch.cuda.max_memory_allocated())
 
     def release(self) -> None:
         """Give memory that nothing holds any more back to the driver."""

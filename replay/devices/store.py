@@ -79,9 +79,12 @@ class Stamps:
 
 
 class HostMemory:
-    """`buffers` of `stride` bytes each, none across two slabs; filled with bfloat16 numbers, finite as float32 too."""
+    """`buffers` of `stride` bytes each, none across two slabs; filled with bfloat16 numbers, finite as float32 too.
 
-    def __init__(self, buffers: int, stride: int, seed: int) -> None:
+    seed: of the numbers; None: it is left to be filled.
+    """
+
+    def __init__(self, buffers: int, stride: int, seed: int | None) -> None:
         per_slab = max(1, SLAB_BYTES // stride)
         sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
         try:
@@ -89,7 +92,8 @@ class HostMemory:
         except (OSError, MemoryError) as error:
             raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
         self.nbytes = sum(sizes)
-        self._fill(stride, seed)
+        if seed is not None:
+            self._fill(stride, seed)
 
     def cut(self, stride: int) -> list[Bytes]:
         """Every buffer of `stride` bytes, none across two slabs."""

@@ -1,5 +1,5 @@
 """A model that generates now, with its experts on disk and only a cache of them beside the compute.
 
-`replay.live.model.open_live` gives a transformers model that is called as any other. Its experts go the way of a
+`replay.live.opening.open_live` gives a transformers model that is called as any other. Its experts go the way of a
 replay: the same session, policies, pump and lanes.
 """

@@ -27,7 +27,7 @@ from replay.devices.store import Stamps, available_memory_bytes
 from replay.disk_check.mapped import page_cache_of
 from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
 from replay.live.answering import Answered, answer
-from replay.live.model import How, open_live
+from replay.live.opening import How, open_live
 from replay.live.prediction import outcome
 from replay.live.prompts import prompts_of, reading_ids
 from replay.run import Choice, replay

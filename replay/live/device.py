@@ -1,4 +1,4 @@
-"""The device of a live model: lanes bring experts into slots, and the thread that runs the model is the compute stream.
+"""The devices of a live model: lanes bring experts into slots, and the model's own thread is the compute stream.
 
 What the session submits to the compute stream is kept in `works` until that thread takes it. It computes dense parts,
 sums and heads by itself, in the order in which its forward pass comes to them.
@@ -6,10 +6,17 @@ sums and heads by itself, in the order in which its forward pass comes to them.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
 
 from replay.devices.cpu import LinkThreads, Outcome, Stream
+from replay.devices.gpu import Gpu
 from replay.devices.store import ExpertSource
 from replay.devices.waiting import stuck
+from replay.live.host import HostExperts
+from replay.live.memory import peak_bytes
 from sim.loop.device import Completion, Kind, Work
 
 
@@ -21,7 +28,10 @@ class Heard:
 
 
 class LiveDevice(LinkThreads):
-    """A link, and what the model's thread is to compute."""
+    """A link from a disk to host memory, and what the model's thread is to compute."""
+
+    name = "disk"
+    gpu: Gpu | None = None
 
     def __init__(self, store: ExpertSource, slots: int, lanes: int = 1) -> None:
         super().__init__(store, slots, lanes)
@@ -40,6 +50,18 @@ class LiveDevice(LinkThreads):
         Called while nothing is under way.
         """
         self._listener = Heard(hear) if hear else self._outcomes
+
+    @property
+    def slots(self) -> Tensor:
+        """uint8[slots, stride]."""
+        return torch.from_numpy(self.pool)
+
+    def finish(self) -> None:
+        """Wait until what this thread has submitted is computed: only then may a slot be written again."""
+
+    def peak_bytes(self) -> int:
+        """Return the most that was ever taken of the memory which slots are in."""
+        return peak_bytes()
 
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
         """Nothing: the model's thread does it."""
@@ -86,3 +108,34 @@ class LiveDevice(LinkThreads):
         """Return what is to be raised where something never ends: this device cannot be used again."""
         self._stuck = True
         return stuck(2 * self.watchdog_s, [self._copies[0] if self._copies else Completion(Kind.EXPERT)])
+
+
+class LiveGpu(LiveDevice):
+    """A link from host memory to a GPU's. One lane waits for one copy after another."""
+
+    name = "cuda"
+
+    def __init__(self, store: HostExperts, slots: int, gpu: Gpu) -> None:
+        self.gpu = gpu
+        super().__init__(store, slots)
+
+    def _slots(self, slots: int) -> Any:
+        return torch.zeros(slots, self.store.stride, dtype=torch.uint8, device=self._on.device)
+
+    @property
+    def slots(self) -> Tensor:
+        """uint8[slots, stride], in the GPU's memory."""
+        return cast(Tensor, self.pool)
+
+    @property
+    def _on(self) -> Gpu:
+        assert self.gpu
+        return self.gpu
+
+    def finish(self) -> None:
+        """Wait for the stream of this thread."""
+        self._on.current_stream().synchronize()
+
+    def peak_bytes(self) -> int:
+        """Of the GPU's memory."""
+        return self._on.peak_bytes()

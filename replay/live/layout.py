@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 )
 
 from replay.devices.lanes import PAGE, page_up
-from replay.devices.store import Bytes
+from replay.devices.store import Bytes, ExpertSource
 from replay.live.shards import Shard, ShardTensor
 from traces.errors import InputError
 
@@ -284,3 +284,11 @@ class ShardStore:
                 shard.read_pages(offset, high - low, slot, place)
             else:
                 shard.read(offset, slot[place : place + high - low])
+
+
+def places_of(store: ExpertSource, layers: Sequence[ExpertLayer]) -> Callable[[int], tuple[int, ...]]:
+    """Return what tells where in its slot each row of an expert lies, for experts from this store."""
+    if isinstance(store, ShardStore):
+        return store.places
+    experts, begins = layers[0].experts, [tuple(row.begin for row in layer.rows) for layer in layers]
+    return lambda expert: begins[expert // experts]

@@ -43,8 +43,8 @@ class Memory:
         """Return all of it."""
         return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
 
-    def told(self, context: int) -> str:
-        """Return it in words, beside the peak."""
+    def told(self, context: int, peak: int) -> str:
+        """Return it in words, beside the peak, in bytes."""
         parts = {
             "program": self.program,
             "dense": self.dense,
@@ -52,8 +52,8 @@ class Memory:
             f"KV cache of {context:,} tokens": self.kv(context),
             "workspace": self.workspace(context),
         }
-        each = " + ".join(f"{name} {show_bytes(size)}" for name, size in parts.items())
-        return f"memory: peak {show_bytes(peak_bytes())}, stated {show_bytes(self.stated(context))} = {each}"
+        each = " + ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+        return f"memory: peak {show_bytes(peak)}, stated {show_bytes(self.stated(context))} = {each}"
 
 
 def memory_of(loaded: Any, dense: int, slots: int, expert: int, top_k: int, kv_per_token: int) -> Memory:

@@ -10,17 +10,20 @@ from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
 
 if TYPE_CHECKING:
-    from replay.live.model import How
+    from replay.live.opening import How
 
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """How a model is opened: fields of `replay.live.model.How`, but for `model`."""
+    """How a model is opened: fields of `replay.live.opening.How`, but for `model`."""
 
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
     cache_size: Annotated[
         str, typer.Option(help="Cache size: a share of all experts (25%), experts (64) or bytes (8GiB).")
     ] = CACHE_SIZE
+    device: Annotated[
+        str, typer.Option(help="disk (experts there, the CPU computes), or cuda (experts in host memory).")
+    ] = "disk"
     dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto"
     lanes: Annotated[
         int | None, typer.Option(min=1, max=256, help="Threads that read the disk. Default: measured.")
@@ -35,6 +38,6 @@ class LiveOptions:
 
     def how(self, model: str | None) -> "How":
         """Return how to open the model; None: the shipped one."""
-        from replay.live.model import How
+        from replay.live.opening import How
 
         return How(model or str(demo.MODEL), name=None if model else demo.NAME, **vars(self))

@@ -37,7 +37,7 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
         return replace(run.on(timing, link, window), requests=Requests(trace))
 
     machine = felt(replace(between(machines), transfer_slowed=slowed), lambda model: simulate(on(model)))
-    known = facts(None, live.device.store)
+    known = facts(live.device.gpu, live.device.store)
     cell = Cell(
         policy=run.policy.text,
         options=run.policy.options(),
@@ -60,9 +60,9 @@ def outcome(live: LiveModel, answered: Answered) -> Outcome:
     )
     row, by_request = summarise(log, cell, trace.requests)
     row |= {
-        "device": "disk",
+        "device": live.device.name,
         **known,
-        "lanes": live.lanes,
+        "lanes": None if live.device.gpu else live.lanes,
         "past_cache": getattr(live.device.store, "past_cache", None),
     }
     row["copy_gb_per_s"] = copy_gb_per_s(log, run)

@@ -15,11 +15,14 @@ from safetensors.torch import load_file, save_file
 from policies.blend.profile import Profile
 from policies.eamc.file import SavedEamc
 from replay.cli import main
+from replay.live import opening
 from replay.live.layout import ShardStore
-from replay.live.model import How, LiveModel, open_live
+from replay.live.model import LiveModel
+from replay.live.opening import How, open_live
 from replay.live.shards import Shard
 from sim.loop.log import COLUMNS
 from tests.support.command import run
+from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
 from tracer.cli import main as tracer_main
@@ -302,3 +305,33 @@ def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: 
                 live.model(input_ids=prompt(9))
             handle.remove()
             assert_equal(wanted, live, prompt(9))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss", "deepseek_v3"])
+def test_from_host_memory_to_a_gpu_that_is_simulated_logits_are_equal(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies are late, and made in any order that its streams allow."""
+    gpus = [FakeGpu(seed) for seed in range(3)]
+    monkeypatch.setattr(opening, "_gpu", lambda: gpus.pop())
+    folder = saved(tmp_path, architecture, dtype)
+    wanted = logits(whole_model(folder), prompt(17))
+    read: list[int] = []
+    for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
+        how = How(str(folder), policy=policy, cache_size=size, device="cuda")
+        with open_live(how, lambda count: nullcontext(lambda pieces: read.append(pieces))) as live:
+            assert live.device.name == "cuda"
+            assert_equal(wanted, live, prompt(17))
+            assert sum(read) == live.run.shape.total
+            read.clear()
+            assert sum(row.numbers[COLUMNS.index("misses")] for row in live.rows) > 0
+
+
+def test_the_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    done = generate("--model", saved(tmp_path, "mixtral"), "--token-ids", "5,6", "--device", "cuda")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "disk needs none" in done.stderr

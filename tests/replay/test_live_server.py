@@ -16,7 +16,7 @@ import uvicorn
 from openai import OpenAI
 
 from replay.cli import main
-from replay.live.model import How, open_live
+from replay.live.opening import How, open_live
 from replay.live.server import Server
 from replay.live.shards import Shard
 from tests.support.command import run

@@ -71,8 +71,14 @@ class FakeGpu(Gpu):
     def copy_stream(self) -> Stream:
         return self._stream()
 
+    def current_stream(self) -> Stream:
+        return self._stream()
+
     def total_bytes(self) -> int:
         return 2 << 30
+
+    def peak_bytes(self) -> int:
+        return 1 << 20
 
     def release(self) -> None:
         self.counts["release"] += 1

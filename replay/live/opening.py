@@ -1,0 +1,188 @@
+"""Opening a live model: its dense part is loaded, its experts are put behind a cache, and the machine is timed.
+
+On `disk`, experts stay in the checkpoint's files and slots are in host memory, where the CPU computes. On `cuda`,
+experts are read into host memory once, slots and the dense part are in the GPU's.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from policies.core.policy import Shape
+from policies.core.spec import FETCHED, PolicySpec, parse
+from replay.devices.gpu import Gpu
+from replay.devices.lanes import knee, rates
+from replay.devices.store import require_host_memory
+from replay.live.device import LiveDevice, LiveGpu
+from replay.live.host import host_experts
+from replay.live.layout import ExpertLayer
+from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, opened
+from replay.live.memory import cache_bytes, memory_of
+from replay.live.model import HOOK, LiveModel
+from replay.live.profile import starting_from
+from replay.run import require_cuda
+from replay.warmup import decide
+from sim.loop.run import Run, gpu_run
+from sim.profiles.timing import FixedTiming, Link
+from sim.quantities import parse_cache_size, show_bytes
+from sim.sweeps.setup import Requests
+from tracer.hook import ExpertsHook
+from tracer.models import LoadedModel, blaming
+from traces.errors import InputError, unknown
+from traces.synthetic import synthetic
+
+DEVICES = ("disk", "cuda")
+SMALLER = "choose a smaller --cache-size"
+
+TRIED_TOKENS = 24
+"""Of a prefill by which a token's share of the KV cache is told."""
+
+
+@dataclass(frozen=True)
+class How:
+    """How a model is opened."""
+
+    source: str  # a folder or a hub id
+    name: str | None = None  # None: the folder's, or the hub id
+    policy: str | PolicySpec = "eamc-blend"
+    cache_size: str = "25%"
+    dtype: str = "auto"  # the checkpoint's
+    device: str = "disk"  # or cuda
+    lanes: int | None = None  # threads that read the disk; None: as many as it takes
+    store: Path | None = None  # for experts that loading converts; None: beside the model
+    profile: Path | None = None  # what the policy has learned before, if the file is there
+
+
+def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The experts implementation that transformers calls."""
+    output: Tensor = getattr(module, HOOK)(hidden, index, weights)
+    return output
+
+
+@contextmanager
+def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pieces: None)) -> Iterator[LiveModel]:
+    """Load a model without its experts and put a cache of them in front of disk or host memory.
+
+    progress: is shown while experts are written to a store, or read into host memory. Raise InputError for whatever
+    cannot be.
+    """
+    if how.device not in DEVICES:
+        raise unknown("device", how.device, DEVICES)
+    policy = starting_from(parse(how.policy), how.profile)
+    require_causal(policy)
+    gpu = _gpu() if how.device == "cuda" else None
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
+    with ExitStack() as opening:
+        without = opening.enter_context(opened(how.source, how.dtype, how.name))
+        loaded = without.loaded
+        if gpu:
+            _move(loaded.model, gpu.device)
+        layers, hook = rehearse(without)
+        store = opening.enter_context(expert_store(without, layers, how.store, progress))
+        shape = Shape(len(layers), layers[0].experts)
+        slots = parse_cache_size(how.cache_size, shape.total, store.expert_bytes)
+        policy.divide(shape, slots)
+        _require(gpu, slots * store.stride, f"a cache of {slots} experts")
+        run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
+        _warm_up(run, hook.top_k)
+        kv_per_token, dense_ns = _try_out(loaded, len(layers))
+        memory = memory_of(loaded, without.dense_bytes, slots * store.stride, store.stride, hook.top_k, kv_per_token)
+        if gpu:
+            memory = replace(memory, program=0)
+        beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"
+        _require(gpu, memory.slots + memory.workspace(0), beside)
+        lanes = 1
+        if gpu:
+            host = opening.enter_context(host_experts(store, layers, gpu, progress))
+            device: LiveDevice = LiveGpu(host, slots, gpu)
+            opening.callback(device.close)
+        else:
+            device = LiveDevice(store, slots)
+            opening.callback(device.close)
+            lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
+            device.read_with(lanes)
+        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns)
+        opening.callback(live.close)
+        yield live
+
+
+def _gpu() -> Gpu:
+    """The GPU of torch. Raise InputError where there is none."""
+    require_cuda("disk")
+    return Gpu()
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """Move everything but experts; what is shared stays so."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+
+
+def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
+    """Raise InputError where memory does not suffice: the GPU's, or the host's."""
+    if gpu is None:
+        require_host_memory(needed_bytes, what, SMALLER, reserve_bytes=0)
+    elif needed_bytes > (free := gpu.free_bytes()):
+        needs = f"{what} needs {show_bytes(needed_bytes)}"
+        raise InputError(f"{needs}, but {show_bytes(free)} of GPU memory are free: {SMALLER}")
+
+
+def require_causal(policy: PolicySpec) -> None:
+    """InputError for a policy that a model which runs now cannot serve."""
+    if policy.oracle:
+        raise InputError(f"{policy.text} knows the future, which a live model does not: choose another policy")
+    if policy.needs_lookahead:
+        raise InputError(f"{policy.text} asks the next layer's router ahead, which a live model does not do so far")
+    if policy.placement != FETCHED:
+        raise InputError(f"{policy.text}: a live model fetches every miss: leave the placement out")
+
+
+def rehearse(model: Opened) -> tuple[list[ExpertLayer], ExpertsHook]:
+    """Run a few tokens with experts that add nothing: find which layers run, in which order. Raise InputError."""
+    by_module = {layer.module: layer for layer in model.layers}
+    for layer in model.layers:
+        setattr(layer.module, HOOK, lambda hidden, index, weights: torch.zeros_like(hidden))
+    transformer = model.loaded.model
+    with blaming(f"{model.loaded.name} cannot be run"):
+        transformer.set_experts_implementation(IMPLEMENTATION)
+        with ExpertsHook(transformer) as hook:
+            hook.probe()
+    for name, module in zip(hook.names, hook.modules, strict=True):
+        if module not in by_module:
+            raise InputError(
+                f"{name} ({type(module).__name__}) does not have the experts interface of transformers 5: "
+                f"{model.loaded.name} cannot generate from a cache of experts"
+            )
+    return [by_module[module] for module in hook.modules], hook
+
+
+def _warm_up(run: Run, top_k: int) -> None:
+    """Have the policy compiled before memory is stated and time counts."""
+    shape = run.shape
+    steps = {"requests": 2, "tokens": 8, "prompt_tokens": 4}
+    trace = synthetic(**steps, layers=shape.layers, experts=shape.experts, top_k=top_k, seed=0)
+    tiers = (replace(run.gpu, experts_per_layer=1.0),)
+    decide(replace(run, requests=Requests(trace), tiers=tiers))
+
+
+def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
+    """Run a prefill and a few tokens with experts that add nothing: bytes of KV cache a token, and ns a layer."""
+    model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
+    took = []
+    with torch.inference_mode():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+        size = cache_bytes(cache)
+        for _ in range(3):
+            began = perf_counter_ns()
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits[0, 0, 0].item()
+            took.append(perf_counter_ns() - began)
+    return -(-size // TRIED_TOKENS), int(median(took)) // layers
