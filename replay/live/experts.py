@@ -37,6 +37,8 @@ class LayerExperts:
         self._one.num_experts = 1
         self._rest = rest
         self._hidden = self._index = self._weights = torch.empty(0)
+        self._chosen: list[int] = []  # of a single token
+        self._first = torch.zeros(1, dtype=torch.int64)  # that token
         self._added: dict[int, tuple[Tensor, Tensor]] = {}  # of each expert: its tokens, and what it adds to them
         self._dtype = torch.float32
         self._records: dict[tuple[torch.dtype, torch.dtype], Record] = {}  # by types of tokens and their weights
@@ -51,13 +53,20 @@ class LayerExperts:
     def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Take an event: hidden[T, H], index[T, k], weights[T, k]."""
         self._hidden, self._index, self._weights = hidden, index, weights
+        self._chosen = index[0].tolist() if len(index) == 1 else []
+        if self._first.device != index.device:
+            self._first = self._first.to(index.device)
         self._added = {}
 
     def expert(self, expert: int, slot: int) -> None:
         """Compute one of its experts."""
-        place, token = torch.where((self._index == expert).T)
         rows = self._view(expert, slot)
-        inputs = self._hidden[token], self._weights[token, place, None], *rows.values()
+        if self._chosen:
+            place, token = self._chosen.index(expert), self._first
+            inputs = self._hidden, self._weights[:, place : place + 1], *rows.values()
+        else:
+            places, token = torch.where((self._index == expert).T)
+            inputs = self._hidden[token], self._weights[token, places, None], *rows.values()
         record = self._records.setdefault((inputs[0].dtype, inputs[1].dtype), Record()) if len(token) == 1 else None
         if record and record.is_trusted and record.program:
             self._added[expert], self._dtype = (token, record.program(*inputs)), record.dtype
