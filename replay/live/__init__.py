@@ -1,4 +1,4 @@
-"""A model that generates now, with its experts on disk and only a cache of them beside the compute.
+"""A model that generates now, with its experts on disk, or in host memory, and only a cache of them beside the compute.
 
 `replay.live.opening.open_live` gives a transformers model that is called as any other. Its experts go the way of a
 replay: the same session, policies, pump and lanes.

@@ -6,7 +6,7 @@ that needed it raises the error, cache and policy start again, and the model can
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -151,7 +151,8 @@ class LiveModel:
     def close(self) -> None:
         """End what the policy has under way."""
         self.end_request()
-        self._loop.stop()
+        with suppress(InputError):  # what is under way never ends, as the last pass has said
+            self._loop.stop()
         for handle in self._handles:
             handle.remove()
 
@@ -187,9 +188,8 @@ class LiveModel:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, ids = self.parts, index.cpu().numpy()
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
-        chosen, counts = np.unique(ids, return_counts=True)
-        real = (chosen >= 0) & (chosen < self._experts)
-        chosen, counts = chosen[real], counts[real]
+        ids = ids[(ids >= 0) & (ids < self._experts)]
+        chosen, counts = np.unique(ids, return_counts=True) if self._tokens > 1 else (np.sort(ids), np.ones_like(ids))
         first = layer * self._experts
         self._loop.route(chosen + first, counts)
         output = self._computed(self._layers[layer], first, len(chosen), (hidden, index, weights))

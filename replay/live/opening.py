@@ -76,6 +76,8 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
     """
     if how.device not in DEVICES:
         raise unknown("device", how.device, DEVICES)
+    if how.device == "cuda" and how.lanes:
+        raise InputError("--lanes are threads that read a disk: leave it out with --device cuda")
     policy = starting_from(parse(how.policy), how.profile)
     require_causal(policy)
     gpu = _gpu() if how.device == "cuda" else None

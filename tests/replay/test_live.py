@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -146,6 +147,8 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
         (("--token-ids", "9999"), "has no token 9999"),
         (("--prompt", "a", "--token-ids", "5"), "say what the model is to continue with"),
         (("--policy", "lru", "--profile", "p"), "does not save what it learns"),
+        (("--device", "tpu"), "tpu"),
+        (("--device", "cuda"), "--lanes are threads that read a disk"),
         (("--overwrite",), "--overwrite replaces the trace of --record"),
     ],
 )
@@ -335,3 +338,40 @@ def test_the_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "disk needs none" in done.stderr
+
+
+def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read, halted, ended = saved(tmp_path, "olmoe"), Shard._read, Event(), Event()
+
+    def halts(self: Shard, block: Any, offset: int) -> int:
+        if halted.is_set():
+            ended.wait(60)
+        return read(self, block, offset)
+
+    monkeypatch.setattr(Shard, "_read", halts)
+    try:
+        with open_live(How(str(folder), policy="lru", cache_size="4", lanes=1)) as live:
+            monkeypatch.setattr(live.device, "watchdog_s", 0.1)
+            halted.set()
+            for _ in range(2):
+                with pytest.raises(InputError, match="stuck"):
+                    logits(live.model, prompt(9))
+    finally:
+        ended.set()
+
+
+def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=2)) as live:
+        assert_equal(wanted, live, prompt(9))
+
+        def fails(*_: object) -> None:
+            raise InputError("this policy fails")
+
+        live._loop.decider.observe = fails  # type: ignore[method-assign]
+        with pytest.raises(InputError, match="this policy fails"):
+            logits(live.model, prompt(9))
+        assert_equal(wanted, live, prompt(9))
