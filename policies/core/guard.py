@@ -6,6 +6,7 @@ arrays that it is given are read-only. Built-in policies have no guard and pay n
 """
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -100,13 +101,39 @@ def proposal_fault(proposal: object, total: int) -> tuple[str, str] | None:
 def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
     def guarded(*given: Any) -> T:
         try:
-            return call(*given)
+            with process_kept():
+                return call(*given)
         except (KeyboardInterrupt, InputError):
             raise
         except BaseException as error:  # a policy that exits would end a sweep without a word
             raise _fault(cls, name, error) from error
 
     return guarded
+
+
+class process_kept:  # noqa: N801  entered around every call: a generator would take longer
+    """Around a user's code: what the rest of the process relies on is as it was. Raise BrokenRuleError."""
+
+    def __enter__(self) -> None:
+        self._folder = _working_folder()
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._folder is not None and _working_folder() != self._folder:
+            os.chdir(self._folder)
+            raise BrokenRuleError("it changes the working directory: results would be written elsewhere") from error
+        closed = [name for name in ("stdout", "stderr") if getattr(getattr(sys, name), "closed", False)]
+        for name in closed:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  so that the rest can write
+        if closed:
+            raise BrokenRuleError("it closes standard output or standard error, which others write to") from error
+
+
+def _working_folder() -> str | None:
+    """None where there is none, as it was removed."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return None
 
 
 def _fault(cls: type, name: str, error: BaseException) -> PolicyError:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from policies.core.grammar import file_and_class
-from policies.core.guard import text_of
+from policies.core.guard import BrokenRuleError, process_kept, text_of
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from traces.errors import InputError, unknown
 
@@ -66,13 +66,15 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        with process_kept():
+            spec.loader.exec_module(module)
     except KeyboardInterrupt:
         del sys.modules[name]
         raise
     except BaseException as error:  # SystemExit as well
         del sys.modules[name]
-        said = f"{type(error).__name__}: {text}" if (text := text_of(error)) else type(error).__name__
+        kind = "" if isinstance(error, BrokenRuleError) else type(error).__name__
+        said = ": ".join(part for part in (kind, text_of(error)) if part)
         raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}") from error
     return module
 

@@ -224,6 +224,26 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
     assert said.replace("mine.py", name) in line
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("def observe(self, event):\n    import os\n    os.chdir('/')", "changes the working directory"),
+        ("import os\nos.chdir('/')", "changes the working directory"),
+        ("def end_request(self, seat):\n    sys.stdout.close()", "closes standard output"),
+    ],
+    ids=["folder in a run", "folder at import", "standard output"],
+)
+def test_a_policy_leaves_the_process_as_it_was(body, said, home):
+    file_of(home, body, "ScorePolicy", "rude.py")
+    done = moe_sim(
+        "sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", "rude", cwd=home
+    )
+    assert done.returncode == 2
+    assert ("rude.py:" if body.startswith("import") else f"rude.py:{LINES + 1}: ") in done.stderr
+    assert said in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
 def test_the_kit_ends_a_policy_that_never_ends_an_event(tmp_path, monkeypatch):
     monkeypatch.setattr(checker, "LIMIT_S", 0.3)
     body = "def observe(self, event):\n    while event.serial > 2:\n        time.sleep(0.01)"
