@@ -362,7 +362,9 @@ def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
         ended.set()
 
 
-def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
     with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=2)) as live:
@@ -371,7 +373,7 @@ def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(tmp_path: Pa
         def fails(*_: object) -> None:
             raise InputError("this policy fails")
 
-        live._loop.decider.observe = fails  # type: ignore[method-assign]
+        monkeypatch.setattr(live._loop.decider, "observe", fails)
         with pytest.raises(InputError, match="this policy fails"):
             logits(live.model, prompt(9))
         assert_equal(wanted, live, prompt(9))
