@@ -1,4 +1,4 @@
-"""The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are on disk."""
+"""The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are behind a cache."""
 
 import ipaddress
 from functools import partial
@@ -30,7 +30,7 @@ def serve(
     ] = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Serve a model whose experts stay on disk to clients of OpenAI's interface, one request at a time.
+    """Serve a model whose experts are behind a cache to clients of OpenAI's interface, one request at a time.
 
     Chat completions and completions, streaming too; what was done in Prometheus' format at /metrics.
 

@@ -14,7 +14,6 @@ from itertools import cycle
 from queue import Empty, SimpleQueue
 from threading import Event as Flag
 from threading import Lock, Thread
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,13 +29,6 @@ from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
 
 Outcome = Completion | Exception
 Outcomes = SimpleQueue[Outcome]
-
-
-class Listener(Protocol):
-    """Hears of what has ended: a queue, or somebody who acts on it."""
-
-    def put(self, outcome: Outcome, /) -> None:
-        """Hear of it."""
 
 
 TAIL_BYTES = 256 << 10
@@ -59,7 +51,7 @@ class LinkThreads(Device):
         self.store = store
         self.pool = self._slots(slots)
         self._outcomes: Outcomes = SimpleQueue()
-        self._listener: Listener = self._outcomes  # of copies
+        self._tell: Callable[[Outcome], None] = self._outcomes.put  # of copies
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
@@ -81,7 +73,7 @@ class LinkThreads(Device):
     def _paused(self, streams: Sequence["Stream"]) -> Iterator[None]:
         """Let what these streams have begun end, then stand still; the clock stands still throughout."""
         began = time.perf_counter_ns()
-        self._took(streams, [[_nothing] * len(streams)], Kind.COPY)
+        self._took(streams, [[nothing] * len(streams)], Kind.COPY)
         try:
             yield
         finally:
@@ -100,7 +92,7 @@ class LinkThreads(Device):
     def _begun(streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> Outcomes:
         """Give each stream its part of each piece of work; return what hears of the end of all."""
         outcomes = Outcomes()
-        report = Report(Completion(kind), outcomes, len(works) * len(streams))
+        report = Report(Completion(kind), outcomes.put, len(works) * len(streams))
         for work in works:
             for stream, part in zip(streams, work, strict=True):
                 stream.submit(part, report)
@@ -119,7 +111,7 @@ class LinkThreads(Device):
         """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        report = Report(completion, self._listener, len(self._lanes))
+        report = Report(completion, self._tell, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
         for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
@@ -268,7 +260,7 @@ class CpuDevice(LinkThreads):
 
     def _multiply(self, completion: Completion, work: Callable[[], None]) -> None:
         self._computes.append(completion)
-        self._compute.submit(work, Report(completion, self._outcomes))
+        self._compute.submit(work, Report(completion, self._outcomes.put))
 
     def _expert(self, expert: int, slot: int, tokens: int, landed: Flag | None) -> None:
         """On the compute thread."""
@@ -285,16 +277,16 @@ class CpuDevice(LinkThreads):
             raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
 
 
-def _nothing() -> None:
+def nothing() -> None:
     """Work that takes no time."""
 
 
 class Report:
     """What is told once all parts of a piece of work have ended: its completion, or what a part raised."""
 
-    def __init__(self, completion: Completion, listener: Listener, parts: int = 1) -> None:
+    def __init__(self, completion: Completion, tell: Callable[[Outcome], None], parts: int = 1) -> None:
         self.ended = Flag()
-        self._completion, self._listener, self._left = completion, listener, parts
+        self._completion, self._tell, self._left = completion, tell, parts
         self._error: Exception | None = None
         self._lock = Lock()
 
@@ -305,7 +297,7 @@ class Report:
             self._left -= 1
             if self._left:
                 return
-        self._listener.put(self._error or self._completion)
+        self._tell(self._error or self._completion)
         self.ended.set()
 
 

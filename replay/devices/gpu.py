@@ -81,7 +81,7 @@ class Gpu:
 
     def current_stream(self) -> Stream:
         """What this thread computes on, whichever that is."""
-        return Stream(torch.cuda.current_stream())
+        return Stream(torch.cuda.current_stream(self.device))
 
     def event(self) -> Event:
         """A new one, without timing."""

@@ -11,20 +11,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from replay.devices.cpu import LinkThreads, Outcome, Stream
+from replay.devices.cpu import LinkThreads, Outcome, Stream, nothing
 from replay.devices.gpu import Gpu
 from replay.devices.store import ExpertSource
 from replay.devices.waiting import stuck
 from replay.live.host import HostExperts
 from replay.live.memory import peak_bytes
 from sim.loop.device import Completion, Kind, Work
-
-
-class Heard:
-    """A listener that acts at once, on the thread of the lane that has ended a copy."""
-
-    def __init__(self, hear: Callable[[Outcome], None]) -> None:
-        self.put = hear
+from traces.errors import InputError
 
 
 class LiveDevice(LinkThreads):
@@ -45,11 +39,11 @@ class LiveDevice(LinkThreads):
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
 
     def tell(self, hear: Callable[[Outcome], None] | None) -> None:
-        """Tell of the end of each copy, good or bad, before its expert counts as landed. None: wait to be asked.
+        """Tell of the end of each copy, good or bad, before its expert counts as landed, on the thread of its lane.
 
-        Called while nothing is under way.
+        None: wait to be asked. Called while nothing is under way.
         """
-        self._listener = Heard(hear) if hear else self._outcomes
+        self._tell = hear or self._outcomes.put
 
     @property
     def slots(self) -> Tensor:
@@ -76,15 +70,17 @@ class LiveDevice(LinkThreads):
     def head(self, tokens: int, requests: int = 1) -> None:
         """Nothing."""
 
-    @property
-    def is_stuck(self) -> bool:
-        """Whether something never ended."""
-        return self._stuck
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a copy is under way."""
-        return bool(self._copies)
+    def settle(self) -> None:
+        """Return when nothing is under way, whatever has become of it. Raise InputError where that never comes."""
+        if self._stuck:
+            raise self.stuck()
+        try:
+            self._took(self._lanes, [[nothing] * len(self._lanes)], Kind.COPY)
+        except InputError:
+            raise self.stuck() from None
+        self._copies.clear()
+        while not self._outcomes.empty():
+            self._outcomes.get()
 
     def copied(self) -> None:
         """The oldest copy has ended, good or bad."""
@@ -135,6 +131,11 @@ class LiveGpu(LiveDevice):
     def finish(self) -> None:
         """Wait for the stream of this thread."""
         self._on.current_stream().synchronize()
+
+    def stuck(self) -> Exception:
+        """As above; what the GPU may still read is not given back."""
+        self._on.is_stuck = True
+        return super().stuck()
 
     def peak_bytes(self) -> int:
         """Of the GPU's memory."""

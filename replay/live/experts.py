@@ -37,7 +37,8 @@ class LayerExperts:
         self._one.num_experts = 1
         self._rest = rest
         self._hidden = self._index = self._weights = torch.empty(0)
-        self._chosen: list[int] = []  # of a single token
+        self._chosen: list[int] = []  # of a single token, which are distinct
+        self._may_try = True  # once an event: all experts of one get the same token
         self._first = torch.zeros(1, dtype=torch.int64)  # that token
         self._added: dict[int, tuple[Tensor, Tensor]] = {}  # of each expert: its tokens, and what it adds to them
         self._dtype = torch.float32
@@ -53,7 +54,9 @@ class LayerExperts:
     def begin(self, hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         """Take an event: hidden[T, H], index[T, k], weights[T, k]."""
         self._hidden, self._index, self._weights = hidden, index, weights
-        self._chosen = index[0].tolist() if len(index) == 1 else []
+        chosen = index[0].tolist() if len(index) == 1 else []
+        self._chosen = chosen if len(set(chosen)) == len(chosen) else []
+        self._may_try = True
         if self._first.device != index.device:
             self._first = self._first.to(index.device)
         self._added = {}
@@ -72,14 +75,19 @@ class LayerExperts:
             self._added[expert], self._dtype = (token, record.program(*inputs)), record.dtype
             return
         self._one._parameters = {**self._rest, **rows}
-        is_trial = record is not None and not record.is_trusted
+        is_trial = record is not None and not record.is_trusted and self._may_try
         with Recording(inputs) if is_trial else Added() as added:
             self._eager(self._one, inputs[0], torch.zeros_like(token)[:, None], inputs[1])
         if added.values is None:
             raise InputError(f"{self._layer.name}: {type(self._layer.module).__name__} adds up in a way of its own")
         if record and isinstance(added, Recording):
             record.add(added, inputs)
+            self._may_try = False
         self._added[expert], self._dtype = (token, added.values), added.dtype
+
+    def forget(self) -> None:
+        """Forget what was recorded: what was computed so far were no tokens."""
+        self._records.clear()
 
     def _view(self, expert: int, slot: int) -> dict[str, Tensor]:
         return self._views(slot, self._places[expert])
@@ -111,10 +119,17 @@ class Record:
         """Take note of one more run of the module's code."""
         if not self._trials:
             self.program, self.dtype = found.program(), found.dtype
-        assert found.values is not None
-        if self.program and not torch.equal(self.program(*inputs), found.values):
+        if self.program and not self._is_same(found, inputs):
             self.program = None
         self._trials += 1
+
+    def _is_same(self, found: Recording, inputs: tuple[Tensor, ...]) -> bool:
+        assert self.program
+        assert found.values is not None
+        try:
+            return torch.equal(self.program(*inputs), found.values)
+        except Exception:  # whatever keeps it from being done again, the module's code can do without
+            return False
 
 
 class SlotViews:

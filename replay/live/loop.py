@@ -92,16 +92,13 @@ class LiveLoop:
             self._require()
             return device.works.popleft()
 
-    def landed(self, expert: int) -> bool:
-        """Wait for an expert's last piece; return whether that was still under way. Raise as `works` does."""
-        waited = self._device.await_landing(expert)
-        if waited:
-            self._require()
-        return waited
-
     def computed(self, experts: Sequence[int], is_last: bool) -> None:
-        """These experts have been computed; is_last: all of the event."""
+        """These experts have been computed; is_last: all of the event.
+
+        Raise what a lane has raised: what has failed counts as landed, so one of them may hold anything.
+        """
         with self._changed:
+            self._require()
             session = self._driver.session
             for expert in experts:
                 session.handle(Completion(Kind.EXPERT, expert))
@@ -113,8 +110,9 @@ class LiveLoop:
         with self._changed:
             session = self._driver.session
             session.handle(Completion(Kind.COMBINE))
+            is_last = self._layer + 1 == self._run.shape.layers
+            session.submitting(Kind.HEAD if is_last else Kind.ROUTER)
             self._layer += 1
-            session.submitting(Kind.ROUTER if self._layer < self._run.shape.layers else Kind.HEAD)
 
     def end(self, ends_request: bool) -> StepRow | None:
         """The forward pass has ended; return its row. None where it was left before its end, or was ended before."""
@@ -123,6 +121,7 @@ class LiveLoop:
             return None
         if ends_request:
             step.ends, step.idle = step.places, True
+        self._layer = 0  # if this fails, the step is one that was left in the middle
         with self._changed:
             self._driver.session.handle(Completion(Kind.HEAD))
             row = self._driver.end(step)
@@ -131,13 +130,10 @@ class LiveLoop:
 
     def stop(self) -> None:
         """Start nothing more on the link; return when nothing is under way. Raise InputError where that never comes."""
-        device = self._device
         with self._changed:
             self._failure = self._failure or InputError("this live model was closed")
-            seconds = 0 if device.is_stuck else 2 * device.watchdog_s
-            if not self._changed.wait_for(lambda: not device.is_copying, seconds):
-                raise device.stuck()
-        device.tell(None)
+        self._device.settle()
+        self._device.tell(None)
 
     @property
     def _current(self) -> Step:

@@ -20,7 +20,7 @@ class Metrics:
         self._first = Histogram("moe_ttft_seconds", "From a request to its first token.", registry=own, buckets=SECONDS)
         self._each = Histogram("moe_tpot_seconds", "Of a decoded token.", registry=own, buckets=SECONDS)
         self._lookups = Counter("moe_lookups", "Experts that were looked up.", ["found"], registry=own)
-        self._bytes = Counter("moe_read_bytes", "Bytes read from the disk.", ["why"], registry=own)
+        self._bytes = Counter("moe_read_bytes", "Bytes of experts brought into slots.", ["why"], registry=own)
         self._stalls = Counter("moe_stall_seconds", "Time that compute has waited.", ["cause"], registry=own)
         self._waiting = Gauge("moe_waiting", "Requests that wait for their turn.", registry=own)
         Gauge("moe_slots", "Experts that the cache holds.", registry=own).set(slots)

@@ -1,8 +1,8 @@
 """A model whose experts are behind a cache: `replay.live.opening` opens one, `LiveModel.model` is called as any other.
 
 Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
-with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, the pass
-that needed it raises the error, cache and policy start again, and the model can be called again.
+with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, early ones
+too, the pass that runs then raises the error, cache and policy start again, and the model can be called again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ from policies.core.policy import NO_INTS
 from replay.calibration.measure import CYCLE_BYTES, transfers
 from replay.calibration.meter import Meter
 from replay.live.device import LiveDevice
-from replay.live.experts import LayerExperts, SlotViews
+from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
 from replay.live.loop import LiveLoop
 from replay.live.memory import Memory
@@ -104,10 +104,12 @@ class LiveModel:
     def _window(self, dense_ns: int) -> float:
         """How many experts the link brings while a layer of a decoded token computes: for prefetch budgets."""
         timed = []
-        for _ in range(3):
+        for _ in range(2 * TRIALS):
             began = perf_counter_ns()
             self._compute_one(0)
             timed.append(perf_counter_ns() - began)
+        timed = timed[TRIALS:]
+        self._layers[0].forget()
         return (dense_ns + self.hook.top_k * median(timed)) / self.transfers[0]
 
     def _compute_one(self, slot: int) -> None:
@@ -138,6 +140,7 @@ class LiveModel:
         finally:
             ended.set()
             thread.join()
+            self._layers[0].forget()
 
     def end_request(self) -> None:
         """The last forward pass of a request has ended."""
@@ -150,11 +153,13 @@ class LiveModel:
 
     def close(self) -> None:
         """End what the policy has under way."""
-        self.end_request()
-        with suppress(InputError):  # what is under way never ends, as the last pass has said
-            self._loop.stop()
-        for handle in self._handles:
-            handle.remove()
+        try:
+            self.end_request()
+        finally:
+            with suppress(InputError):  # what is under way never ends, as the last pass has said
+                self._loop.stop()
+            for handle in self._handles:
+                handle.remove()
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward pass begins."""
@@ -188,8 +193,7 @@ class LiveModel:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, ids = self.parts, index.cpu().numpy()
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
-        ids = ids[(ids >= 0) & (ids < self._experts)]
-        chosen, counts = np.unique(ids, return_counts=True) if self._tokens > 1 else (np.sort(ids), np.ones_like(ids))
+        chosen, counts = np.unique(ids[(ids >= 0) & (ids < self._experts)], return_counts=True)
         first = layer * self._experts
         self._loop.route(chosen + first, counts)
         output = self._computed(self._layers[layer], first, len(chosen), (hidden, index, weights))
@@ -204,9 +208,11 @@ class LiveModel:
         """Compute `count` experts as they come, and return their sum."""
         loop, parts, output, left = self._loop, self.parts, None, count
         experts.begin(*event)
+        if not count:
+            loop.computed((), is_last=True)
         while left:
             works = loop.works()
-            waited = [loop.landed(expert) for expert, _, _ in works]
+            waited = [self.device.await_landing(expert) for expert, _, _ in works]
             took = parts.lap()
             if len(works) == count and not any(waited):
                 parts.answer.add(took)

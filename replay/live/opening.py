@@ -20,7 +20,7 @@ from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
-from replay.devices.store import require_host_memory
+from replay.devices.store import require_host_memory, stride_of
 from replay.live.device import LiveDevice, LiveGpu
 from replay.live.host import host_experts
 from replay.live.layout import ExpertLayer
@@ -92,11 +92,12 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
         shape = Shape(len(layers), layers[0].experts)
         slots = parse_cache_size(how.cache_size, shape.total, store.expert_bytes)
         policy.divide(shape, slots)
-        _require(gpu, slots * store.stride, f"a cache of {slots} experts")
+        stride = stride_of(store.expert_bytes) if gpu else store.stride
+        _require(gpu, slots * stride, f"a cache of {slots} experts")
         run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
         _warm_up(run, hook.top_k)
         kv_per_token, dense_ns = _try_out(loaded, len(layers))
-        memory = memory_of(loaded, without.dense_bytes, slots * store.stride, store.stride, hook.top_k, kv_per_token)
+        memory = memory_of(loaded, without.dense_bytes, slots * stride, stride, hook.top_k, kv_per_token)
         if gpu:
             memory = replace(memory, program=0)
         beside = f"a cache of {slots} experts beside {show_bytes(memory.stated(0) - memory.slots)} of everything else"

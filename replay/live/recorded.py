@@ -12,8 +12,11 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-READ = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist, Tensor.numpy}
-"""What lets values of tensors decide what Python does next."""
+TOLD = {"__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"}
+TOLD |= {"is_contiguous", "is_floating_point"}
+"""What tells of a tensor's shape and type alone; anything else that answers no tensor may tell of its values."""
+DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
+"""What answers tensors whose shapes depend on values."""
 WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
 
 Call = tuple[Callable[..., Any], Any, Any, tuple[int, ...]]
@@ -61,10 +64,14 @@ class Recording(Added):
         if any(True for _ in _places((given, options))):
             name = getattr(func, "__name__", "")
             writes = name in WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
-            self._is_fixed &= func not in READ and not writes
+            by_values = name in DYNAMIC or (name == "where" and len(args) + len(kwargs) == 1)
+            by_values |= func is Tensor.__getitem__ and any(True for _ in _places(given[1]))
             results = result if isinstance(result, tuple | list) else [result]
             if results and all(isinstance(each, Tensor) for each in results):
                 self._calls.append((func, given, options, tuple(self._place(each) for each in results)))
+                self._is_fixed &= not (writes or by_values)
+            else:
+                self._is_fixed &= name in TOLD
         return result
 
     def _place(self, tensor: Tensor) -> int:
@@ -77,7 +84,8 @@ class Recording(Added):
         if isinstance(thing, Tensor):
             return self._places.get(id(thing), thing)
         if isinstance(thing, tuple | list):
-            return tuple(self._replaced(each) for each in thing)
+            each = [self._replaced(each) for each in thing]
+            return each if isinstance(thing, list) else tuple(each)
         if isinstance(thing, Mapping):
             return {name: self._replaced(each) for name, each in thing.items()}
         return thing
@@ -124,7 +132,7 @@ def _places(thing: Any) -> Iterator[int]:
     """All places in nested arguments."""
     if isinstance(thing, Place):
         yield thing
-    elif isinstance(thing, tuple | dict):
+    elif isinstance(thing, tuple | list | dict):
         for each in thing.values() if isinstance(thing, dict) else thing:
             yield from _places(each)
 
@@ -132,8 +140,9 @@ def _places(thing: Any) -> Iterator[int]:
 def _filled(thing: Any, held: Sequence[Any]) -> Any:
     if isinstance(thing, Place):
         return held[thing]
-    if isinstance(thing, tuple):
-        return tuple(_filled(each, held) for each in thing)
+    if isinstance(thing, tuple | list):
+        each = [_filled(each, held) for each in thing]
+        return each if isinstance(thing, list) else tuple(each)
     if isinstance(thing, dict):
         return {name: _filled(each, held) for name, each in thing.items()}
     return thing

@@ -150,7 +150,7 @@ class Worker:
             end = Told(error=error)
         try:
             self._live.end_request()
-        except InputError as error:
+        except Exception as error:
             outcome, end = "error", Told(error=error)
         if outcome in ("stop", "length"):
             if not any(text in "".join(shown) for text in job.stop):

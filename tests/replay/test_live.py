@@ -362,8 +362,9 @@ def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
         ended.set()
 
 
+@pytest.mark.parametrize("where", ["observe", "end_request", "begin_request"])
 def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
@@ -373,7 +374,22 @@ def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
         def fails(*_: object) -> None:
             raise InputError("this policy fails")
 
-        monkeypatch.setattr(live._loop.decider, "observe", fails)
+        monkeypatch.setattr(live._loop.decider, where, fails)
         with pytest.raises(InputError, match="this policy fails"):
-            logits(live.model, prompt(9))
+            assert_equal(wanted, live, prompt(9))
         assert_equal(wanted, live, prompt(9))
+
+
+def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe")
+    model = whole_model(folder)
+
+    def twice(_: Any, __: Any, chosen: Any) -> Any:
+        logits, weights, index = chosen
+        return logits, weights, index[:, :1].expand_as(index)
+
+    with open_live(How(str(folder), policy="lru", cache_size="2", lanes=1)) as live:
+        for each in (model, live.model):
+            for layer in each.model.layers:
+                layer.mlp.gate.register_forward_hook(twice)
+        assert_equal(logits(model, prompt(9), 6), live, prompt(9))

@@ -61,11 +61,14 @@ def test_what_depends_on_no_input_or_is_used_by_nothing_is_not_done_again() -> N
     [
         lambda hidden, _: hidden if hidden.sum() > 0 else -hidden,
         lambda hidden, _: hidden * float(hidden[0, 0]),
+        lambda hidden, _: hidden if torch.equal(hidden, hidden) else -hidden,
+        lambda hidden, _: hidden[hidden > 0],
+        lambda hidden, _: hidden.nonzero(),
         lambda hidden, _: hidden.add_(1),
         lambda hidden, weights: torch.mul(hidden, 2, out=torch.empty(1, 4)),
         lambda hidden, _: torch.ones(1, 4),
     ],
-    ids=["branch", "number", "in-place", "out", "constant"],
+    ids=["branch", "number", "equal", "mask", "nonzero", "in-place", "out", "constant"],
 )
 def test_what_depends_on_values_or_writes_is_refused(forward: Forward) -> None:
     program, _ = recorded(forward, *inputs(1))
