@@ -233,7 +233,7 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
     ],
     ids=["folder in a run", "folder at import", "standard output"],
 )
-def test_a_policy_leaves_the_process_as_it_was(body, said, home):
+def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     file_of(home, body, "ScorePolicy", "rude.py")
     done = moe_sim(
         "sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", "rude", cwd=home
