@@ -235,9 +235,8 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
 )
 def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     file_of(home, body, "ScorePolicy", "rude.py")
-    done = moe_sim(
-        "sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", "rude", cwd=home
-    )
+    words = ("sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", tmp_path / "out")
+    done = moe_sim(*words, cwd=home)
     assert done.returncode == 2
     assert ("rude.py:" if body.startswith("import") else f"rude.py:{LINES + 1}: ") in done.stderr
     assert said in done.stderr.splitlines()[-1]
