@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)]*)?\)")
 
 
+def on_config(config: Any) -> Any:
+    """Build into `site/`, which `exclude_docs` keeps from being read as pages."""
+    config.site_dir = str(ROOT / "site")
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are generated."""
     files.append(File.generated(config, "docs/cli.md", content=commands()))
