@@ -51,7 +51,7 @@ class LinkThreads(Device):
         self.store = store
         self.pool = self._slots(slots)
         self._outcomes: Outcomes = SimpleQueue()
-        self._tell: Callable[[Outcome], None] = self._outcomes.put  # of copies
+        self._hear: Callable[[Outcome], None] = self._outcomes.put  # of copies
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
@@ -111,7 +111,7 @@ class LinkThreads(Device):
         """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        report = Report(completion, self._tell, len(self._lanes))
+        report = Report(completion, self._hear, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
         for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
@@ -282,11 +282,11 @@ def nothing() -> None:
 
 
 class Report:
-    """What is told once all parts of a piece of work have ended: its completion, or what a part raised."""
+    """What is heard once all parts of a piece of work have ended: its completion, or what a part raised."""
 
-    def __init__(self, completion: Completion, tell: Callable[[Outcome], None], parts: int = 1) -> None:
+    def __init__(self, completion: Completion, hear: Callable[[Outcome], None], parts: int = 1) -> None:
         self.ended = Flag()
-        self._completion, self._tell, self._left = completion, tell, parts
+        self._completion, self._hear, self._left = completion, hear, parts
         self._error: Exception | None = None
         self._lock = Lock()
 
@@ -297,7 +297,7 @@ class Report:
             self._left -= 1
             if self._left:
                 return
-        self._tell(self._error or self._completion)
+        self._hear(self._error or self._completion)
         self.ended.set()
 
 
@@ -310,7 +310,7 @@ class Stream(Thread):
         self.start()
 
     def submit(self, work: Callable[[], None], report: Report) -> None:
-        """Do `work`, then tell the report, also where it fails."""
+        """Do `work`, then let the report hear of it, also where it fails."""
         self._work.put((work, report))
 
     def close(self, wait: bool) -> None:

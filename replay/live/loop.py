@@ -39,7 +39,7 @@ class LiveLoop:
         """The policies: what they have learned is theirs."""
         self._device.forget()
         self._driver = Driver(self._run, self._device, self.decider)
-        self._device.tell(self._copied)
+        self._device.listen(self._copied)
         self._ordinal, self._number, self._events = -1, 0, 0
         self._step: Step | None = None  # the one that was begun last, if it has not ended
         self._layer = 0  # of it, the next one
@@ -133,7 +133,7 @@ class LiveLoop:
         with self._changed:
             self._failure = self._failure or InputError("this live model was closed")
         self._device.settle()
-        self._device.tell(None)
+        self._device.listen(None)
 
     @property
     def _current(self) -> Step:
