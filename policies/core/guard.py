@@ -101,7 +101,7 @@ def proposal_fault(proposal: object, total: int) -> tuple[str, str] | None:
 def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
     def guarded(*given: Any) -> T:
         try:
-            with process_kept():
+            with ProcessKept():
                 return call(*given)
         except (KeyboardInterrupt, InputError):
             raise
@@ -111,7 +111,7 @@ def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
     return guarded
 
 
-class process_kept:  # noqa: N801  entered around every call: a generator would take longer
+class ProcessKept:
     """Around a user's code: what the rest of the process relies on is as it was. Raise BrokenRuleError."""
 
     def __enter__(self) -> None:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from policies.core.grammar import file_and_class
-from policies.core.guard import BrokenRuleError, process_kept, text_of
+from policies.core.guard import BrokenRuleError, ProcessKept, text_of
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from traces.errors import InputError, unknown
 
@@ -66,7 +66,7 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with process_kept():
+        with ProcessKept():
             spec.loader.exec_module(module)
     except KeyboardInterrupt:
         del sys.modules[name]

@@ -100,4 +100,4 @@ def generate(
             found = outcome(live, answered)
             for part in (report.title(found), report.table(found), report.last_line(found)):
                 console.tell(part)
-            console.tell(live.memory.told(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))
+            console.tell(live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))

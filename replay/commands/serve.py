@@ -56,7 +56,7 @@ def serve(
                 if not quiet:
                     at = f"http://{host}:{socket.getsockname()[1]}/v1"
                     console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
-                    console.note(live.memory.told(server.context, live.device.peak_bytes()))
+                    console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
                 uvicorn.Server(config).run([socket])
         finally:
             server.close()

@@ -287,7 +287,7 @@ class ShardStore:
 
 
 def places_of(store: ExpertSource, layers: Sequence[ExpertLayer]) -> Callable[[int], tuple[int, ...]]:
-    """Return what tells where in its slot each row of an expert lies, for experts from this store."""
+    """Return a function of an expert: the places of its rows in a slot, as this store fills it."""
     if isinstance(store, ShardStore):
         return store.places
     experts, begins = layers[0].experts, [tuple(row.begin for row in layer.rows) for layer in layers]

@@ -1,8 +1,8 @@
-"""The loop of a live model, which runs by itself and says what it has come to.
+"""The loop of a live model: the model runs by itself, and calls at each router, expert and sum.
 
-Two kinds of threads act, one at a time, under one lock. The model's own thread tells where its forward pass is: what
-its routers chose is decided there, at once. A lane that has ended a piece of a transfer tells that, and with it starts
-what comes next; so the link does not wait for the model, nor the model for a thread that decides.
+Two kinds of threads act, one at a time, under one lock. The model's own thread decides, at once, when its
+router has chosen. A lane that has ended a piece of a transfer starts what comes next. So the link does not wait for the
+model, nor the model for another thread.
 """
 
 from collections.abc import Sequence

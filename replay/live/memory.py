@@ -43,7 +43,7 @@ class Memory:
         """Return all of it."""
         return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
 
-    def told(self, context: int, peak: int) -> str:
+    def sentence(self, context: int, peak: int) -> str:
         """Return it in words, beside the peak, in bytes."""
         parts = {
             "program": self.program,

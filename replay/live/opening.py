@@ -43,7 +43,7 @@ DEVICES = ("disk", "cuda")
 SMALLER = "choose a smaller --cache-size"
 
 TRIED_TOKENS = 24
-"""Of a prefill by which a token's share of the KV cache is told."""
+"""Of a prefill, from which the bytes of KV cache a token are measured."""
 
 
 @dataclass(frozen=True)

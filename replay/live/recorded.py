@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-TOLD = {"__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"}
-TOLD |= {"is_contiguous", "is_floating_point"}
-"""What tells of a tensor's shape and type alone; anything else that answers no tensor may tell of its values."""
+SHAPE_ONLY = {"__get__", "__len__", "dim", "ndimension", "size", "numel", "nelement", "stride", "element_size"}
+SHAPE_ONLY |= {"is_contiguous", "is_floating_point"}
+"""Functions of a tensor's shape and type alone. Any other one that returns no tensor may depend on its values."""
 DYNAMIC = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
 """What answers tensors whose shapes depend on values."""
 WRITES = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__"}
@@ -71,7 +71,7 @@ class Recording(Added):
                 self._calls.append((func, given, options, tuple(self._place(each) for each in results)))
                 self._is_fixed &= not (writes or by_values)
             else:
-                self._is_fixed &= name in TOLD
+                self._is_fixed &= name in SHAPE_ONLY
         return result
 
     def _place(self, tensor: Tensor) -> int:
