@@ -5,9 +5,10 @@ checkpoint they are found by transformers' own rules of conversion: as rows of s
 expert that loading would stack and concatenate. Both are ranges of bytes, and are read as such. Where loading would do
 anything else (transpose, split, change the type), there are no such ranges, and a store is written once.
 
-A disk that is read past the page cache writes whole pages to whole pages. So a row of an expert lies in its slot as far
-behind the beginning of a page as it does in the file, and is read without being copied. Rows of 4 bytes a number are
-copied: of those, libraries promise equal results only at places that are equally aligned.
+A disk that is read past the page cache writes whole pages to whole pages. So a row of an expert lies in its slot as
+far behind the beginning of a page as it does in the file, and is read without being copied. Of numbers of 4 bytes,
+libraries promise equal results only at places that are equally aligned: such a row lies as far behind a multiple of
+ALIGNMENT as in the model that transformers loads, and is copied where it lies otherwise in the file.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +30,11 @@ from transformers.core_model_loading import (
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, ExpertSource
-from replay.live.shards import Shard, ShardTensor
+from replay.live.shards import ALIGNMENT, Shard, ShardTensor, lead_of
 from traces.errors import InputError
 
-ALIGNMENT = 64
-"""Of a row of an expert, as torch aligns what it allocates."""
-COPIED_WIDTH = 4
-"""Bytes of a number from which on rows are copied to the beginning of a page, unless they lie at one in the file."""
+ALIGNED_WIDTH = 4
+"""Bytes of a number from which on the results of libraries depend on alignment."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,13 @@ def _experts(name: str, module: nn.Module) -> int:
     return lengths.pop()
 
 
+class OfExpert(NamedTuple):
+    """Where a row of an expert lies in a checkpoint."""
+
+    pieces: tuple["Piece", ...]
+    lead: int  # how far behind a multiple of ALIGNMENT it is in the model that transformers loads
+
+
 class Piece(NamedTuple):
     """Bytes of an expert that lie together in a file."""
 
@@ -132,8 +138,11 @@ class Source:
     converter: WeightConverter | WeightRenaming
     tensors: dict[str, list[ShardTensor]] = field(default_factory=dict)
 
-    def pieces(self, row: Row, experts: int) -> list[list[Piece]] | None:
-        """Return the pieces of `row` of each expert; None where only loading can make them."""
+    def rows(self, row: Row, experts: int) -> list[OfExpert] | None:
+        """Return where `row` of each expert lies; None where only loading can make it.
+
+        What loading stacks begins at a multiple of ALIGNMENT, what it takes as it is stays where the file is mapped.
+        """
         every = [tensor for tensors in self.tensors.values() for tensor in tensors]
         if any(tensor.dtype != row.dtype for tensor in every):
             return None
@@ -146,15 +155,16 @@ class Source:
         parts = [self._of_each(tensors, experts, merges) for tensors in self._in_order()]
         if any(part is None for part in parts):
             return None
-        found: list[list[Piece]] = []
-        for each in zip(*(part for part in parts if part is not None), strict=True):
-            begin, own = row.begin, []
+        found: list[OfExpert] = []
+        for number, each in enumerate(zip(*(part for part in parts if part is not None), strict=True)):
+            begin, own = row.begin, list[Piece]()
             for shard, offset, size in each:
                 own.append(Piece(shard, offset, begin, size))
                 begin += size
             if begin != row.begin + row.nbytes:
                 return None
-            found.append(own)
+            lead = lead_of(number * row.nbytes if kinds else own[0].offset, row.dtype.itemsize)
+            found.append(OfExpert(tuple(own), lead))
         return found
 
     def converted(self, model: nn.Module, config: object) -> dict[str, Tensor]:
@@ -234,14 +244,15 @@ class InSlot:
     end: int
 
     @staticmethod
-    def of(rows: Sequence[Row], pieces: Sequence[Sequence[Piece]]) -> "InSlot":
-        """Place each row, which has these pieces, behind the one before."""
+    def of(rows: Sequence[Row], own: Sequence[OfExpert]) -> "InSlot":
+        """Place each row, which lies there, behind the one before."""
         places, found, end = [], [], 0
-        for row, own in zip(rows, pieces, strict=True):
-            joined = _joined(own)
-            first, width = joined[0], row.dtype.itemsize
-            in_pages = len(joined) == 1 and first.offset % (PAGE if width >= COPIED_WIDTH else width) == 0
-            place = end + (first.offset % PAGE if in_pages else 0)
+        for row, (pieces, lead) in zip(rows, own, strict=True):
+            joined = _joined(pieces)
+            offset, width = joined[0].offset, row.dtype.itemsize
+            fits = width < ALIGNED_WIDTH or offset % ALIGNMENT == lead
+            in_pages = len(joined) == 1 and fits and offset % width == 0
+            place = end + (offset % PAGE if in_pages else lead)
             places.append(place)
             found += [Placed(piece, place + piece.begin - row.begin, in_pages) for piece in joined]
             end = page_up(place + row.nbytes)

@@ -159,11 +159,11 @@ def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
     """Of each expert of all layers; None where any has to be converted."""
     found: list[InSlot] = []
     for layer in layers:
-        by_row = [model.sources[f"{layer.name}.{row.name}"].pieces(row, layer.experts) for row in layer.rows]
-        known = [pieces for pieces in by_row if pieces is not None]
+        by_row = [model.sources[f"{layer.name}.{row.name}"].rows(row, layer.experts) for row in layer.rows]
+        known = [own for own in by_row if own is not None]
         if len(known) < len(by_row):
             return None
-        found += [InSlot.of(layer.rows, pieces) for pieces in zip(*known, strict=True)]
+        found += [InSlot.of(layer.rows, own) for own in zip(*known, strict=True)]
     return found
 
 

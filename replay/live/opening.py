@@ -124,10 +124,10 @@ def _gpu() -> Gpu:
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """Move everything but experts; what is shared stays so."""
+    """Move everything but experts to memory of its own; what is shared stays so."""
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
+            tensor.data = tensor.data.to(device, copy=True)
 
 
 def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:

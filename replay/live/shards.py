@@ -39,6 +39,8 @@ DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 
+ALIGNMENT = 64
+"""Of what torch allocates, in bytes."""
 BOUNCE_BYTES = 1 << 20
 """Read at once where a place in a file and the place in memory are not equally far behind a page's beginning."""
 
@@ -130,6 +132,11 @@ class Shard:
         return memory[: min(page_up(size), BOUNCE_BYTES)]
 
 
+def lead_of(offset: int, width: int) -> int:
+    """Return how far behind a multiple of ALIGNMENT numbers lie that are mapped; 0 where they cannot be used so."""
+    return 0 if offset % width else offset % ALIGNMENT
+
+
 @dataclass(frozen=True)
 class ShardTensor:
     """A tensor at rest. `tensor[...]` reads it: what transformers asks of a slice of a checkpoint."""
@@ -146,8 +153,12 @@ class ShardTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, _: object) -> Tensor:
-        """Return the whole tensor, in memory of its own."""
-        content = torch.empty(self.nbytes, dtype=torch.uint8)
+        """Return the whole tensor, in memory of its own, as far behind a multiple of ALIGNMENT as if it were mapped.
+
+        So the model that transformers loads has it, and what libraries compute may depend on that.
+        """
+        lead = lead_of(self.offset, self.dtype.itemsize)
+        content = torch.empty(lead + self.nbytes, dtype=torch.uint8)[lead:]
         if self.nbytes:
             self.shard.read(self.offset, content.numpy())
         return content.view(self.dtype).view(self.shape)

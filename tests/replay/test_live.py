@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from policies.blend.profile import Profile
 from policies.eamc.file import SavedEamc
 from replay.cli import main
+from replay.devices.gpu import Gpu
 from replay.live import opening
 from replay.live.layout import ShardStore
 from replay.live.model import LiveModel
@@ -31,6 +32,7 @@ from traces.errors import InputError
 from traces.trace import Trace
 
 ARCHITECTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "olmoe", "gpt_oss")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 OTHERS = ("aria", "inkling2", "nemotron_h", "jamba")
 """Experts that are transposed, added up in float32, without a gate, or beside other layers."""
 
@@ -75,6 +77,23 @@ def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path)
 def test_the_shipped_model_is_equal() -> None:
     with open_live(How(str(demo.MODEL), policy="eamc-blend", cache_size="20%", lanes=2)) as live:
         assert_equal(logits(whole_model(demo.MODEL), prompt(30, 4096)), live, prompt(30, 4096))
+
+
+@pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss", "qwen3_moe"])
+def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: Path) -> None:
+    """What libraries compute in float32 depends on it on some processors."""
+    folder = saved(tmp_path, architecture, num_experts=5, moe_intermediate_size=23, hidden_size=40)
+    whole = whole_model(folder)
+    with open_live(How(str(folder), policy="lru", cache_size="100%", lanes=1)) as live:
+        held = dict(live.model.named_parameters())
+        for name, parameter in whole.named_parameters():
+            if not held[name].is_meta:
+                assert parameter.data_ptr() % 64 == held[name].data_ptr() % 64, name
+        for layer in live._layers:
+            module = whole.get_submodule(layer._layer.name)
+            for expert in range(layer._layer.experts):
+                for name, row in layer._view(expert, 0).items():
+                    assert getattr(module, name)[expert].data_ptr() % 64 == row.data_ptr() % 64, (name, expert)
 
 
 def test_other_routing_other_prompts_and_batches_are_equal_in_one_cache(tmp_path: Path) -> None:
@@ -310,25 +329,40 @@ def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: 
             assert_equal(wanted, live, prompt(9))
 
 
+@pytest.mark.parametrize("is_real", [False, pytest.param(True, marks=GPU)], ids=["simulated", "real"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ["olmoe", "gpt_oss", "deepseek_v3"])
-def test_from_host_memory_to_a_gpu_that_is_simulated_logits_are_equal(
-    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_from_host_memory_to_a_gpu_logits_are_equal(
+    architecture: str, dtype: str, is_real: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its copies are late, and made in any order that its streams allow."""
-    gpus = [FakeGpu(seed) for seed in range(3)]
+    """Copies of one that is simulated are late, and made in any order that its streams allow."""
+    gpus = [Gpu() if is_real else FakeGpu(seed) for seed in range(3)]
+    ids = prompt(17).to(gpus[0].device)
     monkeypatch.setattr(opening, "_gpu", lambda: gpus.pop())
     folder = saved(tmp_path, architecture, dtype)
-    wanted = logits(whole_model(folder), prompt(17))
+    model = whole_model(folder)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(ids.device, copy=True)  # not where the file is mapped
+    wanted = logits(model.to(ids.device), ids)
     read: list[int] = []
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
         how = How(str(folder), policy=policy, cache_size=size, device="cuda")
         with open_live(how, lambda count: nullcontext(lambda pieces: read.append(pieces))) as live:
             assert live.device.name == "cuda"
-            assert_equal(wanted, live, prompt(17))
+            assert_equal(wanted, live, ids)
             assert sum(read) == live.run.shape.total
             read.clear()
             assert sum(row.numbers[COLUMNS.index("misses")] for row in live.rows) > 0
+
+
+@GPU
+def test_the_shipped_model_is_equal_on_a_gpu() -> None:
+    ids = prompt(30, 4096).cuda()
+    wanted = logits(whole_model(demo.MODEL).cuda(), ids, 100)
+    for policy, size in (("eamc-blend", "20%"), ("lru", "100%")):
+        with open_live(How(str(demo.MODEL), policy=policy, cache_size=size, device="cuda")) as live:
+            for _ in range(2):
+                assert_equal(wanted, live, ids)
 
 
 def test_the_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
