@@ -2,13 +2,15 @@
 
 A checkpoint with the shapes of a real model and random weights gets half as much memory as its file has bytes, and
 generates. Beside it: the simulator's prediction, a replay of the trace that it recorded, and accelerate's offload to a
-disk with as much memory. Tokens are drawn at temperature 1, since random weights repeat the likeliest one for ever.
+disk with as much memory. On a GPU no memory is limited: experts are in the host's, also those of accelerate's offload.
+Tokens are drawn at temperature 1, since random weights repeat the likeliest one for ever.
 Then the shipped model with all its experts cached, beside transformers alone. The file is written after each part.
 """
 
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -23,16 +25,16 @@ import typer
 
 from policies.core.spec import parse
 from replay.comparison.record import Record, key_of
-from replay.devices.device_facts import machine_name
+from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import write
 from replay.devices.store import Stamps, available_memory_bytes
 from replay.disk_check.mapped import page_cache_of
 from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
 from replay.live.answering import Answered, answer
-from replay.live.opening import How, open_live
+from replay.live.opening import DEVICES, How, open_live
 from replay.live.prediction import outcome
 from replay.live.prompts import prompts_of, reading_ids
-from replay.run import Choice, replay
+from replay.run import Choice, replay, require_cuda
 from replay.warmup import undisturbed
 from sim.defaults import CACHE_SIZE, POLICY
 from sim.profiles import model_profile
@@ -46,35 +48,36 @@ from tracer.answers import Sampling
 from tracer.models import Loading, load_model
 from tracer.record import Options
 from traces import console
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.output import check_file
 
 RESULTS = Path("replay/results")
-LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate, disk offload"
+LIVE, REPLAY, ACCELERATE = "live", "replay of the recorded trace", "accelerate's offload"
 CACHED, ALONE = "live, all experts cached", "transformers alone"
 
 PROMPT = ",".join(str(7 * place + 3) for place in range(32))
 ACCELERATE_TOKENS = 2
 SHARD_BYTES = 2_000_000_000
 DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
-CPU = torch.device("cpu")
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked. `model`: a profile, whose weights are written below `folder` three times, one at a time."""
+    """What is checked. `model`: a profile, whose weights are written below `folder`, one file at a time."""
 
     record: Record
     folder: Path
     model: str
     tokens: int
+    device: str = "disk"  # or cuda
 
     def run(self) -> None:
         """All of it. Raise InputError where memory, disk or rights do not suffice."""
         facts = {"torch": torch.__version__, "hardware": {"threads": torch.get_num_threads()}}
-        self.record.begin(device="disk", machine=machine_name("disk"), **facts)
+        driven = {"driver": driver()} if self.device == "cuda" else {}
+        self.record.begin(device=self.device, machine=machine_name(self.device), **driven, **facts)
         profile = model_profile.model(self.model)
         self._require(int(profile.parameters * profile.dense_bytes_per_parameter))
         below = partial(TemporaryDirectory[str], prefix="live-check-", dir=self.folder)
@@ -88,7 +91,7 @@ class Check:
 
     def _require(self, model_bytes: int) -> None:
         """Raise InputError where a control group cannot be made, or a model of so many bytes has no room."""
-        with page_cache_of(model_bytes, self.folder / "none"):
+        with self._limited(model_bytes, self.folder / "none"):
             pass
         for what, there, needed in (
             ("memory", available_memory_bytes(), model_bytes + SHARD_BYTES),
@@ -97,6 +100,15 @@ class Check:
             if there is not None and there < needed:
                 sizes = f"{show_bytes(needed)} of {what}, {show_bytes(there)} are free"
                 raise InputError(f"{self.model} takes {sizes}: take a smaller --model")
+
+    @property
+    def _on(self) -> torch.device:
+        """Where dense parts and experts are computed."""
+        return torch.device("cuda" if self.device == "cuda" else "cpu")
+
+    def _limited(self, size: int, files: Path) -> AbstractContextManager[None]:
+        """Limit memory to so many bytes, with none of the files in it; limit nothing where a GPU computes."""
+        return nullcontext() if self.device == "cuda" else page_cache_of(size, files)
 
     def _put(self, model: str, mode: str, tokens: int, took_ms: Any, **facts: Any) -> None:
         """Record a part: the times of its tokens, or its mean."""
@@ -114,8 +126,8 @@ class Check:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
         with (
-            page_cache_of(size // 2, folder),
-            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE)) as live,
+            self._limited(size // 2, folder),
+            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE, device=self.device)) as live,
             undisturbed(),
         ):
             asked = prompts_of([], None, PROMPT)
@@ -129,9 +141,10 @@ class Check:
             cache_fraction=slots / live.run.shape.total,
             hit_rate=found.row["hit_rate"],
             past_cache=found.row["past_cache"],
+            copy_gb_per_s=found.row["copy_gb_per_s"],
             lanes=lanes,
             checkpoint_bytes=size,
-            memory_bytes=size // 2,
+            memory_bytes=None if self.device == "cuda" else size // 2,
             predicted={"tpot_mean_ms": predicted},
         )
         return answered, slots, lanes, size // 2
@@ -140,28 +153,34 @@ class Check:
         self, profile: ModelProfile, store: Path, answered: Answered, slots: int, lanes: int, limit: int
     ) -> None:
         """Replay the trace with as much memory, and as many threads and lanes."""
-        count = profile.moe_layers * profile.experts
-        write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
         loaded = Loaded(Setup(trace="live"), answered.trace, hardware("h200"), profile)
         threads = torch.get_num_threads()
-        with page_cache_of(limit, store):
-            found = replay(Choice(loaded, parse(POLICY), slots, "disk", store=store, lanes=lanes, threads=threads))
+        from_disk: dict[str, Any] = {}
+        if self.device == "disk":
+            count = profile.moe_layers * profile.experts
+            write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
+            from_disk = {"store": store, "lanes": lanes, "threads": threads}
+        with self._limited(limit, store):
+            found = replay(Choice(loaded, parse(POLICY), slots, self.device, **from_disk))
         self._put(profile.name, REPLAY, self.tokens - 1, found.row["tpot_mean_ms"], threads=threads, lanes=lanes)
 
     def _accelerate(self, profile: ModelProfile, folder: Path, limit: int) -> None:
-        """Decode with accelerate's offload to a disk, with as much memory."""
-        peer = accelerate_offload(profile, CPU, ACCELERATE_TOKENS, folder=folder, within=page_cache_of(limit, folder))
-        self._put(profile.name, ACCELERATE, len(peer.tpot_ms), peer.tpot_ms, version=peer.version, memory_bytes=limit)
+        """Decode with accelerate's offload: to a disk with as much memory, or where a GPU computes to host memory."""
+        files, within = (None if self.device == "cuda" else folder), self._limited(limit, folder)
+        peer = accelerate_offload(profile, self._on, ACCELERATE_TOKENS, folder=files, within=within)
+        facts = {} if self.device == "cuda" else {"memory_bytes": limit}
+        self._put(profile.name, ACCELERATE, len(peer.tpot_ms), peer.tpot_ms, version=peer.version, **facts)
 
     def _demo(self) -> None:
         """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
-        alone = load_model(str(demo.MODEL), Loading(device="cpu")).model
+        alone = load_model(str(demo.MODEL), Loading(device=self._on.type)).model
         took: dict[str, list[float]] = {CACHED: [], ALONE: []}
-        with open_live(How(str(demo.MODEL), name=demo.NAME, policy="lru", cache_size="100%")) as live, undisturbed():
+        how = How(str(demo.MODEL), name=demo.NAME, policy="lru", cache_size="100%", device=self.device)
+        with open_live(how) as live, undisturbed():
             for round_ in range(ROUNDS):
                 turns = [(CACHED, live.model), (ALONE, alone)]
                 for mode, model in turns if round_ % 2 else turns[::-1]:
-                    found = decode_ms(model, CPU, DEMO_TOKENS, DEMO_CONTEXT)
+                    found = decode_ms(model, self._on, DEMO_TOKENS, DEMO_CONTEXT)
                     if round_:  # the first one fills the cache
                         took[mode] += found
                 live.end_request()
@@ -191,18 +210,24 @@ def check(
     folder: Annotated[Path, typer.Option(help="Where checkpoints are written, on the disk that is read.")] = Path(),
     model: Annotated[str, typer.Option(help="Model profile whose shapes are used.")] = "olmoe-1b-7b",
     tokens: Annotated[int, typer.Option(min=2, help="Tokens that are generated.")] = 32,
+    device: Annotated[str, typer.Option(help="disk, or cuda.")] = "disk",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
-    """Compare live generation from disk with prediction, replay, accelerate and transformers alone.
+    """Compare live generation with prediction, replay, accelerate and transformers alone.
 
     Takes as much memory and disk as the model has bytes, a quarter of an hour, and root for the limit of memory.
     """
     if not folder.is_dir():
         raise InputError(f"no folder at {folder}")
-    path = out if out.suffix == ".json" else out / f"live-{date.today()}.json"
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    if device == "cuda":
+        require_cuda("disk")
+    name = {"disk": "live", "cuda": "live-cuda"}[device]
+    path = out if out.suffix == ".json" else out / f"{name}-{date.today()}.json"
     check_file(path, overwrite)
     began = time.monotonic()
-    found = Check(Record(path), folder, model, tokens)
+    found = Check(Record(path), folder, model, tokens, device)
     found.run()
     ratios = found.ratios()
     found.record.tell(ratios=ratios)
