@@ -15,7 +15,7 @@ from sim.profiles import MOST
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
-LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 48, 4, 400_000_000
+LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 192, 4, 400_000_000
 """Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
 FIRST_STEPS = 2
 """Run before them, and not counted."""

@@ -84,7 +84,7 @@ BASELINES = (
     *((SYNC_PER_COPY, policy) for policy in POLICIES),
     (LRU_SWAP, "lru"),
 )
-PASSES = 2
+PASSES = 3
 
 BUDGET_S = 540.0
 RATES_S, MODEL_S = 8.0, 30.0

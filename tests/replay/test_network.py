@@ -31,7 +31,7 @@ PLAIN = ModelProfile(
 )
 GROUPED = replace(PLAIN, name="grouped", kv_heads=2)
 WINDOWED = replace(GROUPED, name="windowed", sliding_window=100)
-LATENT = replace(PLAIN, name="latent", kv_latent_size=12, rope_head_size=8, shared_intermediate_size=20)
+LATENT = replace(PLAIN, name="latent", kv_latent_size=16, rope_head_size=8, shared_intermediate_size=20)
 LATENT_QUERIES = replace(LATENT, name="latent-queries", query_latent_size=20)
 MIXED = replace(
     GROUPED,
