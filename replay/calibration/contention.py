@@ -1,5 +1,9 @@
 """How much transfers and compute slow each other down, and what a run feels of it.
 
+On a GPU they share its memory's bandwidth, and are timed together (`slowed`). On a CPU they also share the processors
+with the loop and its interpreter, so tokens of which half of the experts miss are run in the real loop
+(`slowed_in_loop`).
+
 Parts are timed alone, and the simulator has constant durations only. So the slow-down is added to the tables of a run:
 the run is simulated, its log says which share of the compute overlaps with transfers, durations grow by that share of
 the slow-down, and this is repeated SETTLING times. Most of the overlap is the compute of experts that hit while others
@@ -10,9 +14,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from policies.core.spec import parse
+from replay.calibration.host_time import half_missing, parts_ns
 from replay.calibration.meter import Meter
+from replay.calibration.pace import Pace, pausing
+from sim.engines.simpy_engine import simulate
 from sim.loop.device import Completion, Kind
+from sim.loop.driver import Driver
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, RunLog
+from sim.loop.run import Run
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE
 
@@ -22,6 +32,14 @@ EXPERTS, TRANSFERS = 16, 3
 
 LEAST, MOST = 1.0, 10.0
 """Of a slow-down: below is noise, and above something else continues."""
+
+EXPOSED = (DEMAND, LATE, BEHIND_PREFETCH)
+"""Stalls in which the link moves bytes and nothing computes."""
+
+FIRST_STEPS = 2
+"""Of the tokens that are run, which miss more."""
+LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 100, 6, 3_000_000_000
+"""Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
 
 Play = Callable[[MeasuredModel], RunLog]
 
@@ -78,6 +96,40 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
     return _factor(took[1] / took[0]), _factor(took[3] / took[2])
 
 
+def slowed_in_loop(
+    meter: Meter, run: Run, model: MeasuredModel, top_k: int, context: int, paces: list[Pace]
+) -> tuple[float, float]:
+    """Return the same factors, of tokens of which half of the experts miss.
+
+    What they take on `model` is simulated. What link and compute are busy beyond that is the slow-down of the time in
+    which both were. paces: gets those of the machine meanwhile.
+    """
+    layers, half = min(run.shape.layers, run.gpu.slots // top_k), top_k // 2
+    if not (layers and half):
+        return LEAST, LEAST
+    alone_ns = parts_ns(model, run.shape.layers, layers * top_k, context) + layers * half * model.transfer_ns
+    steps = FIRST_STEPS + min(max(LOOP_NS // alone_ns, LOOP_AT_LEAST), LOOP_STEPS)
+    request = half_missing(run, top_k, layers, context, steps)
+    mixed = replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
+    measured = Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None))
+    log = simulate(mixed.on(model.timing(), model.link(run.gpu.link.chunk_bytes), None))
+
+    def busy_ns(log: RunLog) -> tuple[int, int]:
+        return int(log.compute_busy_ns[FIRST_STEPS:].sum()), int(log.link_busy_ns[FIRST_STEPS:].sum())
+
+    compute, moving = busy_ns(measured)
+    compute_alone, moving_alone = busy_ns(log)
+    exposed = int(measured.stall_ns[FIRST_STEPS:, list(EXPOSED)].sum())
+    together = min(max(0, moving - exposed), compute)
+    experts = (steps - FIRST_STEPS) * layers * top_k * model.timing().expert_ns(1)
+    more = compute - compute_alone
+    if not together:
+        return LEAST, LEAST
+    of_compute = 1 + more * (experts + more) / (experts * together)
+    of_link = 1 + (moving - moving_alone) / moving_alone * moving / together
+    return _factor(of_compute), _factor(of_link)
+
+
 def felt(model: MeasuredModel, play: Play) -> MeasuredModel:
     """Return the model's tables as the decoded tokens of a run feel them; `play` simulates the run on a model."""
     found = model
@@ -92,7 +144,7 @@ def _slower(model: MeasuredModel, played: MeasuredModel, log: RunLog) -> Measure
     """`model`, slowed by what overlapped in the log of a run on `played`."""
     decoded = log.phase == DECODE
     link, compute = int(log.link_busy_ns[decoded].sum()), int(log.compute_busy_ns[decoded].sum())
-    exposed = int(log.stall_ns[decoded][:, [DEMAND, LATE, BEHIND_PREFETCH]].sum())
+    exposed = int(log.stall_ns[decoded][:, list(EXPOSED)].sum())
     together = min(max(0, link - exposed), compute)
     lookups = sum(int(each[decoded].sum()) for each in (log.hits, log.late, log.misses))
     experts = min(lookups * played.timing().expert_ns(1), compute)

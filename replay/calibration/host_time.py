@@ -21,8 +21,8 @@ FIRST_STEPS = 2
 """Run before them, and not counted."""
 
 BOOKKEEPING = 4
-"""The host adds at most so many times what the driver itself took: where parts take much longer than that, a machine
-that drifts between two measurements shows in the difference, and is not the host."""
+"""The host adds at most so many times what the driver itself took. What a token without a miss takes beyond that is the
+parts', which in the loop take longer than alone; of a token with misses it may be a machine that drifts."""
 
 
 def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context: int) -> MeasuredModel:
@@ -30,8 +30,8 @@ def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context:
 
     Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
     miss, and with a miss the last one's, since transfers hide the others. So both kinds are given as measured. Where
-    the parts alone come to more than the step, the host could not keep ahead of them: they are shortened to what they
-    are together.
+    the parts alone come to more than the step, or to so much less that it cannot be the host's, they are scaled to what
+    they are in the loop, which is what a run does.
     """
     layers, together = run.shape.layers, min(top_k, run.gpu.slots)
     busy_layers = min(layers, run.gpu.slots // together)
@@ -39,9 +39,8 @@ def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context:
     again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
     hit_ns, most_ns = _steps_ns(meter, run, again, parts_ns(model, layers, 0, context))
     alone_ns = parts_ns(model, layers, launches, context)
-    if 0 < alone_ns - hit_ns <= most_ns:
-        model = _shortened(model, hit_ns, alone_ns)
     beyond_ns = min(max(0, hit_ns - alone_ns), most_ns)
+    model = _scaled(model, hit_ns - beyond_ns, alone_ns)
     alone_ns = parts_ns(model, layers, layers, context) + layers * model.transfer_ns
     scarce = run.with_slots(min(run.gpu.slots, layers))
     miss_ns, most_ns = _steps_ns(meter, scarce, never_again, alone_ns)
@@ -62,14 +61,14 @@ def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, toke
     return dense + experts * timing.expert_ns(tokens) + layers * timing.combine_ns(tokens) + timing.head_ns(tokens)
 
 
-def _shortened(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
+def _scaled(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
     """Every part of a decoded token by the same share."""
 
-    def shorter(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    def scaled(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
         return tuple((*row[:-1], row[-1] * to // of) if row[0] == 1 else row for row in rows)
 
-    tables: dict[str, Any] = {key: shorter(getattr(model, key)) for key in TABLES}
-    return replace(model, **tables)
+    tables: dict[str, Any] = {key: scaled(getattr(model, key)) for key in TABLES}
+    return replace(model, **tables) if to != of else model
 
 
 def _steps_ns(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> tuple[int, int]:
@@ -104,3 +103,19 @@ def same_again(run: Run, together: int, busy_layers: int, context: int, steps: i
         experts=np.tile(chosen, steps).astype(np.int64),
         counts=np.ones(steps * len(chosen), np.int64),
     )
+
+
+def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
+    """Decode of tokens of which, with top_k slots for each of the first layers, LRU always has half of the experts.
+
+    Each chooses the same first half, and another second half than the token before.
+    """
+    request = same_again(run, top_k, busy_layers, context, steps)
+    kept = top_k - top_k // 2
+    others = run.shape.experts - kept
+    token, place = np.divmod(np.arange(len(request.experts)), busy_layers * top_k)
+    within, layer = place % top_k, place // top_k
+    turned = kept + (token * (top_k // 2) + within - kept) % others
+    chosen = layer * run.shape.experts + np.where(within < kept, within, turned)
+    each = np.sort(chosen.reshape(-1, top_k), axis=1).ravel()  # ids of a layer ascend
+    return replace(request, experts=each)

@@ -21,7 +21,7 @@ import numpy as np
 
 from policies.core.policy import NO_INTS
 from policies.core.residency import BLOCKED, NO_EXPERT
-from replay.calibration.contention import slowed
+from replay.calibration.contention import slowed, slowed_in_loop
 from replay.calibration.host_time import with_host
 from replay.calibration.meter import AT_LEAST, Meter, rising
 from replay.calibration.pace import Factors, Pace, Paced
@@ -127,9 +127,14 @@ def measure_model(device: Device, run: Run, most_tokens: int, name: str) -> Meas
         ),  # of the experts: it takes their sum away
         head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
     )
-    compute, transfer = slowed(meter, run.gpu.link.expert_bytes, places, transfer_ns, model.expert[0][1])
-    model = replace(model, compute_slowed=compute, transfer_slowed=transfer)
-    return Measurement(with_host(meter, run, model, top_k(run), contexts[0]), mean(meter.spreads), tuple(paces))
+    beside = (1.0, 1.0)
+    if not isinstance(device, Paced):  # slots still hold their own experts
+        beside = slowed(meter, run.gpu.link.expert_bytes, places, transfer_ns, model.expert[0][1])
+    model = with_host(meter, run, model, top_k(run), contexts[0])
+    if isinstance(device, Paced):
+        beside = slowed_in_loop(meter, run, model, top_k(run), contexts[0], paces)
+    model = replace(model, compute_slowed=beside[0], transfer_slowed=beside[1])
+    return Measurement(model, mean(meter.spreads), tuple(paces))
 
 
 def between(models: Sequence[MeasuredModel]) -> MeasuredModel:
