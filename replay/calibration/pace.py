@@ -10,7 +10,7 @@ is scaled by how the two compare. Nothing that the run itself moves or computes 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from sim.loop.log import COLUMNS, StepRow
@@ -21,6 +21,10 @@ PHASE, STEP_NS = COLUMNS.index("phase"), COLUMNS.index("step_ns")
 
 SECONDS = 0.5
 """Of decode steps before the first pause, at least; as many decode steps as they hold lie between all others."""
+
+MOST = 3.0
+"""A pace counts as at most so many times the median: a disk that stands still for a second in one pause of thirty would
+else stand still, in the prediction, for half of the run."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -75,7 +79,7 @@ class Factors:
         if not calibrated or not run:
             return Factors()
         found = []
-        for then, now in zip(zip(*calibrated, strict=True), zip(*run, strict=True), strict=True):
+        for then, now in zip(_settled(calibrated), _settled(run), strict=True):
             error = stdev(now) / sqrt(len(now)) if len(now) > 1 else 0.0
             found.append((fmean(now) + errors * error) / fmean(then))
         return Factors(*found)
@@ -88,3 +92,8 @@ class Factors:
         transfer, latency = round(model.transfer_ns * self.reads), round(model.latency_ns * self.reads)
         launch = max(model.launch_ns, -tables["expert"][0][-1])
         return replace(model, transfer_ns=transfer, latency_ns=min(latency, transfer), launch_ns=launch, **tables)
+
+
+def _settled(paces: Sequence[Pace]) -> list[list[float]]:
+    """Return the reads of all paces, then their computes, those that are far beyond the median cut down."""
+    return [[min(each, MOST * median(of)) for each in of] for of in zip(*paces, strict=True)]

@@ -211,6 +211,8 @@ def test_factors_are_how_the_pace_of_a_run_compares_and_scale_what_was_measured(
     assert Factors.of(then, now) == Factors(1.5, 0.5)
     assert Factors.of(then, now, 1.0).reads == pytest.approx((30 + 10) / 20)  # 10: sd 14.1 over the root of 2
     assert Factors.of([], now) == Factors.of(then, []) == Factors()
+    standing_still = [*then, *then, Pace(10**9, 10**9)]
+    assert Factors.of(then, standing_still).reads == Factors.of(then, [*then, *then, Pace(90.0, 4.0)]).reads
     known = measured_machine(chosen("lru").loaded, turnaround_ns=7).measured
     assert known
     scaled = Factors(1.5, 0.5).scale(known)
