@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.calibration.contention import slowed
-from replay.calibration.host_time import FIRST_STEPS, same_again
+from replay.calibration.contention import felt, slowed, slowed_in_loop
+from replay.calibration.host_time import FIRST_STEPS, half_missing, parts_ns, same_again, with_host
 from replay.calibration.measure import (
     _pumped,
     decoded_contexts,
@@ -36,7 +36,9 @@ from sim.engines.engine import AUTO, simulate
 from sim.engines.simpy_engine import COMPUTE, SimpyDevice
 from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.driver import play
+from sim.loop.log import RunLog
 from sim.loop.run import Run
+from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing
 from sim.sweeps.setup import Requests
@@ -287,6 +289,58 @@ def test_the_time_to_submit_compute_does_not_count_as_a_transfers() -> None:
         device._arrival_ns[place] = 0
     _, transfer = slowed(Meter(device), size, 8, transfer_ns=314_573, expert_ns=4_300)
     assert 1 <= transfer < 1.1
+
+
+@pytest.mark.parametrize("top_k", [2, 3, 5])
+def test_half_of_the_experts_of_each_token_miss(top_k: int) -> None:
+    plan = plan_of()
+    request = half_missing(plan, top_k, LAYERS, context=3, steps=9)
+    mixed = replace(plan.with_slots(LAYERS * top_k), requests=[request])
+    log = play(mixed, SimpyDevice(TIMING, LINK))
+    assert log.misses[FIRST_STEPS:].tolist() == [LAYERS * (top_k // 2)] * 7
+    assert log.hits[FIRST_STEPS:].tolist() == [LAYERS * (top_k - top_k // 2)] * 7
+
+
+@pytest.mark.parametrize(("compute", "transfer"), [(1.0, 1.0), (1.4, 1.0), (1.0, 1.2), (1.5, 1.3)])
+def test_a_slow_down_found_in_the_loop_predicts_what_was_run(compute: float, transfer: float) -> None:
+    """Experts and transfers take longer than alone, and most of them are beside each other."""
+    layers, experts, together = 4, 16, 4
+    requests = Requests(synthetic(2, 40, layers, experts, together, seed=3))
+    plan = run_of(requests, Shape(layers, experts), 16, parse("lru"), 400, experts_per_layer=1.0)
+    timing, link = FixedTiming(3_000, 40_000, 0, 300, 11_000), Link(0, 200, 1, 400)
+    model = measure_model(SimpyDevice(timing, link), plan, 1, "m").model
+    slow = SimpyDevice(replace(timing, expert=round(40_000 * compute)), Link(0, round(200 * transfer), 1, 400))
+    found = slowed_in_loop(Meter(slow), plan, model, together, 3, [])
+    assert [factor > 1 for factor in found] == [compute > 1, transfer > 1]
+    model = replace(model, compute_slowed=found[0], transfer_slowed=found[1])
+    mixed = replace(plan, requests=[half_missing(plan, together, layers, context=3, steps=20)])
+    played = play(mixed, slow).step_ns[FIRST_STEPS:].mean()
+
+    def predicted(model: MeasuredModel) -> RunLog:
+        return simulate(AUTO, mixed.on(model.timing(), model.link(), 1.0))
+
+    assert predicted(felt(model, predicted)).step_ns[FIRST_STEPS:].mean() == pytest.approx(played, rel=0.03)
+
+
+class KnowsItsHost(SimpyDevice):
+    """The host spends time in its calls, as in those of a real device."""
+
+    inside_ns = 1
+
+
+@pytest.mark.parametrize("longer", [0.8, 1.0, 1.7])
+def test_parts_are_scaled_to_what_they_take_in_the_loop(longer: float) -> None:
+    """What the driver took cannot explain such a difference."""
+    plan, unit = plan_of(6), 10**9
+    timing, link = FixedTiming(11 * unit, 5 * unit, 0, 3 * unit, 7 * unit), Link(0, unit, 1, LINK.expert_bytes)
+    model = replace(measure_model(SimpyDevice(timing, link), plan, 1, "m").model)
+    loop = FixedTiming(
+        *(round(longer * each) for each in (timing.dense, timing.expert, 0, timing.combine, timing.head))
+    )
+    found = with_host(Meter(KnowsItsHost(loop, link)), plan, model, TOP_K, 3)
+    in_loop = longer * parts_ns(model, LAYERS, LAYERS * TOP_K, 3)
+    launches = LAYERS * (found.turnaround_ns + TOP_K * found.launch_ns)
+    assert parts_ns(found, LAYERS, LAYERS * TOP_K, 3) + launches == pytest.approx(in_loop, rel=1e-3)
 
 
 def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
