@@ -4,7 +4,8 @@ A shared machine drifts within seconds, a calibration before a run and one behin
 every SECONDS the run's clock stops at the end of a step, once nothing is under way, and the device reports its pace.
 The same number of decode steps lies between any two pauses: so the mean of their paces is that of the work, slow
 periods having as many pauses a step as others. The calibrations take the pace in the same way, and what they measured
-is scaled by how the two compare. Nothing that the run itself moves or computes is used: a prediction stays one.
+is scaled by how the two compare, as far as that is more than noise. Nothing that the run itself moves or computes is
+used: a prediction stays one.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,9 @@ SECONDS = 0.5
 MOST = 3.0
 """A pace counts as at most so many times the median: a disk that stands still for a second in one pause of thirty would
 else stand still, in the prediction, for half of the run."""
+
+NOISE = 0.04
+"""By what share mean paces of a run and of its calibrations differ on a machine that does not change its speed."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -75,13 +79,18 @@ class Factors:
 
     @staticmethod
     def of(calibrated: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
-        """Return those of a run's mean pace, and so many standard errors above it; 1 where either is not known."""
+        """Return those of a run's mean pace, and so many standard errors above it; 1 where either is not known.
+
+        Of what they differ from 1, noise is taken off as James and Stein's estimator does: all of it up to NOISE, and
+        the less the more they differ.
+        """
         if not calibrated or not run:
             return Factors()
         found = []
         for then, now in zip(_settled(calibrated), _settled(run), strict=True):
             error = stdev(now) / sqrt(len(now)) if len(now) > 1 else 0.0
-            found.append((fmean(now) + errors * error) / fmean(then))
+            beyond = (fmean(now) + errors * error) / fmean(then) - 1
+            found.append(1 + beyond * max(0.0, 1 - (NOISE / beyond) ** 2) if beyond else 1.0)
         return Factors(*found)
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:

@@ -19,7 +19,7 @@ import pytest
 from policies.core.spec import parse
 from replay import cli
 from replay.calibration.measure import Around, Measurement, between
-from replay.calibration.pace import Factors, Pace
+from replay.calibration.pace import NOISE, Factors, Pace
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
 from replay.comparison.errors import DECIDED
@@ -198,8 +198,10 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         assert found.figures()["predicted_interval_ms"] == (low, high)
         if reads:
             slowed = dataclasses.replace(between([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
-            assert around.during.transfer_ns == round(reads * slow.measured.transfer_ns)
-            assert around.slowest.transfer_ns == pytest.approx(around.during.transfer_ns * (1 + 0.1 / reads * reads))
+            factors = [Factors.of((*before.paces, *after.paces), paces, errors).reads for errors in (0.0, 1.0)]
+            expected = [round(factor * slow.measured.transfer_ns) for factor in factors]
+            assert [around.during.transfer_ns, around.slowest.transfer_ns] == expected
+            assert 1 < factors[0] < reads < factors[1]
             assert dataclasses.replace(around.during, transfer_ns=0, latency_ns=0) == slowed
             assert middle > by_slow
         else:
@@ -208,8 +210,10 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
 
 def test_factors_are_how_the_pace_of_a_run_compares_and_scale_what_was_measured() -> None:
     then, now = [Pace(10.0, 4.0), Pace(30.0, 4.0)], [Pace(40.0, 2.0), Pace(20.0, 2.0)]
-    assert Factors.of(then, now) == Factors(1.5, 0.5)
-    assert Factors.of(then, now, 1.0).reads == pytest.approx((30 + 10) / 20)  # 10: sd 14.1 over the root of 2
+    assert Factors.of(then, now) == Factors(1.5 - NOISE**2 / 0.5, 0.5 + NOISE**2 / 0.5)
+    above = (30 + 10) / 20 - 1  # 10: sd 14.1 over the root of 2
+    assert Factors.of(then, now, 1.0).reads == pytest.approx(1 + above - NOISE**2 / above)
+    assert Factors.of(then, [Pace(20.0 * (1 + NOISE / 2), 4.0 * (1 - NOISE / 2))]) == Factors()
     assert Factors.of([], now) == Factors.of(then, []) == Factors()
     standing_still = [*then, *then, Pace(10**9, 10**9)]
     assert Factors.of(then, standing_still).reads == Factors.of(then, [*then, *then, Pace(90.0, 4.0)]).reads
