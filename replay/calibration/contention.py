@@ -38,7 +38,7 @@ EXPOSED = (DEMAND, LATE, BEHIND_PREFETCH)
 
 FIRST_STEPS = 2
 """Of the tokens that are run, which miss more."""
-LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 100, 6, 3_000_000_000
+LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 40, 6, 3_000_000_000
 """Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
 
 Play = Callable[[MeasuredModel], RunLog]
@@ -121,11 +121,12 @@ def slowed_in_loop(
     compute_alone, moving_alone = busy_ns(log)
     exposed = int(measured.stall_ns[FIRST_STEPS:, list(EXPOSED)].sum())
     together = min(max(0, moving - exposed), compute)
-    experts = (steps - FIRST_STEPS) * layers * top_k * model.timing().expert_ns(1)
+    computes = (steps - FIRST_STEPS) * layers * top_k
+    experts, launched = computes * model.expert[0][1], computes * model.timing().expert_ns(1)
     more = compute - compute_alone
-    if not together:
+    if not (together and experts and moving_alone):
         return LEAST, LEAST
-    of_compute = 1 + more * (experts + more) / (experts * together)
+    of_compute = 1 + more * (launched + more) / (experts * together)
     of_link = 1 + (moving - moving_alone) / moving_alone * moving / together
     return _factor(of_compute), _factor(of_link)
 
