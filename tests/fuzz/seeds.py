@@ -172,7 +172,7 @@ def texts(folder: Path) -> Iterator[tuple[str, bytes]]:
     record.begin(device="cpu", machine="a", copy_gb_per_s=1.5)
     record.put("k", {"model": "m", "measured": {"tpot_mean_ms": 1.0}, "errors": {"tpot_mean": 0.5}})
     yield "compare-json", (folder / "compare.json").read_bytes()
-    checked = json.loads((ROOT / "replay" / "results" / "disk-2026-11-22.json").read_text())
+    checked = json.loads((ROOT / "replay" / "results" / "disk-2026-11-23.json").read_text())
     told = [cell for cell in checked["cells"] if cell.get("predicted")][:1]
     told += [cell for cell in checked["cells"] if "predicted" not in cell][:1]
     yield "check-json", json.dumps({**checked, "cells": told}).encode()
