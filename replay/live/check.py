@@ -65,7 +65,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @dataclass(frozen=True)
 class Check:
-    """What is checked. `model`: a profile, whose weights are written below `folder`, one file at a time."""
+    """What is checked. `model`: a profile, whose weights are written below `folder` and removed behind each part."""
 
     record: Record
     folder: Path
