@@ -10,7 +10,7 @@ used: a prediction stays one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import hypot, sqrt
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -27,8 +27,9 @@ MOST = 3.0
 """A pace counts as at most so many times the median: a disk that stands still for a second in one pause of thirty would
 else stand still, in the prediction, for half of the run."""
 
-NOISE = 0.04
-"""By what share mean paces of a run and of its calibrations differ on a machine that does not change its speed."""
+NOISE = 0.02, 0.04
+"""By what share mean paces of a run and of its calibrations differ, of reads and of computes, besides what their own
+repeats show, on a machine that does not change its speed."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -81,16 +82,17 @@ class Factors:
     def of(calibrated: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
         """Return those of a run's mean pace, and so many standard errors above it; 1 where either is not known.
 
-        Of what they differ from 1, noise is taken off as James and Stein's estimator does: all of it up to NOISE, and
-        the less the more they differ.
+        Of what they differ from 1, noise is taken off as James and Stein's estimator does: all of it up to the noise,
+        and the less the more they differ. The noise is NOISE and the standard errors of both means.
         """
         if not calibrated or not run:
             return Factors()
         found = []
-        for then, now in zip(_settled(calibrated), _settled(run), strict=True):
-            error = stdev(now) / sqrt(len(now)) if len(now) > 1 else 0.0
-            beyond = (fmean(now) + errors * error) / fmean(then) - 1
-            found.append(1 + beyond * max(0.0, 1 - (NOISE / beyond) ** 2) if beyond else 1.0)
+        for least, then, now in zip(NOISE, _settled(calibrated), _settled(run), strict=True):
+            error = _error(now)
+            beyond = fmean(now) * (1 + errors * error) / fmean(then) - 1
+            noise = hypot(least, error, _error(then))
+            found.append(1 + beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 1.0)
         return Factors(*found)
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:
@@ -106,3 +108,8 @@ class Factors:
 def _settled(paces: Sequence[Pace]) -> list[list[float]]:
     """Return the reads of all paces, then their computes, those that are far beyond the median cut down."""
     return [[min(each, MOST * median(of)) for each in of] for of in zip(*paces, strict=True)]
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean, as a share of it; 0 of a single value."""
+    return stdev(values) / sqrt(len(values)) / fmean(values) if len(values) > 1 else 0.0

@@ -209,11 +209,17 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
 
 
 def test_factors_are_how_the_pace_of_a_run_compares_and_scale_what_was_measured() -> None:
-    then, now = [Pace(10.0, 4.0), Pace(30.0, 4.0)], [Pace(40.0, 2.0), Pace(20.0, 2.0)]
-    assert Factors.of(then, now) == Factors(1.5 - NOISE**2 / 0.5, 0.5 + NOISE**2 / 0.5)
-    above = (30 + 10) / 20 - 1  # 10: sd 14.1 over the root of 2
-    assert Factors.of(then, now, 1.0).reads == pytest.approx(1 + above - NOISE**2 / above)
-    assert Factors.of(then, [Pace(20.0 * (1 + NOISE / 2), 4.0 * (1 - NOISE / 2))]) == Factors()
+    then, now = [Pace(19.0, 4.0), Pace(21.0, 4.0)], [Pace(28.0, 2.0), Pace(32.0, 2.0)]
+    of_reads, of_computes = NOISE
+    off = of_reads**2 + (1 / 20) ** 2 + (2 / 30) ** 2  # standard errors: 1 of 20, 2 of 30
+    found = Factors.of(then, now)
+    assert found.reads == pytest.approx(1.5 - off / 0.5)
+    assert found.computes == pytest.approx(0.5 + of_computes**2 / 0.5)
+    above = (30 + 2) / 20 - 1
+    assert Factors.of(then, now, 1.0).reads == pytest.approx(1 + above - off / above)
+    one_of_twelve = [*[Pace(20.0, 4.0)] * 11, Pace(60.0, 4.0)]
+    assert 1 < Factors.of([Pace(20.0, 4.0)] * 12, one_of_twelve).reads < 1.05 < (11 * 20 + 60) / 12 / 20
+    assert Factors.of(then, [Pace(20.0 * (1 + of_reads / 2), 4.0 * (1 - of_computes / 2))]) == Factors()
     assert Factors.of([], now) == Factors.of(then, []) == Factors()
     standing_still = [*then, *then, Pace(10**9, 10**9)]
     assert Factors.of(then, standing_still).reads == Factors.of(then, [*then, *then, Pace(90.0, 4.0)]).reads
