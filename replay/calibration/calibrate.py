@@ -18,7 +18,8 @@ import torch
 from policies.core.spec import PolicySpec, parse
 from replay.calibration import toml
 from replay.calibration.host_time import parts_ns
-from replay.calibration.measure import Measurement, between, measure_model, middle, policy_ns, top_k
+from replay.calibration.measure import Measurement, middle, one_pass, policy_ns, settled
+from replay.calibration.parts import top_k
 from replay.calibration.rates import Rates, host_gib, rates
 from replay.devices.gpu import Gpu
 from replay.model.network import dtype_of
@@ -63,14 +64,14 @@ class Found:
 
     facts: Row = field(default_factory=dict)
     rates: list[Rates] = field(default_factory=list)
-    models: dict[str, list[Measurement]] = field(default_factory=dict)
+    models: dict[str, MeasuredModel] = field(default_factory=dict)
+    passes: dict[str, list[Measurement]] = field(default_factory=dict)  # by model: what each pass alone comes to
     shapes: dict[str, tuple[int, int]] = field(default_factory=dict)  # by model: layers, top-k
     costs: dict[str, dict[str, float]] = field(default_factory=dict)  # by model, then policy: us an event
 
     def settled(self, name: str) -> MeasuredModel:
-        """The model's medians over the passes."""
-        found = between([each.model for each in self.models[name]])
-        return replace(found, predictor_us=self.costs.get(name, {}))
+        """The model with what policies cost."""
+        return replace(self.models[name], predictor_us=self.costs.get(name, {}))
 
     def disagreement(self) -> tuple[float, str]:
         """By what share passes differ at most, and in what."""
@@ -79,7 +80,7 @@ class Found:
             "memory bandwidth": [each.memory_gb_per_s for each in self.rates],
             "matmul rate": [each.compute_tflop_per_s for each in self.rates],
         }
-        for name, passes in self.models.items():
+        for name, passes in self.passes.items():
             series[f"a transfer of {name}"] = [each.model.transfer_ns for each in passes]
             steps = [steps_ns(each.model, self.shapes[name]) for each in passes]
             for what in steps[0]:
@@ -209,11 +210,12 @@ def add_model(
     profile, run = choice.loaded.profile, choice.run
     assert profile
     name = profile.name
-    measured = []
+    taken = []
     for number in range(1, passes + 1):
         told(f"{name}: pass {number} of {passes}")
-        measured.append(measure_model(device, run, choice.most_tokens, name))
-    found.shapes[name], found.models[name], found.costs[name] = (run.shape.layers, top_k(run)), measured, {}
+        taken.append(one_pass(device, run, choice.most_tokens, name))
+    found.shapes[name], found.costs[name] = (run.shape.layers, top_k(run)), {}
+    found.models[name], found.passes[name] = settled(run, taken).model, [settled(run, [each]) for each in taken]
     model = found.settled(name)
     run = choice.on(model.timing(), model.link())
     for policy in policies:
@@ -277,6 +279,6 @@ def _told(found: Found, each: Mapping[str, Any]) -> dict[str, Any]:
         **each["curves"],
         "noise": {
             name: round(max(one.noise for one in passes), 5)  # of single repeats, in the mean over all figures
-            for name, passes in found.models.items()
+            for name, passes in found.passes.items()
         },
     }

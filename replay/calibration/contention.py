@@ -2,7 +2,7 @@
 
 On a GPU they share its memory's bandwidth, and are timed together (`slowed`). On a CPU they also share the processors
 with the loop and its interpreter, so tokens of which half of the experts miss are run in the real loop
-(`slowed_in_loop`).
+(`half_missing_in_loop`), and what follows from them is computed (`slowed_by`).
 
 Parts are timed alone, and the simulator has constant durations only. So the slow-down is added to the tables of a run:
 the run is simulated, its log says which share of the compute overlaps with transfers, durations grow by that share of
@@ -11,7 +11,7 @@ of the same event are transferred; the rest is the compute of dense parts during
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from policies.core.spec import parse
@@ -36,10 +36,12 @@ LEAST, MOST = 1.0, 10.0
 EXPOSED = (DEMAND, LATE, BEHIND_PREFETCH)
 """Stalls in which the link moves bytes and nothing computes."""
 
-FIRST_STEPS = 2
-"""Of the tokens that are run, which miss more."""
-LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 40, 6, 3_000_000_000
-"""Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
+FIRST_STEPS = 1
+"""Of the tokens that are run, which misses more."""
+LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 40, 6, 5_000_000_000
+"""Tokens that are run in all passes: as many as take LOOP_NS, but not fewer, nor more."""
+SIMULATED = FIRST_STEPS + 4
+"""Of them that are simulated: there each is as long as the one before."""
 
 Play = Callable[[MeasuredModel], RunLog]
 
@@ -96,39 +98,72 @@ def slowed(meter: Meter, expert_bytes: int, places: int, transfer_ns: int, exper
     return _factor(took[1] / took[0]), _factor(took[3] / took[2])
 
 
-def slowed_in_loop(
-    meter: Meter, run: Run, model: MeasuredModel, top_k: int, context: int, paces: list[Pace]
-) -> tuple[float, float]:
-    """Return the same factors, of tokens of which half of the experts miss.
+@dataclass(frozen=True)
+class Mixed:
+    """A token of which half of the experts miss, in the real loop: the means of what is busy, and for how long."""
 
-    What they take on `model` is simulated. What link and compute are busy beyond that is the slow-down of the time in
-    which both were. paces: gets those of the machine meanwhile.
+    compute_ns: int
+    link_ns: int
+    exposed_ns: int  # of the link's, nothing computes
+
+    @staticmethod
+    def of(log: RunLog) -> "Mixed":
+        """Return those of a run of such tokens."""
+        counted = slice(FIRST_STEPS, None)
+        exposed = log.stall_ns[counted, list(EXPOSED)].sum(axis=1)
+        each = (log.compute_busy_ns[counted], log.link_busy_ns[counted], exposed)
+        return Mixed(*(round(ns.mean()) for ns in each))
+
+
+def half_missing_in_loop(
+    meter: Meter, run: Run, alone: MeasuredModel, top_k: int, context: int, paces: list[Pace]
+) -> Mixed | None:
+    """Run such tokens; None where there are too few slots or experts.
+
+    paces: gets those of the machine meanwhile.
     """
-    layers, half = min(run.shape.layers, run.gpu.slots // top_k), top_k // 2
+    layers, half = _mixed(run, top_k)
     if not (layers and half):
-        return LEAST, LEAST
-    alone_ns = parts_ns(model, run.shape.layers, layers * top_k, context) + layers * half * model.transfer_ns
-    steps = FIRST_STEPS + min(max(LOOP_NS // alone_ns, LOOP_AT_LEAST), LOOP_STEPS)
-    request = half_missing(run, top_k, layers, context, steps)
-    mixed = replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
-    measured = Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None))
-    log = simulate(mixed.on(model.timing(), model.link(run.gpu.link.chunk_bytes), None))
+        return None
+    about_ns = parts_ns(alone, run.shape.layers, layers * top_k, context) + layers * half * alone.transfer_ns
+    number = min(max(LOOP_NS // about_ns, LOOP_AT_LEAST), LOOP_STEPS)
+    steps = FIRST_STEPS + -(-number // meter.passes)
+    mixed = _half_missing_run(run, top_k, context, steps)
+    return Mixed.of(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
 
-    def busy_ns(log: RunLog) -> tuple[int, int]:
-        return int(log.compute_busy_ns[FIRST_STEPS:].sum()), int(log.link_busy_ns[FIRST_STEPS:].sum())
 
-    compute, moving = busy_ns(measured)
-    compute_alone, moving_alone = busy_ns(log)
-    exposed = int(measured.stall_ns[FIRST_STEPS:, list(EXPOSED)].sum())
-    together = min(max(0, moving - exposed), compute)
-    computes = (steps - FIRST_STEPS) * layers * top_k
+def slowed_by(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int, context: int) -> MeasuredModel:
+    """Return the model with its slow-down: what link and compute are busy beyond what is simulated without.
+
+    Where the link is busy for less, transfers were slower alone than they are in the loop, and are scaled.
+    """
+    layers, _ = _mixed(run, top_k)
+    tokens, link = _half_missing_run(run, top_k, context, SIMULATED), model.link(run.gpu.link.chunk_bytes)
+    alone = Mixed.of(simulate(tokens.on(model.timing(), link, None)))
+    together = min(max(0, mixed.link_ns - mixed.exposed_ns), mixed.compute_ns)
+    computes = layers * top_k
     experts, launched = computes * model.expert[0][1], computes * model.timing().expert_ns(1)
-    more = compute - compute_alone
-    if not (together and experts and moving_alone):
-        return LEAST, LEAST
+    more = mixed.compute_ns - alone.compute_ns
+    if not (together and experts and alone.link_ns):
+        return model
     of_compute = 1 + more * (launched + more) / (experts * together)
-    of_link = 1 + (moving - moving_alone) / moving_alone * moving / together
-    return _factor(of_compute), _factor(of_link)
+    of_link = 1 + (mixed.link_ns - alone.link_ns) / alone.link_ns * mixed.link_ns / together
+    if mixed.link_ns < alone.link_ns:
+        transfer, latency = (ns * mixed.link_ns // alone.link_ns for ns in (model.transfer_ns, model.latency_ns))
+        model = replace(model, transfer_ns=transfer, latency_ns=latency)
+    return replace(model, compute_slowed=_factor(of_compute), transfer_slowed=_factor(of_link))
+
+
+def _mixed(run: Run, top_k: int) -> tuple[int, int]:
+    """Return how many layers of such a token have experts, and how many of these miss."""
+    return min(run.shape.layers, run.gpu.slots // top_k), top_k // 2
+
+
+def _half_missing_run(run: Run, top_k: int, context: int, steps: int) -> Run:
+    """One request of such tokens, for LRU with just the slots that they need."""
+    layers, _ = _mixed(run, top_k)
+    request = half_missing(run, top_k, layers, context, steps)
+    return replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
 
 
 def felt(model: MeasuredModel, play: Play) -> MeasuredModel:

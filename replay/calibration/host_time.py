@@ -1,7 +1,7 @@
 """What the host adds to a decoded token: tokens run in the real loop, less what their parts take alone."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,8 +16,8 @@ from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
 LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 192, 4, 400_000_000
-"""Tokens that are run: as many as take LOOP_NS, but not fewer, nor more."""
-FIRST_STEPS = 2
+"""Tokens that are run in all passes: as many as take LOOP_NS, but not fewer, nor more."""
+FIRST_STEPS = 1
 """Run before them, and not counted."""
 
 BOOKKEEPING = 4
@@ -25,26 +25,40 @@ BOOKKEEPING = 4
 parts', which in the loop take longer than alone; of a token with misses it may be a machine that drifts."""
 
 
-def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context: int) -> MeasuredModel:
-    """The host's part, by two kinds of decoded tokens: all that they need is there, and none of it is.
+@dataclass(frozen=True)
+class Token:
+    """A decoded token in the real loop, in the mean."""
+
+    step_ns: int
+    most_host_ns: int  # what the host can have added to it
+
+
+def tokens_in_loop(meter: Meter, run: Run, alone: MeasuredModel, top_k: int, context: int) -> tuple[Token, Token]:
+    """Run tokens of two kinds: all that they need is there, and none of it is."""
+    layers, (busy_layers, together) = run.shape.layers, _launched(run, top_k)
+    again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
+    about_ns = parts_ns(alone, layers, busy_layers * together, context)
+    hit = _token(meter, run, again, about_ns)
+    scarce = run.with_slots(min(run.gpu.slots, layers))
+    about_ns = parts_ns(alone, layers, layers, context) + layers * alone.transfer_ns
+    return hit, _token(meter, scarce, never_again, about_ns)
+
+
+def with_host(model: MeasuredModel, run: Run, top_k: int, context: int, hit: Token, missing: Token) -> MeasuredModel:
+    """Return the model with what the host adds to tokens of both kinds.
 
     Beyond the sum of its parts a layer takes the turnaround, and a launch for each expert: `together` of them with no
     miss, and with a miss the last one's, since transfers hide the others. So both kinds are given as measured. Where
     the parts alone come to more than the step, or to so much less that it cannot be the host's, they are scaled to what
     they are in the loop, which is what a run does.
     """
-    layers, together = run.shape.layers, min(top_k, run.gpu.slots)
-    busy_layers = min(layers, run.gpu.slots // together)
+    layers, (busy_layers, together) = run.shape.layers, _launched(run, top_k)
     launches = busy_layers * together
-    again, never_again = partial(same_again, run, together, busy_layers, context), partial(_never_again, run, context)
-    hit_ns, most_ns = _steps_ns(meter, run, again, parts_ns(model, layers, 0, context))
     alone_ns = parts_ns(model, layers, launches, context)
-    beyond_ns = min(max(0, hit_ns - alone_ns), most_ns)
-    model = _scaled(model, hit_ns - beyond_ns, alone_ns)
+    beyond_ns = min(max(0, hit.step_ns - alone_ns), hit.most_host_ns)
+    model = _scaled(model, hit.step_ns - beyond_ns, alone_ns)
     alone_ns = parts_ns(model, layers, layers, context) + layers * model.transfer_ns
-    scarce = run.with_slots(min(run.gpu.slots, layers))
-    miss_ns, most_ns = _steps_ns(meter, scarce, never_again, alone_ns)
-    missing_ns = max(min(miss_ns - alone_ns, most_ns), -most_ns)
+    missing_ns = max(min(missing.step_ns - alone_ns, missing.most_host_ns), -missing.most_host_ns)
     if top_k == 1 and launches == layers:  # one expert of each layer, there or not: hits tell what a layer takes
         return replace(model, turnaround_ns=beyond_ns // layers)
     if launches <= layers:  # so few slots that hardly a token misses nothing
@@ -52,6 +66,12 @@ def with_host(meter: Meter, run: Run, model: MeasuredModel, top_k: int, context:
     launch_ns = (beyond_ns - missing_ns) // (launches - layers)
     launch_ns = min(max(launch_ns, -model.expert[0][1]), beyond_ns // launches)
     return replace(model, turnaround_ns=(beyond_ns - launches * launch_ns) // layers, launch_ns=launch_ns)
+
+
+def _launched(run: Run, top_k: int) -> tuple[int, int]:
+    """Return how many layers of a token without a miss have experts, and how many each."""
+    together = min(top_k, run.gpu.slots)
+    return min(run.shape.layers, run.gpu.slots // together), together
 
 
 def parts_ns(model: MeasuredModel, layers: int, experts: int, context: int, tokens: int = 1) -> int:
@@ -71,15 +91,15 @@ def _scaled(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
     return replace(model, **tables) if to != of else model
 
 
-def _steps_ns(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> tuple[int, int]:
-    """One of the steps in the real loop, the first few not counted; and what the host can have added to it."""
+def _token(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> Token:
+    """Run such tokens in the real loop; the first few do not count."""
     number = min(max(LOOP_NS // max(about_ns, 1), LOOP_AT_LEAST), LOOP_STEPS)
-    request = steps(FIRST_STEPS + number)
+    request = steps(FIRST_STEPS + -(-number // meter.passes))
     driver = Driver(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
     log = driver.run(lambda row: None)
     found = meter.settled(log.step_ns[FIRST_STEPS:].tolist())
     counts = meter.device.inside_ns > 0  # else it has a clock of its own
-    return found, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST
+    return Token(found, BOOKKEEPING * driver.outside_ns // len(log.step_ns) if counts else MOST)
 
 
 def _never_again(run: Run, context: int, steps: int) -> RequestSteps:

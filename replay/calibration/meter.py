@@ -31,8 +31,10 @@ LONGEST_NS, MOST_REPEATS = 2 * ENOUGH_NS, 16
 class Meter:
     """Times work on a device; `spreads` holds, for each figure, how far its repeats lie from their median."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, passes: int = 1) -> None:
+        """passes: share the time of a figure, each with a meter of its own."""
         self.device = device
+        self.passes = passes
         self.spreads: list[float] = []
         self._submitting_ns = 0  # of the host, the latest series
 
@@ -57,7 +59,7 @@ class Meter:
     def repeated(self, series: Callable[[], int], length: int, at_least: int = AT_LEAST) -> int:
         """Return the mean of what `series` returns: ns of one of the `length` that it times."""
         took: list[int] = []
-        while len(took) < at_least or not _is_sure(took, length):
+        while len(took) < at_least or not self._is_sure(took, length):
             took.append(series())
         return self.settled(took)
 
@@ -66,6 +68,15 @@ class Meter:
         mean = fmean(took)
         self.spreads.append(median_low([abs(each - mean) for each in took]) / max(mean, 1))
         return round(mean)
+
+    def _is_sure(self, took: Sequence[int], length: int) -> bool:
+        """Whether repeats suffice."""
+        spent_ns = sum(took) * length * self.passes
+        if len(took) < AT_LEAST or (len(took) * self.passes < REPEATS and spent_ns < ENOUGH_NS):
+            return False
+        if stdev(took) <= SURE * fmean(took) * sqrt(len(took) * self.passes):
+            return True
+        return spent_ns >= max(LONGEST_NS, MOST_REPEATS * fmean(took) * length)
 
     @cached_property
     def _head_ns(self) -> int:
@@ -91,16 +102,6 @@ class Meter:
     def _await(self, completions: int) -> None:
         for _ in range(completions):
             self.device.next_completion()
-
-
-def _is_sure(took: Sequence[int], length: int) -> bool:
-    """Whether repeats suffice."""
-    spent_ns = sum(took) * length
-    if len(took) < AT_LEAST or (len(took) < REPEATS and spent_ns < ENOUGH_NS):
-        return False
-    if stdev(took) <= SURE * fmean(took) * sqrt(len(took)):
-        return True
-    return spent_ns >= max(LONGEST_NS, MOST_REPEATS * fmean(took) * length)
 
 
 def rising(took: Sequence[int]) -> list[int]:

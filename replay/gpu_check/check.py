@@ -169,7 +169,7 @@ class Check:
 
     def _noise(self) -> float:
         """By how much passes of the calibration and repeats in them differ: closer policies need not be told apart."""
-        spreads = [one.noise for passes in self.found.models.values() for one in passes]
+        spreads = [one.noise for passes in self.found.passes.values() for one in passes]
         return max([self.found.disagreement()[0] if self.found.rates else 0.0, *spreads])
 
     def _tell_profile(self) -> None:
@@ -274,7 +274,8 @@ class Check:
         assert profile
         if profile.name in self._known:  # its finished cells were predicted so
             known = self._known[profile.name]
-            self.found.models[profile.name] = [Measurement(known, noise=0.0)]
+            self.found.models[profile.name] = known
+            self.found.passes[profile.name] = [Measurement(known, noise=0.0)]
             self.found.shapes[profile.name] = profile.moe_layers, profile.top_k
             self.found.costs[profile.name] = dict(known.predictor_us)
         else:

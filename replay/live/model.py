@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from policies.core.policy import NO_INTS
-from replay.calibration.measure import CYCLE_BYTES, transfers
 from replay.calibration.meter import Meter
+from replay.calibration.parts import CYCLE_BYTES, transfers
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of

@@ -112,7 +112,8 @@ def found_of(*models: measured.MeasuredModel, rates=(RATES, RATES)) -> Found:
     return Found(
         facts={"device_name": "Somebody's CPU", "driver": None, "torch": "2", "host_pinned": False, "host_experts": 3},
         rates=list(rates),
-        models={"tiny": [Measurement(model, noise) for model, noise in zip(models, (0.01, 0.02, 0.005), strict=False)]},
+        models={"tiny": middle(models)},
+        passes={"tiny": [Measurement(model, noise) for model, noise in zip(models, (0.01, 0.02, 0.005), strict=False)]},
         shapes={"tiny": (3, 2)},
         costs={"tiny": {"lru": 0.0, "lru+popular:n=2": 3.25}},
     )
@@ -274,7 +275,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[measured.MeasuredModel]:
     passes = [replace(MODEL, model="demo-olmoe", expert_bytes=49_152)] * 2
     given = iter(range(100))
     monkeypatch.setattr(calibrate, "rates", lambda device: RATES)
-    monkeypatch.setattr(calibrate, "measure_model", lambda *_: Measurement(passes[next(given)], 0.0))
+    monkeypatch.setattr(calibrate, "one_pass", lambda *_: passes[next(given)])
+    monkeypatch.setattr(calibrate, "settled", lambda run, taken: Measurement(middle(taken), 0.0))
     monkeypatch.setattr(calibrate, "policy_ns", lambda *_: 1_000)
     return passes
 

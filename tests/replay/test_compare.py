@@ -18,7 +18,7 @@ import pytest
 
 from policies.core.spec import parse
 from replay import cli
-from replay.calibration.measure import Around, Measurement, between
+from replay.calibration.measure import Around, Measurement, middle
 from replay.calibration.pace import NOISE, Factors, Pace
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
@@ -190,20 +190,20 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         assert found.interval_ms
         assert found.calibrations_ms
         low, high = found.interval_ms
-        middle = found.predicted.row["tpot_mean_ms"]
-        assert low < middle < high
+        expected_ms = found.predicted.row["tpot_mean_ms"]
+        assert low < expected_ms < high
         by_slow, by_fast = found.calibrations_ms
         assert by_slow - by_fast == pytest.approx(40_000e-6 * choice.loaded.trace.layers, rel=0.05)
         assert found.disagreement == pytest.approx(2 * (by_slow - by_fast) / (by_slow + by_fast))
         assert found.figures()["predicted_interval_ms"] == (low, high)
         if reads:
-            slowed = dataclasses.replace(between([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
+            slowed = dataclasses.replace(middle([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
             factors = [Factors.of((*before.paces, *after.paces), paces, errors).reads for errors in (0.0, 1.0)]
             expected = [round(factor * slow.measured.transfer_ns) for factor in factors]
             assert [around.during.transfer_ns, around.slowest.transfer_ns] == expected
             assert 1 < factors[0] < reads < factors[1]
             assert dataclasses.replace(around.during, transfer_ns=0, latency_ns=0) == slowed
-            assert middle > by_slow
+            assert expected_ms > by_slow
         else:
             assert (low, high) == (by_fast, by_slow)
 

@@ -15,19 +15,17 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.calibration.contention import felt, slowed, slowed_in_loop
-from replay.calibration.host_time import FIRST_STEPS, half_missing, parts_ns, same_again, with_host
+from replay.calibration.contention import felt, half_missing_in_loop, slowed, slowed_by
+from replay.calibration.host_time import FIRST_STEPS, half_missing, parts_ns, same_again, tokens_in_loop, with_host
 from replay.calibration.measure import (
-    _pumped,
-    decoded_contexts,
-    ladder,
     measure,
     measure_model,
+    one_pass,
     policy_ns,
-    top_k,
-    transfers,
+    settled,
 )
 from replay.calibration.meter import Meter, rising
+from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k, transfers
 from replay.devices.cuda import CudaDevice
 from replay.devices.launches import Launches
 from replay.devices.store import HostStore
@@ -297,22 +295,24 @@ def test_half_of_the_experts_of_each_token_miss(top_k: int) -> None:
     request = half_missing(plan, top_k, LAYERS, context=3, steps=9)
     mixed = replace(plan.with_slots(LAYERS * top_k), requests=[request])
     log = play(mixed, SimpyDevice(TIMING, LINK))
-    assert log.misses[FIRST_STEPS:].tolist() == [LAYERS * (top_k // 2)] * 7
-    assert log.hits[FIRST_STEPS:].tolist() == [LAYERS * (top_k - top_k // 2)] * 7
+    assert log.misses[FIRST_STEPS:].tolist() == [LAYERS * (top_k // 2)] * 8
+    assert log.hits[FIRST_STEPS:].tolist() == [LAYERS * (top_k - top_k // 2)] * 8
 
 
-@pytest.mark.parametrize(("compute", "transfer"), [(1.0, 1.0), (1.4, 1.0), (1.0, 1.2), (1.5, 1.3)])
+@pytest.mark.parametrize(("compute", "transfer"), [(1.0, 1.0), (1.4, 1.0), (1.0, 1.2), (1.5, 1.3), (1.0, 0.8)])
 def test_a_slow_down_found_in_the_loop_predicts_what_was_run(compute: float, transfer: float) -> None:
     """Experts and transfers take longer than alone, and most of them are beside each other."""
     layers, experts, together = 4, 16, 4
     requests = Requests(synthetic(2, 40, layers, experts, together, seed=3))
     plan = run_of(requests, Shape(layers, experts), 16, parse("lru"), 400, experts_per_layer=1.0)
     timing, link = FixedTiming(3_000, 40_000, 0, 300, 11_000), Link(0, 200, 1, 400)
-    model = measure_model(SimpyDevice(timing, link), plan, 1, "m").model
+    alone = measure_model(SimpyDevice(timing, link), plan, 1, "m").model
     slow = SimpyDevice(replace(timing, expert=round(40_000 * compute)), Link(0, round(200 * transfer), 1, 400))
-    found = slowed_in_loop(Meter(slow), plan, model, together, 3, [])
-    assert [factor > 1 for factor in found] == [compute > 1, transfer > 1]
-    model = replace(model, compute_slowed=found[0], transfer_slowed=found[1])
+    found = half_missing_in_loop(Meter(slow), plan, alone, together, 3, [])
+    assert found
+    model = slowed_by(found, alone, plan, together, 3)
+    assert [model.compute_slowed > 1, model.transfer_slowed > 1] == [compute > 1, transfer > 1]
+    assert model.transfer_ns == round(min(transfer, 1) * alone.transfer_ns)
     mixed = replace(plan, requests=[half_missing(plan, together, layers, context=3, steps=20)])
     played = play(mixed, slow).step_ns[FIRST_STEPS:].mean()
 
@@ -333,14 +333,36 @@ def test_parts_are_scaled_to_what_they_take_in_the_loop(longer: float) -> None:
     """What the driver took cannot explain such a difference."""
     plan, unit = plan_of(6), 10**9
     timing, link = FixedTiming(11 * unit, 5 * unit, 0, 3 * unit, 7 * unit), Link(0, unit, 1, LINK.expert_bytes)
-    model = replace(measure_model(SimpyDevice(timing, link), plan, 1, "m").model)
+    model = measure_model(SimpyDevice(timing, link), plan, 1, "m").model
     loop = FixedTiming(
         *(round(longer * each) for each in (timing.dense, timing.expert, 0, timing.combine, timing.head))
     )
-    found = with_host(Meter(KnowsItsHost(loop, link)), plan, model, TOP_K, 3)
+    found = with_host(model, plan, TOP_K, 3, *tokens_in_loop(Meter(KnowsItsHost(loop, link)), plan, model, TOP_K, 3))
     in_loop = longer * parts_ns(model, LAYERS, LAYERS * TOP_K, 3)
     launches = LAYERS * (found.turnaround_ns + TOP_K * found.launch_ns)
     assert parts_ns(found, LAYERS, LAYERS * TOP_K, 3) + launches == pytest.approx(in_loop, rel=1e-3)
+
+
+def test_a_pass_that_was_disturbed_is_left_out() -> None:
+    plan = plan_of(6)
+    quiet, other = FixedTiming(11_000, 5_000, 0, 3_000, 7_000), FixedTiming(90_000, 20_000, 0, 9_000, 8_000)
+    found = one_pass(SimpyDevice(quiet, LINK), plan, 1, "m")
+    disturbed = one_pass(SimpyDevice(other, Link(40_000, 9, 1, LINK.expert_bytes)), plan, 1, "m")
+    for passes in ([found, disturbed, found], [disturbed, found, found]):
+        assert settled(plan, passes).model == settled(plan, [found]).model != settled(plan, [disturbed]).model
+
+
+def test_passes_share_the_time_of_a_figure() -> None:
+    def series() -> int:
+        took.append(1_000 + 500 * (len(took) % 2))  # never sure
+        return took[-1]
+
+    counts = []
+    for passes in (1, 2, 4):
+        took: list[int] = []
+        Meter(SimpyDevice(TIMING, LINK), passes).repeated(series, 1_000)
+        counts.append(len(took))
+    assert counts == [64, 32, 16]
 
 
 def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:

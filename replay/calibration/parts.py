@@ -1,0 +1,245 @@
+"""Each part of a step alone, and transfers, timed through the device that replays; and at which points.
+
+Transfers go through the pump itself.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
+
+import numpy as np
+
+from policies.core.policy import NO_INTS
+from policies.core.residency import BLOCKED, NO_EXPERT
+from replay.calibration.meter import AT_LEAST, Meter, rising
+from replay.calibration.pace import Pace, Paced
+from replay.devices.store import spread
+from sim.loop.device import Device
+from sim.loop.pump import Pump, Transfers
+from sim.loop.run import Run
+from sim.profiles.measured import Curve, MeasuredModel, Surface
+from sim.profiles.timing import Link
+
+CYCLE_BYTES = 1 << 30
+"""Repeats go round so many bytes of slots (and all layers), so that caches hold no more than in a run."""
+TRANSFERS = 8
+"""Of a series."""
+PACES = 12
+"""Series between which the pace is taken, at least in all passes."""
+CONTEXTS = 6
+LADDER = 4
+"""From one number of tokens to the next."""
+
+
+def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list[Pace]) -> MeasuredModel:
+    """Return what parts take alone: a model without host and without slow-down. Leaves whole experts in some slots.
+
+    paces: gets those of a device that reports its own.
+    """
+    device = meter.device
+    places = places_of(run)
+    transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, run.shape.total, places, paces)
+    contexts = decoded_contexts(run)
+    device.prepare(contexts)
+    sizes, behind = [1, *ladder(most_tokens)], _behind(run)
+    decode, whole = [(1, context) for context in contexts], [(tokens, tokens) for tokens in sizes[1:]]
+    late = [(tokens, behind) for tokens in sizes[1:] if tokens < behind]
+    first_dense, dense = _dense(meter, run.shape.layers, [decode, whole, late])
+    together = min(top_k(run), places)
+
+    def experts(tokens: int, number: int) -> None:
+        """Launched at once, going round the slots."""
+        group = [(number * together + one) % places for one in range(together)]
+        device.experts([(place, place, tokens) for place in group])
+
+    return MeasuredModel(
+        model=name,
+        expert_bytes=run.gpu.link.expert_bytes,
+        transfer_ns=transfer_ns,
+        latency_ns=latency_ns,
+        turnaround_ns=0,
+        launch_ns=0,
+        first_dense=first_dense,
+        dense=dense,
+        expert=_curve(meter, sizes, experts, together),
+        combine=_curve(
+            meter, sizes, lambda tokens, _: device.combine(tokens)
+        ),  # of the experts: it takes their sum away
+        head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
+    )
+
+
+# Which points
+
+
+def places_of(run: Run) -> int:
+    """Slots that repeats go round."""
+    return min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
+
+
+def top_k(run: Run) -> int:
+    """Experts that a token chooses in a layer, as far as the first requests show."""
+    most = 1
+    for request in islice(run.requests, 8):
+        so_far = np.concatenate([[0], np.cumsum(request.counts)])[request.offsets]
+        chosen = np.diff(so_far).reshape(-1, run.shape.layers).max(axis=1, initial=0)
+        most = max(most, int((chosen // np.maximum(request.tokens, 1)).max(initial=1)))
+    return min(most, run.shape.experts)
+
+
+def decoded_contexts(run: Run) -> list[int]:
+    """Up to CONTEXTS of the contexts at which the run decodes single tokens, from its shortest to its longest.
+
+    Of its own ones, because what a device has prepared for a run then serves here too. Where it decodes none: 1.
+    """
+    decoded = [request.context[request.tokens == 1] for request in run.requests]
+    contexts = np.unique(np.concatenate([NO_INTS, *decoded]))
+    contexts = contexts if len(contexts) else np.ones(1, np.int64)
+    wanted = np.linspace(contexts[0], contexts[-1], CONTEXTS)
+    nearest = np.abs(contexts[:, None] - wanted).argmin(axis=0)
+    return [int(context) for context in np.unique(contexts[nearest])]
+
+
+def ladder(most_tokens: int) -> list[int]:
+    """Numbers of tokens above one, up to `most_tokens`."""
+    sizes = [2]
+    while sizes[-1] < most_tokens:
+        sizes.append(min(sizes[-1] * LADDER, most_tokens))
+    return sizes if most_tokens > 1 else []
+
+
+def _behind(run: Run) -> int:
+    """The longest context of a step of several tokens that has others before it; 0: there is none."""
+    late = (request.context[(request.tokens > 1) & (request.context > request.tokens)] for request in run.requests)
+    return max((int(contexts.max(initial=0)) for contexts in late), default=0)
+
+
+# Each part alone
+
+
+def _curve(meter: Meter, sizes: Sequence[int], submit: Callable[[int, int], object], each: int = 1) -> Curve:
+    """One of `each` completions of `submit(tokens, number)`, by tokens.
+
+    A single token stands for itself: a device may have other means for it.
+    """
+    took = [meter.of(partial(submit, tokens), tokens, each) // each for tokens in sizes]
+    return tuple(zip(sizes, took[:1] + rising(took[1:]), strict=True))
+
+
+def _dense(meter: Meter, layers: int, groups: list[list[tuple[int, int]]]) -> tuple[Surface, Surface]:
+    """Of layer 0, timed between others so that no cache keeps it, and of the others in the mean.
+
+    groups: of (tokens, context), each in the order in which times rise.
+    """
+    dense = meter.device.dense
+
+    def other(number: int) -> int:
+        return 1 + number % (layers - 1) if layers > 1 else 0
+
+    def alone(point: tuple[int, int], number: int) -> None:
+        dense(other(number), *point)
+
+    def behind_the_first(point: tuple[int, int], number: int) -> None:
+        dense(0, *point)
+        dense(other(number), *point)
+
+    others, firsts = [], []
+    for points in groups:
+        here = rising([meter.of(partial(alone, point), point[0], warm_up=layers) for point in points])
+        both = rising([meter.of(partial(behind_the_first, point), point[0], each=2) for point in points])
+        others += [(*point, ns) for point, ns in zip(points, here, strict=True)]
+        firsts += [(*point, max(0, two - ns)) for point, two, ns in zip(points, both, here, strict=True)]
+    return tuple(sorted(firsts)), tuple(sorted(others))
+
+
+class Endless(Transfers):
+    """What the pump asks of a residency, from one whose demands hardly end: an expert a turn, for the next slot."""
+
+    def __init__(self, places: int, turns: range, experts: int) -> None:
+        """experts: of the store, all over which turns go; 0: each slot gets its own, the one of its number."""
+        self._places, self._experts = places, experts
+        self._turns = deque(turns)
+        self._loading: deque[int] = deque()  # slots
+        self._slots: dict[int, int] = {}
+
+    def next_transfer(self) -> tuple[int, int, bool]:
+        """Return the next expert, no victim, no prefetch; BLOCKED while its slot is loading."""
+        if not self._turns:
+            return NO_EXPERT, NO_EXPERT, False
+        slot = self._turns[0] % self._places
+        if slot in self._loading:
+            return BLOCKED, NO_EXPERT, False
+        turn = self._turns.popleft()
+        self._loading.append(slot)
+        expert = spread(turn, self._experts) if self._experts else slot
+        self._slots[expert] = slot
+        return expert, NO_EXPERT, False
+
+    def slot(self, expert: int) -> int:
+        """Return the one of its turn."""
+        return self._slots[expert]
+
+    def interrupt(self) -> tuple[int, int]:
+        """Return nothing: demands are not interrupted."""
+        return NO_EXPERT, NO_EXPERT
+
+    def land(self) -> None:
+        """Ignored."""
+
+    def arrived(self) -> bool:
+        """In the order in which they were taken."""
+        self._loading.popleft()
+        return False
+
+
+def transfers(
+    meter: Meter, expert_bytes: int, experts: int, places: int, paces: list[Pace] | None = None
+) -> tuple[int, int]:
+    """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
+
+    Of experts from all over the store, as a run asks for them: a few of them, again and again, may come faster.
+    paces: gets those of a device that reports its own, which is asked between the transfers.
+    """
+    part_bytes = -(-expert_bytes // 2)
+    part = _transfer_ns(meter, part_bytes, experts, places)
+    whole = _transfer_ns(meter, expert_bytes, experts, places, paces)
+    _pumped(meter.device, expert_bytes, places, range(places))
+    moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
+    return max(whole, 1), max(whole, 1) - min(max(moving, 1), max(whole, 1))
+
+
+def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list[Pace] | None = None) -> int:
+    """Of one transfer behind another: the link never rests, the first and its start-up are not counted."""
+    device, first = meter.device, 0
+    asked = device if paces is not None and isinstance(device, Paced) else None
+
+    def pumped(transfers: int) -> list[int]:
+        nonlocal first
+        first += transfers
+        return _pumped(device, size, places, range(first - transfers, first), experts)
+
+    pumped(2)
+
+    def series() -> int:
+        ends = pumped(TRANSFERS + 1)
+        if asked and paces is not None:
+            paces.append(asked.pace())
+        return (ends[-1] - ends[0]) // TRANSFERS
+
+    return meter.repeated(series, TRANSFERS, -(-PACES // meter.passes) if asked else AT_LEAST)
+
+
+def _pumped(device: Device, size: int, places: int, turns: range, experts: int = 0) -> list[int]:
+    """Move an expert a turn through the pump; when each had arrived."""
+    pump = Pump(Endless(places, turns, experts), device, Link(0, 1, 1, size), places)
+    pump.proposed = True
+    ends: list[int] = []
+    pump.act()
+    while pump.on_link:
+        device.next_completion()
+        arrived = pump.piece_ended()
+        if arrived is not None:
+            ends.append(device.now())
+        pump.act()
+    return ends
