@@ -14,8 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from policies.core.spec import parse
-from replay.calibration.host_time import half_missing, parts_ns
+from replay.calibration.host_time import FIRST_STEPS, InLoop, parts_ns, same_again
 from replay.calibration.meter import Meter
 from replay.calibration.pace import Pace, pausing
 from sim.engines.simpy_engine import simulate
@@ -24,7 +26,7 @@ from sim.loop.driver import Driver
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, LATE, RunLog
 from sim.loop.run import Run
 from sim.profiles.measured import TABLES, MeasuredModel
-from traces.steps import DECODE
+from traces.steps import DECODE, RequestSteps
 
 ROUNDS, SETTLING = 8, 3
 EXPERTS, TRANSFERS = 16, 3
@@ -36,10 +38,7 @@ LEAST, MOST = 1.0, 10.0
 EXPOSED = (DEMAND, LATE, BEHIND_PREFETCH)
 """Stalls in which the link moves bytes and nothing computes."""
 
-FIRST_STEPS = 1
-"""Of the tokens that are run, which misses more."""
-LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 40, 6, 5_000_000_000
-"""Tokens that are run in all passes: as many as take LOOP_NS, but not fewer, nor more."""
+LOOP = InLoop(least=6, most=40, ns=5_000_000_000)
 SIMULATED = FIRST_STEPS + 4
 """Of them that are simulated: there each is as long as the one before."""
 
@@ -126,17 +125,23 @@ def half_missing_in_loop(
     if not (layers and half):
         return None
     about_ns = parts_ns(alone, run.shape.layers, layers * top_k, context) + layers * half * alone.transfer_ns
-    number = min(max(LOOP_NS // about_ns, LOOP_AT_LEAST), LOOP_STEPS)
-    steps = FIRST_STEPS + -(-number // meter.passes)
-    mixed = _half_missing_run(run, top_k, context, steps)
+    mixed = _half_missing_run(run, top_k, context, FIRST_STEPS + LOOP.steps(about_ns, meter.passes))
     return Mixed.of(Driver(mixed, meter.device).run(pausing(meter.device, paces, lambda row: None)))
 
 
-def slowed_by(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int, context: int) -> MeasuredModel:
-    """Return the model with its slow-down: what link and compute are busy beyond what is simulated without.
+def at_most_as_beside(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int) -> MeasuredModel:
+    """Return the model with transfers that alone take no longer than in such tokens, beside compute.
 
-    Where the link is busy for less, transfers were slower alone than they are in the loop, and are scaled.
+    If they took longer, they were timed while the machine was slow.
     """
+    layers, half = _mixed(run, top_k)
+    transfer_ns = min(model.transfer_ns, max(1, mixed.link_ns // (layers * half)))
+    latency_ns = model.latency_ns * transfer_ns // model.transfer_ns
+    return replace(model, transfer_ns=transfer_ns, latency_ns=latency_ns)
+
+
+def slowed_by(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int, context: int) -> MeasuredModel:
+    """Return the model with its slow-down: what link and compute are busy beyond what is simulated without."""
     layers, _ = _mixed(run, top_k)
     tokens, link = _half_missing_run(run, top_k, context, SIMULATED), model.link(run.gpu.link.chunk_bytes)
     alone = Mixed.of(simulate(tokens.on(model.timing(), link, None)))
@@ -148,9 +153,6 @@ def slowed_by(mixed: Mixed, model: MeasuredModel, run: Run, top_k: int, context:
         return model
     of_compute = 1 + more * (launched + more) / (experts * together)
     of_link = 1 + (mixed.link_ns - alone.link_ns) / alone.link_ns * mixed.link_ns / together
-    if mixed.link_ns < alone.link_ns:
-        transfer, latency = (ns * mixed.link_ns // alone.link_ns for ns in (model.transfer_ns, model.latency_ns))
-        model = replace(model, transfer_ns=transfer, latency_ns=latency)
     return replace(model, compute_slowed=_factor(of_compute), transfer_slowed=_factor(of_link))
 
 
@@ -164,6 +166,22 @@ def _half_missing_run(run: Run, top_k: int, context: int, steps: int) -> Run:
     layers, _ = _mixed(run, top_k)
     request = half_missing(run, top_k, layers, context, steps)
     return replace(run.under(parse("lru")).with_slots(layers * top_k), requests=[request], cold=False)
+
+
+def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
+    """Decode of tokens of which, with top_k slots for each of the first layers, LRU always has half of the experts.
+
+    Each chooses the same first half, and another second half than the token before.
+    """
+    request = same_again(run, top_k, busy_layers, context, steps)
+    kept = top_k - top_k // 2
+    others = run.shape.experts - kept
+    token, place = np.divmod(np.arange(len(request.experts)), busy_layers * top_k)
+    within, layer = place % top_k, place // top_k
+    turned = kept + (token * (top_k // 2) + within - kept) % others
+    chosen = layer * run.shape.experts + np.where(within < kept, within, turned)
+    each = np.sort(chosen.reshape(-1, top_k), axis=1).ravel()  # ids of a layer ascend
+    return replace(request, experts=each)
 
 
 def felt(model: MeasuredModel, play: Play) -> MeasuredModel:

@@ -15,10 +15,24 @@ from sim.profiles import MOST
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE, RequestSteps
 
-LOOP_STEPS, LOOP_AT_LEAST, LOOP_NS = 192, 4, 400_000_000
-"""Tokens that are run in all passes: as many as take LOOP_NS, but not fewer, nor more."""
 FIRST_STEPS = 1
-"""Run before them, and not counted."""
+"""Run before the tokens that count."""
+
+
+@dataclass(frozen=True)
+class InLoop:
+    """How many tokens are run in the real loop, in all passes: as many as take `ns`, but `least` and at most `most`."""
+
+    least: int
+    most: int
+    ns: int
+
+    def steps(self, about_ns: int, passes: int) -> int:
+        """Return how many in each pass, if one takes about so long."""
+        return -(-min(max(self.ns // max(about_ns, 1), self.least), self.most) // passes)
+
+
+LOOP = InLoop(least=4, most=192, ns=400_000_000)
 
 BOOKKEEPING = 4
 """The host adds at most so many times what the driver itself took. What a token without a miss takes beyond that is the
@@ -92,9 +106,8 @@ def _scaled(model: MeasuredModel, to: int, of: int) -> MeasuredModel:
 
 
 def _token(meter: Meter, run: Run, steps: Callable[[int], RequestSteps], about_ns: int) -> Token:
-    """Run such tokens in the real loop; the first few do not count."""
-    number = min(max(LOOP_NS // max(about_ns, 1), LOOP_AT_LEAST), LOOP_STEPS)
-    request = steps(FIRST_STEPS + -(-number // meter.passes))
+    """Run such tokens in the real loop; the first one does not count."""
+    request = steps(FIRST_STEPS + LOOP.steps(about_ns, meter.passes))
     driver = Driver(replace(run.under(parse("lru")), requests=[request], cold=False), meter.device)
     log = driver.run(lambda row: None)
     found = meter.settled(log.step_ns[FIRST_STEPS:].tolist())
@@ -123,19 +136,3 @@ def same_again(run: Run, together: int, busy_layers: int, context: int, steps: i
         experts=np.tile(chosen, steps).astype(np.int64),
         counts=np.ones(steps * len(chosen), np.int64),
     )
-
-
-def half_missing(run: Run, top_k: int, busy_layers: int, context: int, steps: int) -> RequestSteps:
-    """Decode of tokens of which, with top_k slots for each of the first layers, LRU always has half of the experts.
-
-    Each chooses the same first half, and another second half than the token before.
-    """
-    request = same_again(run, top_k, busy_layers, context, steps)
-    kept = top_k - top_k // 2
-    others = run.shape.experts - kept
-    token, place = np.divmod(np.arange(len(request.experts)), busy_layers * top_k)
-    within, layer = place % top_k, place // top_k
-    turned = kept + (token * (top_k // 2) + within - kept) % others
-    chosen = layer * run.shape.experts + np.where(within < kept, within, turned)
-    each = np.sort(chosen.reshape(-1, top_k), axis=1).ravel()  # ids of a layer ascend
-    return replace(request, experts=each)

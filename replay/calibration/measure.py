@@ -5,8 +5,8 @@ everything (`host_time`): what those take beyond the sum of their parts is the h
 the end of a router to the start of what is submitted in answer) and a launch for each expert. So the tables give both
 as they were measured. Parts and transfers slow each other down (`contention`).
 
-All this is one pass. Of several passes the median of each figure counts, before anything follows from it: what
-disturbed one of them for a moment is left out.
+All this is one pass. Of several passes the median of each figure counts, before it is compared with others: what
+disturbed one pass for a moment is left out.
 
 How far the repeats of a figure lie from their mean, in the mean over all figures, is the noise.
 """
@@ -17,11 +17,11 @@ from statistics import mean, median
 from time import monotonic
 from typing import Any
 
-from replay.calibration.contention import Mixed, half_missing_in_loop, slowed, slowed_by
+from replay.calibration.contention import Mixed, at_most_as_beside, half_missing_in_loop, slowed, slowed_by
 from replay.calibration.host_time import Token, tokens_in_loop, with_host
 from replay.calibration.meter import Meter
-from replay.calibration.pace import Factors, Pace, Paced
-from replay.calibration.parts import decoded_contexts, parts_alone, places_of, top_k
+from replay.calibration.pace import Factors, Pace, Paced, mean_pace
+from replay.calibration.parts import cycle_slots, decoded_contexts, parts_alone, top_k
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS
@@ -53,16 +53,16 @@ class Figures:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass over a model, and by what share single repeats differ from its figures in the mean."""
+    """One pass over a model."""
 
     figures: Figures
-    noise: float
-    paces: tuple[Pace, ...] = ()  # of the device meanwhile
+    noise: float  # by what share single repeats differ from the figures, in the mean
+    pace: Pace | None = None  # of the device meanwhile, in the mean
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was found of a model in all passes, the mean noise, and all paces."""
+    """What was found of a model in all passes, the mean noise, and the pace of each pass."""
 
     model: MeasuredModel
     noise: float
@@ -82,12 +82,11 @@ class Around:
     @staticmethod
     def of(before: Measurement, after: Measurement, paces: Sequence[Pace]) -> "Around":
         """Where no pace is known, what lies between, and what either calibration found."""
-        calibrated = (*before.paces, *after.paces)
         models = (before.model, after.model)
         during = middle(models)
-        if not (calibrated and paces):
+        if not (before.paces and after.paces and paces):
             return Around(*models, during, *models)
-        scaled = (Factors.of(calibrated, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
+        scaled = (Factors.of(before.paces, after.paces, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
         return Around(*models, *scaled)
 
 
@@ -113,22 +112,24 @@ def one_pass(device: Device, run: Run, most_tokens: int, name: str, passes: int 
     alone = parts_alone(meter, run, most_tokens, name, paces)
     if not isinstance(device, Paced):  # slots still hold their own experts
         size, experts_ns = run.gpu.link.expert_bytes, alone.expert[0][1]
-        both = slowed(meter, size, places_of(run), alone.transfer_ns, experts_ns)
+        both = slowed(meter, size, cycle_slots(run, top_k(run)), alone.transfer_ns, experts_ns)
         alone = replace(alone, compute_slowed=both[0], transfer_slowed=both[1])
     context = decoded_contexts(run)[0]
     hit, missing = tokens_in_loop(meter, run, alone, top_k(run), context)
     mixed = half_missing_in_loop(meter, run, alone, top_k(run), context, paces) if isinstance(device, Paced) else None
-    return Pass(Figures(alone, hit, missing, mixed), mean(meter.spreads), tuple(paces))
+    return Pass(Figures(alone, hit, missing, mixed), mean(meter.spreads), mean_pace(paces))
 
 
 def settled(run: Run, passes: Sequence[Pass]) -> Measurement:
     """Return what follows from the medians of some passes over a run's model."""
     found: Figures = middle([each.figures for each in passes])
-    context, together = decoded_contexts(run)[0], top_k(run)
-    model = with_host(found.alone, run, together, context, found.hit, found.missing)
+    context, together, model = decoded_contexts(run)[0], top_k(run), found.alone
+    if found.mixed:
+        model = at_most_as_beside(found.mixed, model, run, together)
+    model = with_host(model, run, together, context, found.hit, found.missing)
     if found.mixed:
         model = slowed_by(found.mixed, model, run, together, context)
-    paces = tuple(pace for each in passes for pace in each.paces)
+    paces = tuple(each.pace for each in passes if each.pace)
     return Measurement(model, mean(each.noise for each in passes), paces)
 
 

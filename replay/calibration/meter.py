@@ -29,7 +29,7 @@ LONGEST_NS, MOST_REPEATS = 2 * ENOUGH_NS, 16
 
 
 class Meter:
-    """Times work on a device; `spreads` holds, for each figure, how far its repeats lie from their median."""
+    """Times work on a device; `spreads` holds, for each figure, how far its repeats lie from their mean."""
 
     def __init__(self, device: Device, passes: int = 1) -> None:
         """passes: share the time of a figure, each with a meter of its own."""

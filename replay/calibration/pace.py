@@ -31,6 +31,12 @@ NOISE = 0.02, 0.04
 """By what share mean paces of a run and of its calibrations differ, of reads and of computes, besides what their own
 repeats show, on a machine that does not change its speed."""
 
+DIFFER = 0.05
+"""Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
+
+SLOWEST = 0.1
+"""Of a factor: a machine that is faster than that beside its calibrations was not calibrated."""
+
 OnStep = Callable[[StepRow], None]
 
 
@@ -79,20 +85,22 @@ class Factors:
     computes: float = 1.0
 
     @staticmethod
-    def of(calibrated: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
-        """Return those of a run's mean pace, and so many standard errors above it; 1 where either is not known.
+    def of(before: Sequence[Pace], after: Sequence[Pace], run: Sequence[Pace], errors: float = 0.0) -> "Factors":
+        """Return those of a run's mean pace, and so many standard errors above it; 1 where a pace is not known.
 
-        Of what they differ from 1, noise is taken off as James and Stein's estimator does: all of it up to the noise,
-        and the less the more they differ. The noise is NOISE and the standard errors of both means.
+        before, after: a mean pace of each pass of the calibrations, whose medians count as those of other figures do.
+        Of what the ratio differs from 1, noise is taken off: all of it up to the noise, and the less the more they
+        differ (the non-negative garrote of one number, Breiman 1995). The noise is NOISE and the standard error.
         """
-        if not calibrated or not run:
+        if not (before and after and run):
             return Factors()
         found = []
-        for least, then, now in zip(NOISE, _settled(calibrated), _settled(run), strict=True):
-            error = _error(now)
-            beyond = fmean(now) * (1 + errors * error) / fmean(then) - 1
-            noise = hypot(least, error, _error(then))
-            found.append(1 + beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 1.0)
+        for least, now, *passes in zip(NOISE, *map(_by_kind, (run, before, after)), strict=True):
+            ratio = 2 * fmean(now) / sum(map(median, passes))
+            error = ratio * hypot(_error(now), _error([*passes[0], *passes[1]]))
+            beyond, noise = ratio - 1, hypot(least, error)
+            kept = beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 0.0
+            found.append(max(1 + kept + errors * error, SLOWEST))
         return Factors(*found)
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:
@@ -105,11 +113,21 @@ class Factors:
         return replace(model, transfer_ns=transfer, latency_ns=min(latency, transfer), launch_ns=launch, **tables)
 
 
-def _settled(paces: Sequence[Pace]) -> list[list[float]]:
-    """Return the reads of all paces, then their computes, those that are far beyond the median cut down."""
-    return [[min(each, MOST * median(of)) for each in of] for of in zip(*paces, strict=True)]
+def mean_pace(paces: Sequence[Pace]) -> Pace | None:
+    """Return the mean, those that are far beyond the median cut down; None of none."""
+    return Pace(*(fmean(_cut(of)) for of in _by_kind(paces))) if paces else None
+
+
+def _by_kind(paces: Sequence[Pace]) -> tuple[list[float], list[float]]:
+    """Return all reads, and all computes, those that are far beyond the median cut down."""
+    return _cut([each.read_ns for each in paces]), _cut([each.compute_ns for each in paces])
+
+
+def _cut(values: Sequence[float]) -> list[float]:
+    return [min(each, MOST * median(values)) for each in values]
 
 
 def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean, as a share of it; 0 of a single value."""
-    return stdev(values) / sqrt(len(values)) / fmean(values) if len(values) > 1 else 0.0
+    """Return the standard error of the mean, as a share of it: single ones differ by DIFFER at least."""
+    spread = stdev(values) / fmean(values) if len(values) > 1 else 0.0
+    return max(spread, DIFFER) / sqrt(len(values))

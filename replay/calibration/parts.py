@@ -38,7 +38,7 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
     paces: gets those of a device that reports its own.
     """
     device = meter.device
-    places = places_of(run)
+    places = cycle_slots(run, top_k(run))
     transfer_ns, latency_ns = transfers(meter, run.gpu.link.expert_bytes, run.shape.total, places, paces)
     contexts = decoded_contexts(run)
     device.prepare(contexts)
@@ -73,9 +73,9 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
 # Which points
 
 
-def places_of(run: Run) -> int:
-    """Slots that repeats go round."""
-    return min(run.gpu.slots, max(2 * top_k(run), -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
+def cycle_slots(run: Run, top_k: int) -> int:
+    """Return how many slots repeats go round."""
+    return min(run.gpu.slots, max(2 * top_k, -(-CYCLE_BYTES // run.gpu.link.expert_bytes)))
 
 
 def top_k(run: Run) -> int:

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 from functools import partial
+from math import hypot, sqrt
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import pytest
 from policies.core.spec import parse
 from replay import cli
 from replay.calibration.measure import Around, Measurement, middle
-from replay.calibration.pace import NOISE, Factors, Pace
+from replay.calibration.pace import DIFFER, NOISE, Factors, Pace
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
 from replay.comparison.errors import DECIDED
@@ -198,31 +200,50 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         assert found.figures()["predicted_interval_ms"] == (low, high)
         if reads:
             slowed = dataclasses.replace(middle([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
-            factors = [Factors.of((*before.paces, *after.paces), paces, errors).reads for errors in (0.0, 1.0)]
+            factors = [Factors.of(before.paces, after.paces, paces, errors).reads for errors in (0.0, 1.0)]
             expected = [round(factor * slow.measured.transfer_ns) for factor in factors]
             assert [around.during.transfer_ns, around.slowest.transfer_ns] == expected
             assert 1 < factors[0] < reads < factors[1]
             assert dataclasses.replace(around.during, transfer_ns=0, latency_ns=0) == slowed
-            assert expected_ms > by_slow
+            assert expected_ms > (by_slow + by_fast) / 2
         else:
             assert (low, high) == (by_fast, by_slow)
 
 
-def test_factors_are_how_the_pace_of_a_run_compares_and_scale_what_was_measured() -> None:
-    then, now = [Pace(19.0, 4.0), Pace(21.0, 4.0)], [Pace(28.0, 2.0), Pace(32.0, 2.0)]
+def test_factors_are_how_the_pace_of_a_run_compares_less_noise() -> None:
+    before, after = [Pace(19.0, 4.0), Pace(21.0, 4.0)], [Pace(20.0, 4.0)] * 2
+    now = [Pace(28.0, 2.0), Pace(32.0, 2.0)]
     of_reads, of_computes = NOISE
-    off = of_reads**2 + (1 / 20) ** 2 + (2 / 30) ** 2  # standard errors: 1 of 20, 2 of 30
-    found = Factors.of(then, now)
-    assert found.reads == pytest.approx(1.5 - off / 0.5)
-    assert found.computes == pytest.approx(0.5 + of_computes**2 / 0.5)
-    above = (30 + 2) / 20 - 1
-    assert Factors.of(then, now, 1.0).reads == pytest.approx(1 + above - off / above)
-    one_of_twelve = [*[Pace(20.0, 4.0)] * 11, Pace(60.0, 4.0)]
-    assert 1 < Factors.of([Pace(20.0, 4.0)] * 12, one_of_twelve).reads < 1.05 < (11 * 20 + 60) / 12 / 20
-    assert Factors.of(then, [Pace(20.0 * (1 + of_reads / 2), 4.0 * (1 - of_computes / 2))]) == Factors()
-    assert Factors.of([], now) == Factors.of(then, []) == Factors()
-    standing_still = [*then, *then, Pace(10**9, 10**9)]
-    assert Factors.of(then, standing_still).reads == Factors.of(then, [*then, *then, Pace(90.0, 4.0)]).reads
+    spread = stdev([28, 32]) / 30 / sqrt(2)
+    error = 1.5 * hypot(spread, DIFFER / 2)  # four passes
+    found = Factors.of(before, after, now)
+    assert found.reads == pytest.approx(1.5 - (of_reads**2 + error**2) / 0.5)
+    error_of_computes = 0.5 * hypot(DIFFER / sqrt(2), DIFFER / 2)
+    assert found.computes == pytest.approx(0.5 + (of_computes**2 + error_of_computes**2) / 0.5)
+    assert Factors.of(before, after, now, 1.0).reads == pytest.approx(found.reads + error)
+    alike = [Pace(20.0 * (1 + of_reads / 2), 4.0 * (1 - of_computes / 2))]
+    assert Factors.of(before, after, alike) == Factors()
+    assert Factors.of([], after, now) == Factors.of(before, [], now) == Factors.of(before, after, []) == Factors()
+
+
+def test_a_pass_that_was_disturbed_changes_no_pace() -> None:
+    """As it changes no other figure, whose medians count."""
+    slow = Pace(60.0, 12.0)
+    assert (
+        Factors.of([Pace(20.0, 4.0), slow, Pace(20.0, 4.0)], [Pace(20.0, 4.0)] * 3, [Pace(20.0, 4.0)] * 9) == Factors()
+    )
+
+
+def test_one_pause_of_twelve_hardly_counts_and_shows_in_the_interval() -> None:
+    then, now = [Pace(20.0, 4.0)] * 3, [*[Pace(20.0, 4.0)] * 11, Pace(60.0, 4.0)]
+    low, found, high = (Factors.of(then, then, now, errors).reads for errors in (-1.0, 0.0, 1.0))
+    assert 1 <= found < 1.06 < (11 * 20 + 60) / 12 / 20
+    assert low < found - 0.1 < found + 0.1 < high
+    standing_still = [*[Pace(20.0, 4.0)] * 11, Pace(10**9, 4.0)]
+    assert Factors.of(then, then, standing_still).reads == found
+
+
+def test_factors_scale_all_that_was_measured() -> None:
     known = measured_machine(chosen("lru").loaded, turnaround_ns=7).measured
     assert known
     scaled = Factors(1.5, 0.5).scale(known)

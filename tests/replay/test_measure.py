@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.calibration.contention import felt, half_missing_in_loop, slowed, slowed_by
-from replay.calibration.host_time import FIRST_STEPS, half_missing, parts_ns, same_again, tokens_in_loop, with_host
+from replay.calibration.contention import at_most_as_beside, felt, half_missing, half_missing_in_loop, slowed, slowed_by
+from replay.calibration.host_time import FIRST_STEPS, parts_ns, same_again, tokens_in_loop, with_host
 from replay.calibration.measure import (
+    PASSES,
     measure,
     measure_model,
     one_pass,
@@ -25,6 +26,7 @@ from replay.calibration.measure import (
     settled,
 )
 from replay.calibration.meter import Meter, rising
+from replay.calibration.pace import Pace
 from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k, transfers
 from replay.devices.cuda import CudaDevice
 from replay.devices.launches import Launches
@@ -310,7 +312,7 @@ def test_a_slow_down_found_in_the_loop_predicts_what_was_run(compute: float, tra
     slow = SimpyDevice(replace(timing, expert=round(40_000 * compute)), Link(0, round(200 * transfer), 1, 400))
     found = half_missing_in_loop(Meter(slow), plan, alone, together, 3, [])
     assert found
-    model = slowed_by(found, alone, plan, together, 3)
+    model = slowed_by(found, at_most_as_beside(found, alone, plan, together), plan, together, 3)
     assert [model.compute_slowed > 1, model.transfer_slowed > 1] == [compute > 1, transfer > 1]
     assert model.transfer_ns == round(min(transfer, 1) * alone.transfer_ns)
     mixed = replace(plan, requests=[half_missing(plan, together, layers, context=3, steps=20)])
@@ -343,13 +345,52 @@ def test_parts_are_scaled_to_what_they_take_in_the_loop(longer: float) -> None:
     assert parts_ns(found, LAYERS, LAYERS * TOP_K, 3) + launches == pytest.approx(in_loop, rel=1e-3)
 
 
+class WithPace(SimpyDevice):
+    """It reports its pace, as devices that share the machine with others do."""
+
+    def __init__(self, timing: Timing, link: Link) -> None:
+        super().__init__(timing, link)
+        self._found = Pace(float(link.used_ns(LINK.expert_bytes)), float(timing.expert_ns(1)))
+
+    def pace(self) -> Pace:
+        return self._found
+
+
+QUIET = WithPace(FixedTiming(11_000, 5_000, 0, 3_000, 7_000), Link(0, 9, 1, LINK.expert_bytes))
+DISTURBED = WithPace(FixedTiming(90_000, 20_000, 0, 9_000, 8_000), Link(40_000, 20, 1, LINK.expert_bytes))
+
+
 def test_a_pass_that_was_disturbed_is_left_out() -> None:
     plan = plan_of(6)
-    quiet, other = FixedTiming(11_000, 5_000, 0, 3_000, 7_000), FixedTiming(90_000, 20_000, 0, 9_000, 8_000)
-    found = one_pass(SimpyDevice(quiet, LINK), plan, 1, "m")
-    disturbed = one_pass(SimpyDevice(other, Link(40_000, 9, 1, LINK.expert_bytes)), plan, 1, "m")
+    found, disturbed = (one_pass(device, plan, 1, "m") for device in (QUIET, DISTURBED))
+    assert found.figures.mixed
+    assert found.pace == Pace(3_600.0, 5_000.0)
     for passes in ([found, disturbed, found], [disturbed, found, found]):
         assert settled(plan, passes).model == settled(plan, [found]).model != settled(plan, [disturbed]).model
+
+
+def test_a_machine_that_shares_its_processors_is_measured_in_passes() -> None:
+    found = measure_model(QUIET, plan_of(6), 1, "m")
+    assert found.paces == (Pace(3_600.0, 5_000.0),) * PASSES
+    assert (found.model.transfer_ns, found.model.expert[0]) == (3_600, (1, 5_000))
+    assert (found.model.compute_slowed, found.model.transfer_slowed) == (1, 1)
+
+
+def test_transfers_that_were_timed_slowly_alone_take_what_they_take_in_the_loop() -> None:
+    plan = plan_of(6)
+    found = one_pass(QUIET, plan, 1, "m")
+    slowly = replace(found.figures.alone, transfer_ns=5_000, latency_ns=1_000)
+    model = settled(plan, [replace(found, figures=replace(found.figures, alone=slowly))]).model
+    assert model == replace(settled(plan, [found]).model, latency_ns=720)
+
+
+@pytest.mark.parametrize(("top_k", "slots"), [(1, 6), (4, 3)])
+def test_without_room_for_half_of_the_experts_no_slow_down_is_found(top_k: int, slots: int) -> None:
+    plan = plan_of(slots)
+    assert (
+        half_missing_in_loop(Meter(QUIET), plan, settled(plan, [one_pass(QUIET, plan, 1, "m")]).model, top_k, 3, [])
+        is None
+    )
 
 
 def test_passes_share_the_time_of_a_figure() -> None:
