@@ -20,6 +20,8 @@ from sim.loop.session import decider_of
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
+AT_NO_LAYER = -1
+
 
 class LiveLoop:
     """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
@@ -42,7 +44,8 @@ class LiveLoop:
         self._device.listen(self._copied)
         self._ordinal, self._number, self._events = -1, 0, 0
         self._step: Step | None = None  # the one that was begun last, if it has not ended
-        self._layer = 0  # of it, the next one
+        self.layer = AT_NO_LAYER
+        """Of the step that runs, the next one."""
         self._failure = None
 
     # The model's thread
@@ -66,7 +69,7 @@ class LiveLoop:
         asked = routing.chosen, routing.event, routing.start
         step = Step(phase, tokens, context, places, begins, (), True, False, *asked)
         with self._changed:
-            self._step, self._routing, self._layer = step, routing, 0
+            self._step, self._routing, self.layer = step, routing, 0
             self._driver.begin(step)
             self._driver.session.submitting(Kind.ROUTER)
             self._driver.session.start(step)
@@ -75,7 +78,7 @@ class LiveLoop:
         """The router of the next layer has chosen. experts: distinct ids over all layers, ascending."""
         with self._changed:
             self._require()
-            session, layer = self._driver.session, self._layer
+            session, layer = self._driver.session, self.layer
             self._routing.put(layer, experts, counts)
             session.handle(Completion(Kind.ROUTER))
             session.route(self._current, layer)
@@ -110,18 +113,18 @@ class LiveLoop:
         with self._changed:
             session = self._driver.session
             session.handle(Completion(Kind.COMBINE))
-            is_last = self._layer + 1 == self._run.shape.layers
+            is_last = self.layer + 1 == self._run.shape.layers
             session.submitting(Kind.HEAD if is_last else Kind.ROUTER)
-            self._layer += 1
+            self.layer += 1
 
     def end(self, ends_request: bool) -> StepRow | None:
         """The forward pass has ended; return its row. None where it was left before its end, or was ended before."""
-        step = self._step
-        if step is None or self._layer < self._run.shape.layers:
+        step, is_whole = self._step, self.layer == self._run.shape.layers
+        self.layer = AT_NO_LAYER
+        if step is None or not is_whole:
             return None
         if ends_request:
             step.ends, step.idle = step.places, True
-        self._layer = 0  # if this fails, the step is one that was left in the middle
         with self._changed:
             self._driver.session.handle(Completion(Kind.HEAD))
             row = self._driver.end(step)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from policies.core.policy import NO_INTS
 from replay.calibration.meter import Meter
-from replay.calibration.parts import CYCLE_BYTES, transfers
+from replay.calibration.parts import cycle_slots, transfers
 from replay.live.device import LiveDevice
 from replay.live.experts import TRIALS, LayerExperts, SlotViews
 from replay.live.layout import ExpertLayer, places_of
@@ -38,9 +38,6 @@ from traces.errors import InputError
 
 HOOK = "moe_expert_cache"
 """Attribute of a module of experts: what computes them."""
-
-
-AT_NO_LAYER = -1
 
 
 class LiveModel:
@@ -76,8 +73,7 @@ class LiveModel:
         """What an expert takes over the link, and what of it is latency, in ns: timed before the first request."""
         self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
-        self._next = AT_NO_LAYER  # of the forward pass
-        self._tokens = self._context = 0  # of it
+        self._tokens = self._context = 0  # of the forward pass
         self._top_k = hook.top_k
         self.parts = Parts()
         self._loop = LiveLoop(self.run, device)
@@ -98,8 +94,7 @@ class LiveModel:
 
     def _time_transfers(self, run: Run) -> tuple[int, int]:
         gpu = run.gpu
-        places = min(gpu.slots, max(2 * self.hook.top_k, CYCLE_BYTES // gpu.link.expert_bytes))
-        return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, places)
+        return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, cycle_slots(run, self.hook.top_k))
 
     def _window(self, dense_ns: int) -> float:
         """How many experts the link brings while a layer of a decoded token computes: for prefetch budgets."""
@@ -173,7 +168,6 @@ class LiveModel:
             self._end_pass(ends_request=True)
         ids = NO_INTS if given.is_floating_point() else given.cpu().numpy().reshape(-1)
         self._loop.begin(rows * columns, rows * (before + columns), before == 0, ids)
-        self._next = 0
         was, self._tokens, self._context = self._tokens, rows * columns, before + columns
         took = self.parts.lap()
         if continues:
@@ -181,7 +175,6 @@ class LiveModel:
 
     def _end_pass(self, ends_request: bool) -> bool:
         """The forward pass that was begun last has ended, if it has come to its end and was not ended before."""
-        self._next = AT_NO_LAYER
         row = self._loop.end(ends_request)
         if row:
             self.rows.append(row)
@@ -189,7 +182,7 @@ class LiveModel:
 
     def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """The experts of a layer: everything between its router and its sum."""
-        if layer != self._next:
+        if layer != self._loop.layer:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, ids = self.parts, index.cpu().numpy()
         parts.dense[layer == 0, self._tokens, self._context].add(parts.lap())
@@ -201,7 +194,6 @@ class LiveModel:
             raise InputError(f"the experts of {self._names[layer]} give NaN or infinity: the checkpoint is damaged")
         self._loop.combined()
         self.parts.combine[self._tokens].add(self.parts.lap())
-        self._next += 1
         return output
 
     def _computed(self, experts: LayerExperts, first: int, count: int, event: tuple[Tensor, Tensor, Tensor]) -> Tensor:

@@ -57,7 +57,7 @@ class How:
     dtype: str = "auto"  # the checkpoint's
     device: str = "disk"  # or cuda
     lanes: int | None = None  # threads that read the disk; None: as many as it takes
-    store: Path | None = None  # for experts that loading converts; None: beside the model
+    store: Path | None = None  # for experts that loading converts; None: in the user's cache folder
     profile: Path | None = None  # what the policy has learned before, if the file is there
 
 
@@ -90,9 +90,9 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
         layers, hook = rehearse(without)
         store = opening.enter_context(expert_store(without, layers, how.store, progress))
         shape = Shape(len(layers), layers[0].experts)
-        slots = parse_cache_size(how.cache_size, shape.total, store.expert_bytes)
-        policy.divide(shape, slots)
         stride = stride_of(store.expert_bytes) if gpu else store.stride
+        slots = parse_cache_size(how.cache_size, shape.total, stride)
+        policy.divide(shape, slots)
         _require(gpu, slots * stride, f"a cache of {slots} experts")
         run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
         _warm_up(run, hook.top_k)

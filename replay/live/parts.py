@@ -1,7 +1,7 @@
 """How long the parts of live steps take, timed on the thread that computes them, and the machine that follows.
 
 Dense parts, experts, sums and what lies between two passes are timed as they run. Transfers are timed alone, before and
-behind a run (`replay.calibration.measure`). Together they are a machine as the simulator takes it.
+behind a run (`replay.calibration.parts`). Together they are a machine as the simulator takes it.
 """
 
 from collections import defaultdict

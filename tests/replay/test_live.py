@@ -67,6 +67,13 @@ def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
             assert sum(row.numbers[COLUMNS.index("misses")] for row in live.rows) > 0
 
 
+def test_a_cache_given_in_bytes_takes_no_more_than_these(tmp_path: Path) -> None:
+    """On a disk a slot is larger than an expert: what is read begins and ends at pages."""
+    folder = saved(tmp_path, "olmoe")
+    with open_live(How(str(folder), policy="lru", cache_size="100kB", lanes=1)) as live:
+        assert live.memory.slots == live.run.gpu.slots * live.device.pool.shape[1] <= 100_000
+
+
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, architecture, "bfloat16")
