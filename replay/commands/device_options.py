@@ -16,7 +16,8 @@ class ReplayOptions(options.TimedOptions):
     """Which requests are run, and how."""
 
     requests: Annotated[
-        int | None, typer.Option(help="Run the first N requests only. Default: those of about 1,000 steps.")
+        int | None,
+        typer.Option(help="Run the first N requests only. Default: some 1,000 steps; disk: 100 tokens; virtual: all."),
     ] = None
     warmup_requests: options.WarmupRequests = None
     seed: Annotated[int | None, typer.Option(help="Seed of the weights. Default: 0.")] = None
