@@ -27,9 +27,9 @@ MOST = 3.0
 """A pace counts as at most so many times the median: a disk that stands still for a second in one pause of thirty would
 else stand still, in the prediction, for half of the run."""
 
-NOISE = 0.02, 0.04
-"""By what share mean paces of a run and of its calibrations differ, of reads and of computes, besides what their own
-repeats show, on a machine that does not change its speed."""
+NOISE = 0.05
+"""By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
+that does not change its speed: in two tables of a shared machine a third of differences below 12% was in the run."""
 
 DIFFER = 0.05
 """Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
@@ -95,10 +95,10 @@ class Factors:
         if not (before and after and run):
             return Factors()
         found = []
-        for least, now, *passes in zip(NOISE, *map(_by_kind, (run, before, after)), strict=True):
+        for now, *passes in zip(*map(_by_kind, (run, before, after)), strict=True):
             ratio = 2 * fmean(now) / sum(map(median, passes))
             error = ratio * hypot(_error(now), _error([*passes[0], *passes[1]]))
-            beyond, noise = ratio - 1, hypot(least, error)
+            beyond, noise = ratio - 1, hypot(NOISE, error)
             kept = beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 0.0
             found.append(max(1 + kept + errors * error, SLOWEST))
         return Factors(*found)

@@ -213,15 +213,14 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
 def test_factors_are_how_the_pace_of_a_run_compares_less_noise() -> None:
     before, after = [Pace(19.0, 4.0), Pace(21.0, 4.0)], [Pace(20.0, 4.0)] * 2
     now = [Pace(28.0, 2.0), Pace(32.0, 2.0)]
-    of_reads, of_computes = NOISE
     spread = stdev([28, 32]) / 30 / sqrt(2)
     error = 1.5 * hypot(spread, DIFFER / 2)  # four passes
     found = Factors.of(before, after, now)
-    assert found.reads == pytest.approx(1.5 - (of_reads**2 + error**2) / 0.5)
+    assert found.reads == pytest.approx(1.5 - (NOISE**2 + error**2) / 0.5)
     error_of_computes = 0.5 * hypot(DIFFER / sqrt(2), DIFFER / 2)
-    assert found.computes == pytest.approx(0.5 + (of_computes**2 + error_of_computes**2) / 0.5)
+    assert found.computes == pytest.approx(0.5 + (NOISE**2 + error_of_computes**2) / 0.5)
     assert Factors.of(before, after, now, 1.0).reads == pytest.approx(found.reads + error)
-    alike = [Pace(20.0 * (1 + of_reads / 2), 4.0 * (1 - of_computes / 2))]
+    alike = [Pace(20.0 * (1 + NOISE / 2), 4.0 * (1 - NOISE / 2))]
     assert Factors.of(before, after, alike) == Factors()
     assert Factors.of([], after, now) == Factors.of(before, [], now) == Factors.of(before, after, []) == Factors()
 
