@@ -3,8 +3,8 @@
 Work comes in series. Where the host submits a decoded token's no faster than the device works, heads go before, which
 keep the device busy until all is submitted: so it is the device's time that is found, not the host's.
 
-Means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is. So a figure is
-repeated until its mean is sure, or has taken long enough.
+Within a pass means count, not medians: the mean of a run is predicted, and a run is disturbed as the measurement is.
+So a figure is repeated until its mean is sure, or has taken long enough.
 """
 
 from collections.abc import Callable, Sequence

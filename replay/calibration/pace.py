@@ -29,13 +29,14 @@ else stand still, in the prediction, for half of the run."""
 
 NOISE = 0.05
 """By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
-that does not change its speed: in two tables of a shared machine a third of differences below 12% was in the run."""
+that does not change its speed. In two tables of a shared machine, runs differed by a third of what their paces did, as
+long as these differed by less than 12%."""
 
 DIFFER = 0.05
 """Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
 
-SLOWEST = 0.1
-"""Of a factor: a machine that is faster than that beside its calibrations was not calibrated."""
+LEAST = 0.1
+"""Of a factor: so that the lower end of an interval stays a duration, however large the error."""
 
 OnStep = Callable[[StepRow], None]
 
@@ -100,7 +101,7 @@ class Factors:
             error = ratio * hypot(_error(now), _error([*passes[0], *passes[1]]))
             beyond, noise = ratio - 1, hypot(NOISE, error)
             kept = beyond * max(0.0, 1 - (noise / beyond) ** 2) if beyond else 0.0
-            found.append(max(1 + kept + errors * error, SLOWEST))
+            found.append(max(1 + kept + errors * error, LEAST))
         return Factors(*found)
 
     def scale(self, model: MeasuredModel) -> MeasuredModel:
@@ -115,16 +116,13 @@ class Factors:
 
 def mean_pace(paces: Sequence[Pace]) -> Pace | None:
     """Return the mean, those that are far beyond the median cut down; None of none."""
-    return Pace(*(fmean(_cut(of)) for of in _by_kind(paces))) if paces else None
+    return Pace(*map(fmean, _by_kind(paces))) if paces else None
 
 
 def _by_kind(paces: Sequence[Pace]) -> tuple[list[float], list[float]]:
     """Return all reads, and all computes, those that are far beyond the median cut down."""
-    return _cut([each.read_ns for each in paces]), _cut([each.compute_ns for each in paces])
-
-
-def _cut(values: Sequence[float]) -> list[float]:
-    return [min(each, MOST * median(values)) for each in values]
+    reads, computes = ([min(each, MOST * median(of)) for each in of] for of in zip(*paces, strict=True))
+    return reads, computes
 
 
 def _error(values: Sequence[float]) -> float:
