@@ -71,7 +71,7 @@ format: $(READY)
 bench: $(READY) ## speeds as ratios measured in one run
 	$(BIN)/python -m benchmarks
 
-disk-check: $(READY) ## prediction against measurement on this machine's disk and CPU, and what people use; half an hour
+disk-check: $(READY) ## prediction against measurement on this machine's disk and CPU, and what people use; 35 minutes
 	$(BIN)/python -m replay.disk_check $(DISK_CHECK)
 
 live-check: $(READY) ## live generation under a limit of memory, beside its prediction, accelerate and transformers alone

@@ -17,7 +17,7 @@ class ReplayOptions(options.TimedOptions):
 
     requests: Annotated[
         int | None,
-        typer.Option(help="Run the first N requests only. Default: some 1,000 steps; disk: 100 tokens; virtual: all."),
+        typer.Option(help="Run the first N requests only. Default: about 1,000 steps; disk: 100 tokens; virtual: all."),
     ] = None
     warmup_requests: options.WarmupRequests = None
     seed: Annotated[int | None, typer.Option(help="Seed of the weights. Default: 0.")] = None
