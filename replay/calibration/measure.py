@@ -78,16 +78,17 @@ class Around:
     during: MeasuredModel  # between both, at the pace of the run
     fastest: MeasuredModel  # as far as its errors go
     slowest: MeasuredModel
+    paces: tuple[tuple[Pace, ...], tuple[Pace, ...]] = ((), ())  # of each pass before and after
 
     @staticmethod
     def of(before: Measurement, after: Measurement, paces: Sequence[Pace]) -> "Around":
         """Where no pace is known, what lies between, and what either calibration found."""
-        models = (before.model, after.model)
+        models, passes = (before.model, after.model), (before.paces, after.paces)
         during = middle(models)
-        if not (before.paces and after.paces and paces):
-            return Around(*models, during, *models)
-        scaled = (Factors.of(before.paces, after.paces, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
-        return Around(*models, *scaled)
+        if not (all(passes) and paces):
+            return Around(*models, during, *models, passes)
+        during, fastest, slowest = (Factors.of(*passes, paces, errors).scale(during) for errors in (0.0, -1.0, 1.0))
+        return Around(*models, during, fastest, slowest, passes)
 
 
 def measure(device: Device, run: Run, most_tokens: int) -> tuple[MeasuredTiming, Link]:

@@ -81,6 +81,7 @@ class CellOutcome:
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
     calibrations_ms: tuple[float, float] | None = None  # TPOT mean as predicted by the calibration before, and after
+    calibration_paces: tuple[tuple[Pace, ...], ...] = ()  # of the device in each pass of these two
 
     @property
     def decoded(self) -> NDArray[np.bool_]:
@@ -123,6 +124,7 @@ class CellOutcome:
             predicted_without_host=_without_host(self.choice, *during, self.decider),
             interval_ms=(min(ends), max(ends)),
             calibrations_ms=(before, after),
+            calibration_paces=around.paces,
         )
 
     def _predict(self, timing: Timing, link: Link) -> Played:
@@ -152,7 +154,8 @@ class CellOutcome:
             "predicted_interval_ms": self.interval_ms,
             "predicted_by_calibrations_ms": self.calibrations_ms,
             "calibrations_disagree": self.disagreement,
-            "paces_ns": [list(map(round, pace)) for pace in self.measured.paces] or None,
+            "paces_ns": _in_ns(self.measured.paces) or None,
+            "calibration_paces_ns": list(map(_in_ns, self.calibration_paces)) if any(self.calibration_paces) else None,
         }
 
     def per_token(self) -> pd.DataFrame:
@@ -169,6 +172,10 @@ class CellOutcome:
         for name in errors.DECIDED:
             columns |= {f"measured_{name}": getattr(measured, name), f"predicted_{name}": getattr(predicted, name)}
         return pd.DataFrame(columns)
+
+
+def _in_ns(paces: Sequence[Pace]) -> list[list[int]]:
+    return [list(map(round, pace)) for pace in paces]
 
 
 def check_mode(mode: str) -> None:

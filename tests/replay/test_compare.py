@@ -198,6 +198,7 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         assert by_slow - by_fast == pytest.approx(40_000e-6 * choice.loaded.trace.layers, rel=0.05)
         assert found.disagreement == pytest.approx(2 * (by_slow - by_fast) / (by_slow + by_fast))
         assert found.figures()["predicted_interval_ms"] == (low, high)
+        assert found.figures()["calibration_paces_ns"] == [[[100, 10]], [[100, 10]]]
         if reads:
             slowed = dataclasses.replace(middle([slow.measured, fast.measured]), transfer_ns=0, latency_ns=0)
             factors = [Factors.of(before.paces, after.paces, paces, errors).reads for errors in (0.0, 1.0)]
