@@ -5,7 +5,7 @@ router has chosen. A lane that has ended a piece of a transfer starts what comes
 model, nor the model for another thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition
 
 from policies.core.policy import Int
@@ -27,13 +27,12 @@ class LiveLoop:
     """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
 
     A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
-    again.
+    again. So they do after a prefetch that failed when no pass ran, which no pass can raise: `on_note` hears of it.
     """
 
-    def __init__(self, run: Run, device: LiveDevice) -> None:
-        self._run, self._device = run, device
+    def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
+        self._run, self._device, self._on_note = run, device, on_note
         self._changed = Condition()  # with the lock that all hold who act
-        self._failure: Exception | None = None
         self._start()
 
     def _start(self) -> None:
@@ -46,7 +45,8 @@ class LiveLoop:
         self._step: Step | None = None  # the one that was begun last, if it has not ended
         self.layer = AT_NO_LAYER
         """Of the step that runs, the next one."""
-        self._failure = None
+        self._failure: Exception | None = None
+        self._is_failure_known = False
 
     # The model's thread
 
@@ -55,6 +55,8 @@ class LiveLoop:
 
         Raise InputError where a copy of an earlier pass never ends.
         """
+        if self._failure and not self._is_failure_known:
+            self._on_note(f"a prefetch failed: {self._failure}; cache and policy start again")
         if self._failure or self._step:
             self.stop()
             self._start()
@@ -135,6 +137,7 @@ class LiveLoop:
         """Start nothing more on the link; return when nothing is under way. Raise InputError where that never comes."""
         with self._changed:
             self._failure = self._failure or InputError("this live model was closed")
+            self._is_failure_known = True
         self._device.settle()
         self._device.listen(None)
 
@@ -146,6 +149,7 @@ class LiveLoop:
     def _require(self) -> None:
         """Raise what has failed since the step began."""
         if self._failure:
+            self._is_failure_known = True
             raise self._failure
 
     # Lanes

@@ -2,10 +2,11 @@
 
 Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
 with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, early ones
-too, the pass that runs then raises the error, cache and policy start again, and the model can be called again.
+too, the pass that runs then raises the error, cache and policy start again, and the model can be called again. Where
+no pass runs then, `on_note` hears of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -53,6 +54,7 @@ class LiveModel:
         memory: Memory,
         lanes: int,
         dense_ns: int,
+        on_note: Callable[[str], None],
     ) -> None:
         """hook: of the tracer, which has probed the model; layers: in the order of execution.
 
@@ -76,7 +78,7 @@ class LiveModel:
         self._tokens = self._context = 0  # of the forward pass
         self._top_k = hook.top_k
         self.parts = Parts()
-        self._loop = LiveLoop(self.run, device)
+        self._loop = LiveLoop(self.run, device, on_note)
         self._handles = [self.model.register_forward_pre_hook(self._begins, with_kwargs=True)]
         for number, layer in enumerate(layers):
             setattr(layer.module, HOOK, partial(self._event, number))

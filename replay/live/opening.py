@@ -4,7 +4,7 @@ On `disk`, experts stay in the checkpoint's files and slots are in host memory, 
 experts are read into host memory once, slots and the dense part are in the GPU's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,11 +68,15 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 @contextmanager
-def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pieces: None)) -> Iterator[LiveModel]:
+def open_live(
+    how: How,
+    progress: Progress = lambda count: nullcontext(lambda pieces: None),
+    on_note: Callable[[str], None] = lambda text: None,
+) -> Iterator[LiveModel]:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 
-    progress: is shown while experts are written to a store, or read into host memory. Raise InputError for whatever
-    cannot be.
+    progress: is shown while experts are written to a store, or read into host memory; on_note: hears of what no
+    forward pass can raise. Raise InputError for whatever cannot be.
     """
     if how.device not in DEVICES:
         raise unknown("device", how.device, DEVICES)
@@ -112,7 +116,7 @@ def open_live(how: How, progress: Progress = lambda count: nullcontext(lambda pi
             opening.callback(device.close)
             lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
             device.read_with(lanes)
-        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns)
+        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note)
         opening.callback(live.close)
         yield live
 

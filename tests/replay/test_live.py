@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from threading import Event
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -317,6 +318,39 @@ def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
                     logits(live.model, prompt(12))
                 broken[0] = False
                 assert_equal(wanted, live, prompt(9))
+
+
+def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tmp_path, "qwen3_moe")
+    wanted = logits(whole_model(folder), prompt(9), 6)
+    read, broken, notes = Shard._read, Event(), list[str]()
+
+    def fails(self: Shard, block: Any, offset: int) -> int:
+        sleep(0.002)  # so that prefetches are still under way behind the last layer
+        if broken.is_set():
+            raise InputError(f"{self.path} cannot be read: Input/output error")
+        return read(self, block, offset)
+
+    monkeypatch.setattr(Shard, "_read", fails)
+    with open_live(How(str(folder), policy="lru+all", cache_size="12", lanes=2), on_note=notes.append) as live:
+        for seed in range(50):
+            cache = live.model(input_ids=prompt(9, seed=seed)).past_key_values
+            hook = live.model.model.norm.register_forward_hook(lambda *_: broken.set())  # behind the last layer
+            live.model(input_ids=prompt(1, seed=seed), past_key_values=cache)
+            hook.remove()
+            until = monotonic() + 0.05
+            while not live._loop._failure and monotonic() < until:
+                sleep(0.001)
+            broken.clear()
+            if live._loop._failure:
+                break
+        assert not notes
+        assert_equal(wanted, live, prompt(9))
+    assert len(notes) == 1
+    assert "a prefetch failed" in notes[0]
+    assert "Input/output error" in notes[0]
 
 
 def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: Path) -> None:
