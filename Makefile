@@ -34,7 +34,7 @@ test-all: $(READY) lint ## everything, also what takes long
 	$(BIN)/pytest -n 2 --dist worksteal
 
 FUZZ_SECONDS ?= 60
-fuzz: $(READY) ## every reader of foreign bytes, FUZZ_SECONDS each: guided by coverage where atheris installs
+fuzz: $(READY) ## every reader of foreign bytes, FUZZ_SECONDS each, one a core: guided by coverage where atheris installs
 	-$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS)
 

@@ -1,6 +1,7 @@
 """Run one fuzzer: `python -m tests.fuzz.one TARGET SECONDS`; `tests.fuzz` starts it.
 
-It goes on after a finding. The first input of each kind is left in the working directory, `crash-TARGET-KIND`.
+It goes on after a finding. The first input of each kind is left in the working directory, `crash-TARGET-KIND`. Inputs
+that reached new code are kept in `.fuzz/TARGET` there, and the next run begins with them.
 """
 
 import hashlib
@@ -76,7 +77,9 @@ def main() -> None:
             "artifact_prefix": f"crash-{name}-",
         }
         flags = [f"-{option}={value}" for option, value in options.items()]
-        atheris.Setup([sys.argv[0], *flags, tempfile.mkdtemp(), str(target.corpus)], attack)
+        reached = Path(".fuzz") / name
+        reached.mkdir(parents=True, exist_ok=True)
+        atheris.Setup([sys.argv[0], *flags, str(reached), str(target.corpus)], attack)
         atheris.Fuzz()
         return
     from hypothesis import given, settings
