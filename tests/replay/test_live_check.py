@@ -4,12 +4,13 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 
 from replay.comparison.record import Record
 from replay.live import check as live_check
-from replay.live.check import ACCELERATE, ALONE, CACHED, LIVE, REPLAY, Check
+from replay.live.check import ACCELERATE, ALONE, CACHED, LIVE, REPLAY, TURNS, Check
 from tests.replay.test_disk_check import TINY
 
 
@@ -35,7 +36,11 @@ def test_each_part_is_run_and_recorded(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(cell["measured"]["tpot_mean_ms"] > 0 for cell in cells.values())
     live = cells[LIVE]
     assert (live["tokens"], live["policy"], live["cache_fraction"]) == (3, "eamc-blend", 0.25)
-    assert limits[1:] == [live["checkpoint_bytes"] // 2] * 3 == [cells[ACCELERATE]["memory_bytes"]] * 3
+    parts = 2 * TURNS + 1
+    assert limits[1:] == [live["checkpoint_bytes"] // 2] * parts == [cells[ACCELERATE]["memory_bytes"]] * parts
+    for cell in (live, cells[REPLAY]):
+        assert cell["measured"]["tpot_mean_ms"] == median(cell["turns_ms"])
+        assert len(cell["turns_ms"]) == TURNS
     ratios = check.ratios()
     assert ratios["live over replay"] == pytest.approx(
         live["measured"]["tpot_mean_ms"] / cells[REPLAY]["measured"]["tpot_mean_ms"]
