@@ -27,10 +27,10 @@ MOST = 3.0
 """A pace counts as at most so many times the median: a disk that stands still for a second in one pause of thirty would
 else stand still, in the prediction, for half of the run."""
 
-NOISE = 0.05
+NOISE = 0.03
 """By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
-that does not change its speed. In two tables of a shared machine, runs differed by a third of what their paces did, as
-long as these differed by less than 12%."""
+that does not change its speed. Of two tables of a shared machine (`replay/results`), one is predicted as well with
+anything from 2 to 10%, and the other, of an hour in which it changed more, best with at most 3%."""
 
 DIFFER = 0.05
 """Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""

@@ -12,7 +12,7 @@ afterwards: a prediction must not use the measurement that it is compared with.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from statistics import mean
+from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -328,7 +328,8 @@ SAME = ("model", "trace", "requests", "mode", "cache_experts")
 def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
     """How policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
 
-    Noise is the greatest of the cells that were run more than once, and at least what is known of the machine.
+    Noise is the greatest of the cells that were run more than once; where none was, the median of what the calibrations
+    around each differ by; and at least what is known of the machine.
     """
     groups: dict[tuple[object, ...], list[Row]] = {}
     for cell in cells:
@@ -339,17 +340,26 @@ def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
         if len(group) < 2:
             continue
         measured, predicted = ([cell[side]["tpot_mean_ms"] for cell in group] for side in ("measured", "predicted"))
-        noises = [cell["noise"] for cell in group if cell.get("noise") is not None]
-        right, differ = errors.ordered_pairs(measured, predicted, max([least_noise, *noises]))
+        noise = _noise_of(group)
+        right, differ = errors.ordered_pairs(measured, predicted, max(least_noise, noise or 0.0))
         found.append(
             {
                 **dict(zip(SAME, same, strict=True)),
                 "cache_fraction": group[0]["cache_fraction"],
                 "policies": len(group),
                 "spearman": errors.spearman(measured, predicted),
-                "noise": max(noises, default=None),
+                "noise": noise,
                 "pairs_that_differ": differ,
                 "pairs_as_measured": right,
             }
         )
     return found
+
+
+def _noise_of(cells: Sequence[Row]) -> float | None:
+    """Return by what share cells like these differ for no reason; None where nothing says so."""
+    repeated, disagreed = (
+        [float(cell[name]) for cell in cells if cell.get(name) is not None]
+        for name in ("noise", "calibrations_disagree")
+    )
+    return max(repeated) if repeated else median(disagreed) if disagreed else None

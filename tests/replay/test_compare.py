@@ -308,6 +308,15 @@ def test_policies_are_ranked_among_their_like_and_differences_within_the_noise_d
     assert rankings([{"mode": "resident", "measured": {}}, *cells[:1], *cells[3:]]) == []
 
 
+def test_where_no_cell_was_repeated_the_noise_is_what_calibrations_disagree_by() -> None:
+    cells = [cell("a", 1.0, 1.0), cell("b", 2.0, 1.5), cell("c", 2.1, 1.4)]
+    disagree = [dict(each, calibrations_disagree=share) for each, share in zip(cells, (0.01, 0.3, 0.1), strict=True)]
+    repeated = [*disagree[1:], dict(cells[0], noise=0.0)]
+    for given, noise, differ in ((cells, None, 3), (disagree, 0.1, 2), (repeated, 0.0, 3)):
+        (found,) = rankings(given)
+        assert (found["noise"], found["pairs_that_differ"]) == (noise, differ)
+
+
 # The command
 
 
