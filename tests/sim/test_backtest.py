@@ -25,6 +25,7 @@ from sim.backtest.model import profile_of
 from sim.backtest.play import Case
 from sim.cli import app
 from sim.engines.engine import SIMPY
+from sim.planner import errors
 from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
@@ -493,6 +494,19 @@ def test_the_document_shows_a_file_that_is_valid(tmp_path):
     told = score.summary(score.backtest(file.read(path), SIMPY))
     assert told["rows"] == 2
     assert math.isfinite(told["worst_abs_error"])
+
+
+def test_the_document_shows_what_came_of_the_blind_test():
+    test = score.backtest(file.read(DATA / "unseen.toml"), SIMPY)
+    text = DOCUMENT.read_text()
+    assert report.markdown(test).split("### Rows: unseen\n\n")[1].strip() in text
+    assert f"The median error is {score.summary(test)['median_abs_error']:.0%}" in text
+    inside = 0
+    for result in test.results:
+        assert result.predicted
+        known = errors.interval(errors.kind_of(result.row.setting))
+        inside += known.low <= result.row.value / result.predicted <= known.high
+    assert f"interval in {inside} of {len(test.results)} rows" in text
 
 
 @pytest.mark.slow
