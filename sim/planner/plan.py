@@ -310,7 +310,7 @@ def _notes(fit: Fit, way: Way) -> list[str]:
         )
     if way.kind == DISK:
         found.append(
-            "reads past the page cache; through mmap (llama.cpp's default) a token took up to 3.5 times as long "
+            "reads past the page cache; through mmap (llama.cpp's default) a token took up to 4.3 times as long "
             "(replay/results/README.md)"
         )
         found.append(_STAND_IN.format(way.stand_in))
