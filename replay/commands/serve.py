@@ -48,7 +48,7 @@ def serve(
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
     if api_key is not None and not api_key.strip():
         raise InputError("--api-key must not be empty")
-    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts"), console.warn) as live:
+    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live:
         server = Server(live, api_key, max_context)
         config = uvicorn.Config(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
         try:

@@ -10,7 +10,7 @@ Then the shipped model with all its experts cached, beside transformers alone. T
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from shutil import disk_usage
-from statistics import median
+from statistics import median_low
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
 
@@ -144,16 +144,32 @@ class Check:
         read once: what is below a virtual disk may have kept those of one side only.
         """
         size = self._write(profile, checkpoint)
+        if self.device == "disk":
+            count = profile.moe_layers * profile.experts
+            write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
+            os.sync()
         lives, replays = list[Generated](), list[float]()
-        for _ in range(TURNS):
+
+        def generate_once() -> None:
             self._read_through(checkpoint.glob("*.safetensors"))
-            lives.append(self._live(checkpoint, size // 2))
-            if self.device == "disk" and not store.exists():
-                count = profile.moe_layers * profile.experts
-                write(store, profile, Stamps(count, profile.expert_bytes, 0).write, "random weights, seed 0", count)
+            lanes = lives[0].lanes if lives and self.device == "disk" else None
+            lives.append(self._live(checkpoint, size // 2, lanes))
+            self._put_live(profile, lives, size)
+
+        def replay_once() -> None:
             self._read_through([store])
             replays.append(self._replay(profile, store, lives[0], size // 2))
-        live = sorted(lives, key=lambda each: each.tpot_ms)[TURNS // 2]
+            facts = {"threads": torch.get_num_threads(), "lanes": lives[0].lanes}
+            self._put(profile.name, REPLAY, self.tokens - 1, median_low(replays), turns_ms=[*replays], **facts)
+
+        for turn in range(TURNS):
+            for part in (replay_once, generate_once) if turn % 2 else (generate_once, replay_once):
+                part()
+        return size // 2
+
+    def _put_live(self, profile: ModelProfile, lives: "Sequence[Generated]", size: int) -> None:
+        """Record what generating came to so far."""
+        live = sorted(lives, key=lambda each: each.tpot_ms)[(len(lives) - 1) // 2]
         self._put(
             *(profile.name, LIVE, self.tokens - 1, live.tpot_ms),
             turns_ms=[each.tpot_ms for each in lives],
@@ -166,9 +182,6 @@ class Check:
             memory_bytes=None if self.device == "cuda" else size // 2,
             predicted={"tpot_mean_ms": live.predicted_ms},
         )
-        facts = {"threads": torch.get_num_threads(), "lanes": lives[0].lanes}
-        self._put(profile.name, REPLAY, self.tokens - 1, median(replays), turns_ms=replays, **facts)
-        return size // 2
 
     def _write(self, profile: ModelProfile, folder: Path) -> int:
         """Write the checkpoint; return its bytes."""
@@ -191,12 +204,12 @@ class Check:
             finally:
                 os.close(file)
 
-    def _live(self, folder: Path, limit: int) -> "Generated":
-        """Generate."""
+    def _live(self, folder: Path, limit: int, lanes: int | None) -> "Generated":
+        """Generate. lanes: None for as many as it takes."""
         sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
         with (
             self._limited(limit, folder),
-            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE, device=self.device)) as live,
+            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE, device=self.device, lanes=lanes)) as live,
             undisturbed(),
         ):
             asked = prompts_of([], None, PROMPT)

@@ -27,7 +27,7 @@ class LiveLoop:
     """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
 
     A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
-    again. So they do after a prefetch that failed when no pass ran, which no pass can raise: `on_note` hears of it.
+    again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` hears of it.
     """
 
     def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
@@ -55,8 +55,6 @@ class LiveLoop:
 
         Raise InputError where a copy of an earlier pass never ends.
         """
-        if self._failure and not self._is_failure_known:
-            self._on_note(f"a prefetch failed: {self._failure}; cache and policy start again")
         if self._failure or self._step:
             self.stop()
             self._start()
@@ -136,8 +134,11 @@ class LiveLoop:
     def stop(self) -> None:
         """Start nothing more on the link; return when nothing is under way. Raise InputError where that never comes."""
         with self._changed:
-            self._failure = self._failure or InputError("this live model was closed")
+            failure, is_known = self._failure, self._is_failure_known
+            self._failure = failure or InputError("this live model was closed")
             self._is_failure_known = True
+        if failure and not is_known:
+            self._on_note(f"a transfer between two passes failed: {failure}; cache and policy start again")
         self._device.settle()
         self._device.listen(None)
 

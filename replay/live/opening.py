@@ -36,6 +36,7 @@ from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel, blaming
+from traces import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic
 
@@ -71,7 +72,7 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 def open_live(
     how: How,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
-    on_note: Callable[[str], None] = lambda text: None,
+    on_note: Callable[[str], None] = console.warn,
 ) -> Iterator[LiveModel]:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 

@@ -21,10 +21,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("targets", nargs="*", help="default: all")
     parser.add_argument("--seconds", type=int, default=60, help="for each")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time; default: one a core")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time; default: one a core")
     asked = parser.parse_args()
     names = asked.targets or sorted(folder.name for folder in CORPUS.iterdir())
-    with ThreadPoolExecutor(asked.jobs) as pool:
+    with ThreadPoolExecutor(max(1, asked.jobs)) as pool:
         are_clean = pool.map(partial(fuzz, asked.seconds), names)
         failed = [name for name, is_clean in zip(names, are_clean, strict=True) if not is_clean]
     if failed:
@@ -35,7 +35,9 @@ def fuzz(seconds: int, name: str) -> bool:
     """Run one fuzzer, print what came of it, and return whether it found nothing."""
     command = [sys.executable, "-m", "tests.fuzz.one", name, str(seconds)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
-    runs, left = re.findall(r"^#(\d+)", done.stderr, re.MULTILINE), sorted(Path().glob(f"crash-{name}-*"))
+    runs = re.findall(r"^#(\d+)", done.stderr, re.MULTILINE)
+    own = re.compile(rf"crash-{name}-((crash|oom|timeout)-)?[0-9a-f]+")
+    left = [path for path in Path().glob("crash-*") if own.fullmatch(path.name)]
     lines = [f"{name}: {runs[-1] if runs else 'some'} inputs in {seconds} s, {len(left)} findings"]
     is_clean = not left and not done.returncode
     if not is_clean:

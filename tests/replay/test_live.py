@@ -349,7 +349,7 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
         assert not notes
         assert_equal(wanted, live, prompt(9))
     assert len(notes) == 1
-    assert "a prefetch failed" in notes[0]
+    assert "a transfer between two passes failed" in notes[0]
     assert "Input/output error" in notes[0]
 
 
