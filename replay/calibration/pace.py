@@ -29,8 +29,8 @@ else stand still, in the prediction, for half of the run."""
 
 NOISE = 0.03
 """By what share mean paces of a run and of its calibrations differ, besides what their own repeats show, on a machine
-that does not change its speed. Of two tables of a shared machine (`replay/results`), one is predicted as well with
-anything from 2 to 10%, and the other, of an hour in which it changed more, best with at most 3%."""
+that does not change its speed. Of two tables of a shared machine (`replay/results`), one hardly depends on it between
+2 and 10%; the other, of an hour in which it changed more, is predicted the better the less it is."""
 
 DIFFER = 0.05
 """Standard deviation of single paces, at least, as a share: a few that happen to be alike are not exact."""
