@@ -122,7 +122,8 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         if len(of) < len(request.tokens):
             break
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
-        if [row[:3] for row in of] != [[request.request, *step] for step in each] or min(map(min, of)) < 0:
+        is_whole = all(len(row) == len(HEADER) and min(row) >= 0 for row in of)
+        if not is_whole or [row[:3] for row in of] != [[request.request, *step] for step in each]:
             raise InputError(f"{path} does not hold the steps of this trace: run without --resume")
         done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]
     return done
