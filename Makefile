@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(READY) ## the whole loop on what ships with the project: record, sweep, replay, compare, report
-	$(BIN)/moe-trace record --out demo/trace --overwrite
+	$(BIN)/moe-trace record --out demo/trace --batch-size 8 --overwrite
 	$(BIN)/moe-sim sweep demo/trace --model-profile demo-stand-in --cache-sizes 10%,25%,50% --out demo/sweep --overwrite
 	$(BIN)/moe-replay --from demo/sweep --device virtual --out demo/replay-virtual
 	$(BIN)/moe-replay store demo/experts --model-profile demo-stand-in --overwrite
