@@ -141,7 +141,7 @@ def recommendation(sweep: Results) -> str:
     """Return what to do, by how much it is better, and how sure that is."""
     causal = [row for row in sweep.rows if not row["oracle"] and row[judged_by(sweep.rows)] is not None]
     if not causal:
-        return f"{sweep.folder}: only oracles were run, which nobody can have."
+        return f"{sweep.folder}: only oracles were run, which know the future."
     by = judged_by(sweep.rows)
     best = min(causal, key=lambda row: (row[by], row["cache_experts"]))
     unit = {"misses": "misses"}.get(by, "ms a token" if by.startswith("tpot") else "ms to the first token")
@@ -346,7 +346,7 @@ def _time(rows: Sequence[Row]) -> Iterator[Item]:
         _cell(row): {
             "demand": row["bytes_demand"] / row["tokens"] / 1e6,
             "prefetched and used": (row["bytes_prefetch"] - row["bytes_wasted"]) / row["tokens"] / 1e6,
-            "prefetched in vain": row["bytes_wasted"] / row["tokens"] / 1e6,
+            "prefetched, wasted": row["bytes_wasted"] / row["tokens"] / 1e6,
         }
         for row in shown
         if row["bytes_demand"] is not None
