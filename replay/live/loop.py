@@ -138,7 +138,7 @@ class LiveLoop:
             self._failure = failure or InputError("this live model was closed")
             self._is_failure_known = True
         if failure and not is_known:
-            self._on_note(f"a transfer between two passes failed: {failure}; cache and policy start again")
+            self._on_note(f"a transfer between two passes failed: {failure}; the next pass begins with an empty cache")
         self._device.settle()
         self._device.listen(None)
 
