@@ -28,6 +28,8 @@ FORMAT = "moe-expert-cache experts 1"
 CHECKSUM = "{:08x}"
 LONGEST_HEADER = 100_000_000
 """Bytes, as in the format's own reader."""
+READ_BYTES = 16 << 20
+"""Of a read, where a whole file is read."""
 
 Fill = Callable[[int, Bytes], None]
 """Writes an expert's bytes into a buffer, uint8[expert_bytes]."""
@@ -205,3 +207,16 @@ def open_past_cache(path: Path) -> tuple[int, bool]:
         fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
         return file, True
     return file, False
+
+
+def read_through(path: Path) -> None:
+    """Read a file whole, as lanes will: what lies below a virtual disk may have kept some of it, or none."""
+    file, _ = open_past_cache(path)
+    memory, at, got = anonymous(READ_BYTES), 0, 1
+    try:
+        while got and at < os.fstat(file).st_size:
+            at += (got := os.preadv(file, [memory.data], at))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(file)

@@ -3,7 +3,7 @@
 For each model's shapes, with random weights in a file on the disk: cells of policy x cache size, run by lanes that
 read and a CPU that computes, each beside what the simulator predicts from calibrations before and behind the cell; and
 what people use instead, with as much memory: the page cache (`mapped`), accelerate's offload to a disk, reads without a
-cache. The file is written again after each cell.
+cache. The results are written again after each cell, whose experts have all been read once before it.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, play_on, ra
 from replay.comparison.lockstep import FixedOrder
 from replay.comparison.record import Record, key_of
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
-from replay.devices.expert_file import ExpertFile, stride_of, write
+from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.stage import Stage, open_stage
 from replay.devices.store import RESERVE_BYTES, Stamps, available_memory_bytes
 from replay.disk_check.mapped import MappedDevice, page_cache_of
@@ -149,6 +149,8 @@ class Check:
         key = key_of(**{name: head[name] for name in names}, tokens=self.tokens, content=content)
 
         def play() -> Row:
+            assert choice.store
+            read_through(choice.store)
             outcome = play_cell(choice, mode, *machine.under(choice), stage)
             machine.measure()
             outcome = machine.predicted_again(outcome)

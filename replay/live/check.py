@@ -29,8 +29,8 @@ import typer
 from policies.core.spec import parse
 from replay.comparison.record import Record, key_of
 from replay.devices.device_facts import driver, machine_name
-from replay.devices.expert_file import open_past_cache, write
-from replay.devices.store import Stamps, anonymous, available_memory_bytes
+from replay.devices.expert_file import read_through, write
+from replay.devices.store import Stamps, available_memory_bytes
 from replay.disk_check.mapped import page_cache_of
 from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
 from replay.live.answering import answer
@@ -63,7 +63,6 @@ PROMPT = ",".join(str(7 * place + 3) for place in range(32))
 TURNS = 3
 ACCELERATE_TOKENS = 2
 SHARD_BYTES = 2_000_000_000
-READ_BYTES = 16 << 20
 DEMO_TOKENS, DEMO_CONTEXT, ROUNDS = 60, 32, 5
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -195,14 +194,8 @@ class Check:
         """Read files as the lanes will, past the page cache; nothing where experts come from host memory."""
         if self.device == "cuda":
             return
-        memory = anonymous(READ_BYTES)
         for path in files:
-            file, _ = open_past_cache(path)
-            try:
-                for begin in range(0, path.stat().st_size, READ_BYTES):
-                    os.preadv(file, [memory.data], begin)
-            finally:
-                os.close(file)
+            read_through(path)
 
     def _live(self, folder: Path, limit: int, lanes: int | None) -> "Generated":
         """Generate. lanes: None for as many as it takes."""

@@ -19,7 +19,7 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.cli import main
 from replay.devices.cpu import CpuDevice
-from replay.devices.expert_file import ExpertFile, stride_of, write
+from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.lanes import PAGE, knee, page_up, parts, rates
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import HostStore, Stamps, anonymous
@@ -152,6 +152,23 @@ def test_reads_that_end_early_go_on_where_they_ended(files: Path, monkeypatch: p
         store.read(3, 0, BIG.expert_bytes, slot)
         assert store.holds(3, slot[: BIG.expert_bytes])
     assert len(sizes) > 2
+
+
+def test_a_file_is_read_through_to_its_last_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, read, preadv = tmp_path / "file", bytearray(), os.preadv
+    path.write_bytes(content := bytes(range(251)) * 100)
+
+    def some(file: int, buffers: list[memoryview], at: int) -> int:
+        got = preadv(file, [buffers[0][: 2 * PAGE]], at)
+        assert at == len(read)
+        read.extend(buffers[0][:got])
+        return got
+
+    monkeypatch.setattr(os, "preadv", some)
+    read_through(path)
+    assert read == content
+    with pytest.raises(InputError, match="cannot be read: No such file"):
+        read_through(tmp_path / "none")
 
 
 def test_an_error_of_the_disk_ends_the_run_in_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
