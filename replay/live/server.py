@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
@@ -32,18 +33,45 @@ LOOK_S = 0.25
 """How often a client that waits for a whole answer is looked after."""
 
 
+NOT_SERVED: dict[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False, 0),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+}
+"""Parameters that would change an answer; and the values, besides null, that ask for nothing."""
+
+
 class Asked(BaseModel):
     """What both kinds of requests share."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     n: Literal[1] = 1
+
+    @property
+    def not_served(self) -> list[str]:
+        """What the request asks for and this server cannot do."""
+        asked = (self.model_extra or {}).items()
+        return [name for name, value in asked if value not in (None, *NOT_SERVED.get(name, (value,)))]
 
 
 class Part(BaseModel):
@@ -120,6 +148,10 @@ class Server:
         async def refused(_: Request, error: RefusedError) -> JSONResponse:
             return JSONResponse(error.body, error.status)
 
+        @app.exception_handler(HTTPException)
+        async def failed(_: Request, error: HTTPException) -> JSONResponse:
+            return JSONResponse(RefusedError(error.status_code, str(error.detail)).body, error.status_code)
+
         @app.exception_handler(RequestValidationError)
         async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
             first = error.errors()[0]
@@ -191,6 +223,8 @@ class Server:
     ) -> Response:
         if asked.model not in (None, self._loaded.name):
             raise RefusedError(404, f"there is no model {asked.model}, only {self._loaded.name}", "model_not_found")
+        if not_served := asked.not_served:
+            raise RefusedError(400, f"not served here: {', '.join(not_served)}", "unsupported_parameter")
         if not tokens:
             raise RefusedError(400, "the prompt has no tokens")
         if len(tokens) >= self.context:

@@ -140,6 +140,12 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         client.completions.create(model=model, prompt="x", temperature=-1)
     with pytest.raises(openai.BadRequestError, match="n: "):
         client.completions.create(model=model, prompt="x", n=3)
+    with pytest.raises(openai.BadRequestError, match="seed: "):
+        client.completions.create(model=model, prompt="x", seed=1 << 64)
+    with pytest.raises(openai.BadRequestError, match="not served here: echo, logit_bias"):
+        client.completions.create(model=model, prompt="x", echo=True, logit_bias={"5": 1})
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        client.embeddings.create(model=model, input="x")
     with pytest.raises(openai.BadRequestError, match="no tokens"):
         client.completions.create(model=model, prompt="")
     with (
@@ -147,7 +153,8 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         pytest.raises(openai.AuthenticationError, match="API key"),
     ):
         stranger.models.list()
-    done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50)
+    nothing: Any = {"presence_penalty": 0, "logit_bias": {}, "logprobs": None, "best_of": 1, "user": "somebody"}
+    done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50, **nothing)
     assert done.usage is not None
     assert done.usage.total_tokens <= 256
 
