@@ -174,6 +174,7 @@ def _draw(cells: "list[Row]", folder: Path, output: options.OutputOptions) -> li
 
 def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Iterator[str | Table]":
     from replay.comparison.record import ERROR
+    from replay.comparison.summary import in_words
 
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
@@ -182,6 +183,8 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
         yield table([cell for cell in finished if cell["mode"] == mode], facts["ceiling_gb_per_s"])
     yield from (f"failed: {named(cell)}: {cell[ERROR]}" for cell in failed)
     yield from map(ranking_line, facts.get("rankings") or [])
+    if found := facts.get("accuracy"):
+        yield in_words(found)
 
 
 def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":

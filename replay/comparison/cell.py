@@ -12,7 +12,7 @@ afterwards: a prediction must not use the measurement that it is compared with.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from statistics import mean, median
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -317,49 +317,3 @@ def _figures(choice: Choice, run: Run, log: RunLog) -> Row:
     cell = replace(loaded.cell(choice.policy, choice.slots), predictor_us=run.timing.predictor_ns / 1_000)
     summary = summarise(log, cell, loaded.trace.requests)[0]
     return {name: summary[name] for name in FIGURES} | {"copy_gb_per_s": copy_gb_per_s(log, run)}
-
-
-# Of several cells
-
-SAME = ("model", "trace", "requests", "mode", "cache_experts")
-"""Of cells whose policies are ranked."""
-
-
-def rankings(cells: Sequence[Row], least_noise: float = 0.0) -> list[Row]:
-    """How policies are ordered where all else is the same, as measured and as predicted, of cells recorded.
-
-    Noise is the greatest of the cells that were run more than once; where none was, the median of what the calibrations
-    around each differ by; and at least what is known of the machine.
-    """
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for cell in cells:
-        if cell.get("measured") and cell.get("predicted"):
-            groups.setdefault(tuple(cell[name] for name in SAME), []).append(cell)
-    found = []
-    for same, group in groups.items():
-        if len(group) < 2:
-            continue
-        measured, predicted = ([cell[side]["tpot_mean_ms"] for cell in group] for side in ("measured", "predicted"))
-        noise = _noise_of(group)
-        right, differ = errors.ordered_pairs(measured, predicted, max(least_noise, noise or 0.0))
-        found.append(
-            {
-                **dict(zip(SAME, same, strict=True)),
-                "cache_fraction": group[0]["cache_fraction"],
-                "policies": len(group),
-                "spearman": errors.spearman(measured, predicted),
-                "noise": noise,
-                "pairs_that_differ": differ,
-                "pairs_as_measured": right,
-            }
-        )
-    return found
-
-
-def _noise_of(cells: Sequence[Row]) -> float | None:
-    """Return by what share cells like these differ for no reason; None where nothing says so."""
-    repeated, disagreed = (
-        [float(cell[name]) for cell in cells if cell.get(name) is not None]
-        for name in ("noise", "calibrations_disagree")
-    )
-    return max(repeated) if repeated else median(disagreed) if disagreed else None

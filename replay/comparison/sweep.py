@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policies.core.spec import parse
-from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell, rankings
+from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell
 from replay.comparison.record import Record, key_of
+from replay.comparison.summary import accuracy, rankings
 from replay.run import Choice, Described
 from replay.warmup import undisturbed
 from sim.profiles.measured import MeasuredModel
@@ -80,7 +81,8 @@ class Comparison:
                 tokens = tokens_file(choice, mode, key)
                 write_tokens(outcome, self.folder / tokens)
                 record.put(key, {**head, "per_token": tokens, **outcome.figures()})
-                record.tell(copy_gb_per_s=copy_gb_per_s(record), rankings=rankings(list(record)))
+                cells = list(record)
+                record.tell(copy_gb_per_s=copy_gb_per_s(record), rankings=rankings(cells), accuracy=accuracy(cells))
                 record.write()
             if stage and (before := record.facts["ceiling_gb_per_s"]):
                 record.tell(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))

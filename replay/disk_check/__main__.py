@@ -9,6 +9,7 @@ import typer
 
 from policies.core.grammar import split_list
 from replay.comparison.record import ERROR, Record
+from replay.comparison.summary import in_words
 from replay.devices.device_facts import machine_name
 from replay.disk_check.check import TOKENS, Check
 from replay.model.network import dtype_of
@@ -73,10 +74,11 @@ def check(
 
 
 def lines(record: Record) -> "list[str]":
-    """A line for each cell, then one for each ratio, then what could not be run."""
+    """A line for each cell, one for all of them, one for each ratio, then what could not be run."""
     played, rows = [_line(cell) for cell in record if ERROR not in cell], record.facts["ratios"] or []
     return [
         *played,
+        *([in_words(found)] if (found := record.facts["accuracy"]) else []),
         *(
             f"{row['model']}, {row['policy']}: a token takes {row['over']} {row['ratio']:.2f} times as long"
             for row in rows

@@ -17,9 +17,10 @@ from tempfile import mkdtemp
 import torch
 
 from policies.core.spec import parse
-from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, play_on, rankings
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, play_on
 from replay.comparison.lockstep import FixedOrder
 from replay.comparison.record import Record, key_of
+from replay.comparison.summary import accuracy, rankings
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.stage import Stage, open_stage
@@ -72,7 +73,8 @@ class Check:
             with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}), self._below() as at:
                 self._model(model_profile.model(name), at)
         cells = list(self.record)
-        self.record.tell(copy_gb_per_s=copy_gb_per_s(self.record), rankings=rankings(cells), ratios=ratios(cells))
+        self.record.tell(copy_gb_per_s=copy_gb_per_s(self.record), ratios=ratios(cells))
+        self.record.tell(rankings=rankings(cells), accuracy=accuracy(cells))
         self.record.write()
 
     @contextmanager

@@ -24,8 +24,9 @@ from policies.core.spec import parse
 from replay.calibration import calibrate
 from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
-from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, rankings
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell
 from replay.comparison.record import Record, key_of
+from replay.comparison.summary import rankings
 from replay.comparison.sweep import ceiling_gb_per_s, copy_gb_per_s, head_of
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import driver

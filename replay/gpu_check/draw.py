@@ -15,6 +15,7 @@ import typer
 
 from replay.comparison.cell import CLOSED_LOOP
 from replay.comparison.record import ERROR
+from replay.comparison.summary import accuracy, in_words
 from replay.gpu_check.bounds import at_quarter
 from sim.results.files import write_figure
 from sim.results.metrics import Row
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SIZE_INCHES = (10.0, 4.4)
+ALONE = "calibrations alone"
 
 
 def read(path: Path) -> Row:
@@ -70,26 +72,43 @@ def others(found: Row) -> list[Row]:
 
 
 def tables(found: Row) -> Iterator[str]:
-    """Lines of Markdown: the machine, prediction against measurement, what others take."""
+    """Lines of Markdown: the machine, prediction against measurement, how exact that is, what others take."""
     driver = f", driver {found['driver']}" if found.get("driver") else ""
     yield f"{_machine(found)}{driver}, torch {found['torch']}, commit {found['commit']}, {found['date']}"
     yield ""
-    yield "| model | policy | cache | mode | tokens | measured (ms) | predicted (ms) | error | p99 error | per token |"
-    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    columns = ["model", "policy", "cache", "mode", "tokens", "measured (ms)", "predicted (ms)", "error"]
+    columns += [ALONE] if any(_alone(cell) for cell in predicted(found)) else []
+    columns += ["p99 error", "per token"]
+    yield _line(columns)
+    yield _line(["---"] * len(columns))
     for cell in predicted(found):
-        errors = cell["errors"]
-        what = f"{cell['model']} | {cell['policy']} | {cell['cache_fraction']:.0%} | {cell['mode']} | {cell['tokens']}"
-        shares = " | ".join(f"{errors[name]:+.1%}" for name in ("tpot_mean", "tpot_p99", "token_mape"))
-        times = " | ".join(f"{cell[side]['tpot_mean_ms']:.2f}" for side in ("measured", "predicted"))
+        errors, share = cell["errors"], f"{cell['cache_fraction']:.0%}"
+        measured, expected = (f"{cell[side]['tpot_mean_ms']:,.4g}" for side in ("measured", "predicted"))
         if interval := cell.get("predicted_interval_ms"):
-            times += f" ({interval[0]:.2f} to {interval[1]:.2f})"
-        yield f"| {what} | {times} | {shares} |"
+            expected += f" ({interval[0]:,.4g} to {interval[1]:,.4g})"
+        cells = [cell["model"], cell["policy"], share, cell["mode"], str(cell["tokens"]), measured, expected]
+        cells.append(f"{errors['tpot_mean']:+.1%}")
+        if ALONE in columns:
+            cells.append(" ".join(f"{each:+.1%}" for each in _alone(cell)))
+        yield _line([*cells, f"{errors['tpot_p99']:+.1%}", f"{errors['token_mape']:.1%}"])
+    if exact := accuracy(predicted(found)):
+        yield ""
+        yield in_words(exact)
     if found.get("ratios"):
         yield ""
-        yield "| model | what others do | takes so many times as long a token as | times |"
-        yield "| --- | --- | --- | --- |"
+        yield _line(["model", "what others do", "takes so many times as long a token as", "times"])
+        yield _line(["---"] * 4)
         for ratio in found["ratios"]:
-            yield f"| {ratio['model']} | {ratio['over']} | {ratio['policy']} | {ratio['ratio']:.2f} |"
+            yield _line([ratio["model"], ratio["over"], ratio["policy"], f"{ratio['ratio']:.2f}"])
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _alone(cell: Row) -> list[float]:
+    """Errors of what either calibration predicts without the pace of the run, where there were two."""
+    return [each / cell["measured"]["tpot_mean_ms"] - 1 for each in cell.get("predicted_by_calibrations_ms") or ()]
 
 
 def _machine(found: Row) -> str:

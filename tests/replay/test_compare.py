@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -23,9 +24,10 @@ from replay import cli
 from replay.calibration.measure import Around, Measurement, middle
 from replay.calibration.pace import DIFFER, NOISE, Factors, Pace
 from replay.comparison import sweep as comparison
-from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell, rankings
+from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell
 from replay.comparison.errors import DECIDED
 from replay.comparison.lockstep import Lockstep, LoopRecorder
+from replay.comparison.summary import accuracy, in_words, rankings
 from replay.run import Choice
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -315,6 +317,19 @@ def test_where_no_cell_was_repeated_the_noise_is_what_calibrations_disagree_by()
     for given, noise, differ in ((cells, None, 3), (disagree, 0.1, 2), (repeated, 0.0, 3)):
         (found,) = rankings(given)
         assert (found["noise"], found["pairs_that_differ"]) == (noise, differ)
+
+
+def test_accuracy_counts_cells_within_5_percent_and_within_what_calibrations_disagree_by() -> None:
+    errors = (0.05, -0.051, 0.074, -0.076, 0.2)
+    cells = [{"errors": {"tpot_mean": each}} for each in errors]
+    assert accuracy([{"mode": "resident"}]) is None
+    assert accuracy(cells) == {"cells": 5, "within_5_percent": 1, "calibrations_disagree": None, "within_noise": 1}
+    apart = (0.01, 0.07, 0.0, 0.05, 0.05)  # 1.5 times their root mean square is 6.7%
+    found = accuracy([dict(cell, calibrations_disagree=each) for cell, each in zip(cells, apart, strict=True)])
+    assert found is not None
+    assert found["calibrations_disagree"] == pytest.approx(math.sqrt(0.002))
+    assert found["within_noise"] == 2
+    assert in_words(found).startswith("1 of 5 TPOT means are predicted within 5%, 2 within 5% or 1.5 times")
 
 
 # The command

@@ -288,7 +288,7 @@ def test_a_check_is_drawn_and_put_into_tables(tiny, whole, tmp_path, monkeypatch
     cells = draw.predicted(found)
     assert len(rows) == len(cells) + len(found["ratios"])
     tpot = cells[0]["measured"]["tpot_mean_ms"]
-    assert f"| lru | {cells[0]['cache_fraction']:.0%} | closed-loop | {FULL} | {tpot:.2f} |" in rows[0]
+    assert f"| lru | {cells[0]['cache_fraction']:.0%} | closed-loop | {FULL} | {tpot:,.4g} |" in rows[0]
 
 
 def test_a_file_that_is_no_check_is_refused_in_one_line(tmp_path):
