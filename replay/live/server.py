@@ -117,7 +117,8 @@ class RefusedError(Exception):
     def body(self) -> dict[str, Any]:
         """What is sent."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
+        message = str(self).encode(errors="replace").decode()  # lone surrogates, which UTF-8 has no bytes for
+        return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
 
 
 class Server:

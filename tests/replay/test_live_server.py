@@ -146,6 +146,11 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         client.completions.create(model=model, prompt="x", echo=True, logit_bias={"5": 1})
     with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.embeddings.create(model=model, input="x")
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    for asked, status in (({"model": "\ud800", "prompt": "x"}, 404), ({"prompt": "\ud800"}, 400)):
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/v1/completions", json.dumps(asked), headers)
+        assert connection.getresponse().status == status
     with pytest.raises(openai.BadRequestError, match="no tokens"):
         client.completions.create(model=model, prompt="")
     with (
