@@ -54,6 +54,8 @@ AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
 
 
+MOST = 1 << 62
+"""Of any number of a step."""
 HEADER = ("request", *COLUMNS)
 """Columns of per_token.csv: the request of each step, and its numbers."""
 
@@ -109,7 +111,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
         header, *lines = csv.reader(whole.splitlines())
         rows = [[int(value) for value in line] for line in lines]
-    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         raise InputError(f"{folder} holds no run that could continue ({error}): run without --resume") from error
     if was != key or tuple(header) != HEADER:
         raise InputError(
@@ -122,7 +124,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         if len(of) < len(request.tokens):
             break
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
-        is_whole = all(len(row) == len(HEADER) and min(row) >= 0 for row in of)
+        is_whole = all(len(row) == len(HEADER) and min(row) >= 0 and max(row) <= MOST for row in of)
         if not is_whole or [row[:3] for row in of] != [[request.request, *step] for step in each]:
             raise InputError(f"{path} does not hold the steps of this trace: run without --resume")
         done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]

@@ -36,17 +36,20 @@ def parse_bytes(text: str, what: str) -> int:
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in UNITS:
         raise InputError(f"{what} {text!r} is not a number of bytes: use 8GiB, 500MB or 4096B")
-    return math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
+    size = math.floor(Fraction(match[1]) * UNITS[match[2].lower()])
+    if size >= 1 << 63:
+        raise InputError(f"{what} {text.strip()[:40]!r} is more bytes than any machine has")
+    return size
 
 
 def parse_gb_per_s(text: str, what: str) -> float:
-    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else, 0 included."""
+    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else and for less than 1kB/s."""
     size, slash, unit = text.strip().partition("/")
     if not slash or unit.strip().lower() not in ("s", "sec") or not _BYTES.fullmatch(size.strip()):
         raise InputError(f"{what} {text!r} is no bandwidth: write it as 25GB/s or 3500MB/s")
     found = parse_bytes(size, what) / 1e9
-    if not found:
-        raise InputError(f"{what} {text!r}: must be above 0")
+    if found < 1e-6:
+        raise InputError(f"{what} {text!r}: must be at least 1kB/s")
     return found
 
 

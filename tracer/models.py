@@ -66,7 +66,10 @@ class LoadedModel:
         """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id
         ids = getattr(self.tokenizer, "eos_token_id", None) if ids is None else ids
-        return [] if ids is None else list(ids) if isinstance(ids, list) else [int(ids)]
+        found = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(isinstance(each, int) for each in found):
+            raise InputError(f"{self.name}: eos_token_id is {ids!r}, not a token id or a list of them")
+        return list(found)
 
     @property
     def pad_id(self) -> int:
@@ -282,7 +285,8 @@ def _class_for(source: str, config: Any) -> Any:
     }
     if not fitting:
         raise InputError(f"{source} is a {config.model_type}, which transformers cannot let answer a text")
-    saved_from = set(getattr(config, "architectures", None) or ())
+    architectures = getattr(config, "architectures", None)
+    saved_from = architectures if isinstance(architectures, list) else []
     return next((auto for auto, kind in fitting.items() if kind.__name__ in saved_from), next(iter(fitting)))
 
 

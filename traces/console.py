@@ -70,7 +70,7 @@ def warn(text: str) -> None:
 
 
 def main(app: typer.Typer, name: str) -> NoReturn:
-    """Run `app` as command `name`: one line and status 2 for bad input, 130 when interrupted, 1 for a full disk."""
+    """Run `app` as command `name`: one line, status 2 for bad input, 130 if interrupted, 1 if disk or memory is full"""
     prepare_streams()
     _join_lines_of_help(app)
     try:
@@ -94,6 +94,8 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         if error.errno == errno.EPIPE:
             sys.exit(1)
         fail(name, f"cannot write {error.filename or 'the output'}: {error.strerror}", 1)
+    except MemoryError as error:
+        fail(name, f"not enough memory: {error}" if str(error) else "not enough memory", 1)
     except KeyboardInterrupt:
         fail(name, "interrupted", 130)
     except SystemExit as end:

@@ -86,9 +86,11 @@ def join(
                 piece = piece.select(np.flatnonzero(source.keep[here]))
                 first = here.stop
                 if len(piece.requests):
-                    step = piece.step + np.uint32(base)
-                    writer.add(replace(piece, meta=meta, step=step))
-                    next_step = max(next_step, int(step.max(initial=0)) + 1)
+                    last = base + int(piece.step.max(initial=0))
+                    if last > np.iinfo(np.uint32).max:
+                        raise InputError(f"{source.folder.path}: in {out} a step had the number {last}, above 2^32")
+                    writer.add(replace(piece, meta=meta, step=piece.step + np.uint32(base)))
+                    next_step = max(next_step, last + 1)
                     on_done(len(piece.requests))
 
 

@@ -242,7 +242,10 @@ def is_of_trace(file: Path) -> bool:
 
 def _refuse_trace(folder: Path) -> None:
     """Raise InputError where `folder` is a trace, or lies in one."""
-    inner = folder.resolve()
+    try:
+        inner = folder.resolve()
+    except RuntimeError as error:
+        raise InputError(f"cannot write {folder}: its links lead in a circle; {ELSEWHERE}") from error
     for place in (inner, *inner.parents):
         if is_trace(place):
             where = f"{folder} is a trace" if place == inner else f"{folder} lies in the trace {place}"

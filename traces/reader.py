@@ -73,6 +73,8 @@ class Files:
                 self.location.parquet(self.names[n]) as opened,
             ):
                 for g in range(group if n == file else 0, opened.num_row_groups):
+                    if not opened.metadata.row_group(g).num_rows:
+                        continue  # what is read in blocks has none for it
                     for table in _tables(opened, g, list(columns), size):
                         require_whole(table, self.schema, where)
                         yield table

@@ -53,6 +53,8 @@ class TraceMeta:
                 _KINDS[fact.name](fact.name, value)
         if self.top_k > self.experts:
             raise InputError(f"no model has {self.layers} MoE layers x {self.experts} experts, top-{self.top_k}")
+        if self.layers * self.experts >= 1 << 31:  # the length of an EAM, which Parquet counts in 31 bits
+            raise InputError(f"no model has {self.layers} MoE layers x {self.experts} experts")
         if self.experts >= 65535:
             raise InputError(f"{self.experts} experts in a layer are more than a trace can hold (65534)")
         if len(self.layer_names) != self.layers:

@@ -141,7 +141,7 @@ def _fault(cls: type, name: str, error: BaseException) -> PolicyError:
     file, line = _raised(cls, error) or _defined(cls, name)
     if isinstance(error, BrokenRuleError):
         return PolicyError(f"{file}:{line}: {error}", error.broken, error.details)
-    kind, said = type(error).__name__, text_of(error)
+    kind, said = type.__dict__["__name__"].__get__(type(error)), text_of(error)
     if isinstance(error, ValueError) and "read-only" in said:
         said += " (what a policy is given is read-only: copy an array before you write into it)"
     details = f": {said}" if said else ""
@@ -152,7 +152,7 @@ def _fault(cls: type, name: str, error: BaseException) -> PolicyError:
 def text_of(error: BaseException) -> str:
     """Return the message of any exception, of one that cannot say it too."""
     try:
-        return str(error)
+        return str.__str__(str(error))  # of a class of text, as it stands
     except Exception:
         return "(its message cannot be read)"
 
@@ -193,6 +193,14 @@ def _replace(half: Any, keep: object) -> None:
 _KEEP = property(attrgetter("_keep"), _replace, doc="Keep scores: an array that stays the same once the run begins.")
 
 
+DECLARED: dict[str, type] = {
+    "name": str,
+    **dict.fromkeys(("oracle", "observes", "proposes", "at_start", "needs_lookahead"), bool),
+    **dict.fromkeys(("starts_from", "one_scale_with"), str),
+}
+"""What a policy says of itself."""
+
+
 def _check(half: Any, cls: type, shape: Shape) -> None:
     """Raise BrokenRuleError for an instance that engines cannot use."""
     if not isinstance(half, cls):
@@ -203,6 +211,9 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(
             f"it has no {' and no '.join(lacks)}: let its __init__ call super().__init__(shape, options)"
         )
+    for name, kind in DECLARED.items():
+        if not isinstance(declared := getattr(half, name, kind()), kind):
+            raise BrokenRuleError(f"its `{name}` is of type {type(declared).__name__}, not {kind.__name__}")
     if not isinstance(half, ScorePolicy):
         return
     keep: Any = half.keep

@@ -37,9 +37,9 @@ def load(name: str) -> type[Listener]:
     here = {key: cls for key, cls in vars(module).items() if _is_policy(cls) and cls.__module__ == module.__name__}
     if not wanted:
         raise InputError(f"{path} needs the class named as well, as in {path}:{next(iter(here), 'MyPolicy')}")
-    if not hasattr(module, wanted):
+    if wanted not in vars(module):
         raise unknown("class", wanted, here) if here else InputError(f"{path} has no class {wanted}")
-    return checked(getattr(module, wanted), name)
+    return checked(vars(module)[wanted], name)
 
 
 def checked(cls: Any, name: str) -> type[Listener]:

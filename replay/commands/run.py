@@ -191,7 +191,7 @@ def _replay(
     steps = sum(len(request.tokens) for request in requests)
     with claimed(folder, report.MAKER, report.NAMES):
         done = report.done_before(folder, key, requests) if output.resume else []
-        if len(done) == steps:
+        if done and len(done) == steps:
             if (folder / report.RESULTS_FILE).exists():
                 raise InputError(f"--resume: the run in {folder} has ended; see {report.RESULTS_FILE} there")
             last = done[-1].shares[0].request  # cut off behind its last step: the last request is run again

@@ -24,7 +24,7 @@ def store(
     dedup: Annotated[
         int | None, typer.Option(help="Write N experts only, which all others share. Default: all of the model.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of random weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random weights.")] = 0,
     *,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")] = False,

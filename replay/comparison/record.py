@@ -54,7 +54,7 @@ class Record:
                 cell[KEY]: cell for cell in cells if cell[KEY] and ERROR not in cell and "measured" in cell
             }
             record.facts |= read
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InputError(f"{path} is not a record of cells ({error}): {otherwise}") from error
         return record
 

@@ -26,6 +26,7 @@ from replay.devices.waiting import WATCHDOG_S, stuck, timed
 from replay.model.dense import Weights
 from replay.model.network import Network
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
+from traces.errors import InputError
 
 Outcome = Completion | Exception
 Outcomes = SimpleQueue[Outcome]
@@ -274,7 +275,7 @@ class CpuDevice(LinkThreads):
 
     def _require(self, expert: int, slot: int) -> None:
         if not self._holds(expert, self.pool[slot, : self.store.expert_bytes]):
-            raise RuntimeError(f"slot {slot} computes as expert {expert}, but holds other bytes")
+            raise InputError(f"slot {slot} computes as expert {expert}, but holds other bytes: damaged, or replaced")
 
 
 def nothing() -> None:

@@ -152,6 +152,12 @@ class Source:
         joins = len(rest) == 1 and isinstance(rest[0], Concatenate) and rest[0].dim == 1
         if (rest and not joins) or (len(self.tensors) > 1 and not joins):
             return None
+        shapes = [{each.shape[0 if merges else 1 :] for each in tensors} for tensors in self._in_order()]
+        if any(len(of_part) != 1 or () in of_part for of_part in shapes):
+            return None
+        heights, others = zip(*((shape[0], shape[1:]) for (shape,) in shapes), strict=True)
+        if (sum(heights), {*others}) != (row.shape[0], {row.shape[1:]}):
+            return None
         parts = [self._of_each(tensors, experts, merges) for tensors in self._in_order()]
         if any(part is None for part in parts):
             return None

@@ -184,13 +184,17 @@ class _Converting:
             for row in rows:
                 self._convert(f"{self._layers[layer].name}.{row.name}", row.dtype)
         for row in rows:
-            content = self._made[f"{self._layers[layer].name}.{row.name}"][number].contiguous()
+            name = f"{self._layers[layer].name}.{row.name}"
+            content = self._made[name][number].contiguous()
+            if content.shape != row.shape:
+                raise InputError(f"{name}: an expert has the shape {tuple(content.shape)}, the config says {row.shape}")
             np.copyto(target[row.begin : row.begin + row.nbytes], content.view(-1).view(torch.uint8).numpy())
 
     def _convert(self, name: str, dtype: torch.dtype) -> None:
         if name not in self._made:
             model = self._model.loaded.model
-            made = self._model.sources[name].converted(model, model.config)
+            with blaming(f"{name} cannot be made of the checkpoint"):
+                made = self._model.sources[name].converted(model, model.config)
             self._made |= {each: tensor.to(dtype) for each, tensor in made.items()}
 
 

@@ -108,7 +108,11 @@ class Shard:
                 for entry in told.values():
                     first, last = entry["data_offsets"]
                     entry["data_offsets"] = 8 + length + first, 8 + length + last
-                end = max((entry["data_offsets"][1] for entry in told.values()), default=0)
+                end = 8 + length
+                for first, last in sorted(entry["data_offsets"] for entry in told.values()):
+                    if type(first) is not int or type(last) is not int or first != end or last < first:
+                        raise InputError("its header is damaged: tensors do not lie one behind another")
+                    end = last
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise InputError("its header is damaged") from error
             if end > self._size:
@@ -189,7 +193,10 @@ def _tensor(name: str, shard: Shard, entry: dict[str, Any]) -> ShardTensor:
         if entry.get("dtype") not in DTYPES:
             raise InputError(f"{name} is of type {entry.get('dtype')}, which is not read")
         first, last = entry["data_offsets"]
-        tensor = ShardTensor(name, shard, first, tuple(entry.get("shape", ())), DTYPES[entry["dtype"]])
+        shape = entry.get("shape")
+        if not isinstance(shape, list) or not all(isinstance(each, int) and each >= 0 for each in shape):
+            raise InputError(f"{name} has the shape {shape}: its header is damaged")
+        tensor = ShardTensor(name, shard, first, tuple(shape), DTYPES[entry["dtype"]])
         if tensor.nbytes != last - first:
             raise InputError(f"{name} has {last - first} bytes instead of {tensor.nbytes}: its header is damaged")
         return tensor

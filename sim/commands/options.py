@@ -180,10 +180,15 @@ class ResultOptions(OutputOptions):
     ] = None
 
     def folder(self, trace: str, suffix: str) -> Path:
-        """Return the folder for the results."""
+        """Return the folder for the results. Raise InputError for a name that none can have."""
         from traces.location import name_of
 
-        return self.out or Path("results") / f"{name_of(trace)}{suffix}"
+        folder = self.out or Path("results") / f"{name_of(trace)}{suffix}"
+        try:
+            folder.exists()
+        except OSError as error:  # too long
+            raise InputError(f"cannot write {folder}: {error.strerror}; name another folder with --out") from error
+        return folder
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def plan(
             "Default: a desktop's of the link's time."
         ),
     ] = None,
-    context: Annotated[int, typer.Option(help="Tokens in the KV cache.")] = 8192,
+    context: Annotated[int, typer.Option(min=1, max=1 << 32, help="Tokens in the KV cache.")] = 8192,
     precision: Annotated[
         str | None, typer.Option(help="Precision of the weights (q4_k_m, q8_0, fp8). Default: as published.")
     ] = None,

@@ -128,7 +128,7 @@ def _safetensors_files(folder: Path) -> list[Path]:
     try:
         named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         return [_existing(folder / name, index) for name in named]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{index} is no index of safetensors files: {error!r}") from error
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from sim.sweeps import config, winner
@@ -21,6 +23,8 @@ from traces.trace import Trace
 
 T = TypeVar("T")
 
+IDENTITY = ("policy", "trace", "cache_experts", "cache_fraction")
+"""Columns that name a cell."""
 DEVICE = "device"
 """A column that replays have and sweeps have not."""
 
@@ -77,8 +81,8 @@ def _read(folder: Path) -> Results:
     if not folder.exists():
         return Results(folder, [], None, problems=[f"{folder}: there is no such folder"])
     problems: list[str] = []
-    cells, missing = _table(folder / RESULTS_FILE, RESULTS.names, problems)
-    requests, _ = _table(folder / REQUESTS_FILE, REQUESTS.names, problems)
+    cells, missing = _table(folder / RESULTS_FILE, RESULTS, problems)
+    requests, _ = _table(folder / REQUESTS_FILE, REQUESTS, problems)
     rows = [] if cells is None else [_plain(row) for row in cells.to_dict("records")]
     if cells is not None and not rows:
         problems.append(f"{folder / RESULTS_FILE} holds no cells: nothing was run, or it was cut off")
@@ -92,20 +96,34 @@ def _read(folder: Path) -> Results:
     return Results(folder, rows, requests, winners, setup, configured, tuple(missing), problems)
 
 
-def _table(path: Path, columns: list[str], problems: list[str]) -> tuple[pd.DataFrame | None, list[str]]:
+def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataFrame | None, list[str]]:
     """Return a table, or None, and the columns that another version did not write, which are empty in it."""
     try:
-        found = pd.read_parquet(plain(path))
+        found = _cast(pq.read_table(plain(path).absolute(), partitioning=None), schema).to_pandas()
     except FileNotFoundError:
         problems.append(f"{path} is missing: moe-sim sweep and moe-replay run write it")
         return None, []
-    except (OSError, ValueError, InputError) as error:
+    except (OSError, ValueError, InputError, pa.ArrowException) as error:
         problems.append(f"{path} cannot be read: {str(error).splitlines()[0]}")
         return None, []
-    if missing := [name for name in columns if name not in found.columns]:
+    if missing := [name for name in schema.names if name not in found.columns]:
         problems.append(f"{path} is of another version: it has no {', '.join(missing)}; what needs them is left out")
         found = found.assign(**dict.fromkeys(missing))
     return found, missing
+
+
+def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return the table with the columns that the schema names in its types. Raise InputError where they are not."""
+    for known in schema:
+        if known.name not in table.column_names:
+            continue
+        if (at := table.schema.get_field_index(known.name)) < 0:
+            raise InputError(f"it has {known.name} more than once")
+        column = table.column(at)
+        if known.name in IDENTITY and column.null_count:
+            raise InputError(f"a row has no {known.name}")
+        table = table.set_column(at, known.name, column.cast(known.type))
+    return table
 
 
 def _plain(row: Any) -> Row:

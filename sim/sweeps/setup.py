@@ -119,6 +119,8 @@ class Setup:
             trace = trace.as_decode()
         if self.warmup_requests >= len(trace.requests):
             raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
+        if not int(trace.offsets[-1]):
+            raise InputError(f"{self.trace} has no tokens: there is nothing to run")
         if self.untimed:
             return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)), in_memory)
         profile = self._sized(model_profile.of_trace(trace.meta, self.model_profile))

@@ -18,6 +18,7 @@ from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
+from traces.errors import InputError
 from traces.synthetic import synthetic
 
 SHAPE = Shape(2, 6)
@@ -70,6 +71,37 @@ def test_a_victim_that_was_not_offered_is_one_line_with_its_place(answer, scope,
     with pytest.raises(PolicyError, match=told) as caught:
         played(mine + scope)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("observes = np.array([1, 2])", r"its `observes` is of type ndarray, not bool"),
+        ("name = property(lambda self: 1 / 0)", r"ZeroDivisionError: division by zero"),
+        ("name = 5", r"its `name` is of type int, not str"),
+    ],
+)
+def test_what_a_policy_says_of_itself_has_its_type(body, told, tmp_path):
+    with pytest.raises(PolicyError, match=told):
+        played(file_of(tmp_path, body + "\ndef victim(self, evictable):\n    return int(evictable[0])"))
+
+
+def test_an_error_of_a_hostile_class_is_still_one_line(tmp_path):
+    body = """class Meta(type):
+    __name__ = property(lambda cls: 1 / 0)
+class Text(str):
+    __str__ = __format__ = __bool__ = lambda self, *_: 1 / 0
+class Odd(Exception, metaclass=Meta):
+    def __str__(self): return Mine.Text("odd")
+def victim(self, evictable): raise Mine.Odd"""
+    with pytest.raises(PolicyError, match=f"mine.py:{LINES + 7}: Odd: odd$"):
+        played(file_of(tmp_path, body))
+
+
+def test_a_module_that_answers_for_any_name_is_asked_only_for_what_it_holds(tmp_path):
+    (tmp_path / "any.py").write_text("def __getattr__(name): 1 / 0\n")
+    with pytest.raises(InputError, match="has no class Mine"):
+        parse(f"{tmp_path / 'any.py'}:Mine")
 
 
 def test_a_victim_inherited_from_a_built_in_policy_is_checked_as_well(tmp_path):

@@ -363,6 +363,21 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
     assert (tmp_path / "here" / "results.parquet").exists()
 
 
+def test_numbers_too_large_and_facts_too_deep_are_told(tmp_path: Path) -> None:
+    requests = list(Requests(Trace.read(demo_trace()).head(1)))
+    with report.step_writer(tmp_path, "a key") as write:
+        for phase, tokens in zip(requests[0].phase.tolist(), requests[0].tokens.tolist(), strict=True):
+            write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(0, tokens, 5)]))
+    file = tmp_path / "per_token.csv"
+    assert len(report.done_before(tmp_path, "a key", requests)) == len(requests[0].tokens)
+    file.write_text(file.read_text().replace(",5\n", f",{10**30}\n", 1))
+    with pytest.raises(InputError, match="does not hold the steps"):
+        report.done_before(tmp_path, "a key", requests)
+    (tmp_path / report.RUN_FILE).write_text("[" * 100_000)
+    with pytest.raises(InputError, match="holds no run that could continue"):
+        report.done_before(tmp_path, "a key", requests)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [

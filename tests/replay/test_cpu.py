@@ -237,7 +237,7 @@ def test_a_wrong_slot_is_noticed() -> None:
         made.watch.content[0] = made.watch.submitted[0] = 5, PROFILE.expert_bytes
         made.watch.layer = 5 // E
         made.experts([(5, 0, 1)])
-        with pytest.raises(RuntimeError, match="slot 0 computes as expert 5"):
+        with pytest.raises(InputError, match="slot 0 computes as expert 5"):
             made.next_completion()
 
 

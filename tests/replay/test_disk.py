@@ -208,7 +208,7 @@ def test_bytes_that_changed_since_are_noticed_before_they_are_computed(tmp_path:
         file.seek(-PAGE * 2 * L * E // 3, os.SEEK_END)
         file.write(b"damaged" * 5_000)
     requests = Requests(synthetic(2, 20, layers=L, experts=E, top_k=K, seed=1))
-    with pytest.raises(RuntimeError, match="holds other bytes"), device(path, 4) as opened:
+    with pytest.raises(InputError, match="holds other bytes"), device(path, 4) as opened:
         play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
 
 

@@ -16,7 +16,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from replay.live.shards import open_shards
 from sim.quantities import parse_bytes
+from traces.errors import InputError
 
 LIMIT = 1 << 30
 ROOT = Path(__file__).parents[2]
@@ -126,6 +128,14 @@ def test_a_checkpoint_three_times_the_memory_limit_generates_within_what_is_stat
 
 
 @pytest.mark.slow  # a second process
+@pytest.mark.parametrize("shape", ["null", "3", "[-1, -4]", '["4"]', "[2.0, 2]"])
+def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
+    text = f'{{"a": {{"dtype": "U8", "shape": {shape}, "data_offsets": [0, 4]}}}}'.encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(4))
+    with pytest.raises(InputError, match=r"a\.safetensors: a has the shape .*: its header is damaged"):
+        open_shards([tmp_path / "a.safetensors"])
+
+
 def test_a_cache_that_memory_does_not_hold_is_refused_in_one_line(tmp_path: Path) -> None:
     sparse_checkpoint(tmp_path)
     done = generate(tmp_path, "--token-ids", "5", "--policy", "lru", "--cache-size", "100%")

@@ -120,6 +120,11 @@ def test_a_name_that_is_too_long_is_one_line(home):
     refused(moe_sim("run", "tiny", "-q", "--timeline", "x" * 256, cwd=home), "cannot write", "File name too long")
 
 
+def test_links_that_lead_in_a_circle_are_one_line(home):
+    (home / "loop").symlink_to("loop")
+    refused(moe_sim(*SWEEP[:-1], "loop/x", cwd=home), "cannot write loop/x", "--out")
+
+
 def test_results_of_one_command_are_not_replaced_by_another(home):
     claim(home / "out", "moe-replay run", ["results.parquet"])
     (home / "out/results.parquet").write_text("measured")

@@ -199,6 +199,20 @@ def test_empty_and_damaged_tables_are_said(copy):
     assert any("is missing" in problem for problem in _page(copy)[1])
 
 
+@pytest.mark.parametrize("table", ["results.parquet", "requests.parquet"])
+@pytest.mark.parametrize("values", [[[1, 2]], ["some"], [None]], ids=["lists", "text", "nothing"])
+@pytest.mark.parametrize("column", ["policy", "cache_experts", "cache_fraction", "hit_rate"])
+def test_a_column_that_holds_something_else_is_said(column, values, table, copy):
+    if column == "hit_rate" and (values == [None] or table == "requests.parquet"):
+        pytest.skip("may be missing")
+    if column == "policy" and values == ["some"]:
+        pytest.skip("is text")
+    _edit(copy / table, lambda rows: rows.assign(**{column: values * len(rows)}))
+    text, problems = _page(copy)
+    assert any("cannot be read" in problem for problem in problems)
+    assert "</html>" in text
+
+
 def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
     file = copy / "winner.toml"
     file.write_text(file.read_text("utf-8").replace(str(demo_trace()), "/nowhere/trace"), "utf-8")

@@ -26,6 +26,7 @@ from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
 from tracer.commands.record import Meter
+from tracer.models import find_model
 from traces import demo_trace
 from traces.export import export_npz
 from traces.output import only_writer
@@ -173,6 +174,10 @@ def changed_demo(folder: Path, config: dict[str, Any], keep: Callable[[str], boo
     kept = {name: weight for name, weight in weights.items() if keep(name)}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def test_a_config_whose_architectures_are_no_list_says_nothing_of_them(tmp_path: Path) -> None:
+    assert find_model(str(changed_demo(tmp_path / "m", {"architectures": 5}))).config
 
 
 @pytest.mark.parametrize(

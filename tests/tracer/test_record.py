@@ -96,6 +96,13 @@ def test_what_a_finished_row_is_fed_is_not_recorded(tmp_path: Path) -> None:
         )
 
 
+def test_a_stop_token_that_is_none_is_refused(tmp_path: Path) -> None:
+    loaded = tiny("olmoe")
+    loaded.model.generation_config.eos_token_id = "x"
+    with pytest.raises(InputError, match="eos_token_id is 'x', not a token id"):
+        recorded(loaded, tmp_path / "t", max_new_tokens=2)
+
+
 def test_steps_number_the_forward_passes(tmp_path: Path) -> None:
     trace = recorded(tiny("mixtral"), tmp_path / "t", batch_size=2, max_new_tokens=3)
     steps = [sorted(set(trace.step[a:b].tolist())) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]

@@ -141,6 +141,7 @@ def test_metadata_that_makes_no_sense(folder: Path, meta: bytes) -> None:
         ({"revision": [1]}, "revision is [1]"),
         ({"tools": 3}, "tools is 3"),
         ({"tools": {"torch": 2}}, "tools is 2"),
+        ({"layers": 10**6, "experts": 65000}, "no model has 1000000 MoE layers x 65000 experts"),
         ({"layer_names": "ab"}, "layer_names is 'ab'"),
         ({"layer_names": [1, 2]}, "layer_names is 1"),
     ],

@@ -24,6 +24,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 def act(how: str, times: int = 1) -> None:
     if how == "interrupted":
         raise KeyboardInterrupt
+    if how == "full":
+        raise MemoryError("unable to allocate")
     if how == "told":
         console.fail("act", "interrupted after 2 of 3", 130)
     if how == "refused":
@@ -38,6 +40,7 @@ def act(how: str, times: int = 1) -> None:
         (["well"], 0, ""),
         (["interrupted"], 130, "act: error: interrupted\n"),
         (["told"], 130, "act: error: interrupted after 2 of 3\n"),
+        (["full"], 1, "act: error: not enough memory: unable to allocate\n"),
         (["refused"], 2, "act: error: no file x there\n"),
         (["exit"], 7, ""),
         (["--help"], 0, ""),

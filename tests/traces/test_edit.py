@@ -51,6 +51,15 @@ def test_joined_traces_are_one_after_the_other_and_so_are_their_steps(tmp_path: 
     assert_same(concatenate([first, later]), Trace.read(tmp_path / "c"))
 
 
+def test_steps_beyond_what_a_trace_can_number_are_refused(tmp_path: Path) -> None:
+    a, trace = made(tmp_path, "a", 0), synthetic(2, 4, 2, 8, 2, seed=1, prompt_tokens=2)
+    late = trace.step + np.uint32(2**32 - 1 - trace.step.max())
+    write_trace(replace(trace, step=late), tmp_path / "late")
+    with pytest.raises(InputError, match="above 2"):
+        join([Source.open(a), Source.open(tmp_path / "late")], tmp_path / "c", prefix=True)
+    join([Source.open(tmp_path / "late"), Source.open(tmp_path / "late")][:1], tmp_path / "d")
+
+
 def test_a_trace_twice_needs_other_ids(tmp_path: Path) -> None:
     a = Source.open(made(tmp_path, "a", 0))
     b = Source.open(made(tmp_path, "b", 1))

@@ -103,6 +103,19 @@ def test_rows_may_lie_in_any_order_of_requests(tmp_path: Path) -> None:
         assert_same_shards(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
 
 
+def test_row_groups_and_files_without_rows_are_passed_over(tmp_path: Path) -> None:
+    trace = synthetic(9, 5, 2, 6, 2, seed=0, prompt_tokens=3)
+    write_trace(trace, tmp_path / "t")
+    part = tmp_path / "t" / ROUTING / "part-00000.parquet"
+    table = pq.read_table(part, partitioning=None)
+    with pq.ParquetWriter(part, table.schema) as writer:
+        for piece in (table.slice(0, 20), table.slice(0, 0), table.slice(20, 10)):
+            writer.write_table(piece)
+    pq.write_table(table.slice(0, 0), part.with_name("part-00001.parquet"))
+    pq.write_table(table.slice(30), part.with_name("part-00002.parquet"))
+    assert_same_shards(Trace.read(tmp_path / "t"), Shards.open(tmp_path / "t"))
+
+
 def test_a_large_row_group_is_gone_through_in_parts_each_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[tuple[int, str]]
 ) -> None:
