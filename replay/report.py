@@ -54,8 +54,9 @@ AMPLE_HOST_BYTES = 8 << 30
 """Distinct host buffers of less than this may be served by the host's caches."""
 
 
-MOST = 1 << 62
-"""Of any number of a step."""
+LARGEST = 1 << 62
+"""Number that a step may have: a sum of some stays within 64 bits."""
+
 HEADER = ("request", *COLUMNS)
 """Columns of per_token.csv: the request of each step, and its numbers."""
 
@@ -124,7 +125,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         if len(of) < len(request.tokens):
             break
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
-        is_whole = all(len(row) == len(HEADER) and min(row) >= 0 and max(row) <= MOST for row in of)
+        is_whole = all(len(row) == len(HEADER) and min(row) >= 0 and max(row) <= LARGEST for row in of)
         if not is_whole or [row[:3] for row in of] != [[request.request, *step] for step in each]:
             raise InputError(f"{path} does not hold the steps of this trace: run without --resume")
         done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]

@@ -141,7 +141,8 @@ def _fault(cls: type, name: str, error: BaseException) -> PolicyError:
     file, line = _raised(cls, error) or _defined(cls, name)
     if isinstance(error, BrokenRuleError):
         return PolicyError(f"{file}:{line}: {error}", error.broken, error.details)
-    kind, said = type.__dict__["__name__"].__get__(type(error)), text_of(error)
+    kind = type.__dict__["__name__"].__get__(type(error))  # whatever a metaclass says
+    said = text_of(error)
     if isinstance(error, ValueError) and "read-only" in said:
         said += " (what a policy is given is read-only: copy an array before you write into it)"
     details = f": {said}" if said else ""
@@ -152,8 +153,8 @@ def _fault(cls: type, name: str, error: BaseException) -> PolicyError:
 def text_of(error: BaseException) -> str:
     """Return the message of any exception, of one that cannot say it too."""
     try:
-        return str.__str__(str(error))  # of a class of text, as it stands
-    except Exception:
+        return str.__str__(str(error))  # plain, where it is an instance of a subclass of str
+    except BaseException:
         return "(its message cannot be read)"
 
 
@@ -198,7 +199,7 @@ DECLARED: dict[str, type] = {
     **dict.fromkeys(("oracle", "observes", "proposes", "at_start", "needs_lookahead"), bool),
     **dict.fromkeys(("starts_from", "one_scale_with"), str),
 }
-"""What a policy says of itself."""
+"""Attributes in which a policy describes itself, and their types."""
 
 
 def _check(half: Any, cls: type, shape: Shape) -> None:

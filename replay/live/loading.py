@@ -185,9 +185,10 @@ class _Converting:
                 self._convert(f"{self._layers[layer].name}.{row.name}", row.dtype)
         for row in rows:
             name = f"{self._layers[layer].name}.{row.name}"
-            content = self._made[name][number].contiguous()
-            if content.shape != row.shape:
-                raise InputError(f"{name}: an expert has the shape {tuple(content.shape)}, the config says {row.shape}")
+            stacked, expected = self._made[name], (self._layers[layer].experts, *row.shape)
+            if stacked.shape != expected:
+                raise InputError(f"{name} has the shape {tuple(stacked.shape)} in the checkpoint, not {expected}")
+            content = stacked[number].contiguous()
             np.copyto(target[row.begin : row.begin + row.nbytes], content.view(-1).view(torch.uint8).numpy())
 
     def _convert(self, name: str, dtype: torch.dtype) -> None:

@@ -103,21 +103,19 @@ class Shard:
             if not 2 <= length <= min(LONGEST_HEADER, self._size - 8):
                 raise InputError("is no safetensors file, or is cut off")
             try:
-                told = json.loads(self._bytes(8, length))
-                told.pop("__metadata__", None)
-                for entry in told.values():
-                    first, last = entry["data_offsets"]
-                    entry["data_offsets"] = 8 + length + first, 8 + length + last
-                end = 8 + length
-                for first, last in sorted(entry["data_offsets"] for entry in told.values()):
-                    if type(first) is not int or type(last) is not int or first != end or last < first:
-                        raise InputError("its header is damaged: tensors do not lie one behind another")
-                    end = last
+                entries = json.loads(self._bytes(8, length))
+                entries.pop("__metadata__", None)
+                end = begin = 8 + length
+                for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
+                    first, last = (begin + at for at in entry["data_offsets"])
+                    if not (type(first) is type(last) is int and end == first <= last):
+                        raise ValueError("tensors must lie one behind another")
+                    entry["data_offsets"], end = (first, last), last
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise InputError("its header is damaged") from error
             if end > self._size:
                 raise InputError(f"is cut off: it has {self._size} bytes of {end}")
-            return dict(told)
+            return dict(entries)
 
     def close(self) -> None:
         """Close the file."""

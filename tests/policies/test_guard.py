@@ -98,6 +98,14 @@ def victim(self, evictable): raise Mine.Odd"""
         played(file_of(tmp_path, body))
 
 
+def test_an_error_whose_message_ends_the_process_is_still_one_line(tmp_path):
+    body = """class Odd(Exception):
+    def __str__(self): raise SystemExit(0)
+def victim(self, evictable): raise Mine.Odd"""
+    with pytest.raises(PolicyError, match=r"Odd: \(its message cannot be read"):
+        played(file_of(tmp_path, body))
+
+
 def test_a_module_that_answers_for_any_name_is_asked_only_for_what_it_holds(tmp_path):
     (tmp_path / "any.py").write_text("def __getattr__(name): 1 / 0\n")
     with pytest.raises(InputError, match="has no class Mine"):

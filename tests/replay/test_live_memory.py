@@ -136,6 +136,16 @@ def test_a_shape_that_is_none_is_refused(shape: str, tmp_path: Path) -> None:
         open_shards([tmp_path / "a.safetensors"])
 
 
+@pytest.mark.parametrize("offsets", ["[-2, 2]", "[0, 2], [1, 3]", "[0, 2], [3, 4]", "[2, 0]", "[0.0, 4.0]", "[0]", "4"])
+def test_tensors_that_do_not_lie_one_behind_another_are_refused(offsets: str, tmp_path: Path) -> None:
+    each = offsets.replace("], [", "]|[").split("|")
+    entries = (f'"{n}": {{"dtype": "U8", "shape": [2], "data_offsets": {pair}}}' for n, pair in enumerate(each))
+    text = f"{{{', '.join(entries)}}}".encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged"):
+        open_shards([tmp_path / "a.safetensors"])
+
+
 def test_a_cache_that_memory_does_not_hold_is_refused_in_one_line(tmp_path: Path) -> None:
     sparse_checkpoint(tmp_path)
     done = generate(tmp_path, "--token-ids", "5", "--policy", "lru", "--cache-size", "100%")
