@@ -363,6 +363,13 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
     assert (tmp_path / "here" / "results.parquet").exists()
 
 
+def test_a_name_that_is_too_long_for_a_folder_is_one_line(command) -> None:
+    status, out, err = command("--policy", "lru", "--device", "virtual", "-q", "--out", "x" * 256)
+    assert (status, out) == (2, "")
+    assert err.startswith("moe-replay: error: cannot write xxx")
+    assert err.endswith("File name too long; name another folder with --out\n")
+
+
 def test_numbers_too_large_and_facts_too_deep_are_told(tmp_path: Path) -> None:
     requests = list(Requests(Trace.read(demo_trace()).head(1)))
     with report.step_writer(tmp_path, "a key") as write:

@@ -253,7 +253,7 @@ def test_expert_weights_that_do_not_fit_are_refused(change: str, tmp_path: Path)
             elif "experts.3." in name:
                 del tensors[name]
         save_file(tensors, file, {"format": "pt"})
-    refused = pytest.raises(InputError, match="down_proj has the shape .* in the checkpoint")
+    refused = pytest.raises(InputError, match=r"down_proj has the shape .* in the checkpoint")
     with refused, open_live(How(str(folder), policy="lru", lanes=1)) as live:
         logits(live.model, prompt(5))
 

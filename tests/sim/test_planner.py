@@ -103,6 +103,7 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
         ({"gpu_memory": "12GiB", "link": "12"}, "unknown link '12'"),
         ({"host_memory": "12GiB", "disk": "fast"}, "--disk 'fast' is no bandwidth: write it as 25GB/s"),
         ({"host_memory": "12GiB", "cpu_bandwidth": "0GB/s"}, "must be at least 1kB/s"),
+        ({"host_memory": "12GiB", "disk": "999B/s"}, "must be at least 1kB/s"),
         ({"gpu": "RTX 3O90"}, "RTX 3090"),
         ({"gpu": "M3 Max"}, "say how much of it with --gpu-memory"),
         ({**DESKTOP, "precision": "q4"}, "q4_0"),

@@ -58,6 +58,9 @@ def test_bytes_are_exact_and_rounded_down():
     assert parse_bytes("1.0009765625kib", "x") == 1025
     with pytest.raises(InputError, match="chunk '12'"):
         parse_bytes("12", "chunk")
+    assert parse_bytes("8388607TiB", "x") < 1 << 63
+    with pytest.raises(InputError, match="chunk '8388608TiB' is more bytes than any machine has"):
+        parse_bytes("8388608TiB", "chunk")
 
 
 def test_bytes_are_shown_with_three_digits():

@@ -18,6 +18,7 @@ from sim.sweeps.setup import Setup
 from sim.timeline import window as timeline_window
 from sim.timeline.window import WHOLE, Window
 from tests.support.tiny import SIZES
+from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -53,6 +54,11 @@ def steps_of(path):
     shown = json.loads(text)
     steps = [e for e in shown["traceEvents"] if e["ph"] == "X" and "phase" in e["args"]]
     return [(e["name"], e["args"]["request"]) for e in steps], shown["otherData"]
+
+
+def test_a_trace_without_tokens_is_refused():
+    with pytest.raises(InputError, match="t has no tokens: there is nothing to run"):
+        Setup(trace="t", untimed=True).load(synthetic(2, 0, 2, 4, 2, seed=0))
 
 
 def test_the_row_is_the_cells_on_either_engine_and_with_a_timeline(moe_sim_run, home, tmp_path):
