@@ -55,12 +55,14 @@ def allocating(function: Callable[P, R]) -> Callable[P, R]:
 def inlined(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that makes no arrays into its callers.
 
-    For the guard of something rarer on the hot path: a call hands over every array as nine words.
+    For what is on the hot path and has few callers, and for the guard of something rarer there.
     """
     return _kept(function, _nrt=False, forceinline=True)
 
 
-def _kept(function: Callable[P, R], **options: Any) -> Callable[P, R]:
+def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Callable[P, R]:
+    # Numba takes an option that is not given from the function by whose call this one is first compiled: given are all.
+    options: dict[str, Any] = {"_nrt": _nrt, "forceinline": forceinline}
     made: Any = njit(cache=KEPT, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
     if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
@@ -172,38 +174,16 @@ class _WholeCompiler(Compiler):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.state.library = library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
-        library.large = any(_selects(each) for each in self.state.args)
+        self.state.library = _WholeLibrary(self.state.targetctx.codegen(), "whole")
         self.state.library.enable_object_caching()
-
-
-def _selects(argument: types.Type) -> bool:
-    """Whether a type selects the larger version of a function: a NamedTuple with a tuple in it that is not empty."""
-    held = argument.types if isinstance(argument, types.NamedTuple) else ()
-    return any(isinstance(each, types.UniTuple) and not isinstance(each, types.NamedUniTuple) for each in held)
-
-
-SMALL = 60
-"""Instructions of a part that a large function may have as a piece of itself."""
-
-
-def _instructions(function: Any) -> int:
-    """How many a function has; none of one that is compiled into its callers anyway."""
-    if any(b"alwaysinline" in each.split() for each in function.attributes):
-        return 0
-    return sum(1 for block in function.blocks for _ in block.instructions)
 
 
 class _WholeLibrary(JITCodeLibrary):
     """A function that Python calls, with its parts."""
-
-    large = False  # LLVM would take minutes to make one function of it
 
     def _optimize_final_module(self) -> None:
         """As numba's; LLVM first learns that nothing else calls the parts, and so leaves out unread arguments."""
         for function in self._final_module.functions:
             if not function.is_declaration and function.name in _PARTS:
                 function.linkage = "internal"
-                if self.large and _instructions(function) > SMALL:
-                    function.add_function_attribute("noinline")
         super()._optimize_final_module()

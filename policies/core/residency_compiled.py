@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from policies.core.compiled import allocating, apart, compiled
+from policies.core.compiled import allocating, apart, compiled, inlined
 from policies.core.policy import Float, Int
 from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_insert, on_lookup
 
@@ -452,7 +452,7 @@ def resume(m: Int) -> int:
     return expert
 
 
-@compiled
+@inlined
 def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
     """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
@@ -476,7 +476,7 @@ def land(m: Int) -> None:
     m[ONE, ACTIVE] = NO_EXPERT
 
 
-@compiled
+@inlined
 def arrived(m: Int) -> bool:
     """The transfer on the link has ended: its expert is READY; whether the current event waits for it."""
     which = ACTIVE if m[ONE, LANDING] == NO_EXPERT else LANDING
@@ -487,7 +487,7 @@ def arrived(m: Int) -> bool:
     return awaited
 
 
-@compiled
+@inlined
 def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[bool, int, int, bool]:
     """`arrived` and at once `next_transfer`: (awaited, expert, victim, is a prefetch)."""
     awaited = arrived(m)
@@ -495,7 +495,7 @@ def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[b
     return awaited, expert, victim, prefetch
 
 
-@compiled
+@inlined
 def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 

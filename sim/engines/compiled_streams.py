@@ -130,7 +130,7 @@ class Plan(NamedTuple):
     priorities: Float  # [L*E]
 
 
-@compiled
+@inlined
 def used_ns(n: Int, sent: int) -> int:
     """What a transfer has used after `sent` bytes (`sim.profiles.timing.Link`)."""
     if sent == 0:
@@ -180,14 +180,14 @@ def act_below(run: Streams) -> None:
             memory.touch(h, expert)
 
 
-@compiled
+@inlined
 def take(run: Streams) -> None:
     """The free link takes what comes next."""
     expert, victim, prefetch = core.next_transfer(run.m, run.keep, run.rule, run.one_scale)
     turn_to(run, expert, victim, prefetch)
 
 
-@compiled
+@inlined
 def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """The residency has answered what comes next."""
     n = run.n
@@ -202,7 +202,7 @@ def turn_to(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         n[NOTHING_QUEUED] = 1
 
 
-@compiled
+@inlined
 def start(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
     """A transfer starts, or a paused one continues."""
     n = run.n
@@ -242,7 +242,7 @@ def start_sized(run: Streams, expert: int, victim: int, prefetch: bool) -> None:
         memory.touch(run.h, expert)
 
 
-@compiled
+@inlined
 def send_chunk(n: Int) -> None:
     """The next chunk of a prefetch."""
     moved = n[MOVED]
@@ -253,7 +253,7 @@ def send_chunk(n: Int) -> None:
     n[LINK_END] = n[NOW] + used_ns(n, upto) - used_ns(n, moved)
 
 
-@compiled
+@inlined
 def account(run: Streams) -> None:
     """A chunk has ended: unpin the hits before now, charge the time to the link and, if it waited, to compute."""
     m, n, ends = run.m, run.n, run.ends
@@ -307,7 +307,7 @@ def cause_of(run: Streams) -> int:
     return ON_HOST if n[HOST_END] != NEVER else NO_SLOT
 
 
-@compiled
+@inlined
 def link_event(run: Streams) -> None:
     """The chunk on the link has ended."""
     n = run.n
@@ -368,7 +368,7 @@ def host_event(run: Streams) -> None:
     act(run)
 
 
-@compiled
+@inlined
 def hit_event(run: Streams) -> None:
     """The hit has ended that a stuck transfer waits for."""
     m, n = run.m, run.n
