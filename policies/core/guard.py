@@ -8,7 +8,7 @@ arrays that it is given are read-only. Built-in policies have no guard and pay n
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from traceback import walk_tb
@@ -75,7 +75,7 @@ def built(cls: type, make: Callable[[], Any], shape: Shape) -> Any:
         cls.keep = _KEEP  # type: ignore[assignment]
     half = called(cls, "__init__", make)
     called(cls, "__init__", lambda: _check(half, cls, shape))
-    _guard(half, cls, shape.total)
+    called(cls, "__init__", lambda: _guard(half, cls, shape.total))
     return half
 
 
@@ -102,30 +102,66 @@ def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
     def guarded(*given: Any) -> T:
         try:
             with ProcessKept():
-                return call(*given)
-        except (KeyboardInterrupt, InputError):
+                answer = call(*given)
+                if isinstance(answer, NOT_RUN):
+                    raise BrokenRuleError(f"its `{name}` is a generator or a coroutine: what it holds never runs")
+                return answer
+        except (KeyboardInterrupt, PolicyError):
             raise
+        except InputError as error:
+            if not (place := _raised(cls, error)):  # a check of this project's, as of an option
+                raise
+            raise PolicyError(f"{place[0]}:{place[1]}: {text_of(error)}") from error
         except BaseException as error:  # a policy that exits would end a sweep without a word
             raise _fault(cls, name, error) from error
 
     return guarded
 
 
+NOT_RUN = Generator, AsyncGenerator, Coroutine
+"""What a function with a `yield` or an `async def` answers instead of running."""
+
+
 class ProcessKept:
     """Around a user's code: what the rest of the process relies on is as it was. Raise BrokenRuleError."""
 
     def __enter__(self) -> None:
-        self._folder = _working_folder()
+        self._folder, self._streams, self._outputs = _working_folder(), (sys.stdout, sys.stderr), _outputs()
+        self._numpy = np.geterr()
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if np.geterr() != self._numpy:
+            np.seterr(**self._numpy)
         if self._folder is not None and _working_folder() != self._folder:
             os.chdir(self._folder)
             raise BrokenRuleError("it changes the working directory: results would be written elsewhere") from error
-        closed = [name for name in ("stdout", "stderr") if getattr(getattr(sys, name), "closed", False)]
-        for name in closed:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  so that the rest can write
-        if closed:
-            raise BrokenRuleError("it closes standard output or standard error, which others write to") from error
+        kept = (sys.stdout, sys.stderr) == self._streams and _outputs() == self._outputs
+        if kept and not any(map(_closed, self._streams)):
+            return
+        sys.stdout, sys.stderr = (
+            open(os.devnull, "w", encoding="utf-8") if _closed(stream) else stream  # noqa: SIM115  so that the rest can write
+            for stream in self._streams
+        )
+        raise BrokenRuleError(
+            "it closes or replaces standard output or standard error, which others write to"
+        ) from error
+
+
+def _closed(stream: object) -> bool:
+    return bool(getattr(stream, "closed", False))
+
+
+def _outputs() -> list[tuple[int, int] | None]:
+    """The files that are the process's standard output and standard error; None for one that is closed."""
+    return [_file(descriptor) for descriptor in (1, 2)]
+
+
+def _file(descriptor: int) -> tuple[int, int] | None:
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _working_folder() -> str | None:
@@ -164,7 +200,8 @@ def _raised(cls: type, error: BaseException) -> tuple[str, int] | None:
     for each in own_classes(cls):
         codes = (getattr(value, "__code__", None) for value in vars(each).values())
         files |= {code.co_filename for code in codes if code and not code.co_filename.startswith("<string>")}
-    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    trace = BaseException.__dict__["__traceback__"].__get__(error)  # whatever its class says
+    places = [(frame.f_code.co_filename, line) for frame, line in walk_tb(trace)]
     return next((place for place in reversed(places) if place[0] in files), None)
 
 
@@ -188,7 +225,7 @@ def _replace(half: Any, keep: object) -> None:
             "it replaces its array `keep`: the residency holds the first one, so write into it, as in "
             "self.keep[0] *= 0.5 or self.keep[0] = ..."
         )
-    half._keep = keep
+    half._keep = keep.view() if isinstance(keep, np.ndarray) else keep  # a view cannot be resized
 
 
 _KEEP = property(attrgetter("_keep"), _replace, doc="Keep scores: an array that stays the same once the run begins.")
@@ -212,6 +249,12 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(
             f"it has no {' and no '.join(lacks)}: let its __init__ call super().__init__(shape, options)"
         )
+    for method in METHODS:
+        definer = next((each for each in cls.__mro__ if method in vars(each)), None)
+        if method in vars(half) or (definer and inspect.isdatadescriptor(vars(definer)[method])):
+            raise BrokenRuleError(f"its `{method}` is not a method of its class: define it there, with `def`")
+    if any("__getattribute__" in vars(each) for each in own_classes(cls)):
+        raise BrokenRuleError("it defines `__getattribute__`: engines could not rely on what they read")
     for name, kind in DECLARED.items():
         if not isinstance(declared := getattr(half, name, kind()), kind):
             raise BrokenRuleError(f"its `{name}` is of type {type(declared).__name__}, not {kind.__name__}")
@@ -235,6 +278,7 @@ def _guard(half: Any, cls: type, total: int) -> None:
     own = own_classes(cls)
     own_kernel = any("kernel" in vars(each) for each in own)
     latest: list[Event] = []
+    guards: dict[str, Callable[..., Any]] = {}
 
     def protect(event: Event) -> Event:
         """The same event for both calls, as an event that cannot be written into."""
@@ -242,23 +286,34 @@ def _guard(half: Any, cls: type, total: int) -> None:
             latest[:] = event, read_only(event)
         return latest[1]
 
+    def looked_after(call: Callable[..., Any]) -> Callable[..., Any]:
+        def looked(*given: Any) -> Any:
+            answer = call(*given)
+            for method, guarded in guards.items():
+                if vars(half).get(method) is not guarded:
+                    raise BrokenRuleError(f"it replaces its method `{method}`: choose what to do inside of it")
+            if isinstance(half, ScorePolicy) and np.isnan(half.keep[:2].min()):
+                raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
+            return answer
+
+        return looked
+
     def guard(method: str, owned: bool) -> Callable[..., Any]:
-        call = getattr(half, method)
+        call = looked_after(getattr(half, method))
         if method == "foresee":
             return lambda requests, per_access: call(ReadOnly(requests), per_access)
         if method == "observe":
             return (lambda event: call(protect(event))) if owned else call
         if method == "propose":
             return lambda event: _proposal(call(protect(event) if owned else event), total)
-        if method == "end_request" and isinstance(half, ScorePolicy):
-            return lambda seat: _ended(call(seat), half.keep)
         return (lambda evictable: _victim(call, evictable)) if method == "victim" else call
 
     for method in METHODS:
         definer = next((each for each in cls.__mro__ if method in vars(each)), None)
         always = method in ("propose", "victim") or (method == "end_request" and isinstance(half, ScorePolicy))
         if definer and (always or half.kernel or definer not in BASES):
-            vars(half)[method] = _guarded(cls, method, guard(method, definer in own or own_kernel))
+            guards[method] = _guarded(cls, method, guard(method, definer in own or own_kernel))
+    vars(half).update(guards)
 
 
 def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
@@ -271,18 +326,11 @@ def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
 
 def _victim(call: Callable[[Int], Any], evictable: Int) -> int:
     """Return the checked victim."""
-    evictable.flags.writeable = False
-    answer = call(evictable)
+    answer = call(_view(evictable))
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or answer not in evictable:
         shown = int(answer) if isinstance(answer, np.integer) else repr(answer)
         raise BrokenRuleError(f"it named victim {shown}, which was not offered: answer one of the ids in `evictable`")
     return int(answer)
-
-
-def _ended(answer: None, keep: Float) -> None:
-    """Look at the scores when a request has ended: one that is no number would order nothing."""
-    if np.isnan(keep[:2]).any():
-        raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
 
 
 def read_only(event: Event) -> Event:
@@ -294,9 +342,8 @@ def read_only(event: Event) -> Event:
 
 
 def _view(array: NDArray[Any]) -> NDArray[Any]:
-    view = array.view()
-    view.setflags(write=False)
-    return view
+    """Return a view that cannot be made writeable."""
+    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
 
 
 class ReadOnly(Sequence[RequestSteps]):

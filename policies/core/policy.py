@@ -218,7 +218,7 @@ class ScorePolicy(RetentionPolicy):
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)
-        self.keep = np.zeros((3, shape.total), np.float64)
+        self.keep = np.zeros(3 * shape.total, np.float64).reshape(3, -1)  # a view, which cannot be resized
 
     def observe(self, event: Event) -> None:
         """Rule 3, of one that is compiled; others override this."""

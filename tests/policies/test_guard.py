@@ -2,9 +2,11 @@
 
 import pickle
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from policies import checker
@@ -162,6 +164,20 @@ UNFIT = {
     OBSERVE + "event.experts[0] = 3": f"ValueError: assignment destination is read-only {COPY}",
     OBSERVE + "event.own_counts.sort()": f"ValueError: sort array is read-only {COPY}",
     OBSERVE + "event.offsets[:] += 1": f"ValueError: output array is read-only {COPY}",
+    OBSERVE + "event.experts.flags.writeable = True": "ValueError: cannot set WRITEABLE flag to True",
+    OBSERVE + "self.keep.resize((3, 1), refcheck=False)": "ValueError: cannot resize this array",
+    BEGIN + "self.keep = np.ones((3, 12))\n" + OBSERVE + "self.keep.resize((3, 1), refcheck=False)": "cannot resize",
+    OBSERVE + "self.keep[0, 0] = np.nan\ndef end_request(self, seat):\n    self.keep[:] = 0": "some are NaN",
+    OBSERVE + "yield": "its `observe` is a generator or a coroutine",
+    "async " + OBSERVE + "pass": "its `observe` is a generator or a coroutine",
+    BEGIN + "self.observe = self.learn\ndef learn(self, event):\n    sys.exit(0)": "its `observe` is not a method",
+    OBSERVE + "self.observe = self.learn\ndef learn(self, event):\n    sys.exit(0)": "it replaces its method `observe`",
+    OBSERVE + "del self.observe": "it replaces its method `observe`",
+    "observe = property(lambda self: sys.exit(0))": "its `observe` is not a method",
+    "def __getattribute__(self, name):\n    return super().__getattribute__(name)": "it defines `__getattribute__`",
+    OBSERVE + "sys.stdout = None": "closes or replaces standard output",
+    OBSERVE + "from traces.errors import InputError\n    raise InputError('no')": "no$",
+    "class Odd(Exception):\n    __traceback__ = None\n" + OBSERVE + "raise Mine.Odd": "Odd$",
     FORESEE + "requests[0].experts[:] = 0": "ValueError: assignment destination is read-only",
     FORESEE + "requests[:1][0].counts[:] = 0": "ValueError: assignment destination is read-only",
 }
@@ -269,16 +285,19 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
     [
         ("def observe(self, event):\n    import os\n    os.chdir('/')", "changes the working directory"),
         ("import os\nos.chdir('/')", "changes the working directory"),
-        ("def end_request(self, seat):\n    sys.stdout.close()", "closes standard output"),
+        ("def end_request(self, seat):\n    sys.stdout.close()", "closes or replaces standard output"),
+        ("def end_request(self, seat):\n    import os\n    os.close(1)", "closes or replaces standard output"),
+        ("def end_request(self, seat):\n    import io\n    sys.stdout = io.StringIO()", "closes or replaces standard"),
+        ("sys.stdout = None", "closes or replaces standard output"),
     ],
-    ids=["folder in a run", "folder at import", "standard output"],
+    ids=["folder in a run", "folder at import", "closed", "descriptor closed", "replaced", "replaced at import"],
 )
 def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     file_of(home, body, "ScorePolicy", "rude.py")
     words = ("sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", tmp_path / "out")
     done = moe_sim(*words, cwd=home)
     assert done.returncode == 2
-    assert ("rude.py:" if body.startswith("import") else f"rude.py:{LINES + 1}: ") in done.stderr
+    assert ("rude.py:" if "def " not in body else f"rude.py:{LINES + 1}: ") in done.stderr
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
 
@@ -312,6 +331,39 @@ def test_unreadable_neighbours_of_a_policy_are_no_matter(home):
     asked = ("sweep", "tiny", "--policies", "own/mine.py:Mine", "--cache-sizes", "50%", "--untimed", "-q")
     done = moe_sim(*asked, "--out", "neighbours", cwd=home)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_victim_counts_by_what_was_offered_whatever_the_policy_writes(tmp_path):
+    body = "def victim(self, evictable):\n    evictable.flags.writeable = True\n    evictable[0] = 99\n    return 99"
+    with pytest.raises(PolicyError, match="cannot set WRITEABLE flag"):
+        played(file_of(tmp_path, body))
+
+
+def test_numpy_answers_as_before_after_a_policy_that_has_it_raise(tmp_path):
+    with np.errstate(divide="ignore"):
+        played(file_of(tmp_path, "def observe(self, event):\n    np.seterr(all='raise')", "ScorePolicy"))
+        assert np.isinf(np.float64(1) / np.float64(0))
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "said"),
+    [
+        (["lru"], 0, "lru conforms"),
+        (["exits.py:Mine"], 1, "does not conform"),
+        (["nothing"], 2, "error: unknown policy"),
+        (["stops.py:Mine"], 130, "interrupted"),
+        ([], 2, "Missing argument"),
+    ],
+)
+def test_the_kit_is_a_command_like_others(words, status, said, tmp_path):
+    file_of(tmp_path, "def observe(self, event):\n    sys.exit(0)", "ScorePolicy", "exits.py")
+    file_of(tmp_path, "def observe(self, event):\n    raise KeyboardInterrupt", "ScorePolicy", "stops.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "policies.checker", *words], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_victim_may_be_any_whole_number_that_was_offered(tmp_path):
