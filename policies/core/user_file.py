@@ -6,6 +6,7 @@ find the same class by the same name.
 
 import importlib.util
 import inspect
+import os
 import site
 import sys
 import sysconfig
@@ -31,7 +32,7 @@ def load(name: str) -> type[Listener]:
     """Return the class that `path.py:Class` names. Raise InputError for whatever keeps it from being a policy."""
     path, wanted = file_and_class(name) or (name, "")
     file = Path(path)
-    if not file.is_file():
+    if not os.path.isfile(file):  # false as well for what can be no path
         raise InputError(f"{path}: no such file")
     module = _module(str(file.resolve()), file.stat().st_mtime_ns)
     here = {key: cls for key, cls in vars(module).items() if _is_policy(cls) and cls.__module__ == module.__name__}

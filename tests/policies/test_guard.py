@@ -322,6 +322,12 @@ def test_only_files_that_a_policy_imports_count_for_its_digest(tmp_path, monkeyp
     assert names == ["helper.py", "mine.py", "more/__init__.py", "more/lazy.py"]
 
 
+@pytest.mark.parametrize("name", ["a" * 300 + ".py", "a\0b.py", "absent.py"])
+def test_a_file_that_cannot_be_there_is_no_such_file(name):
+    with pytest.raises(InputError, match=r"\.py: no such file$"):
+        parse(f"{name}:Mine")
+
+
 def test_unreadable_neighbours_of_a_policy_are_no_matter(home):
     folder = home / "own"
     folder.mkdir()
