@@ -27,8 +27,15 @@ UNITS = {
     "ti": 2**40,
 }
 
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b", re.IGNORECASE)
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_NUMBER = r"(\d{1,19}(?:\.\d{1,19})?)"  # of more digits nothing here is, and Python reads no number of thousands
+_BYTES = re.compile(_NUMBER + r"\s*([kmgt]?i?)b", re.IGNORECASE)
+_SHARE = re.compile(_NUMBER + r"\s*%")
+
+
+def parse_whole(text: str) -> int | None:
+    """Return the whole number from 0 to below 2**63 that `text` is; None for anything else."""
+    number = int(text) if re.fullmatch(r"\d{1,19}", text) else None
+    return number if number is not None and number < 1 << 63 else None
 
 
 def parse_bytes(text: str, what: str) -> int:
@@ -64,16 +71,15 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
         if not 0 < percent <= 100:
             raise InputError(f"a cache of {text} is impossible: a share is above 0% and at most 100% of all experts")
         return max(1, math.floor(percent * total / 100 + Fraction(1, 2)))
-    if text.isdecimal():
-        slots = int(text)
-    elif _BYTES.fullmatch(text):
+    slots = parse_whole(text)
+    if _BYTES.fullmatch(text):
         size = parse_bytes(text, "cache size")
         if not expert_bytes:
             raise InputError(f"cache size {text}: nothing states how large an expert is; give a share or a number")
         slots = size // expert_bytes
         if not slots:
             raise InputError(f"a cache of {text} does not hold one expert of {show_bytes(expert_bytes)}")
-    else:
+    elif slots is None:
         raise InputError(f"invalid cache size {text!r}: use 25%, 64 or 8GiB")
     if not slots:
         raise InputError(f"a cache of {text} is impossible: it has 0 slots for the model's {total} experts")
@@ -83,8 +89,8 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
 def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
     """Whether a cache size as given, one that can be, is more than all `total` experts, which have so many bytes."""
     text = text.strip()
-    if text.isdecimal():
-        return int(text) > total
+    if (slots := parse_whole(text)) is not None:
+        return slots > total
     return all_bytes is not None and bool(_BYTES.fullmatch(text)) and parse_bytes(text, "cache size") > all_bytes
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from policies.core.spec import PolicySpec
     from sim.sweeps.setup import Loaded, Setup
 
+MOST_WORKERS = 1024
+
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
 _SIZES = "a share (25%), experts (64) or bytes (8GiB)"
 _CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64) or bytes (8GiB)."
@@ -243,9 +245,9 @@ def setup_of(*groups: object, **others: Any) -> "Setup":
 
 
 def processes(workers: int | None) -> int:
-    """Return the number of processes. Raise InputError for none."""
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers must be at least 1, not {workers}")
+    """Return the number of processes. Raise InputError for none and for too many."""
+    if workers is not None and not 1 <= workers <= MOST_WORKERS:
+        raise InputError(f"--workers must be at least 1 and at most {MOST_WORKERS:,}, not {workers}")
     return workers or os.cpu_count() or 1
 
 

@@ -12,6 +12,7 @@ from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
+from sim.quantities import parse_whole
 from traces import demo_trace
 from traces.errors import InputError
 
@@ -152,15 +153,17 @@ def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tup
 
 
 def _seed(text: str) -> int:
-    if not (text.isdecimal() and int(text) < 2**63):
+    seed = parse_whole(text)
+    if seed is None:
         raise InputError(f"--seeds {text!r}: a seed is a whole number from 0 to below 2**63")
-    return int(text)
+    return seed
 
 
 def _users(text: str) -> int:
-    if not text.isdecimal() or not int(text):
+    users = parse_whole(text)
+    if not users:
         raise InputError(f"--max-batch {text!r}: write how many requests run at a time, as in 1,4,8")
-    return int(text)
+    return users
 
 
 def _ask(cells: int, yes: bool) -> None:

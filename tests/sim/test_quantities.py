@@ -1,7 +1,15 @@
 import numpy as np
 import pytest
 
-from sim.quantities import exceeds, parse_bytes, parse_cache_bytes, parse_cache_size, show_bytes
+from sim.quantities import (
+    exceeds,
+    parse_bytes,
+    parse_cache_bytes,
+    parse_cache_size,
+    parse_gb_per_s,
+    parse_whole,
+    show_bytes,
+)
 from traces.errors import InputError
 
 
@@ -45,6 +53,24 @@ def test_an_impossible_cache_size_is_one_clear_line(text):
         parse_cache_size(text, 768, 17_301_504)
     assert "\n" not in str(refused.value)
     assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 5000 + "%", "9" * 5000 + "GB", f"0.{'0' * 5000}1GB"])
+def test_a_number_of_thousands_of_digits_is_refused(text):
+    for parse in (
+        lambda: parse_cache_size(text, 768, 1),
+        lambda: parse_cache_bytes(text, np.ones(8, int)),
+        lambda: parse_bytes(text, "chunk"),
+        lambda: parse_gb_per_s(f"{text}/s", "link"),
+    ):
+        with pytest.raises(InputError):
+            parse()
+    assert not exceeds(text, 768, 1)
+
+
+def test_a_whole_number_is_below_two_to_the_63():
+    assert [parse_whole(text) for text in ("0", "64", str(2**63 - 1))] == [0, 64, 2**63 - 1]
+    assert [parse_whole(text) for text in ("", "-1", "1.0", "²", str(2**63), "9" * 5000)] == [None] * 6
 
 
 def test_bytes_are_refused_where_nothing_states_the_size_of_an_expert():

@@ -313,7 +313,8 @@ def test_shards_are_named_and_joined(tmp_path: Path, moe_trace: Run, refuses: Ca
     joined = moe_trace("cat", tmp_path / "1of2", tmp_path / "2of2", "--out", tmp_path / "t")
     assert joined.returncode == 0, joined.stderr
     assert joined.stdout.startswith(f"{tmp_path / 't'}: 3 requests")
-    refuses("record", "--shard", "3/2", reason="--shard '3/2': give I/N, such as 2/8")
+    for shard in ("3/2", "0/2", "1/²", f"1/{'9' * 5000}"):
+        refuses("record", "--shard", shard, reason=f"--shard '{shard}': give I/N, such as 2/8")
 
 
 def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]) -> None:

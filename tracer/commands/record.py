@@ -1,5 +1,6 @@
 """`moe-trace record`: let a model answer prompts and record its routing."""
 
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -241,10 +242,11 @@ def _shard(text: str | None) -> tuple[int, int]:
     """I/N as two numbers; all, if none is given."""
     if text is None:
         return 1, 1
-    number, _, of = text.partition("/")
-    if not (number.isdigit() and of.isdigit() and 1 <= int(number) <= int(of)):
+    found = re.fullmatch(r"(\d{1,18})/(\d{1,18})", text)
+    number, of = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= of:
         raise InputError(f"--shard {text!r}: give I/N, such as 2/8 for the second of eight parts")
-    return int(number), int(of)
+    return number, of
 
 
 def _labels(dataset: str | None, task: str | None, shipped: bool) -> dict[str, str]:
