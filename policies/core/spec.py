@@ -349,16 +349,18 @@ def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, 
         raise InputError(f"option {bare[0]} of {cls.name} needs a default")
     if odd := [name for name, default in defaults.items() if not isinstance(default, bool | int | float | str)]:
         raise guard.BrokenRuleError(f"option {odd[0]} has no default that is a bool, int, float or str")
+    if odd := [name for name, default in defaults.items() if not _fits(default)]:
+        raise guard.BrokenRuleError(f"option {odd[0]} has a default that does not fit 64 bits")
     for key, value in given:
         if key not in defaults:
             raise _no_such_option(cls.name, key, defaults)
         try:
             values = {**values, key: _like(defaults[key], value)}
         except ValueError:
-            wanted = type(defaults[key]).__name__
-            raise InputError(
-                f"option {key} of {cls.name} needs a value of type {wanted}, as in {key}={defaults[key]}"
-            ) from None
+            default = defaults[key]
+            wanted = f"option {key} of {cls.name} needs a value of type {type(default).__name__}"
+            size = ", from -2**63 to below 2**63" if type(default) is int else ""
+            raise InputError(f"{wanted}, as in {key}={default}{size}") from None
     return cls.Options(**values)
 
 
@@ -366,4 +368,12 @@ def _like(default: Any, value: Any) -> Any:
     """Return what `value`, or its text, is as the default's type. Raise ValueError where it is no such value."""
     if value is None or (isinstance(default, bool) and str(value).lower() not in ("true", "false")):
         raise ValueError(value)
-    return str(value).lower() == "true" if isinstance(default, bool) else type(default)(str(value))
+    found = str(value).lower() == "true" if isinstance(default, bool) else type(default)(str(value))
+    if not _fits(found):
+        raise ValueError(value)
+    return found
+
+
+def _fits(value: object) -> bool:
+    """Return whether compiled code can take an option's value."""
+    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from policies.core import registry
 from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
+from policies.core.guard import PolicyError
 from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.scope import SCOPES
 from policies.core.spec import Part, PolicySpec, parse, text_of
@@ -145,6 +146,25 @@ def test_a_class_that_cannot_be_so_is_one_line_that_helps(make, says):
     with pytest.raises(InputError, match=re.escape(says)) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [str(2**63), str(-(2**63) - 1), "1" + "0" * 30, "9" * 5000, ""])
+def test_a_whole_number_that_does_not_fit_64_bits_is_refused_with_its_range(value):
+    says = "needs a value of type int, as in depth=0, from -2**63 to below 2**63"
+    for policy in ("lru+markov", "eamc", "lru+expert-map"):
+        with pytest.raises(InputError, match=re.escape(says.replace("=0", "=3" if "map" in policy else "=0"))):
+            parse(f"{policy}:depth={value}")
+    assert parse(f"lru+markov:depth={2**63 - 1}").prefetch.values["depth"] == 2**63 - 1
+
+
+@pytest.mark.parametrize("default", [2**63, 10**5000], ids=["64 bits", "digits"])
+def test_a_default_that_compiled_code_cannot_take_is_refused(default):
+    @dataclass(frozen=True)
+    class Odd:
+        depth: int = default
+
+    with pytest.raises(PolicyError, match="option depth has a default that does not fit 64 bits"):
+        parse(type("Mine", (MyPolicy,), {"Options": Odd}))
 
 
 def test_a_class_that_only_this_process_knows_says_so():
