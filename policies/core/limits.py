@@ -34,6 +34,11 @@ class Limits(Options):
     budget: float = bounded(math.inf, least=0)
 
 
+def layers_ahead(depth: int, shape: Shape) -> int:
+    """Return how many layers ahead `depth` is, 0 being all: no more than there are, so that sums with it stay small."""
+    return min(depth or shape.layers, shape.layers)
+
+
 class Bounds(NamedTuple):
     """Limits of one run, as compiled code takes them."""
 
@@ -48,6 +53,7 @@ class Limiter:
 
     def __init__(self, limits: Limits, shape: Shape, experts_per_layer: float | None) -> None:
         L = shape.layers
+        ahead = layers_ahead(limits.depth, shape)
         self.state: Int = np.zeros(shape.total, np.int64)
         self._experts = shape.experts
         room: Int = np.empty(0, np.int64)
@@ -57,9 +63,7 @@ class Limiter:
             if experts_per_layer < math.inf:
                 carried = [min(limits.budget * j * experts_per_layer, shape.total) for j in range(1, L + 1)]
                 room = np.maximum(np.floor(carried), 1).astype(np.int64)
-        self.bounds = Bounds(
-            np.array([limits.threshold], np.float64), np.array([limits.depth or L]), room, np.empty(L, np.int64)
-        )
+        self.bounds = Bounds(np.array([limits.threshold], np.float64), np.array([ahead]), room, np.empty(L, np.int64))
         self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     def __call__(self, layer: int, ids: Int, priorities: Float) -> tuple[Int, Float]:

@@ -28,6 +28,7 @@ import numpy as np
 
 from policies.core import scores
 from policies.core.compiled import compiled
+from policies.core.limits import layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
@@ -177,7 +178,7 @@ class Predictor:
             threshold=float(options.threshold),
             eps=float(options.eps),
             split=options.split,
-            depth=options.depth or shape.layers,
+            depth=layers_ahead(options.depth, shape),
             by_ratio=options.keep == "ratio",
             follows_layer=options.decay == "next",
             spares_candidates=options.keep == "most-visited",

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.core.compiled import compiled
-from policies.core.limits import Limits
+from policies.core.limits import Limits, layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher, retention
@@ -72,7 +72,7 @@ def begin(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
     """Return the state of a run."""
     L, E, C, seats = shape.layers, shape.experts, options.capacity, shape.seats
     numbers = np.zeros(NUMBERS, np.int64)
-    numbers[SHOWN_MATCH], numbers[DEPTH] = NO_MATCH, options.depth or L
+    numbers[SHOWN_MATCH], numbers[DEPTH] = NO_MATCH, layers_ahead(options.depth, shape)
     own_numbers = np.zeros((seats, OWN_NUMBERS), np.int64)
     own_numbers[:, STEP], own_numbers[:, MATCH] = NOT_BEGUN, NO_MATCH
     return ExpertMaps(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from policies.core.compiled import compiled
-from policies.core.limits import Limits
+from policies.core.limits import Limits, layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
 from policies.core.registry import prefetcher
 
@@ -33,7 +33,7 @@ class Reach(NamedTuple):
 
 def begin(shape: Shape, options: AllOptions) -> Reach:
     """Return the state of a run."""
-    return Reach(options.depth or shape.layers, shape.layers, shape.experts)
+    return Reach(layers_ahead(options.depth, shape), shape.layers, shape.experts)
 
 
 @compiled

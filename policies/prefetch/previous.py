@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.core.compiled import compiled
-from policies.core.limits import Limits
+from policies.core.limits import Limits, layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, Shape
 from policies.core.ranking import add
 from policies.core.registry import prefetcher
@@ -38,7 +38,7 @@ class Latest(NamedTuple):
 
 def begin(shape: Shape, options: PreviousOptions) -> Latest:
     """Return the state of a run."""
-    return no_choices(shape, min(options.depth or shape.layers, shape.layers - 1))
+    return no_choices(shape, min(layers_ahead(options.depth, shape), shape.layers - 1))
 
 
 def no_choices(shape: Shape, depth: int) -> Latest:

@@ -53,6 +53,14 @@ def test_all_proposes_the_next_layers_in_order_and_nothing_after_the_last():
     assert proposals("all:depth=0", Shape(3, 2), [[[[0], [0], [0]]]]) == found, "without limit"
 
 
+@pytest.mark.parametrize("name", ["all", "previous", "markov", "popular", "expert-map", "eamc", "eamc-blend"])
+def test_a_depth_beyond_all_layers_reaches_all_layers(name):
+    routing = [[[[0], [1], [2]], [[1], [2], [0]]]] * 3
+    found = proposals(f"{name}:depth={2**63 - 1}", Shape(3, 3), routing)
+    assert found == proposals(f"{name}:depth=3", Shape(3, 3), routing)
+    assert any(found.values())
+
+
 def test_previous_proposes_what_the_token_before_used_and_goes_on_to_the_coming_token():
     found = proposals("previous", Shape(3, 3), TWO_TOKENS)
     assert found[0, 0, 0] == found[0, 0, 1] == {}, "no token before the first"
