@@ -7,7 +7,6 @@ What a field may hold is said once, by its type and metadata. `make` and `checke
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os.path import exists  # of any name, however long
@@ -22,6 +21,9 @@ T = TypeVar("T")
 
 MOST = 10**15
 """Of any number: beyond, times leave the range of a clock of 64 bits, and nothing is so large."""
+
+LEAST = 1 / MOST
+"""Of any number above 0: times that are divided by less leave all ranges."""
 
 MAY_BE_ZERO = {"zero": True}
 """Field metadata: 0 is possible here. All other numbers are above 0."""
@@ -140,11 +142,13 @@ def checked(
     if (kind is str and isinstance(value, str) and (value or zero)) or (kind is bool and isinstance(value, bool)):
         return value
     if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        least: float = -most if negative else 0 if zero else 1 if kind is int else math.ulp(0.0)
+        least: float = -most if negative else 0 if zero else 1 if kind is int else LEAST
         if not least <= value <= most:
             limit = "above 0" if 0 < least < 1 else f"at least {least:.0e}" if negative else f"at least {least}"
+            smallest = f"at least {least:.0e}, " if 0 < value < least < 1 else ""
             greatest = f"{most:.0e}" if most == MOST else f"{most}"
-            raise FieldError(key, value, f"must be {limit}{' and finite' * (kind is float)}, at most {greatest}")
+            limit += " and finite" * (kind is float)
+            raise FieldError(key, value, f"must be {limit}, {smallest}at most {greatest}")
         if kind is float:
             return float(value)
         if isinstance(value, int):

@@ -177,6 +177,9 @@ def model(text: str) -> ModelProfile:
         profile = profiles.read(ModelProfile, path)
     if profile.top_k > profile.experts:
         raise InputError(f"{path}: top_k {profile.top_k} is above {profile.experts} experts")
+    if profile.layer_expert_bytes and len(profile.layer_expert_bytes) != profile.moe_layers:
+        given = len(profile.layer_expert_bytes)
+        raise InputError(f"{path}: layer_expert_bytes has {given} sizes for {profile.moe_layers} MoE layers")
     if profile.encoder_moe_layers >= profile.moe_layers:
         raise InputError(f"{path}: encoder_moe_layers leaves no MoE layer to the decoder")
     return profile

@@ -45,6 +45,7 @@ def test_a_machine_may_be_a_file(tmp_path):
     [
         ("memory_gib = 24.0", "memory_gib = 0.0", "memory_gib = 0.0: must be above 0"),
         ("memory_gib = 24.0", "memory_gib = inf", "memory_gib = inf: must be above 0 and finite"),
+        ("memory_gib = 24.0", "memory_gib = 1e-320", "must be above 0 and finite, at least 1e-15, at most"),
         ("memory_gib = 24.0", 'memory_gib = "24"', "memory_gib = '24': must be a number"),
         ("memory_gib = 24.0", "memory_gib = true", "memory_gib = True: must be a number"),
         ("memory_gib = 24.0", "", "the key 'memory_gib' is missing"),
@@ -190,3 +191,11 @@ def test_toml_beyond_all_measure_is_refused(reader, value, tmp_path):
     with pytest.raises(InputError, match=r"odd\.toml: cannot be read as TOML: ") as caught:
         reader(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_sizes_by_layer_are_one_for_each_layer(tmp_path):
+    shipped = Path(profiles.__file__).parent / "models" / "olmoe-1b-7b.toml"
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f"{shipped.read_text()}\nlayer_expert_bytes = [1000, 2000]\n")
+    with pytest.raises(InputError, match="mine.toml: layer_expert_bytes has 2 sizes for 16 MoE layers"):
+        model(str(mine))
