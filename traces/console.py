@@ -9,6 +9,8 @@ import inspect
 import io
 import os
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -75,6 +77,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     _join_lines_of_help(app)
     try:
         try:
+            _refuse_empty(sys.argv[1:])
             app(prog_name=name)
         finally:
             sys.stdout.flush()
@@ -88,6 +91,8 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     except UnicodeEncodeError as error:
         fail(name, f"this locale cannot name {error.object!r}: set LC_ALL=C.UTF-8 or PYTHONUTF8=1", 2)
     except OSError as error:
+        if error.errno in UNUSABLE:
+            fail(name, f"cannot open {error.filename or 'a file'}: {error.strerror}", UNUSABLE[error.errno])
         if error.errno not in (*FULL, errno.EPIPE):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has nowhere to go
@@ -116,6 +121,19 @@ def _join_lines_of_help(app: typer.Typer) -> None:
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """How writing fails where there is no room, on standard output too."""
+
+
+UNUSABLE = {errno.ENAMETOOLONG: 2, errno.EMFILE: 1, errno.ENFILE: 1}
+"""How opening fails by no fault of ours, and the status: a name that is too long, too many open files (`ulimit -n`)."""
+
+
+def _refuse_empty(arguments: Sequence[str]) -> None:
+    """Raise InputError for an empty argument, and for an option with nothing behind its `=`: neither is a value."""
+    for before, argument in pairwise(["", *arguments]):
+        option, equals, value = argument.partition("=")
+        if not argument or (option.startswith("--") and equals and not value):
+            where = option or before or "the command"
+            raise InputError(f"the value after {where} is empty: give one, or leave the option out")
 
 
 def prepare_streams() -> None:

@@ -1,5 +1,6 @@
 """However a command ends, it ends with one line, the right stream and the right status."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[2]
 
+EMPTY = "the value after --times is empty: give one, or leave the option out"
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
@@ -30,6 +33,10 @@ def act(how: str, times: int = 1) -> None:
         console.fail("act", "interrupted after 2 of 3", 130)
     if how == "refused":
         raise InputError("no file x\nthere")
+    if how == "long":
+        Path("x" * 300).stat()
+    if how == "many":
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if how == "exit":
         raise typer.Exit(7)
 
@@ -43,6 +50,12 @@ def act(how: str, times: int = 1) -> None:
         (["full"], 1, "act: error: not enough memory: unable to allocate\n"),
         (["refused"], 2, "act: error: no file x there\n"),
         (["exit"], 7, ""),
+        (["long"], 2, f"act: error: cannot open {'x' * 300}: File name too long\n"),
+        (["many"], 1, "act: error: cannot open a file: Too many open files\n"),
+        ([""], 2, "act: error: the value after the command is empty: give one, or leave the option out\n"),
+        (["well", "--times", ""], 2, f"act: error: {EMPTY}\n"),
+        (["well", "--times="], 2, f"act: error: {EMPTY}\n"),
+        (["--", "--a=b="], 0, ""),
         (["--help"], 0, ""),
     ],
 )
