@@ -47,7 +47,10 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raise InputError, beginning with the path, where it has none."""
     try:
         with plain(path).open("rb") as file:
-            return tomllib.load(file)
+            text = file.read().decode()
+            if "\\u0000" in text or "\\U00000000" in text:
+                raise ValueError("it holds a NUL, which no name or path has")
+            return tomllib.loads(text)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
     except RecursionError:

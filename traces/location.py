@@ -35,6 +35,8 @@ class Location:
     def of(path: Path | str) -> "Location":
         """Of a path or a URL. Raises InputError for a protocol that is unknown, or lacks its package."""
         text = str(path)
+        if "\0" in text:
+            raise InputError(f"{text!r} cannot be opened: no path holds a NUL")
         if "://" not in text:
             return Location(text, LocalFileSystem(), os.path.abspath(text))
         try:

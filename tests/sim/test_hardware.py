@@ -54,6 +54,7 @@ def test_a_machine_may_be_a_file(tmp_path):
         ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 24e9", "is above memory_bandwidth_gb_per_s"),
         ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 1e-9", "is below 0.001: no link is so slow"),
         ("memory_gib = 24.0", "memory_gib = ", "cannot be read as TOML"),
+        ("memory_gib = 24.0", 'memory_gib = "\\u0000"', "cannot be read as TOML: it holds a NUL"),
     ],
 )
 def test_an_impossible_machine_is_refused_with_file_and_key(tmp_path, old, new, complaint):
@@ -197,5 +198,5 @@ def test_sizes_by_layer_are_one_for_each_layer(tmp_path):
     shipped = Path(profiles.__file__).parent / "models" / "olmoe-1b-7b.toml"
     mine = tmp_path / "mine.toml"
     mine.write_text(f"{shipped.read_text()}\nlayer_expert_bytes = [1000, 2000]\n")
-    with pytest.raises(InputError, match="mine.toml: layer_expert_bytes has 2 sizes for 16 MoE layers"):
+    with pytest.raises(InputError, match="layer_expert_bytes has 2 sizes for 16 MoE layers"):
         model(str(mine))

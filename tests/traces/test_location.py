@@ -19,6 +19,7 @@ from tests.support.same import assert_same, assert_same_shards
 from traces import demo_trace
 from traces.edit import Source, join
 from traces.errors import InputError
+from traces.location import Location
 from traces.reader import EXTRA
 from traces.schema import REQUESTS, ROUTING
 from traces.shards import Shards
@@ -183,3 +184,8 @@ def test_a_relative_path_and_a_file_url_are_the_folder(tmp_path: Path, monkeypat
     os.chdir("t")
     assert Shards.open(".").name == "t"
     np.testing.assert_array_equal(Shards.open(".").steps(0).experts, Trace.read(".").steps(0).experts)
+
+
+def test_a_nul_in_a_path_is_refused_in_one_line() -> None:
+    with pytest.raises(InputError, match="cannot be opened: no path holds a NUL"):
+        Location.of("a\0b")
