@@ -7,7 +7,7 @@ Belady's optimal policy would have it, all tiers at the same time and nothing el
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from os.path import exists  # of any name, however long
 from typing import Any
 
 from sim import profiles
@@ -20,6 +20,7 @@ from sim.profiles.model_profile import known, model
 from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
+from traces.files import expanded
 
 CONTEXT = 8192
 
@@ -216,7 +217,7 @@ def _fit(model: str, machine: Resources, context: int, precision: str | None) ->
 
 def _model(text: str, precision: str | None) -> Model:
     """Return the model of a name or a path. Raise InputError with near names for one that is not known."""
-    shipped = known(text) if text not in profiles.names("models") and not Path(text).expanduser().exists() else None
+    shipped = known(text) if text not in profiles.names("models") and not exists(expanded(text)) else None
     profile = shipped or model(text)
     experts = precision or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""

@@ -126,6 +126,12 @@ def test_an_unknown_model_is_told_the_near_ones():
         plan("qwen3-30b-a3", **DESKTOP)
 
 
+@pytest.mark.parametrize("model", ["~nobody/config.json", "x" * 5000])
+def test_a_model_that_is_no_path_is_refused(model):
+    with pytest.raises(InputError, match="unknown model profile"):
+        plan(model, **DESKTOP)
+
+
 def test_layers_without_experts_count_in_llama_cpps_numbers():
     found = plan("deepseek-v3", precision="q4_k_m", gpu="RTX 3090", host_memory="512GiB")
     n = int(found.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0])
