@@ -202,6 +202,10 @@ class ResumableOptions(ResultOptions):
         bool, typer.Option("--overwrite", help="Drop the cells or steps that --out holds; replace a timeline.")
     ] = False
 
+    def __post_init__(self) -> None:
+        if self.resume and self.overwrite:
+            raise InputError("--resume keeps what is finished and --overwrite drops it: leave one out")
+
 
 def warn(text: str) -> None:
     """Print a warning, in which parameters of a run stand as flags."""

@@ -225,7 +225,7 @@ def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions)
     """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
     from sim.sweeps.store import Store, drop
 
-    if output.overwrite and not output.resume:
+    if output.overwrite:
         drop(folder)
     found = Store(folder)
     require_resume(len(found), folder, output.resume)

@@ -135,6 +135,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--seeds", "9" * 5000], "a seed is a whole number"),
         (["tiny", "--max-batch", "9" * 5000], "write how many requests run at a time"),
         (["tiny", "--seeds", ","], "--seeds is empty"),
+        (["tiny", "--resume", "--overwrite"], "--resume keeps what is finished and --overwrite drops it"),
         (["tiny", "--config", "absent.toml"], "absent.toml: cannot be read: No such file"),
         (["tiny", "--config", "file.toml"], "file.toml: unknown key 'policy'; did you mean policies"),
         (["tiny", "--policies", "eamc:capacity=" + "|".join(map(str, range(1, 20_000)))], "59,997 cells"),
