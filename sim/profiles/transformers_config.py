@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from traces import facts
 from traces.errors import InputError, located
 from traces.facts import parse_json
 from traces.files import plain
@@ -62,6 +63,8 @@ def read(path: Path) -> dict[str, Any]:
     with located(str(file)):
         try:
             return fields_of(config, path.resolve().name if path.is_dir() else path.stem)
+        except InputError:
+            raise
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise InputError(f"a key holds what transformers does not write there: {error}") from error
 
@@ -172,7 +175,8 @@ def _bytes(config: Config, whole: Config) -> tuple[float, float]:
         return dense, dense
     method = str(quantised.get("quant_method", ""))
     bits = quantised.get("bits")
-    experts = METHODS.get(method, bits / 8 if isinstance(bits, int) else 4.5 / 8)
+    stated = 4.5 if bits is None else facts.whole("quantization_config: bits", bits, 1, 32)
+    experts = METHODS.get(method, stated / 8)
     return (experts if method in WHOLE else dense), experts
 
 

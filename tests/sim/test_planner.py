@@ -227,6 +227,10 @@ def test_configs_of_other_architectures_are_read(tmp_path: Path):
     [
         (json.dumps({**QWEN3, "num_experts": None}), "no Mixture-of-Experts model"),
         (json.dumps({**QWEN3, "vocab_size": None}), "vocab_size"),
+        (
+            json.dumps({**QWEN3, "quantization_config": {"quant_method": "gptq", "bits": -4}}),
+            "json: quantization_config: ",
+        ),
         (json.dumps({**QWEN3, "num_experts_per_tok": 200}), "top_k 200 is above 128"),
         ("[]", "is a JSON object"),
         ("{", "can be read"),
