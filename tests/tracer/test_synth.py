@@ -69,6 +69,8 @@ def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:
         (("--model", "mixtral-8x7b", "--experts", "4"), "leave --layers, --experts and --top-k out"),
         (("--experts", "2", "--top-k", "3"), "no model has 10 MoE layers x 2 experts, top-3"),
         (("--prompt-tokens", "0", "--decode-tokens", "0"), "no token is left"),
+        (("--requests", "1" + "0" * 12), "e+13 tokens is not made"),
+        (("--decode-tokens", "1" + "0" * 9), "e+10 tokens is not made"),
         (("--model", "nllb-moe-54b"), "is of an encoder-decoder"),
         (("--model", "missing.toml"), "unknown model profile 'missing.toml'"),
     ],

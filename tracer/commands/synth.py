@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from traces.trace import Trace
 
 
+MOST_TOKENS = 10**9
+MOST = 1 << 16
+
+
 def synth(
     like: Annotated[Path, typer.Option(help="The trace to fit to: a folder with requests.parquet and routing/.")],
     model: Annotated[
@@ -26,15 +30,23 @@ def synth(
             help="Model whose shape the trace gets: a name of `moe-sim models`, or FILE.toml. Default: LIKE's."
         ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="MoE layers. Default: LIKE's.")] = None,
-    experts: Annotated[int | None, typer.Option(min=1, help="Experts of a layer. Default: LIKE's.")] = None,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Experts of a token in a layer. Default: LIKE's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=MOST, help="MoE layers. Default: LIKE's.")] = None,
+    experts: Annotated[int | None, typer.Option(min=1, max=MOST, help="Experts of a layer. Default: LIKE's.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Experts of a token in a layer. Default: LIKE's.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Requests. Default: as many as LIKE has.")] = None,
     prompt_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Prompt tokens of each request. Default: drawn from LIKE's requests.")
+        int | None,
+        typer.Option(
+            min=0, max=MOST_TOKENS, help="Prompt tokens of each request. Default: drawn from LIKE's requests."
+        ),
     ] = None,
     decode_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Decoded tokens of each request. Default: drawn from LIKE's requests.")
+        int | None,
+        typer.Option(
+            min=0, max=MOST_TOKENS, help="Decoded tokens of each request. Default: drawn from LIKE's requests."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed; the same seed gives the same trace.")] = 0,
     out: Out = None,
@@ -87,8 +99,14 @@ def synth(
     check_target(target, overwrite)
     fitted = fit(real)
     lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
-    if not (lengths.prefill_rows + lengths.decode_rows).any():
+    tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
+    if not tokens:
         raise InputError("no token is left: raise --prompt-tokens or --decode-tokens")
+    if tokens > MOST_TOKENS:
+        raise InputError(
+            f"a trace of {tokens:.3g} tokens is not made, as it is made in memory: lower --requests, --prompt-tokens "
+            f"or --decode-tokens to {MOST_TOKENS:.0e} together"
+        )
     made = replace(fitted, lengths=lengths).scaled(*shape).generate(meta, settings["requests"], seed)
     write_trace(made, target, overwrite)
     statistics = {"real": _statistics(_by_cluster(real, fitted.lengths.cluster)), "synthetic": _statistics(made)}
