@@ -92,7 +92,7 @@ class Choice:
             raise InputError(f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it")
         if self.dense not in DENSE:
             raise unknown("`dense`", self.dense, DENSE)
-        ignored = {"`host_dedup`": self.host_dedup, "`verify`": self.verify, "`weights`": self.weights}
+        ignored = {"`host_dedup`": self.host_dedup is not None, "`verify`": self.verify, "`weights`": self.weights}
         ignored["`dense` none"] = self.dense != DENSE[0]
         if self.device == "virtual" and (given := [option for option, value in ignored.items() if value]):
             raise InputError(f"{given[0]}: the virtual device moves and computes nothing; leave it out")
@@ -109,7 +109,7 @@ class Choice:
                     "`device` disk reads experts from a file: write it with "
                     f"moe-replay store FILE --model-profile {name}, and name it with `store`"
                 )
-            if self.host_dedup:
+            if self.host_dedup is not None:
                 raise InputError("`host_dedup` is for experts in host memory: for a file, use moe-replay store --dedup")
         elif given := [name for name, value in {"`store`": self.store, "`lanes`": self.lanes}.items() if value]:
             raise InputError(f"{given[0]} needs the device disk, not {self.device}")

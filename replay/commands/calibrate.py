@@ -27,7 +27,7 @@ def calibrate(
     ] = None,
     device: Annotated[str, typer.Option(help="auto (cuda, else cpu), cpu, disk or cuda.")] = "auto",
     policies: Annotated[str, typer.Option(help="Policies whose overhead is measured.")] = defaults.POLICIES,
-    repeat: Annotated[int, typer.Option(help="Passes over everything; the medians count.")] = 2,
+    repeat: Annotated[int, typer.Option(max=10_000, help="Passes over everything; the medians count.")] = 2,
     host_dedup: Annotated[
         int | None, typer.Option(help="Share N host buffers between all experts; else as many as hold 8 GiB.")
     ] = None,

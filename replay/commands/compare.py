@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from sim.results.metrics import Row
     from sim.sweeps.setup import Loaded
 
+MOST_REPEATS = 10_000
+
 MODES = "closed-loop,lockstep"
 
 
@@ -70,8 +72,6 @@ def compare(
     from traces.output import claimed
 
     _check(max_error, repeat)
-    if output.resume and output.overwrite:
-        raise InputError("--resume keeps finished cells and --overwrite drops them: leave one out")
     chosen = choose_device(on.device)
     is_calibrated = hardware is not None and chosen != "virtual"
     setup = options.setup_of(played, trace=trace, hardware=hardware)
@@ -97,8 +97,8 @@ def compare(
 def _check(max_error: float | None, repeat: int) -> None:
     if max_error is not None and not 0 <= max_error < math.inf:
         raise InputError(f"--max-error {max_error}: must be a percentage, at least 0")
-    if repeat < 1:
-        raise InputError(f"--repeat {repeat}: must be at least 1")
+    if not 1 <= repeat <= MOST_REPEATS:
+        raise InputError(f"--repeat {repeat}: must be at least 1, at most {MOST_REPEATS:,}")
 
 
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -67,8 +67,6 @@ def run(
     choice = _choose(request, on, verify=verify, nvtx=nvtx)
     output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.setup.trace, "-replay")
-    if output.resume and output.overwrite:
-        raise InputError("--resume keeps what was measured and --overwrite drops it: leave one out")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
         raise InputError(

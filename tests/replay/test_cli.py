@@ -448,6 +448,7 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (("--host-dedup", "0"), "--host-dedup: the virtual device moves and computes nothing"),
         (("--host-dedup", "3"), "--host-dedup: the virtual device moves and computes nothing"),
         (("--weights", "nowhere"), "--weights: the virtual device"),
         (("--verify",), "--verify: the virtual device"),

@@ -498,6 +498,7 @@ def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Pat
         (["--max-error", "-1"], "--max-error -1"),
         (["--max-error", "nan"], "--max-error nan"),
         (["--repeat", "0"], "--repeat 0"),
+        (["--repeat", "1" + "0" * 20], "--repeat 1" + "0" * 20),
         (["--device", "tpu"], "unknown device 'tpu'"),
         (["--device", "cpu", "--hardware", "a5000"], "holds nothing measured with demo-olmoe"),
         (["--chunk-bytes", "some"], "--chunk-bytes"),
