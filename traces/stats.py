@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
 from traces.compiled import loop
@@ -126,7 +127,7 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
 def _tasks(trace: Trace) -> NDArray[np.int64]:
     """[requests] a number for each task."""
     labels = trace.requests["task"].where(trace.requests["task"] != "", trace.requests["dataset"])
-    return np.unique(labels.to_numpy(str), return_inverse=True)[1]
+    return pd.factorize(labels)[0]
 
 
 def _reuse(trace: Trace, phase: int) -> float | None:

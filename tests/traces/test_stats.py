@@ -1,6 +1,7 @@
 """Statistics are held against slow, obvious versions of their definitions."""
 
 import json
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -43,6 +44,16 @@ def test_requests_of_one_task_have_more_similar_eams() -> None:
     assert similarity.nearest_same_task is not None
     assert similarity.chance is not None
     assert similarity.nearest_same_task > similarity.chance
+
+
+def test_one_long_label_takes_its_length_once() -> None:
+    tasks = [*TRACE.requests["task"][1:], "x" * 1_000_000]
+    tracemalloc.start()
+    try:
+        statistics(replace(TRACE, requests=TRACE.requests.assign(task=tasks)))
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_similarity_is_not_told_where_there_is_nothing_to_compare() -> None:
