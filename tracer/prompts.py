@@ -104,7 +104,9 @@ def _read_file(path: Path, columns: Columns, limit: int | None = None) -> list[P
             turns=tuple(turns),
             responses=spoken or _responses(held.get("response"), turns),
         )
-        for text in (prompt.id, prompt.dataset, prompt.task, *prompt.turns, *prompt.responses):
+        for name in (prompt.id, prompt.dataset, prompt.task):
+            facts.short(f"{where}: a label", name)
+        for text in (*prompt.turns, *prompt.responses):
             facts.text(f"{where}: a value", text)
         prompts.append(prompt)
     _require_unique(path, prompts)

@@ -4,7 +4,7 @@ What has "://" in it is a URL. A file system of the network raises what it likes
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,11 +83,15 @@ class Location:
             footer = int.from_bytes(tail[-8:-4], "little") + 8
             return (tail if footer <= len(tail) else _last(opened, size, footer)), size
 
-    def parquet(self, file: str) -> pq.ParquetFile:
-        """A Parquet file, opened; over a network, what is asked for of a row group is fetched in one go."""
+    def parquet(self, file: str, texts: Sequence[str] = ()) -> pq.ParquetFile:
+        """A Parquet file, opened; over a network, what is asked for of a row group is fetched in one go.
+
+        texts: columns that are read as dictionaries.
+        """
         if self.remote:
-            return pq.ParquetFile(self.filesystem.open(self._place(file), "rb", cache_type="none"), pre_buffer=True)
-        return pq.ParquetFile(self._place(file))
+            opened = self.filesystem.open(self._place(file), "rb", cache_type="none")
+            return pq.ParquetFile(opened, pre_buffer=True, read_dictionary=list(texts))
+        return pq.ParquetFile(self._place(file), read_dictionary=list(texts))
 
     @contextmanager
     def telling(self, where: str, what: str) -> Iterator[None]:

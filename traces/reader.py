@@ -60,9 +60,14 @@ class Files:
         """All rows, read by Arrow's threads. Raises InputError."""
         places = [f"{self.location.root}/{name}" for name in self.names]
         with self.location.telling(self.where, "is damaged or cannot be read"):
-            table = pq.read_table(places, columns=list(columns), partitioning=None, filesystem=self.location.filesystem)
-        require_whole(table, self.schema, self.where)
-        return table
+            table = pq.read_table(
+                places,
+                columns=list(columns),
+                partitioning=None,
+                filesystem=self.location.filesystem,
+                read_dictionary=self._texts,
+            )
+            return self._whole(table, self.where)
 
     def batches(self, columns: Sequence[str], size: int, file: int = 0, group: int = 0) -> Iterator[pa.Table]:
         """The rows from a row group of a file on, up to `size` of one row group at a time. Raises InputError."""
@@ -70,14 +75,26 @@ class Files:
             where = self.location.within(self.names[n])
             with (
                 self.location.telling(where, "is damaged or cannot be read"),
-                self.location.parquet(self.names[n]) as opened,
+                self.location.parquet(self.names[n], self._texts) as opened,
             ):
                 for g in range(group if n == file else 0, opened.num_row_groups):
                     if not opened.metadata.row_group(g).num_rows:
                         continue  # what is read in blocks has none for it
                     for table in _tables(opened, g, list(columns), size):
-                        require_whole(table, self.schema, where)
-                        yield table
+                        yield self._whole(table, where)
+
+    @property
+    def _texts(self) -> list[str]:
+        """The columns of texts. They are read as dictionaries: one that repeats takes no memory for it."""
+        return [column.name for column in self.schema if pa.types.is_string(column.type)]
+
+    def _whole(self, table: pa.Table, where: str) -> pa.Table:
+        """Return the table with its texts as such, once they are known to be short. Raise InputError."""
+        require_whole(table, self.schema, where)
+        for name in set(self._texts) & set(table.column_names):
+            texts = table.column(name).cast(pa.string())
+            table = table.set_column(table.schema.get_field_index(name), self.schema.field(name), texts)
+        return table
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from traces.errors import InputError
-from traces.facts import parse_json, short, texts, whole
+from traces.facts import LONGEST_NAME, parse_json, short, texts, whole
 
 VERSION = 1
 KEY = b"moe-expert-cache"
@@ -194,18 +195,29 @@ def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
 
 
 def require_whole(table: pa.Table, wanted: pa.Schema, where: str) -> None:
-    """An InputError naming the first column of `table` that holds nulls, but must not by `wanted`, or broken text."""
+    """An InputError naming the first column of `table` that holds nulls, but must not by `wanted`, or unfit text."""
     for name in table.column_names:
         if pa.types.is_string(wanted.field(name).type):
-            try:
-                table.column(name).validate(full=True)
-            except pa.ArrowInvalid as error:
-                raise InputError(f"{where}: column {name!r} holds text that is not UTF-8") from error
+            _require_names(name, table.column(name), where)
         if wanted.field(name).nullable:
             continue
         for chunk in table.column(name).chunks:
             if chunk.null_count or (pa.types.is_fixed_size_list(chunk.type) and chunk.flatten().null_count):
                 raise InputError(f"{where}: column {name!r} holds nulls, but must be whole")
+
+
+def _require_names(what: str, column: pa.ChunkedArray, where: str) -> None:
+    """Raise InputError unless each text of a column is UTF-8 and no longer than a name."""
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise InputError(f"{where}: column {what!r} holds text that is not UTF-8") from error
+    for chunk in column.dictionary_encode().chunks:
+        longest = pc.max(pc.utf8_length(chunk.dictionary)).as_py() or 0
+        if longest > LONGEST_NAME:
+            raise InputError(
+                f"{where}: column {what!r} holds a text of {longest} characters: shorten it to {LONGEST_NAME}"
+            )
 
 
 def _same_type(a: pa.DataType, b: pa.DataType) -> bool:

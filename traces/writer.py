@@ -26,7 +26,17 @@ from traces.check import check_finite
 from traces.errors import InputError
 from traces.output import ELSEWHERE, LOCK, check_trace_folder, is_of_trace, only_writer
 from traces.reader import open_folder
-from traces.schema import GROWING, OPTIONAL, REQUESTS, ROUTING, TraceMeta, requests_schema, routing_schema, row_bytes
+from traces.schema import (
+    GROWING,
+    OPTIONAL,
+    REQUESTS,
+    ROUTING,
+    TraceMeta,
+    requests_schema,
+    require_whole,
+    routing_schema,
+    row_bytes,
+)
 from traces.steps import DECODE, PREFILL
 from traces.trace import FLOATS, Trace
 
@@ -163,9 +173,11 @@ class TraceWriter:
         self._optional = optional
         for name in (FLOATS | {"embedding"}) & optional:
             check_finite(name, getattr(trace, name), f"{self.folder}, not written")
+        listed = _requests_table(trace)
+        require_whole(listed, listed.schema, f"{self.folder}, not written")
         self._rows.limit = _rows_of_a_file(self.meta, optional)
         self._rows.add(_routing_table(trace, first=self.added))
-        self._requests.add(_requests_table(trace))
+        self._requests.add(listed)
         self.added += len(trace.requests)
         full = self._rows.rows >= self._rows.limit or self._requests.rows >= self._requests.limit
         if full or time.monotonic() >= self._next_flush:
