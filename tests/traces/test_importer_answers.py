@@ -3,6 +3,7 @@
 import base64
 import json
 import tempfile
+import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from tests.support.dumps import known, npy, rows, same, sglang_answer, told, vllm_answer, write_lines
 from traces.errors import InputError
 from traces.importers import Options, import_dump
+from traces.importers.answers import taken_in
 from traces.importers.layers import first_dense, parse_layer_map
 from traces.steps import PREFILL
 from traces.trace import Trace
@@ -58,6 +60,18 @@ def test_token_ids_come_in_where_an_answer_holds_them(tmp_path: Path) -> None:
     row, prompt = np.arange(len(ids)), trace.phase == PREFILL
     withheld = ((row >= trace.offsets[1]) & (row < trace.offsets[2]) & prompt) | ((row >= trace.offsets[2]) & ~prompt)
     assert np.array_equal(ids, np.where(withheld, -1, trace.token_id))
+
+
+def test_a_count_of_prompt_tokens_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        assert taken_in([7, 8], 2**27, [9, 10], 4) is None
+        found = taken_in(None, 2**27, [9, 10], 4)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert found is not None
+    assert found.tolist() == [-1, -1, -1, 9]
 
 
 def test_answers_come_as_list_and_as_openais_batch_too(tmp_path: Path) -> None:

@@ -102,10 +102,16 @@ def taken_in(
     """
     if prompt is None and (output is None or prompt_tokens is None):
         return None
-    first = [-1] * (prompt_tokens or 0) if prompt is None else prompt
-    rest = rows - len(first) if output is None else 0
-    ids = [*first, *([-1] * max(0, rest) if output is None else output[:-1])]
-    return np.array(ids[len(ids) - rows :], np.int32) if len(ids) >= rows else None
+    first = (prompt_tokens or 0) if prompt is None else len(prompt)
+    length = max(first, rows) if output is None else first + max(0, len(output) - 1)
+    if length < rows:
+        return None
+    known, left_out = np.full(rows, -1, np.int32), length - rows
+    for begin, ids in ((0, prompt), (first, output and output[:-1])):
+        shown = (ids or [])[max(0, left_out - begin) :]
+        at = max(0, begin - left_out)
+        known[at : at + len(shown)] = shown
+    return known
 
 
 def unbase64(place: str, value: Any) -> bytes:
