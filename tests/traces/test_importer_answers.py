@@ -6,6 +6,7 @@ import tempfile
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,16 @@ def test_sglang_answers_give_the_trace_back(tmp_path: Path, options: Options) ->
     made, _ = import_dump(file, options=options)
     same(made, TRACE, steps=True)
     assert made.requests["id"].tolist() == ["r0", "r1", "r2"]
+
+
+def test_numbers_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:
+    answers = [sglang_answer(TRACE, i) for i in range(3)]
+    for answer in answers:
+        answer["meta_info"]["prompt_tokens"] += 2**24
+    path = write_lines(tmp_path / "a.jsonl", answers)
+    refused(path, f"{3 * 2**24} tokens that were left out would take", options=replace(SHAPE, start=2**24))
+    many = write_lines(tmp_path / "b.jsonl", [sglang_answer(TRACE, 0) | {"id": str(i)} for i in range(300)])
+    refused(many, "EAMs of 300 requests x 3 layers x 65534 experts", options=replace(SHAPE, experts=65534))
 
 
 @pytest.mark.parametrize("place", ["sglext", "choice"])

@@ -109,6 +109,14 @@ def test_chunks_and_cached_prefixes_are_said(tmp_path: Path) -> None:
     assert np.array_equal(made.experts[3:], KNOWN.experts[3:8])
 
 
+def test_a_prefix_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    content = passes(KNOWN.head(1), MAPPING, together=1)
+    first = content["records"][0]
+    first["positions"] = [at + 2**24 - 9 for at in first["positions"]]
+    with pytest.raises(InputError, match="tokens from the prefix cache would take"):
+        load(tmp_path, content)
+
+
 def test_ranks_that_repeat_each_other_are_one(tmp_path: Path) -> None:
     content = {name: passes(KNOWN, MAPPING, together=1) for name in ("a.pt", "b.pt")}
     folder, meta = tmp_path / "ranks", tmp_path / "m.json"
@@ -295,7 +303,7 @@ def test_damaged_counts_are_refused(tmp_path: Path, content: dict[str, Any], par
         ("token,expert\n1,2\n", ["line 1", "'token,expert'"]),
         ("1,2\n1,2,3\n", ["no CSV of layer,expert"]),
         ("1,1.5\n", ["line 1"]),
-        ("999999999,1\n", ["no model has so many"]),
+        ("999999999,1\n", ["layer 999999999 of 8 experts would take 128000000000 bytes, far more than the dump"]),
         ("1,2\n\xff\n", ["a.csv"]),
     ],
 )

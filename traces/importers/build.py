@@ -16,7 +16,7 @@ from traces.facts import text, texts, whole
 from traces.importers.dump import Counts, Dump
 from traces.importers.layers import HINT, first_dense, parse_layer_map
 from traces.importers.plain import token_ids
-from traces.importers.source import Request, Source, count
+from traces.importers.source import Request, Source, count, require_modest
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
@@ -50,6 +50,8 @@ def trace_of(dump: Dump, source: Source) -> Trace:
             raise InputError(f"{source.path}: no row routes anything: all ids are -1")
         source.notes.append(f"the number of experts is taken from the largest id: {stated} (--experts says otherwise)")
     meta = _meta(source, experts.shape[1], experts.shape[2], stated, layers, IMPORT)
+    eams = f"{source.path}: EAMs of {len(dump.requests)} requests x {meta.layers} layers x {meta.experts} experts"
+    require_modest(len(dump.requests) * meta.layers * meta.experts * 16, dump.experts.nbytes, eams)
     requests = _frame(source, dump, phase)
     _check_ids(replace(dump, experts=experts), meta, layers)
     position = dump.position if dump.position is not None else _positions(dump.offsets, phase, requests)

@@ -15,7 +15,7 @@ import pandas as pd
 from traces.errors import InputError
 from traces.files import plain
 from traces.importers.dump import Counts, each_file, integers
-from traces.importers.source import Source, requests_of
+from traces.importers.source import Source, requests_of, require_modest
 
 COLUMNS = ("layer", "expert", "count")
 CHUNK = 1_000_000
@@ -52,8 +52,8 @@ def read_csv(source: Source) -> Counts:
     if E is None:
         E = max(int(level.max()) for level in numbers[1::2]) + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    if layers > 100_000 or E > 65_535:
-        raise InputError(f"{source.path} names layer {layers - 1} and {E} experts: no model has so many")
+    held = sum(path.stat().st_size for path in files)
+    require_modest(len(files) * layers * E * 16, held, f"{source.path}: layer {layers - 1} of {E} experts")
     present = sorted({int(layer) for level in numbers[::2] for layer in level})
     counts = np.zeros((len(files), layers, E), np.int64)
     for i, table in enumerate(tables):

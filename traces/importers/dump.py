@@ -4,6 +4,7 @@ of prompt and generated tokens, the unit of what servers answer, become a Dump.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 from traces.errors import InputError
 from traces.facts import LARGEST
 from traces.files import plain
-from traces.importers.source import Request, Source, requests_of
+from traces.importers.source import Request, Source, requests_of, require_modest
 from traces.steps import DECODE, PREFILL
 
 
@@ -69,6 +70,11 @@ def integers(array: Any, place: str, what: str = "experts", ndim: int = 3) -> ND
     return native
 
 
+def row_bytes(shape: tuple[int, ...], kind: "np.dtype[Any]") -> int:
+    """What a token takes while it is imported: its ids [layers, k], and its position, phase, step and request."""
+    return prod(shape) * kind.itemsize + 32
+
+
 def join(source: Source, sequences: list[Sequence]) -> Dump:
     """Sequences as one dump: lengths held against token counts, prompt and generated tokens told apart."""
     if not sequences:
@@ -95,9 +101,13 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
     offsets = np.zeros(len(sequences) + 1, np.int64)
     starts = np.array([request.start for request in requests], np.int64)
     np.cumsum([len(one.experts) for one in sequences] + starts, out=offsets[1:])
-    experts = np.full(
-        (int(offsets[-1]), layers, k), -1, np.result_type(np.int16, *{one.experts.dtype for one in sequences})
+    kind = np.result_type(np.int16, *{one.experts.dtype for one in sequences})
+    require_modest(
+        int(offsets[-1]) * row_bytes((layers, k), kind),
+        sum(one.experts.nbytes for one in sequences),
+        f"{source.path}: {starts.sum()} tokens that were left out",
     )
+    experts = np.full((int(offsets[-1]), layers, k), -1, kind)
     for one, end in zip(sequences, offsets[1:], strict=True):
         experts[end - len(one.experts) : end] = one.experts
     phase = None

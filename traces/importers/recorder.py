@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from traces.check import first_fault
 from traces.errors import InputError
 from traces.facts import whole
-from traces.importers.dump import Dump, integers
-from traces.importers.source import LONGEST_CONTEXT, Source, requests_of
+from traces.importers.dump import Dump, integers, row_bytes
+from traces.importers.source import LONGEST_CONTEXT, Source, requests_of, require_modest
 from traces.steps import DECODE, PREFILL
 
 EXTEND, DECODING, IDLE = 1, 2, 4
@@ -136,7 +136,7 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
     """The requests in the loaded files of all ranks. Raises InputError."""
     pieces: list[Piece] = []
     names: list[str] = []
-    step, E = 0, 0
+    step, E, held, made = 0, 0, 0, 0
     for path, content in _distinct(source, files):
         mapping = integers(content.get("last_physical_to_logical_map"), str(path), "last_physical_to_logical_map", 2)
         if mapping.min(initial=0) < 0 or mapping.max(initial=0) >= MOST_EXPERTS or not mapping.size:
@@ -144,20 +144,22 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
         E = max(E, int(mapping.max(initial=0)) + 1)
         rebuilt = Rebuilt(alone=source.fact("concurrency", whole, 2) == 1)
         for batch in _batches(path, content["records"], mapping, E):
-            end = 0
+            end, held = 0, held + batch.experts.nbytes
             if batch.mode == EXTEND:
                 for (request, cached), length in zip(rebuilt.extend(batch), batch.lengths, strict=True):
                     if cached:
+                        made += cached * row_bytes(batch.experts.shape[1:], batch.experts.dtype)
+                        require_modest(made, held, f"{batch.place}: tokens from the prefix cache")
                         nothing = np.full((cached, *batch.experts.shape[1:]), -1, batch.experts.dtype)
                         pieces.append((request + len(names), PREFILL, 0, step, nothing, np.full(cached, -1)))
                     rows = slice(end, end + length)
-                    held = batch.experts[rows], batch.token_ids[rows]
-                    pieces.append((request + len(names), PREFILL, int(batch.positions[end]), step, *held))
+                    own = batch.experts[rows], batch.token_ids[rows]
+                    pieces.append((request + len(names), PREFILL, int(batch.positions[end]), step, *own))
                     end += length
             else:
                 for token, request in enumerate(rebuilt.decode(batch)):
-                    held = batch.experts[token : token + 1], batch.token_ids[token : token + 1]
-                    pieces.append((request + len(names), DECODE, int(batch.positions[token]), step, *held))
+                    own = batch.experts[token : token + 1], batch.token_ids[token : token + 1]
+                    pieces.append((request + len(names), DECODE, int(batch.positions[token]), step, *own))
             step += 1
         _note(source, path, rebuilt)
         names += rebuilt.names if len(files) == 1 else [f"{path.stem}-{name}" for name in rebuilt.names]

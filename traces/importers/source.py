@@ -18,6 +18,11 @@ from traces.files import plain
 LONGEST_CONTEXT = 2**24
 """Tokens of a request for which rows are made, although the dump has none."""
 
+MOST_MADE = 2**29
+"""Bytes made of a dump at most, or MADE_TIMES what it holds where that is more: large numbers are cheap to write."""
+
+MADE_TIMES = 8
+
 T = TypeVar("T")
 
 
@@ -150,6 +155,14 @@ def _request(source: Source, i: int, found: dict[str, Any], told: dict[str, Any]
             if key in known and known[key] != found.get(key, known[key]):
                 raise InputError(f"it says {known[key]} {key}, but the dump {found[key]}")
     return Request(**{**plain, "task": known.pop("category", ""), **found, **known})
+
+
+def require_modest(needed: int, held: int, what: str) -> None:
+    """Raise InputError where `what`, made of a dump that holds `held` bytes, takes `needed` bytes, far more."""
+    if needed > max(MOST_MADE, MADE_TIMES * held):
+        raise InputError(
+            f"{what} would take {needed} bytes, far more than the dump itself: correct it, or import fewer requests"
+        )
 
 
 def count(what: str, value: Any) -> int:
