@@ -89,7 +89,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
             raise
         fail(name, str(absent), 2)
     except UnicodeEncodeError as error:
-        fail(name, f"this locale cannot name {error.object!r}: set LC_ALL=C.UTF-8 or PYTHONUTF8=1", 2)
+        fail(name, _unwritable(error), 2)
     except OSError as error:
         if error.errno in UNUSABLE:
             fail(name, f"cannot open {error.filename or 'a file'}: {error.strerror}", UNUSABLE[error.errno])
@@ -108,6 +108,13 @@ def main(app: typer.Typer, name: str) -> NoReturn:
             fail(name, "interrupted", 130)
         raise
     sys.exit(0)
+
+
+def _unwritable(error: UnicodeEncodeError) -> str:
+    """Say why a name cannot be written: its bytes are no text, or the locale, by which they were read, is another."""
+    if error.encoding == sys.getfilesystemencoding() == "utf-8":
+        return f"the name {error.object!r} is not UTF-8: rename it"
+    return f"this locale cannot name {error.object!r}: set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
 
 
 def _join_lines_of_help(app: typer.Typer) -> None:

@@ -169,3 +169,13 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     assert "this sweep has 10,002 cells: make it smaller, or use --yes" in done.stderr
     assert "Traceback" not in done.stderr
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names are bytes on Linux only")
+def test_a_name_that_is_not_utf8_is_to_be_changed(tmp_path: Path) -> None:
+    write_trace(synthetic(1, 2, 2, 4, 1, seed=0), tmp_path / "t")
+    routing = os.fsencode(tmp_path / "t" / "routing")
+    os.rename(routing + b"/part-00000.parquet", routing + b"/part-\xff.parquet")
+    said = command("tracer", "validate", tmp_path / "t", PYTHONUTF8="1")
+    assert said.returncode == 2
+    assert "the name 'routing/part-\\udcff.parquet' is not UTF-8: rename it" in said.stderr
