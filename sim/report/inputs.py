@@ -13,7 +13,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.results.metrics import IDENTITY, REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_distinct
 from sim.sweeps import config, winner
 from sim.sweeps.setup import Loaded, Setup
 from sim.sweeps.winner import Winner
@@ -23,8 +23,6 @@ from traces.trace import Trace
 
 T = TypeVar("T")
 
-IDENTITY = ("policy", "trace", "cache_experts", "cache_fraction")
-"""Columns that name a cell."""
 DEVICE = "device"
 """A column that replays have and sweeps have not."""
 
@@ -100,6 +98,7 @@ def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataF
     """Return a table, or None, and the columns that another version did not write, which are empty in it."""
     try:
         found = _cast(pq.read_table(plain(path).absolute(), partitioning=None), schema).to_pandas()
+        require_distinct(found)
     except FileNotFoundError:
         problems.append(f"{path} is missing: moe-sim sweep and moe-replay run write it")
         return None, []

@@ -22,7 +22,7 @@ from policies.core.grammar import split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
-from sim.results.metrics import REQUESTS, RESULTS, Row, tables_below
+from sim.results.metrics import REQUESTS, RESULTS, Row, require_distinct, tables_below
 from traces.errors import InputError, unknown
 from traces.files import plain
 
@@ -106,6 +106,7 @@ def read(folder: Path) -> list[SweptRun]:
             table = pq.read_table(plain(folder / name).absolute(), columns=schema.names, partitioning=None).cast(schema)
             table.validate(full=True)
             tables.append(table.to_pandas())
+            require_distinct(tables[-1])
         except FileNotFoundError as error:
             raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
         except (OSError, ValueError, pa.ArrowException) as error:

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from sim.loop.log import STALLS, Int, RunLog
 from sim.results.provenance import commit
+from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
 Row = dict[str, Any]
@@ -311,6 +312,20 @@ def _finite(value: Any) -> Any:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
+
+
+IDENTITY = ("policy", "trace", "cache_experts", "cache_fraction")
+"""Columns that name a cell."""
+
+
+def require_distinct(rows: pd.DataFrame) -> None:
+    """Raise InputError where a table of results has a cell, or a request of a cell, twice."""
+    twice = rows[rows.duplicated([name for name in (*IDENTITY, "cell", "request") if name in rows])]
+    if len(twice):
+        first = twice.iloc[0]
+        which = f"request {first['request']!r} of " if "request" in twice else ""
+        where = f"{first.get('policy')} at {first.get('cache_experts')} experts"
+        raise InputError(f"it has {which}{where} twice: run it again with --overwrite")
 
 
 def tables_below(folder: Path) -> str:

@@ -1,4 +1,5 @@
 import json
+import shutil
 import tracemalloc
 from contextlib import chdir
 from dataclasses import replace
@@ -6,10 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
 from sim.cli import app
+from sim.report import inputs as report_inputs
 from sim.results.compare import (
     MEASURES,
     Difference,
@@ -241,3 +245,16 @@ def test_a_file_that_no_sweep_wrote_is_refused(tmp_path):
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "results.parquet")
     with pytest.raises(InputError, match=r"results\.parquet is no table that moe-sim sweep wrote"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("table", "what"),
+    [("requests.parquet", "request '0' of lru at 12 experts"), ("results.parquet", "lru at 12 experts")],
+)
+def test_rows_that_come_twice_are_refused(home, tmp_path, table, what):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    rows = pq.read_table(folder / table)
+    pq.write_table(pa.concat_tables([rows, rows.slice(0, 1)]), folder / table)
+    with pytest.raises(InputError, match=f"{table} .*it has {what} twice"):
+        read(folder)
+    assert any(f"it has {what} twice" in problem for problem in report_inputs.read([folder])[0].problems)
