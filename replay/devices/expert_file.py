@@ -190,6 +190,11 @@ def _require(facts: Facts, profile: ModelProfile) -> None:
             f"holds {facts.model}: {facts.experts} experts of {facts.expert_bytes} bytes; {profile.name} has {experts} "
             f"of {profile.expert_bytes}"
         )
+    if facts.model != profile.name:
+        raise InputError(
+            f"holds {facts.model} ({facts.weights}), whose experts are as many and as large as those of "
+            f"{profile.name}: name the store of that model, or write one"
+        )
 
 
 def open_past_cache(path: Path) -> tuple[int, bool]:

@@ -233,6 +233,8 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path
         ExpertFile(tmp_path / "nowhere", PROFILE)
     with pytest.raises(InputError, match=r"holds olmoe-1b-7b: .* big has"):
         ExpertFile(files / "tiny", BIG)
+    with pytest.raises(InputError, match=r"holds olmoe-1b-7b \(random weights, seed 0\), .* those of other"):
+        ExpertFile(files / "tiny", replace(PROFILE, name="other"))
     cut = tmp_path / "cut"
     cut.write_bytes((files / "tiny").read_bytes()[:-1])
     with pytest.raises(InputError, match="instead of"):
