@@ -75,6 +75,17 @@ def test_a_count_of_prompt_tokens_takes_no_memory() -> None:
     assert found.tolist() == [-1, -1, -1, 9]
 
 
+def test_texts_in_place_of_ids_take_their_length_once(tmp_path: Path) -> None:
+    ids: list[Any] = [[["x" * 1_000_000, "y"]], *([["y", "y"]] for _ in range(99))]
+    path = write_lines(tmp_path / "a.jsonl", [{"choices": [{"routed_experts": ids}]}])
+    tracemalloc.start()
+    try:
+        refused(path, "routed_experts is no array of whole numbers")
+        assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_answers_come_as_list_and_as_openais_batch_too(tmp_path: Path) -> None:
     answers = [vllm_answer(TRACE, i) for i in range(3)]
     (tmp_path / "a.json").write_text(json.dumps(answers))

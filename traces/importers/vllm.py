@@ -91,14 +91,27 @@ def _experts(place: str, value: Any, what: str) -> NDArray[np.integer]:
         )
     if value == []:  # of a generated token that was the only one, and the last
         return np.zeros((0, 0, 0), np.int16)
-    content = b"" if isinstance(value, list) else unbase64(place, value)
+    if isinstance(value, list):
+        return integers(_array(place, value, what), place, what)
+    content = unbase64(place, value)
     try:
-        array = np.array(value) if isinstance(value, list) else read_npy(content)
-    except (ValueError, OverflowError) as error:
-        raise InputError(f"{place}: {what} is no array: {error}") from error
+        array = read_npy(content)
     except InputError as error:
         raise InputError(f"{place}: {what} {error}") from error
     return integers(array, place, what)
+
+
+def _array(place: str, value: list[Any], what: str) -> NDArray[np.integer]:
+    """Nested lists as an array. Objects first: of texts, numpy makes all as wide as the longest."""
+    try:
+        held = np.array(value, object)
+        whole = all(type(one) is int for one in held.flat)
+        array = held.astype(np.int64 if whole else object)
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{place}: {what} is no array: {error}") from error
+    if not whole:
+        raise InputError(f"{place}: {what} is no array of whole numbers")
+    return array
 
 
 def _together(
