@@ -1,6 +1,7 @@
 """The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are behind a cache."""
 
 import ipaddress
+import re
 from functools import partial
 from typing import Annotated
 
@@ -37,8 +38,7 @@ def serve(
     [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
     """
     try:
-        import uvicorn
-
+        from replay.live.listening import Listener, listen
         from replay.live.server import Server
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
@@ -46,22 +46,30 @@ def serve(
 
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
-    if api_key is not None and not api_key.strip():
-        raise InputError("--api-key must not be empty")
-    with open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live:
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise InputError(
+            "--api-key must be ASCII letters, digits and signs, without blanks: clients cannot send others"
+        )
+    with (
+        listen(host, port) as socket,
+        open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live,
+    ):
         server = Server(live, api_key, max_context)
-        config = uvicorn.Config(server.app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
+
+        def started() -> None:
+            if not quiet:
+                at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
+                console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
+                console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
+
         try:
-            with config.bind_socket() as socket:
-                if not quiet:
-                    at = f"http://{host}:{socket.getsockname()[1]}/v1"
-                    console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
-                    console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
-                uvicorn.Server(config).run([socket])
+            Listener(server.app, started, server.worker.refuse).run([socket])
         finally:
-            server.close()
+            server.worker.close()
             if opened.profile:
                 live.save(opened.profile)
+        if not quiet:
+            console.note("stopped serving: requests that ran have ended")
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,6 +10,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Request
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import reading_ids
-from replay.live.worker import Job, Told, Worker
+from replay.live.worker import ClosedError, Job, Told, Worker
 from tracer.answers import Sampling
 from tracer.models import blaming
 from traces.errors import InputError
@@ -136,10 +137,6 @@ class Server:
         loaded = self._by_ids if live.loaded.tokenizer is None else live.loaded
         self.worker = Worker(live, loaded, self.metrics.served)
         self.app = self._application()
-
-    def close(self) -> None:
-        """End the worker."""
-        self.worker.close()
 
     def _application(self) -> FastAPI:
         app = FastAPI(title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None)
@@ -351,11 +348,13 @@ async def _next(told: "asyncio.Queue[Told]", request: Request) -> Told:
 
 def _tell(loop: asyncio.AbstractEventLoop, told: "asyncio.Queue[Told]", piece: Told) -> None:
     """On the worker's thread; a loop that has ended hears nothing."""
-    if not loop.is_closed():
+    with suppress(RuntimeError):  # how a closed loop answers
         loop.call_soon_threadsafe(told.put_nowait, piece)
 
 
 def _failed(error: Exception) -> RefusedError:
+    if isinstance(error, ClosedError):
+        return RefusedError(503, str(error))
     return RefusedError(500, f"the request failed: {' '.join(str(error).split()) or type(error).__name__}")
 
 

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, Full, Queue
 
@@ -18,6 +19,13 @@ from traces.errors import InputError
 
 class StoppedError(InputError):
     """A request needs no more tokens."""
+
+
+class ClosedError(InputError):
+    """The worker ends, and with it all requests."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is shutting down")
 
 
 @dataclass
@@ -68,6 +76,7 @@ class Worker:
     ) -> None:
         self._live, self._loaded, self._served = live, loaded, served
         self._jobs: Queue[Job | None] = Queue(waiting)
+        self._current: Job | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
         self._thread.start()
@@ -79,29 +88,37 @@ class Worker:
 
     def put(self, job: Job) -> bool:
         """Let a job wait for its turn; return False where too many wait already."""
+        if self._closing:
+            job.tell(Told(error=ClosedError()))
+            return True
         try:
             self._jobs.put_nowait(job)
         except Full:
             return False
         return True
 
-    def close(self) -> None:
-        """End the job that is under way at its next token, and begin no other."""
+    def refuse(self) -> None:
+        """Tell all jobs, those to come too, that the worker ends. The one under way ends at its next token."""
         self._closing = True
-        while True:
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                break
-            if job:
-                job.tell(Told(error=InputError("the server ends")))
+        with suppress(Empty):
+            while job := self._jobs.get_nowait():
+                job.tell(Told(error=ClosedError()))
+        if current := self._current:
+            current.tell(Told(error=ClosedError()))
+
+    def close(self) -> None:
+        """Refuse all jobs, and return when the one under way has ended."""
+        self.refuse()
         self._jobs.put(None)
         self._thread.join()
 
     def _work(self) -> None:
         with self._live.hook:
             while job := self._jobs.get():
-                if not job.left.is_set():
+                self._current = job
+                if self._closing:  # `refuse` came between the two
+                    job.tell(Told(error=ClosedError()))
+                elif not job.left.is_set():
                     self._answer(job)
 
     def _answer(self, job: Job) -> None:
