@@ -5,13 +5,16 @@ import hashlib
 import logging
 import math
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
+from time import monotonic
 from traceback import walk_tb
 from typing import Any
 
@@ -43,6 +46,9 @@ SMALL = 50_000_000
 OFFLOADS = ("cpu", "disk")
 
 ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+
+TEMPLATE_S = 10.0
+"""How long a chat template may take."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -105,13 +111,21 @@ class LoadedModel:
 
         By the tokenizer's chat template, if `template` and it has one; else the texts, a line break between them.
         """
+        if template:
+            roles = cycle(("user", "assistant"))
+            return self.chat_tokens([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
         with blaming(f"the tokenizer of {self.name} fails"):
-            if template and getattr(self.tokenizer, "chat_template", None):
-                messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-                given = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-            else:
-                given = self.tokenizer("\n".join(said))
-            return list(given["input_ids"])
+            return list(self.tokenizer("\n".join(said))["input_ids"])
+
+    def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
+        """The tokens of messages (each a role and a content) that the model is to answer; raises InputError."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            return self.prompt_tokens([message["content"] for message in messages], template=False)
+        what = f"the chat template of {self.name}"
+        with blaming(f"{what} fails"), _limited(TEMPLATE_S, what):
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        with blaming(f"the tokenizer of {self.name} fails"):
+            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def response_tokens(self, text: str) -> list[int]:
         """The tokens of an answer, with the end of sequence that the model would have written."""
@@ -152,6 +166,24 @@ class Loading:
     max_memory: str | None = None  # of the device, such as 8GiB, if weights are offloaded
     offload_folder: Path | None = None  # for weights on disk; None: a temporary one
     trust_remote_code: bool = False
+
+
+@contextmanager
+def _limited(seconds: float, what: str) -> Iterator[None]:
+    """Raise InputError in Python code that runs inside for longer, on any thread: templates may loop for ever."""
+    end = monotonic() + seconds
+
+    def check(*_: Any) -> Any:
+        if monotonic() > end:
+            raise InputError(f"{what} takes more than {seconds:g} s: correct it, or leave it out")
+        return check
+
+    before = sys.gettrace()
+    sys.settrace(check)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 OURS = ("tracer.", "replay.", "sim.", "policies.")

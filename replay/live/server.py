@@ -24,7 +24,6 @@ from replay.live.model import LiveModel
 from replay.live.prompts import reading_ids
 from replay.live.worker import ClosedError, Job, Told, Worker
 from tracer.answers import Sampling
-from tracer.models import blaming
 from traces.errors import InputError
 
 NEW_TOKENS = 256
@@ -135,6 +134,8 @@ class Server:
         self.metrics = Metrics(gpu.slots, live.run.shape.total, gpu.link.expert_bytes)
         self._by_ids = reading_ids(live.loaded)
         loaded = self._by_ids if live.loaded.tokenizer is None else live.loaded
+        if live.loaded.tokenizer is not None:
+            live.loaded.prompt_tokens(["a"], template=False)  # drops its padding, after which threads may share it
         self.worker = Worker(live, loaded, self.metrics.served)
         self.app = self._application()
 
@@ -172,11 +173,12 @@ class Server:
         @app.post("/v1/chat/completions", dependencies=guarded)
         async def chat(asked: ChatAsked, request: Request) -> Response:
             limit = asked.max_completion_tokens or asked.max_tokens
-            return await self._answer(asked, self._chat_tokens(asked), limit, Chat(self._loaded.name), request)
+            tokens = await asyncio.to_thread(self._chat_tokens, asked)
+            return await self._answer(asked, tokens, limit, Chat(self._loaded.name), request)
 
         @app.post("/v1/completions", dependencies=guarded)
         async def completions(asked: CompletionAsked, request: Request) -> Response:
-            tokens = self._prompt_tokens(asked)
+            tokens = await asyncio.to_thread(self._prompt_tokens, asked)
             return await self._answer(asked, tokens, asked.max_tokens or 16, Completion(self._loaded.name), request)
 
         return app
@@ -187,19 +189,13 @@ class Server:
             raise RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
 
     def _chat_tokens(self, asked: ChatAsked) -> list[int]:
-        tokenizer = self._loaded.tokenizer
-        if tokenizer is None:
+        if self._loaded.tokenizer is None:
             raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
         said = [{"role": message.role, "content": message.text} for message in asked.messages]
         try:
-            with blaming("the tokenizer fails"):
-                if getattr(tokenizer, "chat_template", None):
-                    given = tokenizer.apply_chat_template(said, add_generation_prompt=True, return_dict=True)
-                else:
-                    given = tokenizer("\n".join(message["content"] for message in said))
+            return self._loaded.chat_tokens(said)
         except InputError as error:
             raise RefusedError(400, str(error)) from error
-        return list(given["input_ids"])
 
     def _prompt_tokens(self, asked: CompletionAsked) -> list[int]:
         prompt = asked.prompt

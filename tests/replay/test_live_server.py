@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,24 @@ def test_several_clients_at_a_time_wait_for_their_turns(client: OpenAI, folder: 
     for thread in threads:
         thread.join()
     assert found == wanted
+
+
+def test_a_long_prompt_holds_up_nobody_while_it_is_tokenised(client: OpenAI, port: int, model: str) -> None:
+    def ask() -> None:
+        with pytest.raises(openai.BadRequestError, match="the context 256"):
+            client.completions.create(model=model, prompt="long " * 1_000_000)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    heard: list[float] = []
+    while asking.is_alive():
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        heard.append(time.monotonic())
+        time.sleep(0.01)
+    pauses = [later - before for before, later in pairwise(heard)]
+    assert max(pauses) < sum(pauses) / 2
 
 
 def test_metrics_count_requests_tokens_and_lookups(client: OpenAI, port: int, model: str) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tests.support.architectures import tiny
 from tests.support.same import assert_same
+from tracer import models
 from tracer.answers import Answer, Runner, Sampling
 from tracer.hook import ExpertsHook, Pass
 from tracer.models import LoadedModel, Loading, load_model
@@ -316,6 +317,15 @@ def test_a_chat_template_is_applied_if_the_tokenizer_has_one(tmp_path: Path) -> 
     assert bytes(trace.token_id[trace.phase == PREFILL].tolist()) == b"<user>Hi<?>"
     plain = recorded(loaded, tmp_path / "u", prompts=[Prompt("a", "", "", ("Hi",))], chat_template=False)
     assert plain.requests["prompt_tokens"].tolist() == [2]
+
+
+def test_a_chat_template_that_does_not_end_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "TEMPLATE_S", 0.2)
+    loaded = tiny("olmoe")
+    loops = "{% for a in range(10000) %}" * 3 + "{% endfor %}" * 3
+    loaded.tokenizer.chat_template = f"{loops}{{{{ messages[0].content }}}}"
+    with pytest.raises(InputError, match=r"chat template of .* takes more than 0\.2 s"):
+        recorded(loaded, tmp_path / "t", prompts=[Prompt("a", "", "", ("Hi",))])
 
 
 def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
