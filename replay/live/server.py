@@ -33,23 +33,42 @@ LOOK_S = 0.25
 """How often a client that waits for a whole answer is looked after."""
 
 
-NOT_SERVED: dict[str, tuple[object, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "tools": ([],),
+    "tool_choice": ("none", "auto"),
     "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
     "logit_bias": ({},),
     "logprobs": (False, 0),
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
+    "length_penalty": (1,),
     "response_format": ({"type": "text"},),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "priority": (0,),
 }
-"""Parameters that would change an answer; and the values, besides null, that ask for nothing."""
+"""Values, besides null, of OpenAI's and vLLM's parameters that are not served: those that ask for nothing."""
+
+WITHOUT_EFFECT = {
+    *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_retention"),
+    *("safety_identifier", "service_tier", "store", "user"),
+}
+"""Parameters that change no answer."""
 
 
 class Asked(BaseModel):
@@ -70,8 +89,8 @@ class Asked(BaseModel):
     @property
     def not_served(self) -> list[str]:
         """What the request asks for and this server cannot do."""
-        asked = (self.model_extra or {}).items()
-        return [name for name, value in asked if value not in (None, *NOT_SERVED.get(name, (value,)))]
+        asked = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
+        return [name for name, value in asked.items() if value not in (None, *NEUTRAL.get(name, ()))]
 
 
 class Part(BaseModel):
@@ -218,7 +237,9 @@ class Server:
         if asked.model not in (None, self._loaded.name):
             raise RefusedError(404, f"there is no model {asked.model}, only {self._loaded.name}", "model_not_found")
         if not_served := asked.not_served:
-            raise RefusedError(400, f"not served here: {', '.join(not_served)}", "unsupported_parameter")
+            raise RefusedError(
+                400, f"not served here: {', '.join(not_served)[:200]}; leave it out", "unsupported_parameter"
+            )
         if not tokens:
             raise RefusedError(400, "the prompt has no tokens")
         if len(tokens) >= self.context:
