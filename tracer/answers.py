@@ -31,6 +31,13 @@ class Sampling:
     temperature: float = 0.0
     top_p: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raise InputError for what cannot be drawn with: logits divided by less are infinite."""
+        if self.temperature != 0 and not 0.0001 <= self.temperature <= 100:
+            raise InputError(f"temperature {self.temperature}: use 0 (greedy), or a number from 0.0001 to 100")
+        if not 0 <= self.top_p <= 1:
+            raise InputError(f"top_p {self.top_p}: use a number from 0 to 1")
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -78,8 +78,8 @@ class Asked(BaseModel):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: float = 0.0
+    top_p: float = 1.0
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
     stream: bool = False
@@ -166,6 +166,10 @@ class Server:
         async def refused(_: Request, error: RefusedError) -> JSONResponse:
             return JSONResponse(error.body, error.status)
 
+        @app.exception_handler(InputError)
+        async def unfit(_: Request, error: InputError) -> JSONResponse:
+            return JSONResponse(RefusedError(400, str(error)).body, 400)
+
         @app.exception_handler(HTTPException)
         async def failed(_: Request, error: HTTPException) -> JSONResponse:
             return JSONResponse(RefusedError(error.status_code, str(error.detail)).body, error.status_code)
@@ -211,25 +215,19 @@ class Server:
         if self._loaded.tokenizer is None:
             raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
         said = [{"role": message.role, "content": message.text} for message in asked.messages]
-        try:
-            return self._loaded.chat_tokens(said)
-        except InputError as error:
-            raise RefusedError(400, str(error)) from error
+        return self._loaded.chat_tokens(said)
 
     def _prompt_tokens(self, asked: CompletionAsked) -> list[int]:
         prompt = asked.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
-        try:
-            if isinstance(prompt, str):
-                if self._loaded.tokenizer is None:
-                    raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids as the prompt")
-                return self._loaded.prompt_tokens([prompt], template=False)
-            if not all(isinstance(token, int) for token in prompt):
-                raise RefusedError(400, "prompt: one text, or one list of token ids")
-            return self._by_ids.prompt_tokens([",".join(map(str, prompt))], template=False)
-        except InputError as error:
-            raise RefusedError(400, str(error)) from error
+        if isinstance(prompt, str):
+            if self._loaded.tokenizer is None:
+                raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids as the prompt")
+            return self._loaded.prompt_tokens([prompt], template=False)
+        if not all(isinstance(token, int) for token in prompt):
+            raise RefusedError(400, "prompt: one text, or one list of token ids")
+        return self._by_ids.prompt_tokens([",".join(map(str, prompt))], template=False)
 
     async def _answer(
         self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request

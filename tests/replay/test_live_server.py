@@ -137,6 +137,9 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         client.completions.create(model=model, prompt=[999])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=model, prompt="x", temperature=-1)
+    for cold in (1e-40, 1000.0):
+        with pytest.raises(openai.BadRequestError, match=f"temperature {cold}: use 0"):
+            client.completions.create(model=model, prompt="x", temperature=cold)
     with pytest.raises(openai.BadRequestError, match="n: "):
         client.completions.create(model=model, prompt="x", n=3)
     with pytest.raises(openai.BadRequestError, match="seed: "):

@@ -328,6 +328,18 @@ def test_a_chat_template_that_does_not_end_is_left(tmp_path: Path, monkeypatch: 
         recorded(loaded, tmp_path / "t", prompts=[Prompt("a", "", "", ("Hi",))])
 
 
+@pytest.mark.parametrize("value", [-1.0, 1e-40, float("inf"), float("nan")])
+def test_what_cannot_be_drawn_with_is_refused(value: float) -> None:
+    with pytest.raises(InputError, match=f"temperature {value}: use 0"):
+        Sampling(value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, float("inf"), float("nan")])
+def test_a_share_beyond_all_tokens_is_refused(value: float) -> None:
+    with pytest.raises(InputError, match=f"top_p {value}: use a number from 0 to 1"):
+        Sampling(1.0, value)
+
+
 def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
     loaded = tiny("mixtral")
     trace = recorded(loaded, tmp_path / "t", embedding=True)

@@ -118,9 +118,9 @@ def record(
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run together.", rich_help_panel=RUN)] = 1,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy; else sampled.", rich_help_panel=RUN)] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0: greedy; else sampled.", rich_help_panel=RUN)] = 0.0,
     top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Sample from the likeliest tokens of so much.", rich_help_panel=RUN)
+        float, typer.Option(help="Sample from the likeliest tokens of so much.", rich_help_panel=RUN)
     ] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.", rich_help_panel=RUN)] = 0,
     dtype: Annotated[
@@ -203,6 +203,7 @@ def record(
 
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
+    sampling = Sampling(temperature, top_p)
     how = Loading(dtype, device, offload, max_memory, offload_folder, trust_remote_code)
     loaded = load_model(model or str(demo.MODEL), how)
     if model is None:
@@ -211,7 +212,7 @@ def record(
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         mode=mode,
-        sampling=Sampling(temperature, top_p),
+        sampling=sampling,
         seed=seed,
         weights=weights,
         gate_probs=gate_probs,
