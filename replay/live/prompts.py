@@ -1,8 +1,10 @@
 """What a live model is asked: texts, files of prompts, or token ids for models that have no tokenizer."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from reprlib import repr as shown
 from typing import Any
 
 from tracer.models import LoadedModel
@@ -21,12 +23,19 @@ class TokenIds:
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         """Return the ids of a text."""
         parts = [part.strip() for part in text.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise InputError(f"--token-ids {text!r}: write numbers with commas between them, such as 5,6,7")
-        ids = [int(part) for part in parts]
-        if (most := max(ids)) >= self._vocabulary:
-            raise InputError(f"--token-ids: the model has no token {most}, its vocabulary has {self._vocabulary}")
-        return {"input_ids": ids}
+        if odd := [part for part in parts if not re.fullmatch(r"\d{1,18}", part)]:
+            raise InputError(
+                f"token ids: {shown(odd[0])} is no id: write numbers with commas between them, as in 5,6,7"
+            )
+        return {"input_ids": self.known([int(part) for part in parts])}
+
+    def known(self, ids: list[int]) -> list[int]:
+        """Return the ids. Raise InputError for one that the model has not."""
+        if odd := [token for token in ids if not 0 <= token < self._vocabulary]:
+            raise InputError(
+                f"token ids: the model has no token {shown(odd[0])}, its vocabulary has {self._vocabulary}"
+            )
+        return ids
 
     def decode(self, tokens: Sequence[int], **how: Any) -> str:
         """Return the text of ids: numbers where nothing else is known."""

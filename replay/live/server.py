@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
-from replay.live.prompts import reading_ids
+from replay.live.prompts import TokenIds, reading_ids
 from replay.live.worker import ClosedError, Job, Told, Worker
 from tracer.answers import Sampling
 from traces.errors import InputError
@@ -74,17 +74,17 @@ WITHOUT_EFFECT = {
 class Asked(BaseModel):
     """What both kinds of requests share."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    n: Literal[1] = 1
+    n: Literal[1] | None = None
 
     @property
     def not_served(self) -> list[str]:
@@ -151,8 +151,9 @@ class Server:
         self.context = min(longest, max_context or longest)
         gpu = live.run.gpu
         self.metrics = Metrics(gpu.slots, live.run.shape.total, gpu.link.expert_bytes)
-        self._by_ids = reading_ids(live.loaded)
-        loaded = self._by_ids if live.loaded.tokenizer is None else live.loaded
+        by_ids = reading_ids(live.loaded)
+        self._ids: TokenIds = by_ids.tokenizer
+        loaded = by_ids if live.loaded.tokenizer is None else live.loaded
         if live.loaded.tokenizer is not None:
             live.loaded.prompt_tokens(["a"], template=False)  # drops its padding, after which threads may share it
         self.worker = Worker(live, loaded, self.metrics.served)
@@ -225,9 +226,10 @@ class Server:
             if self._loaded.tokenizer is None:
                 raise RefusedError(400, f"{self._loaded.name} has no tokenizer: send token ids as the prompt")
             return self._loaded.prompt_tokens([prompt], template=False)
-        if not all(isinstance(token, int) for token in prompt):
+        ids = [token for token in prompt if isinstance(token, int)]
+        if len(ids) < len(prompt):
             raise RefusedError(400, "prompt: one text, or one list of token ids")
-        return self._by_ids.prompt_tokens([",".join(map(str, prompt))], template=False)
+        return self._ids.known(ids)
 
     async def _answer(
         self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request
@@ -252,7 +254,7 @@ class Server:
             tokens,
             min(limit or NEW_TOKENS, self.context - len(tokens)),
             lambda piece: _tell(loop, told, piece),
-            Sampling(asked.temperature, asked.top_p),
+            Sampling(asked.temperature or 0.0, 1.0 if asked.top_p is None else asked.top_p),
             asked.seed,
             tuple(text for text in stop if text),
         )

@@ -137,6 +137,13 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         client.completions.create(model=model, prompt=[999])
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(model=model, prompt="x", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match=r"no token \d+\.\.\.\d+,") as told:
+        client.completions.create(model=model, prompt=[10**4000])
+    for flag in ("max_tokens", "temperature", "seed"):
+        with pytest.raises(openai.BadRequestError, match=flag):
+            client.completions.create(model=model, prompt="x", extra_body={flag: True})
+    nulls = dict.fromkeys(("temperature", "top_p", "n", "stream", "seed", "stop"))
+    assert client.completions.create(model=model, prompt="x", max_tokens=1, extra_body=nulls).choices
     for cold in (1e-40, 1000.0):
         with pytest.raises(openai.BadRequestError, match=f"temperature {cold}: use 0"):
             client.completions.create(model=model, prompt="x", temperature=cold)
