@@ -50,6 +50,8 @@ ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextT
 TEMPLATE_S = 10.0
 """How long a chat template may take."""
 
+MOST_LAYERS = 10_000
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -240,6 +242,8 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
         with _naming_the_flag(source):
             config = AutoConfig.from_pretrained(source, **own_code)
         _require_finite(source, config.to_dict())
+        if (layers := getattr(config.get_text_config(), "num_hidden_layers", 0)) > MOST_LAYERS:
+            raise InputError(f"the config of {source} has {layers} layers: at most {MOST_LAYERS:,} are built")
         tokenizer = None
         if needs_tokenizer or _has_tokenizer(folder):
             tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
@@ -268,6 +272,7 @@ def load_model(source: str, how: Loading) -> LoadedModel:
         )
         model, loading = loaded
         require_weights(source, loading)
+        require_numbers(source, model)
         model = (model if how.offload else model.to(place)).eval()
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
@@ -368,6 +373,17 @@ def require_weights(source: str, loading: dict[str, Any]) -> None:
             f"{source} is no whole checkpoint of its model: {len(missing)} weights are missing or of another shape, "
             f"such as {', '.join(sorted(missing)[:3])}; they would be random"
         )
+
+
+def require_numbers(source: str, model: torch.nn.Module) -> None:
+    """Refuse a checkpoint with a weight that is NaN, or infinite: it would route by nonsense. Meta tensors pass."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta or not tensor.is_floating_point() or not tensor.numel():
+            continue
+        least, most = (float(each) for each in torch.aminmax(tensor.detach()))
+        is_weight = isinstance(tensor, torch.nn.Parameter)  # of buffers, masks are infinite
+        if math.isnan(least) or (is_weight and math.inf in (-least, most)):
+            raise InputError(f"{source}: {name} holds values that are not finite: the checkpoint is damaged")
 
 
 def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:

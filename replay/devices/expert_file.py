@@ -139,6 +139,8 @@ def write(
             _write_all(file.fileno(), _header_of(Facts(**{**asdict(facts), "checksums": "".join(checksums)})))
             os.fsync(file.fileno())
     except InputError as error:
+        if not isinstance(error.__cause__, OSError):  # no lack of room
+            raise
         needed = show_bytes(begin + distinct * stride)
         raise InputError(f"{error} ({needed}); --dedup N writes N experts that all share") from error
 

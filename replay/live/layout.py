@@ -96,7 +96,7 @@ def _layer(name: str, module: nn.Module) -> ExpertLayer:
             row = Row(label, tuple(weight.shape[1:]), weight.dtype, begin)
             rows.append(row)
             begin = -(-(begin + row.nbytes) // ALIGNMENT) * ALIGNMENT
-    if not rows:
+    if not begin:
         raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
     return ExpertLayer(name, module, experts, tuple(rows))
 

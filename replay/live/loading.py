@@ -21,7 +21,7 @@ from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
 from sim.profiles.model_profile import ModelProfile
-from tracer.models import Found, LoadedModel, blaming, find_model, require_weights
+from tracer.models import Found, LoadedModel, blaming, find_model, require_numbers, require_weights
 from traces.errors import InputError, located
 
 IMPLEMENTATION = "moe-expert-cache"
@@ -99,7 +99,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             require_weights(source, loading)
         model.__class__ = kind
         model.requires_grad_(False)
-        _require_numbers(source, model)
+        require_numbers(source, model)
         yield Opened(LoadedModel(name or found.name, model.eval(), found.tokenizer), layers, origins, shards)
     finally:
         for shard in shards:
@@ -113,13 +113,6 @@ def _class_of(found: Found) -> Any:
         return kinds
     named = set(getattr(found.config, "architectures", None) or ())
     return next((kind for kind in kinds if kind.__name__ in named), kinds[0])
-
-
-def _require_numbers(source: str, model: nn.Module) -> None:
-    """InputError naming a tensor that holds NaN."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not tensor.is_meta and tensor.is_floating_point() and bool(tensor.isnan().any()):
-            raise InputError(f"{source}: {name} holds NaN: the checkpoint is damaged")
 
 
 @contextmanager

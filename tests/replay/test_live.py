@@ -172,6 +172,7 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
         (("--cache-size", "0"), "0 slots"),
         (("--token-ids", "5,x"), "write numbers"),
         (("--token-ids", "9999"), "has no token 9999"),
+        (("--token-ids", "5," + "9" * 5000), "9...9999999999999' is no id"),
         (("--prompt", "a", "--token-ids", "5"), "say what the model is to continue with"),
         (("--policy", "lru", "--profile", "p"), "does not save what it learns"),
         (("--device", "tpu"), "tpu"),
@@ -232,7 +233,7 @@ def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp
     tensors = load_file(dense)
     tensors["model.norm.weight"][0] = torch.nan
     save_file(tensors, dense, {"format": "pt"})
-    refused(folder, "model.norm.weight holds NaN")
+    refused(folder, "model.norm.weight holds values that are not finite")
 
     folder = saved(tmp_path / "cut", "mixtral")
     file = damaged(folder, lambda tensors: None)
@@ -240,6 +241,24 @@ def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp
     refused(folder, "cut off")
     file.unlink()
     refused(folder, file.name)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"num_hidden_layers": 10**6}, "has 1000000 layers: at most 10,000 are built$"),
+        ({"intermediate_size": 0}, "has no stacked experts"),
+        ({"intermediate_size": 7}, r"in the checkpoint, not \([\d, ]+\)$"),
+    ],
+)
+def test_sizes_in_a_config_that_its_weights_have_not_are_refused(
+    sizes: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, "olmoe")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **sizes}))
+    with pytest.raises(InputError, match=said), open_live(How(str(folder), policy="lru", lanes=1)):
+        pass
 
 
 @pytest.mark.parametrize("change", ["transposed", "one left out"])

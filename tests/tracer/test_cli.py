@@ -201,6 +201,16 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, refuses: Callable[..
     refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.layers.0.mlp.experts.down_proj")
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path, refuses: Callable[..., None]) -> None:
+    model = changed_demo(tmp_path / "m", {})
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] = value
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.norm.weight holds values that are not")
+    assert not (tmp_path / "t").exists()
+
+
 def test_tied_weights_are_not_missed(tmp_path: Path, moe_trace: Run) -> None:
     assert "lm_head.weight" not in load_file(demo.MODEL / "model.safetensors"), "not tied: the test shows nothing"
     result = moe_trace("record", "--model", demo.MODEL, "--limit", 1, "--out", tmp_path / "t")
