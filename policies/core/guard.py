@@ -109,7 +109,8 @@ def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
         except (KeyboardInterrupt, PolicyError):
             raise
         except InputError as error:
-            if not (place := _raised(cls, error)):  # a check of this project's, as of an option
+            place = _raised(cls, error)
+            if not place or name == "Options":  # a check of this project's, or of what was asked for
                 raise
             raise PolicyError(f"{place[0]}:{place[1]}: {text_of(error)}") from error
         except BaseException as error:  # a policy that exits would end a sweep without a word
