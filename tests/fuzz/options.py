@@ -7,7 +7,9 @@ by a signal, or later than SECONDS. Each runs in a process of its own, in a copy
 """
 
 import argparse
+import importlib
 import os
+import pkgutil
 import resource
 import shutil
 import signal
@@ -21,9 +23,11 @@ from typing import Any
 
 import typer
 
+import policies
 import replay.cli
 import sim.cli
 import tracer.cli
+import traces
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -228,6 +232,14 @@ def wrong(status: str, text: str) -> bool:
     return status not in ("0", "1", "2") or "Traceback" in text or (status != "0" and not text.strip())
 
 
+def import_beforehand() -> None:
+    """Import what commands import when they run, so that their processes need not."""
+    for package in (policies, sim, traces):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+
+
 def main() -> None:
     """Print what is found; status 1 where that is anything."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.options", description=__doc__)
@@ -235,6 +247,7 @@ def main() -> None:
     parser.add_argument("--values", action="store_true")
     asked = parser.parse_args()
     found = 0
+    import_beforehand()
     with tempfile.TemporaryDirectory() as temporary:
         clean = Path(temporary) / "clean"
         clean.mkdir()
