@@ -59,41 +59,18 @@ VALUES = (
 
 TRACE, SIZE = ["tiny"], ["--cache-size", "50%"]
 BASES: dict[str, list[str]] = {
-    "moe-trace import": [
-        "text.txt",
-        "--format",
-        "npy",
-        "--layers",
-        "2",
-        "--experts",
-        "6",
-        "--top-k",
-        "2",
-        "--out",
-        "new",
-    ],
+    "moe-trace import": ["dump.npz", "--out", "new"],
     "moe-trace export": [*TRACE, "--out", "new.csv"],
-    "moe-trace cat": ["tiny", "other", "--out", "new"],
-    "moe-trace slice": [*TRACE, "--out", "new", "--requests", "0..2"],
+    "moe-trace cat": ["tiny", "other", "--out", "new", "--prefix-ids"],
+    "moe-trace slice": [*TRACE, "--out", "new", "--requests", "0:2"],
     "moe-trace sample": [*TRACE, "--out", "new", "--requests", "2"],
-    "moe-trace synth": [
-        "--like",
-        "olmoe-1b-7b",
-        "--requests",
-        "2",
-        "--prompt-tokens",
-        "3",
-        "--decode-tokens",
-        "2",
-        "--out",
-        "new",
-    ],
+    "moe-trace synth": ["--like", "tiny", "--requests", "2", "--decode-tokens", "2", "--out", "new"],
     "moe-trace architectures": [],
     "moe-trace record": ["--model", "nothing-here", "--prompts", "text.txt", "--out", "new"],
     "moe-sim sweep": [*TRACE, "--policies", "lru", "--cache-sizes", "50%", "--workers", "1", "--out", "new"],
     "moe-sim run": [*TRACE, *SIZE, "--policy", "lru"],
     "moe-sim plan": ["--model", "olmoe-1b-7b", "--gpu-memory", "8GiB"],
-    "moe-sim report": ["folder", "--out", "new.html"],
+    "moe-sim report": ["results", "--out", "new.html"],
     "moe-sim policies": [],
     "moe-sim hardware": [],
     "moe-sim models": [],
@@ -113,13 +90,13 @@ BASES: dict[str, list[str]] = {
         "new",
     ],
     "moe-sim sensitivity": [*TRACE, *SIZE, "--policy", "lru", "--workers", "1"],
-    "moe-sim adapt": [*TRACE, "--workers", "1"],
+    "moe-sim adapt": [*TRACE, "--by", "task", "--warmup", "1", "--after", "1", "--window", "1", "--workers", "1"],
     "moe-sim train-stride": [*TRACE, "--out", "new.npz", "--epochs", "1"],
-    "moe-sim compare": ["folder", "folder"],
-    "moe-sim backtest": [],
+    "moe-sim compare": ["results", "results"],
+    "moe-sim backtest": ["broken.toml"],
     "moe-sim systems": TRACE,
     "moe-sim eamc build": [*TRACE, "--out", "new.npz"],
-    "moe-sim eamc show": ["bytes.bin"],
+    "moe-sim eamc show": ["eamc.npz"],
     "moe-sim profile build": [*TRACE, "--out", "new.npz"],
     "moe-replay run": ["--trace", "tiny", *SIZE, "--policy", "lru", "--device", "virtual", "--out", "new"],
     "moe-replay calibrate": ["--model-profile", "olmoe-1b-7b", "--out", "new.toml", "--repeat", "x"],
@@ -129,6 +106,13 @@ BASES: dict[str, list[str]] = {
     "moe-replay serve": ["--model", "nothing-here"],
 }
 """What each command takes beside the hostile value; a trace where nothing is named. Those of models stop before one."""
+
+MADE = {
+    "moe-sim sweep": ["tiny", "--policies", "lru,eamc", "--cache-sizes", "50%", "--workers", "1", "--out", "results"],
+    "moe-sim eamc build": ["tiny", "--out", "eamc.npz"],
+    "moe-trace export": ["tiny", "--to", "npz", "--out", "dump.npz"],
+}
+"""How what some commands take is made."""
 
 MINE = """from policies.core.policy import ScorePolicy
 class Mine(ScorePolicy):
@@ -155,6 +139,9 @@ def make_folder(folder: Path) -> None:
     (folder / "locked").chmod(0)
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "fifo")
+    for name, words in MADE.items():
+        ended, text = run(MAINS[name.split()[0]].main, name, words, folder)
+        assert ended == "0", text
 
 
 def commands() -> Iterator[tuple[str, Any]]:
