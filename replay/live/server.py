@@ -1,6 +1,6 @@
 """A small server of OpenAI's interface (chat completions and completions, streaming too) in front of a live model.
 
-One request is answered at a time, the others wait in a queue. What cannot be served is told as OpenAI's errors are, and
+One request is answered at a time, the others wait in a queue. What cannot be served is refused with errors as OpenAI's, and
 a request that fails leaves the server as it was.
 """
 
@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import TokenIds, reading_ids
-from replay.live.worker import ClosedError, Job, Told, Worker
+from replay.live.worker import ClosedError, Job, Piece, Worker
 from tracer.answers import Sampling
 from traces.errors import InputError
 
@@ -248,12 +248,12 @@ class Server:
                 f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it",
                 "context_length_exceeded",
             )
-        loop, told = asyncio.get_running_loop(), asyncio.Queue[Told]()
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         job = Job(
             tokens,
             min(limit or NEW_TOKENS, self.context - len(tokens)),
-            lambda piece: _tell(loop, told, piece),
+            lambda piece: _pass_on(loop, pieces, piece),
             Sampling(asked.temperature or 0.0, 1.0 if asked.top_p is None else asked.top_p),
             asked.seed,
             tuple(text for text in stop if text),
@@ -261,7 +261,7 @@ class Server:
         if not self.worker.put(job):
             raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
         try:
-            first = await _next(told, request)
+            first = await _next(pieces, request)
         except BaseException:
             job.left.set()
             raise
@@ -269,11 +269,11 @@ class Server:
             raise _failed(first.error)
         if asked.stream:
             usage = bool((asked.stream_options or {}).get("include_usage"))
-            return StreamingResponse(_events(job, first, told, shape, usage), media_type="text/event-stream")
+            return StreamingResponse(_events(job, first, pieces, shape, usage), media_type="text/event-stream")
         try:
             text, piece = first.text, first
             while not piece.ends:
-                piece = await _next(told, request)
+                piece = await _next(pieces, request)
                 text += piece.text
         except BaseException:
             job.left.set()
@@ -335,13 +335,15 @@ class Chat(Shape):
         return {"delta": {} if text is None else {"role": "assistant", "content": text}}
 
 
-async def _events(job: Job, first: Told, told: "asyncio.Queue[Told]", shape: Shape, usage: bool) -> AsyncIterator[str]:
+async def _events(
+    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Shape, usage: bool
+) -> AsyncIterator[str]:
     """Yield server-sent events; a client that vanishes ends the job."""
     piece = first
     try:
         while not piece.ends:
             yield _event(shape.piece(piece.text, None))
-            piece = await told.get()
+            piece = await pieces.get()
         if piece.error:
             yield _event(_failed(piece.error).body)
             return
@@ -353,20 +355,20 @@ async def _events(job: Job, first: Told, told: "asyncio.Queue[Told]", shape: Sha
         job.left.set()
 
 
-async def _next(told: "asyncio.Queue[Told]", request: Request) -> Told:
+async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
     """Wait for a piece. Raise RefusedError where the client has gone meanwhile."""
     while True:
         try:
-            return await asyncio.wait_for(told.get(), LOOK_S)
+            return await asyncio.wait_for(pieces.get(), LOOK_S)
         except TimeoutError:
             if await request.is_disconnected():
                 raise RefusedError(499, "the client has gone") from None
 
 
-def _tell(loop: asyncio.AbstractEventLoop, told: "asyncio.Queue[Told]", piece: Told) -> None:
+def _pass_on(loop: asyncio.AbstractEventLoop, pieces: "asyncio.Queue[Piece]", piece: Piece) -> None:
     """On the worker's thread; a loop that has ended hears nothing."""
     with suppress(RuntimeError):  # how a closed loop answers
-        loop.call_soon_threadsafe(told.put_nowait, piece)
+        loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
 
 def _failed(error: Exception) -> RefusedError:

@@ -30,11 +30,11 @@ class ClosedError(InputError):
 
 @dataclass
 class Job:
-    """One request. `tell` hears each piece of text, and at the end why it ended, or the error."""
+    """One request. `report` gets each piece of text, and at the end why it ended, or the error."""
 
     tokens: list[int]  # of the prompt
     limit: int
-    tell: "Callable[[Told], None]"
+    report: "Callable[[Piece], None]"
     sampling: Sampling = field(default_factory=Sampling)
     seed: int | None = None
     stop: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Told:
+class Piece:
     """A piece of an answer, or its end: `finish` says why, `error` what went wrong."""
 
     text: str = ""
@@ -89,7 +89,7 @@ class Worker:
     def put(self, job: Job) -> bool:
         """Let a job wait for its turn; return False where too many wait already."""
         if self._closing:
-            job.tell(Told(error=ClosedError()))
+            job.report(Piece(error=ClosedError()))
             return True
         try:
             self._jobs.put_nowait(job)
@@ -98,13 +98,13 @@ class Worker:
         return True
 
     def refuse(self) -> None:
-        """Tell all jobs, those to come too, that the worker ends. The one under way ends at its next token."""
+        """Refuse all jobs, later ones too, as the worker ends. The one under way ends at its next token."""
         self._closing = True
         with suppress(Empty):
             while job := self._jobs.get_nowait():
-                job.tell(Told(error=ClosedError()))
+                job.report(Piece(error=ClosedError()))
         if current := self._current:
-            current.tell(Told(error=ClosedError()))
+            current.report(Piece(error=ClosedError()))
 
     def close(self) -> None:
         """Refuse all jobs, and return when the one under way has ended."""
@@ -117,7 +117,7 @@ class Worker:
             while job := self._jobs.get():
                 self._current = job
                 if self._closing:  # `refuse` came between the two
-                    job.tell(Told(error=ClosedError()))
+                    job.report(Piece(error=ClosedError()))
                 elif not job.left.is_set():
                     self._answer(job)
 
@@ -135,7 +135,7 @@ class Worker:
         def send(whole: str, upto: int) -> None:
             nonlocal sent
             if upto > sent:
-                job.tell(Told(whole[sent:upto], len(stream.tokens)))
+                job.report(Piece(whole[sent:upto], len(stream.tokens)))
                 sent = upto
 
         def take(tokens: list[int]) -> None:
@@ -154,7 +154,7 @@ class Worker:
                 raise StoppedError("the client has gone")
 
         began = len(self._live.rows)
-        outcome, end = "error", Told()
+        outcome, end = "error", Piece()
         try:
             if job.seed is not None:
                 torch.manual_seed(job.seed)
@@ -164,20 +164,20 @@ class Worker:
         except StoppedError:
             outcome = "left" if job.left.is_set() or self._closing else "stop"
         except Exception as error:
-            end = Told(error=error)
+            end = Piece(error=error)
         try:
             self._live.end_request()
         except Exception as error:
-            outcome, end = "error", Told(error=error)
+            outcome, end = "error", Piece(error=error)
         if outcome in ("stop", "length"):
             if not any(text in "".join(shown) for text in job.stop):
                 stream.end()
                 send("".join(shown), len("".join(shown)))
-            end = Told(tokens=len(stream.tokens), finish=outcome)
+            end = Piece(tokens=len(stream.tokens), finish=outcome)
         elif outcome == "left":
-            end = Told(error=InputError("the request was given up"))
+            end = Piece(error=InputError("the request was given up"))
         rows = self._live.rows[began:]
         self._live.rows.clear()
         first_s = first[0] if first else None
         self._served(Served(outcome, len(job.tokens), len(stream.tokens), first_s, rows))
-        job.tell(end)
+        job.report(end)
