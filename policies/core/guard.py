@@ -287,8 +287,10 @@ def _guard(half: Any, cls: type, total: int) -> None:
             latest[:] = event, read_only(event)
         return latest[1]
 
-    def looked_after(call: Callable[..., Any]) -> Callable[..., Any]:
-        def looked(*given: Any) -> Any:
+    def checked(call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same call, after which the methods must be those of before and the scores numbers."""
+
+        def call_and_check(*given: Any) -> Any:
             answer = call(*given)
             for method, guarded in guards.items():
                 if vars(half).get(method) is not guarded:
@@ -297,10 +299,10 @@ def _guard(half: Any, cls: type, total: int) -> None:
                 raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
             return answer
 
-        return looked
+        return call_and_check
 
     def guard(method: str, owned: bool) -> Callable[..., Any]:
-        call = looked_after(getattr(half, method))
+        call = checked(getattr(half, method))
         if method == "foresee":
             return lambda requests, per_access: call(ReadOnly(requests), per_access)
         if method == "observe":

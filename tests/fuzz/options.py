@@ -2,8 +2,8 @@
 
 A command, as `moe-sim run`, works on a small trace, and one of its options at a time gets a value that it cannot or can
 just take. Whatever happens, it ends: with results, or with one line of error and status 1 or 2; never with a traceback,
-by a signal, or later than SECONDS. Each runs in a process of its own, in a copy of the same folder, in at most 4 GiB.
-`--values` shows the values that were taken, to look for those that should not have been.
+by a signal, or later than SECONDS. Each runs in a process of its own, in at most 4 GiB, in one folder, from which what
+it adds is removed. `--values` prints the values that were accepted, to look for those that should not have been.
 """
 
 import argparse
