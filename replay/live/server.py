@@ -1,6 +1,6 @@
 """A small server of OpenAI's interface (chat completions and completions, streaming too) in front of a live model.
 
-One request is answered at a time, the others wait in a queue. What cannot be served is refused with errors as OpenAI's, and
+One request is answered at a time, the others wait in a queue. What cannot be served gets an error as OpenAI's, and
 a request that fails leaves the server as it was.
 """
 
