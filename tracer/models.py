@@ -70,6 +70,12 @@ class LoadedModel:
         return torch.device("cpu") if device.type == "meta" else device
 
     @property
+    def context(self) -> int | None:
+        """Tokens of a request, prompt and answer, that a model without an encoder is made for, if it says so."""
+        config = self.model.config.get_text_config()
+        return None if config.is_encoder_decoder else getattr(config, "max_position_embeddings", None)
+
+    @property
     def stop_ids(self) -> list[int]:
         """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id

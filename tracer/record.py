@@ -108,7 +108,7 @@ class Recording:
         self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
         for note in hook.notes:
             on_note(note)
-        self._recorder = _Recorder(loaded, Runner(loaded, hook, on_step, on_tokens), self.meta, options)
+        self._recorder = _Recorder(loaded, Runner(loaded, hook, on_step, on_tokens), self.meta, options, on_note)
 
     def traces(self, done: int = 0, step: int = 0) -> Iterator[tuple[int, Trace]]:
         """Yield, batch by batch, how many requests were answered, and their trace; the first `done` are passed over.
@@ -128,7 +128,11 @@ class Recording:
 class _Recorder:
     """Records batches of prompts with one model."""
 
-    def __init__(self, loaded: LoadedModel, runner: Runner, meta: TraceMeta, options: Options):
+    def __init__(
+        self, loaded: LoadedModel, runner: Runner, meta: TraceMeta, options: Options, on_note: Callable[[str], None]
+    ):
+        self._on_note = on_note
+        self._has_warned = False
         self._loaded = loaded
         self._meta = meta
         self._options = options
@@ -147,6 +151,7 @@ class _Recorder:
                 answers = self._answer(speaking, [said[prompt.id] for prompt in speaking], turn)
             except InputError as error:
                 raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
+            self._warn_of_length(answers)
             for prompt, answer in zip(speaking, answers, strict=True):
                 said[prompt.id].append(self._loaded.text(answer.output))
             parts.append(self._trace(speaking, turn, answers, step))
@@ -163,6 +168,16 @@ class _Recorder:
                     raise InputError(f"the response of {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
             return self._runner.force(asked, given)
         return self._runner.generate(asked, limit or NEW_TOKENS, self._options.sampling)
+
+    def _warn_of_length(self, answers: Sequence[Answer]) -> None:
+        """Say once that a request is longer than the model's context."""
+        longest, context = max(len(each.prompt) + len(each.output) for each in answers), self._loaded.context
+        if context and longest > context and not self._has_warned:
+            self._has_warned = True
+            self._on_note(
+                f"a request has {longest} tokens with its answer, and {self._loaded.name} is made for {context}:"
+                " what it answers and routes beyond them means little"
+            )
 
     def _tokens(self, prompt: Prompt, said: list[str]) -> Tokens:
         tokens = self._loaded.prompt_tokens(said, self._options.chat_template)

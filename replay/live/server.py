@@ -146,8 +146,7 @@ class Server:
     def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
         self._loaded = live.loaded
         self._key = api_key
-        config = live.model.config.get_text_config()
-        longest = int(getattr(config, "max_position_embeddings", None) or 1 << 30)
+        longest = live.loaded.context or 1 << 30
         self.context = min(longest, max_context or longest)
         gpu = live.run.gpu
         self.metrics = Metrics(gpu.slots, live.run.shape.total, gpu.link.expert_bytes)

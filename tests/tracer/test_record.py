@@ -495,3 +495,15 @@ def test_a_model_that_looks_at_some_tokens_only_runs_prompts_alone(tmp_path: Pat
         record(tiny("deepseek_v32"), PROMPTS, tmp_path / str(size), Options(5, size), on_note=notes.append)
     assert notes == ["deepseek_v32 routes a prompt otherwise beside others: prompts run one at a time"]
     assert_same(Trace.read(tmp_path / "1", EXTRA), Trace.read(tmp_path / "4", EXTRA), EXTRA)
+
+
+def test_a_request_longer_than_the_models_context_is_named_once(tmp_path: Path) -> None:
+    notes: list[str] = []
+    texts = [Prompt(str(n), "", "", ("a" * 20,)) for n in range(3)]
+    record(tiny("olmoe", max_position_embeddings=24), texts, tmp_path / "fits", Options(4), on_note=notes.append)
+    assert not notes
+    record(tiny("olmoe", max_position_embeddings=24), texts, tmp_path / "long", Options(5), on_note=notes.append)
+    assert notes == [
+        "a request has 25 tokens with its answer, and olmoe is made for 24:"
+        " what it answers and routes beyond them means little"
+    ]
