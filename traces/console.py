@@ -28,6 +28,9 @@ out = Console(**AS_THEY_ARE)
 err = Console(**AS_THEY_ARE, stderr=True)
 
 
+INTERRUPTED = 130
+"""The status of what Ctrl-C has ended."""
+
 WIDEST = 100_000
 """Columns of a table, at most."""
 
@@ -71,6 +74,11 @@ def warn(text: str) -> None:
     err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
 
 
+def is_unwatched(quiet: bool) -> bool:
+    """Whether no bar is drawn: a file or a pipe would have an empty line of it."""
+    return quiet or not (err.is_interactive or err.is_jupyter)
+
+
 def main(app: typer.Typer, name: str) -> NoReturn:
     """Run `app` as command `name`: one line, status 2 for bad input, 130 if interrupted, 1 if disk or memory is full"""
     prepare_streams()
@@ -78,9 +86,11 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     try:
         try:
             _refuse_empty(sys.argv[1:])
-            app(prog_name=name)
+            status = app(prog_name=name, standalone_mode=False)
         finally:
             sys.stdout.flush()
+    except typer.TyperException as error:
+        _refuse_use(name, error)
     except InputError as error:
         fail(name, str(error), 2)
     except ModuleNotFoundError as error:
@@ -101,13 +111,22 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         fail(name, f"cannot write {error.filename or 'the output'}: {error.strerror}", 1)
     except MemoryError as error:
         fail(name, f"not enough memory: {error}" if str(error) else "not enough memory", 1)
+    except typer.Abort:  # of a question that was not answered with yes
+        fail(name, "not confirmed", 1)
     except KeyboardInterrupt:
-        fail(name, "interrupted", 130)
-    except SystemExit as end:
-        if isinstance(end.__context__, typer.Exit) and end.code == 130:  # typer's end, wordless, of an interrupt
-            fail(name, "interrupted", 130)
-        raise
-    sys.exit(0)
+        fail(name, "interrupted", INTERRUPTED)
+    if status == INTERRUPTED:  # of typer, which has no words for it
+        fail(name, "interrupted", INTERRUPTED)
+    sys.exit(status or 0)
+
+
+def _refuse_use(name: str, error: Any) -> NoReturn:
+    """Fail for options and arguments that the command does not have; where there are none, its help was printed."""
+    told = error.format_message().removesuffix(".")
+    if not told:
+        sys.exit(error.exit_code)
+    command = error.ctx.command_path if error.ctx else name
+    fail(name, f"{told[0].lower()}{told[1:]}; see {command} --help", error.exit_code)
 
 
 def _unwritable(error: UnicodeEncodeError) -> str:

@@ -98,7 +98,7 @@ def test_a_profile_is_learned_continued_and_started_from(moe_sim):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tiny",), "Missing option '--out'"),
+        (("tiny",), "missing option '--out'; see moe-sim profile build --help"),
         (("tiny", "--out", "file"), "file"),
         (("nothing", "--out", "new.npz"), "nothing"),
         (("tiny", "--out", "new.npz", "--start", "nothing.npz"), "cannot read the profile of eamc-blend nothing.npz"),

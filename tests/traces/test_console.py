@@ -1,6 +1,7 @@
 """However a command ends, it ends with one line, the right stream and the right status."""
 
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def act(how: str, times: int = 1) -> None:
         Path("x" * 300).stat()
     if how == "many":
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    if how == "unconfirmed":
+        typer.confirm("Run them all?", abort=True, err=True)
     if how == "exit":
         raise typer.Exit(7)
 
@@ -49,6 +52,7 @@ def act(how: str, times: int = 1) -> None:
         (["told"], 130, "act: error: interrupted after 2 of 3\n"),
         (["full"], 1, "act: error: not enough memory: unable to allocate\n"),
         (["refused"], 2, "act: error: no file x there\n"),
+        (["unconfirmed"], 1, "Run them all? [y/N]:act: error: not confirmed\n"),
         (["exit"], 7, ""),
         (["long"], 2, f"act: error: cannot open {'x' * 300}: File name too long\n"),
         (["many"], 1, "act: error: cannot open a file: Too many open files\n"),
@@ -67,20 +71,47 @@ def test_an_end_has_its_status_and_its_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["act", *arguments])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("no\n"))
     with pytest.raises(SystemExit) as ended:
         console.main(app, "act")
     assert ended.value.code == status
     assert capsys.readouterr().err == stderr
 
 
-def test_a_usage_error_is_told_as_typer_tells_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("arguments", "stderr"),
+    [
+        (["well", "--times", "many"], "act: error: invalid value for '--times': Input should be a valid integer"),
+        (["well", "--times"], "act: error: option '--times' requires an argument; see act --help\n"),
+        (["well", "--time", "3"], "act: error: no such option: --time (Possible options: --times); see act --help\n"),
+        ([], "act: error: missing argument 'how'; see act --help\n"),
+        (["well", "ill"], "act: error: got unexpected extra argument(s) (ill); see act --help\n"),
+    ],
+)
+def test_a_command_used_wrongly_says_so_in_one_line(
+    arguments: list[str], stderr: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["act", "well", "--times", "many"])
+    monkeypatch.setattr(sys, "argv", ["act", *arguments])
     with pytest.raises(SystemExit) as ended:
         console.main(app, "act")
     assert ended.value.code == 2
-    assert "Usage: act" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert told.startswith(stderr)
+    assert told.count("\n") == 1
+
+
+def test_a_command_without_its_words_shows_its_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sim.cli import app as sim_app
+
+    monkeypatch.setattr(sys, "argv", ["moe-sim"])
+    with pytest.raises(SystemExit) as ended:
+        console.main(sim_app, "moe-sim")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "Usage: moe-sim" in said.out
+    assert said.err == ""
 
 
 def test_names_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
