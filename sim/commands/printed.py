@@ -59,7 +59,7 @@ def progress(total: int, quiet: bool, what: str = "requests run", done: int = 0)
 
     text, rest = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()
     columns = (progress.BarColumn(), progress.MofNCompleteColumn(), text, rest, Compiling())
-    with progress.Progress(*columns, console=console.err, disable=quiet, transient=True) as bar:
+    with progress.Progress(*columns, console=console.err, disable=console.is_unwatched(quiet), transient=True) as bar:
         task = bar.add_task(what, total=total, completed=done)
         yield lambda by, what=None: bar.update(task, advance=by, description=what)
 

@@ -91,7 +91,7 @@ def _range(text: str) -> slice:
 
 def _write(sources: Sequence[Source], out: Path, overwrite: bool, quiet: bool, prefix: bool = False) -> None:
     total = sum(int(source.keep.sum()) for source in sources)
-    with Progress(console=console.err, disable=quiet, transient=True) as progress:
+    with Progress(console=console.err, disable=console.is_unwatched(quiet), transient=True) as progress:
         bar = progress.add_task("requests", total=total)
         join(sources, out, overwrite, prefix, lambda done: progress.advance(bar, done))
     tell(out, quiet)

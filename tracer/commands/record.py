@@ -37,7 +37,7 @@ class Meter:
             TextColumn("requests, {task.fields[tokens]} tokens generated"),
             TimeRemainingColumn(),
             console=console.err,
-            disable=quiet,
+            disable=console.is_unwatched(quiet),
         )
         self._task = self._bar.add_task("", total=requests, tokens=0)
 
