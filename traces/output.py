@@ -9,6 +9,7 @@ process. A file gets its name when it is whole.
 
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -90,6 +91,7 @@ def make_folder(folder: Path) -> None:
 
 def check_trace_folder(folder: Path) -> None:
     """Raise InputError where no trace can be written to `folder`, whatever it holds; changes nothing."""
+    _refuse_url(folder)
     with _writing(folder):
         _refuse_trace(folder.absolute().parent)
         if folder.exists() and not folder.is_dir():
@@ -109,6 +111,7 @@ def check_trace_folder(folder: Path) -> None:
 
 def check_file(path: Path, overwrite: bool = False) -> None:
     """Raise InputError where a file cannot be written at `path`, or where one would be replaced unasked."""
+    _refuse_url(path)
     with _writing(path):
         _refuse_trace(path.parent)
         try:
@@ -133,6 +136,7 @@ def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
     No other process writes there meanwhile. Afterwards the marker lists what is there; a new, empty folder goes.
     InputError as `claim`, and where another process writes there.
     """
+    _refuse_url(folder)
     with _writing(f"to {folder}"):
         _refuse_trace(folder)
     with only_writer(folder):
@@ -150,6 +154,7 @@ def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
     InputError where it cannot be written to, is a trace or within one, or where something of such a name is there that
     this command did not write.
     """
+    _refuse_url(folder)
     with _writing(f"to {folder}"):
         _refuse_trace(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -238,6 +243,15 @@ def is_of_trace(file: Path) -> bool:
         return file.is_file() and KEY in (pq.read_schema(str(file.absolute())).metadata or {})
     except (OSError, pa.ArrowException, UnicodeError):
         return False
+
+
+def _refuse_url(path: Path) -> None:
+    """Raise InputError for `s3://bucket/name`, of which a path has made `s3:/bucket/name`."""
+    if _URL.match(str(path)):
+        raise InputError(f"{path} is an address, and only folders here are written to: name one, and upload it")
+
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
 def _refuse_trace(folder: Path) -> None:

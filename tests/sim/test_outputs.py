@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import tracer.cli
 from sim.sweeps.store import CELLS, MAKER
-from tests.support.command import moe_sim
+from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
 from traces.output import MARKER, claim, marked, only_writer
 from traces.reader import open_folder
@@ -123,6 +124,15 @@ def test_a_name_that_is_too_long_is_one_line(home):
 def test_links_that_lead_in_a_circle_are_one_line(home):
     (home / "loop").symlink_to("loop")
     refused(moe_sim(*SWEEP[:-1], "loop/x", cwd=home), "cannot write loop/x", "--out")
+    refused(moe_sim("sweep", "loop", "--out", "x", cwd=home), "loop cannot be listed", "symbolic links")
+
+
+def test_an_address_is_no_folder_here(home):
+    refused(moe_sim(*SWEEP[:-1], "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
+    refused(moe_sim("run", "tiny", "-q", "--timeline", "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
+    cut = run(tracer.cli.main, "slice", "tiny", "--out", "s3://bucket/x", "--requests", "0:1", cwd=home)
+    refused(cut, "s3:/bucket/x is an address")
+    assert not (home / "s3:").exists()
 
 
 def test_results_of_one_command_are_not_replaced_by_another(home):
