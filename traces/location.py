@@ -113,7 +113,7 @@ class Location:
 
 def absolute(path: str) -> str:
     """The same place wherever one stands: a URL as it is, a path from the root."""
-    return path if "://" in path else str(Path(path).resolve())
+    return path if "://" in path else os.path.realpath(path)  # of links in a circle too
 
 
 def name_of(path: str) -> str:

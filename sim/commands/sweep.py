@@ -89,7 +89,7 @@ def sweep(
         cache_sizes=None if cache_sizes is None else split_list(cache_sizes),
         hardware=None if hardware is None else split_list(hardware),
         seeds=None if seeds is None else tuple(map(_seed, split_list(seeds))),
-        max_batch=None if max_batch is None else tuple(map(_users, split_list(max_batch))),
+        max_batch=None if max_batch is None else tuple(map(_users, split_list(max_batch) or [max_batch])),
         scope=scope,
         untimed=untimed,
         engine=engine,

@@ -31,7 +31,7 @@ def tune(
         str | None,
         typer.Option(help="Space, as in capacity=10..1000:cosine=flat|rows. Default: what the policy declares."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Sets of options to try.")] = 50,
+    trials: Annotated[int, typer.Option(min=1, max=100_000, help="Sets of options to try.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
     untimed: options.Untimed = False,
     predictor_us: options.PredictorUs = None,

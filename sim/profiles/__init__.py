@@ -7,6 +7,7 @@ What a field may hold is said once, by its type and metadata. `make` and `checke
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os.path import exists  # of any name, however long
@@ -77,7 +78,7 @@ def find(kind: str, what: str, text: str) -> Path:
 
 def absolute(kind: str, text: str) -> str:
     """The path of a profile in a file, from the root; the name of a shipped one as it is."""
-    return text if text in names(kind) else str(expanded(text).resolve())
+    return text if text in names(kind) else os.path.realpath(expanded(text))
 
 
 def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:

@@ -46,7 +46,7 @@ WORDS = """
 , ,, 1,2 a,b = a= a=1 =1 a=1..2 a=2..1 a=1..1e400 a=0..nan 1..2 2..1 .. -1.. 0:2 :
 lru lru: lru,lru lru:x=1 lru+ +lru lru+lru lru@ lru@layer lru/host lru/layers:n=9 eamc oracle
 eamc:capacity=0 eamc:capacity=1e30 eamc-blend:decay=nan lru+markov:depth=-1
-/ . .. /dev/null /dev/full /dev/stdin /proc/self/environ ~nobody/x ~ - -- -x http://x/y
+/proc . .. /dev/null /dev/full /dev/stdin /proc/self/environ ~nobody/x ~ - -- -x http://x/y
 tiny tiny/ text.txt empty bytes.bin folder broken.json broken.toml deep.json fifo loop locked
 mine.py mine.py: mine.py:Mine mine.py:Nope text.txt:Mine olmoe-1b-7b rtx4090 rtx-4090 cpu json
 """

@@ -134,6 +134,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--workers", "9" * 20], "--workers must be at least 1 and at most 1,024"),
         (["tiny", "--seeds", "9" * 5000], "a seed is a whole number"),
         (["tiny", "--max-batch", "9" * 5000], "write how many requests run at a time"),
+        (["tiny", "--max-batch", ","], "--max-batch ',': write how many requests run at a time"),
         (["tiny", "--seeds", ","], "--seeds is empty"),
         (["tiny", "--resume", "--overwrite"], "--resume keeps what is finished and --overwrite drops it"),
         (["tiny", "--config", "absent.toml"], "absent.toml: cannot be read: No such file"),

@@ -358,6 +358,12 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     assert [trial["policy"] for trial in json.loads(out)["trials"]][:6] == before
 
 
+def test_a_number_of_trials_that_never_ends_is_refused(command):
+    status, _, err = command(*ASKED, "--trials", "100001")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "less than or equal to 100000" in err
+
+
 def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
     lucky = f"{home / 'mine.py'}:Lucky"
     status, _, err = command("--policy", lucky, "--trials", "4", "--workers", "1", "--quiet", "--cache-size", SLOTS)
