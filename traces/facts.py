@@ -49,7 +49,7 @@ def short(what: str, value: Any) -> str:
 
 
 def texts(what: str, value: Any) -> tuple[str, ...]:
-    """`value` if it is a list of texts, as a tuple."""
+    """`value` if it is a list of names, as a tuple."""
     if isinstance(value, list | tuple):
-        return tuple(text(what, item) for item in value)
+        return tuple(short(what, item) for item in value)
     raise InputError(f"{what} is {reprlib.repr(value)}; a list of texts is needed")

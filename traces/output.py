@@ -90,7 +90,11 @@ def make_folder(folder: Path) -> None:
 
 
 def check_trace_folder(folder: Path) -> None:
-    """Raise InputError where no trace can be written to `folder`, whatever it holds; changes nothing."""
+    """Raise InputError where no trace can be written to `folder`, whatever it holds; changes nothing.
+
+    UnicodeEncodeError for a name that is not UTF-8, which Arrow does not take.
+    """
+    str(folder.absolute()).encode()
     _refuse_url(folder)
     with _writing(folder):
         _refuse_trace(folder.absolute().parent)

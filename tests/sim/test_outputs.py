@@ -190,3 +190,9 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(home, command):
     done = moe_sim(*asked, "notes.txt", "--overwrite", cwd=home)
     assert done.returncode == 0, done.stderr
     assert (home / "notes.txt").read_bytes() != b"mine"
+
+
+def test_a_trace_whose_name_cannot_be_written_leaves_nothing(home):
+    cut = run(tracer.cli.main, "slice", "tiny", "--out", "new\udcff/x", "--requests", "0:1", cwd=home)
+    refused(cut, "new\\udcff/x' is not UTF-8: rename it")
+    assert not [file for file in home.iterdir() if file.name.startswith("new")]

@@ -144,6 +144,7 @@ def test_metadata_that_makes_no_sense(folder: Path, meta: bytes) -> None:
         ({"layers": 10**6, "experts": 65000}, "no model has 1000000 MoE layers x 65000 experts"),
         ({"layer_names": "ab"}, "layer_names is 'ab'"),
         ({"layer_names": [1, 2]}, "layer_names is 1"),
+        ({"layer_names": ["a", "b" * 5000]}, "has 5000 characters, more than 4096"),
     ],
 )
 def test_metadata_of_the_wrong_kind_is_named(folder: Path, facts: dict[str, Any], reason: str) -> None:

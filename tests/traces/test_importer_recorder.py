@@ -313,3 +313,4 @@ def test_a_damaged_csv_is_named_by_line_and_reason(tmp_path: Path, text: str, pa
         import_dump(tmp_path / "a.csv", options=Options(experts=8, top_k=1))
     for part in (*parts, "a.csv"):
         assert part in str(error.value)
+    assert str(error.value).count("a.csv") == 1

@@ -75,6 +75,8 @@ def _read(path: Path, limit: int | None) -> "pd.Series[int]":
                     chunk = chunk.iloc[skip:]
                 if len(chunk):
                     parts.append(_counted(path, chunk.set_axis(columns, axis=1), limit))
+    except InputError:
+        raise
     except (ValueError, pd.errors.ParserError, OSError) as error:
         raise InputError(f"{path} is no CSV of layer,expert: {error}") from error
     if not parts:
