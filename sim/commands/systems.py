@@ -72,7 +72,10 @@ def systems(
         for option, given in (("--systems", systems), ("--precision", precision)):
             if given:
                 raise InputError(f"--table1 says which systems and which precision: leave out {option}")
-    wanted = chosen(list(paper.printed()) if table1 else split_list(systems))
+    names = list(paper.printed()) if table1 else split_list(systems)
+    if systems is not None and not names:
+        raise InputError("--systems names none: leave it out for all")
+    wanted = chosen(names)
     setting = Setting(loaded, cache_size, profile or "", predictor, host_memory, precision)
     slots = setting.slots()
     if any("{profile}" in each.policy for each in wanted):

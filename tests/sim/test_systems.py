@@ -252,6 +252,7 @@ def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["tiny", "--systems", ","], "--systems names none: leave it out for all"),
         (["tiny", "--systems", "vlm"], "unknown system 'vlm'; did you mean vllm"),
         (["tiny", "--table1"], "--table1 is of deepseek-v2-lite, and the trace tiny is of tiny"),
         (["deepseek", "--table1", "--hardware", "h100"], "--table1 was measured on a5000"),
