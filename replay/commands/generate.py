@@ -26,7 +26,7 @@ def generate(
     print_token_ids: Annotated[
         bool, typer.Option("--print-token-ids", help="End with a line of the last answer's token ids.")
     ] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Tokens of an answer, at most.")] = 32,
     temperature: Annotated[float, typer.Option(help="0: greedy; else sampled.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens of so much.")] = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of all random numbers.")] = 0,

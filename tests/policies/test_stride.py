@@ -245,6 +245,7 @@ def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_pat
         (("--stride", 0), "--stride 0: must be at least 1"),
         (("--stride", 4), "--stride 4: a model of 4 MoE layers"),
         (("--epochs", 0), "--epochs 0"),
+        (("--epochs", 10**30), "must be at most 100000"),
         (("--back", 0), "--back 0"),
         (("--held-out", 1), "--held-out 1.0: a share"),
         (("--seed", -1), "--seed -1"),

@@ -201,6 +201,10 @@ def test_weights_of_another_shape_are_named(tmp_path: Path, refuses: Callable[..
     refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.layers.0.mlp.experts.down_proj")
 
 
+def test_answers_that_never_end_are_refused(tmp_path: Path, refuses: Callable[..., None]) -> None:
+    refuses("record", "--max-new-tokens", 10**9, "--out", tmp_path / "t", reason="less than or equal to 1000000")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path, refuses: Callable[..., None]) -> None:
     model = changed_demo(tmp_path / "m", {})

@@ -114,7 +114,11 @@ def record(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Tokens of a response, at most.", show_default="32; all of a forced one", rich_help_panel=RUN
+            min=1,
+            max=1_000_000,
+            help="Tokens of a response, at most.",
+            show_default="32; all of a forced one",
+            rich_help_panel=RUN,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts that run together.", rich_help_panel=RUN)] = 1,
