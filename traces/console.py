@@ -149,8 +149,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 """How writing fails where there is no room, on standard output too."""
 
 
-UNUSABLE = {errno.ENAMETOOLONG: 2, errno.EMFILE: 1, errno.ENFILE: 1}
-"""How opening fails by no fault of ours, and the status: a name that is too long, too many open files (`ulimit -n`)."""
+UNUSABLE = {
+    **dict.fromkeys((errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENOTDIR), 2),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), 1),
+}
+"""How opening fails by no fault of ours, and the status: a name that is too long, or that may not be looked at, a file
+for a folder, too many open files (`ulimit -n`)."""
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:

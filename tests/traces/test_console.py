@@ -36,6 +36,8 @@ def act(how: str, times: int = 1) -> None:
         raise InputError("no file x\nthere")
     if how == "long":
         Path("x" * 300).stat()
+    if how == "locked":
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "folder/config.json")
     if how == "many":
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     if how == "unconfirmed":
@@ -55,6 +57,7 @@ def act(how: str, times: int = 1) -> None:
         (["unconfirmed"], 1, "Run them all? [y/N]:act: error: not confirmed\n"),
         (["exit"], 7, ""),
         (["long"], 2, f"act: error: cannot open {'x' * 300}: File name too long\n"),
+        (["locked"], 2, "act: error: cannot open folder/config.json: Permission denied\n"),
         (["many"], 1, "act: error: cannot open a file: Too many open files\n"),
         ([""], 2, "act: error: the value after the command is empty: give one, or leave the option out\n"),
         (["well", "--times", ""], 2, f"act: error: {EMPTY}\n"),
