@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -85,6 +86,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     _join_lines_of_help(app)
     try:
         try:
+            _require_folder()
             _refuse_empty(sys.argv[1:])
             status = app(prog_name=name, standalone_mode=False)
         finally:
@@ -155,6 +157,14 @@ UNUSABLE = {
 }
 """How opening fails by no fault of ours, and the status: a name that is too long, or that may not be looked at, a file
 for a folder, too many open files (`ulimit -n`)."""
+
+
+def _require_folder() -> None:
+    """Raise InputError where the folder that one stands in was removed: no relative path means anything there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise InputError("the folder that this command was started in is gone: change to another one") from error
 
 
 def _refuse_empty(arguments: Sequence[str]) -> None:

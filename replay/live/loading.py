@@ -23,6 +23,7 @@ from replay.live.shards import Shard, open_shards
 from sim.profiles.model_profile import ModelProfile
 from tracer.models import Found, LoadedModel, blaming, find_model, require_numbers, require_weights
 from traces.errors import InputError, located
+from traces.output import make_folder
 
 IMPLEMENTATION = "moe-expert-cache"
 """The experts implementation that `replay.live` registers with transformers."""
@@ -132,7 +133,7 @@ def expert_store(
     if not file.exists():
         count = len(layers) * layers[0].experts
         with located(f"{model.loaded.name}: loading converts its experts, so they are written to a file (--store)"):
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
             with progress(count) as advance:
                 write(file, profile, _Converting(model, layers).fill, origin, count, lambda: advance(1))
     with closing(ExpertFile(file, profile)) as written:

@@ -130,6 +130,16 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
     assert len(written) == written[0] == live.run.shape.total
 
 
+def test_a_store_that_cannot_be_written_names_the_option_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    how = How(str(saved(tmp_path / "model", "qwen2_moe")), policy="lru", cache_size="3", dtype="bfloat16")
+    with pytest.raises(InputError, match=r"\(--store\): cannot write to .*file"), open_live(how):
+        pass
+
+
 def test_the_record_equals_what_the_tracer_records_and_the_simulator_plays_the_same(tmp_path: Path) -> None:
     """LRU on demand does not depend on time."""
     prompts, live_record, whole_record = tmp_path / "p.txt", tmp_path / "live", tmp_path / "whole"

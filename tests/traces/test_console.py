@@ -205,6 +205,21 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a folder that one stands in stays")
+def test_a_folder_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    monkeypatch.setattr(sys, "argv", ["act", "well"])
+    with pytest.raises(SystemExit) as ended:
+        console.main(app, "act")
+    assert ended.value.code == 2
+    told = "act: error: the folder that this command was started in is gone: change to another one\n"
+    assert capsys.readouterr().err == told
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="names are bytes on Linux only")
 def test_a_name_that_is_not_utf8_is_to_be_changed(tmp_path: Path) -> None:
     write_trace(synthetic(1, 2, 2, 4, 1, seed=0), tmp_path / "t")
