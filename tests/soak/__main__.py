@@ -66,7 +66,7 @@ class Soak:
 
     def command(self, job: Job, out: Path, *more: str) -> "subprocess.Popen[str]":
         """Start it, in a process group of its own."""
-        code = f"from {job.command}.cli import main; main()"
+        code = f"from {job.command}.__main__ import main; main()"
         env = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         return subprocess.Popen(
             [sys.executable, "-c", code, *job.arguments, "--out", str(out), *more],

@@ -150,7 +150,7 @@ def test_names_in_tables_are_never_cut(capsys: pytest.CaptureFixture[str], monke
 
 def command(package: str, *arguments: object, shell: str = '"$@"', **env: str) -> "subprocess.CompletedProcess[str]":
     """Run `moe-sim` or `moe-trace` with these variables; `shell` says where its streams go."""
-    code = f"from {package}.cli import main; main()"
+    code = f"from {package}.__main__ import main; main()"
     words = ["sh", "-c", shell, "sh", sys.executable, "-c", code, *map(str, arguments)]
     cleared = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
     settings: dict[str, Any] = {"capture_output": True, "encoding": "utf-8", "errors": "replace", "timeout": 120}
