@@ -99,6 +99,7 @@ def changed(row: int, layer: int, ids: list[int]) -> np.ndarray:
         ({"offsets": np.array([1, 2, 3])}, ["from 1 to 3"]),
         ({"offsets": np.array([0, 2, 1, 3])}, ["must rise", "request 1"]),
         ({"offsets": np.array([0, 0, 3])}, ["must rise", "request 0"]),
+        ({"offsets": np.array([0, 2**63 - 1, -2, 3])}, ["must rise", "number 1 is 9223372036854775807"]),
         ({"offsets": np.array([0])}, ["requests + 1"]),
         ({"weights": np.ones((3, 2, 1), np.float16)}, ["weights is float16 (3, 2, 1)"]),
     ],

@@ -124,6 +124,9 @@ def _check_offsets(source: Source, offsets: NDArray[np.int64], tokens: int) -> l
         raise InputError(
             f"{path}: offsets run from {offsets[0]} to {offsets[-1]}; they must run from 0 to the {tokens} tokens"
         )
+    if offsets.min() < 0 or offsets.max() > tokens:  # a difference of such numbers may leave the range of 64 bits
+        i = int(np.argmax((offsets < 0) | (offsets > tokens)))
+        raise InputError(f"{path}: offsets must rise from 0 to the {tokens} tokens, but number {i} is {offsets[i]}")
     requests = requests_of(source, [{}] * (len(offsets) - 1))
     for i, length in enumerate(np.diff(offsets).tolist()):
         if length < 0 or (length == 0 and requests[i].routed_tokens != 0):
