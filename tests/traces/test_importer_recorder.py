@@ -273,6 +273,7 @@ def test_each_csv_in_a_folder_is_a_request(tmp_path: Path) -> None:
     ("content", "parts"),
     [
         ({"logical_count": np.zeros((2, 3, 8), np.int32)}, ["0 everywhere"]),
+        ({"logical_count": np.zeros((0, 3, 8), np.int32)}, ["empty (0, 3, 8)"]),
         ({"logical_count": np.ones((3, 8), np.float32)}, ["float32"]),
         ({"logical_count": np.full((1, 3, 8), -1)}, ["negative"]),
         (

@@ -30,6 +30,8 @@ def read_stat(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Count
         if isinstance(counts, np.ndarray) and counts.ndim == 2:
             counts = counts[None]
         counts = integers(counts, str(path), "logical_count")
+        if not counts.size:
+            raise InputError(f"{path}: logical_count is empty {counts.shape}: nothing was recorded")
         if (counts < 0).any():
             raise InputError(f"{path}: row {np.argwhere(counts < 0)[0].tolist()} of logical_count is negative")
         if int(counts.max()) >= 2**32:
