@@ -303,6 +303,7 @@ def _choice(value: Any) -> Change:
         (_choice(base64.b64encode(b"").decode()), ["no .npy, or damaged"]),
         (_choice(npy(np.array([[[{}]]], object))), ["no .npy, or damaged"]),
         (_choice([[[1, 2]], [[1]]]), ["damaged"]),
+        (_choice(json.loads("[" * 70 + "1" + "]" * 70)), ["routed_experts is no array"]),
         (_choice(None), ["routed_experts is missing"]),
         (_choice(3), ["int, not a base64 text"]),
         (lambda answer: answer.update(choices=[]), ["no list of choices"]),

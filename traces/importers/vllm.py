@@ -107,7 +107,7 @@ def _array(place: str, value: list[Any], what: str) -> NDArray[np.integer]:
         held = np.array(value, object)
         whole = all(type(one) is int for one in held.flat)
         array = held.astype(np.int64 if whole else object)
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, RuntimeError) as error:  # the last one beyond 32 axes
         raise InputError(f"{place}: {what} is no array: {error}") from error
     if not whole:
         raise InputError(f"{place}: {what} is no array of whole numbers")
