@@ -78,8 +78,17 @@ def test_lists_that_hold_one_another_are_refused_before_they_are_written_out(tmp
     for _ in range(30):
         laughs = [laughs, laughs]
     torch.save({"records": laughs}, tmp_path / "laughs.pt")
-    with pytest.raises(InputError, match="its lists hold one another so often"):
+    with pytest.raises(InputError, match="its lists and tensors repeat what they hold so often"):
         load(tmp_path / "laughs.pt")
+
+
+@pytest.mark.parametrize("number", [1, 10**12])
+def test_a_tensor_larger_than_its_file_is_refused(tmp_path: Path, number: int) -> None:
+    """A stride of 0 lets one stored value stand for any number of them; many records may name one tensor."""
+    held = torch.ones(1, 1000, dtype=torch.int32).expand(number, 1000)
+    torch.save({"records": [{"topk_ids_of_layer": held}] * (10**6 // number + 1)}, tmp_path / "d.pt")
+    with pytest.raises(InputError, match="its lists and tensors repeat what they hold so often"):
+        load(tmp_path / "d.pt")
 
 
 def test_a_list_that_stands_in_two_places_is_read(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from traces.errors import InputError
 from traces.files import plain
 
 MOST_VALUES = 10**6
-"""Of a small file. A larger one holds at most a value a byte, unless the same list stands in several places."""
+"""Of a small file. A larger one holds at most a value a byte, unless it repeats what it holds: a list that stands in
+several places, a tensor that gives one number for many."""
 
 
 def load(path: Path) -> Any:
@@ -18,7 +19,7 @@ def load(path: Path) -> Any:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         if _values(content, {}) > max(size, MOST_VALUES):
-            raise InputError("its lists hold one another so often that they would not fit into memory")
+            raise InputError("its lists and tensors repeat what they hold so often that they would not fit into memory")
         return _plain(content)
     except Exception as error:  # torch raises a dozen kinds for a damaged file
         reason = str(error).strip().splitlines() or [type(error).__name__]
@@ -26,7 +27,11 @@ def load(path: Path) -> Any:
 
 
 def _values(value: Any, counted: dict[int, int]) -> int:
-    """How many values there are once each list that stands in several places is written out; each is counted once."""
+    """How many values there are once all that repeats is written out; each list is counted once."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return 1 + value.numel()
     if not isinstance(value, dict | list | tuple):
         return 1
     if id(value) not in counted:
