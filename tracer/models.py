@@ -212,7 +212,8 @@ def blaming(what: str) -> Iterator[None]:
         *_, (innermost, _) = walk_tb(error.__traceback__)
         if innermost.f_globals.get("__name__", "").startswith(OURS):
             raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
         if isinstance(error, torch.OutOfMemoryError):
             reason = "out of memory; a smaller --batch-size or --dtype may fit"
         raise InputError(f"{what}: {reason}") from error

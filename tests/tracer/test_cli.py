@@ -26,8 +26,9 @@ from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
 from tracer.commands.record import Meter
-from tracer.models import find_model
+from tracer.models import blaming, find_model
 from traces import demo_trace
+from traces.errors import InputError
 from traces.export import export_npz
 from traces.output import only_writer
 from traces.reader import EXTRA
@@ -121,6 +122,11 @@ def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
     facts = json.loads(moe_trace("info", demo_trace(), "--json").stdout)
     assert facts["requests"] == 64
     assert facts["decode"]["reuse"]["chance"] == 4 / 32
+
+
+def test_a_reason_of_two_lines_is_told_whole() -> None:
+    with pytest.raises(InputError, match=r"^m cannot be loaded: wrong field: it is 5$"), blaming("m cannot be loaded"):
+        raise ValueError("wrong field:\nit is 5\nand more")
 
 
 def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
