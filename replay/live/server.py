@@ -18,6 +18,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Message as Event
 
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
@@ -31,6 +33,10 @@ NEW_TOKENS = 256
 
 LOOK_S = 0.25
 """How often a client that waits for a whole answer is looked after."""
+
+
+MOST_SENT = 16 << 20
+"""Bytes of a request: more than a million tokens have, and what is made of them takes some thirty times as much."""
 
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -140,6 +146,27 @@ class RefusedError(Exception):
         return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
 
 
+class Bounded:
+    """Refuses requests that are larger than MOST_SENT, before they are in memory."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        sent = 0
+
+        async def counted() -> Event:
+            nonlocal sent
+            message = await receive()
+            sent += len(message.get("body", b""))
+            if sent > MOST_SENT:
+                raise HTTPException(413, f"the request has more than {MOST_SENT} bytes: shorten it")
+            return message
+
+        await self._app(scope, counted, send)
+
+
 class Server:
     """The application and its worker. api_key: what clients must send; None: nothing."""
 
@@ -160,6 +187,7 @@ class Server:
 
     def _application(self) -> FastAPI:
         app = FastAPI(title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None)
+        app.add_middleware(Bounded)
         guarded = [Depends(self._allow)]
 
         @app.exception_handler(RefusedError)

@@ -17,7 +17,7 @@ import uvicorn
 from openai import OpenAI
 
 from replay.live.opening import How, open_live
-from replay.live.server import Server
+from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
 from tests.support.live_models import saved, whole_model
 from tests.support.tokenizer import byte_tokenizer
@@ -262,6 +262,16 @@ def test_a_long_prompt_holds_up_nobody_while_it_is_tokenised(client: OpenAI, por
         time.sleep(0.01)
     pauses = [later - before for before, later in pairwise(heard)]
     assert max(pauses) < sum(pauses) / 2
+
+
+def test_a_request_that_would_fill_the_memory_is_refused(client: OpenAI, port: int, model: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    head = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", b'{"prompt": "' + b"a" * MOST_SENT + b'"}', head)
+    refused = connection.getresponse()
+    assert refused.status == 413
+    assert json.loads(refused.read())["error"]["message"] == f"the request has more than {MOST_SENT} bytes: shorten it"
+    client.completions.create(model=model, prompt="a", max_tokens=1)
 
 
 def test_metrics_count_requests_tokens_and_lookups(client: OpenAI, port: int, model: str) -> None:
