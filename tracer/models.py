@@ -5,7 +5,6 @@ import hashlib
 import logging
 import math
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +13,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from time import monotonic
 from traceback import walk_tb
 from typing import Any
 
@@ -35,6 +33,7 @@ from transformers import (
 )
 
 from tracer.hook import ExpertsHook
+from tracer.limited import limited
 from tracer.sites import Site
 from traces.errors import InputError, unknown
 from traces.files import plain
@@ -49,6 +48,9 @@ ANSWERING = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextT
 
 TEMPLATE_S = 10.0
 """How long a chat template may take."""
+
+TEMPLATE_LETTERS = 1 << 20
+"""What a chat template may add, beside repeating what was said."""
 
 MOST_LAYERS = 10_000
 
@@ -130,8 +132,11 @@ class LoadedModel:
         if not getattr(self.tokenizer, "chat_template", None):
             return self.prompt_tokens([message["content"] for message in messages], template=False)
         what = f"the chat template of {self.name}"
-        with blaming(f"{what} fails"), _limited(TEMPLATE_S, what):
+        with blaming(f"{what} fails"), limited(TEMPLATE_S, what):
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        said = sum(len(message["content"]) for message in messages)
+        if len(text) > TEMPLATE_LETTERS + 10 * said:
+            raise InputError(f"{what} makes {len(text):,} letters of {said:,}: correct it, or leave it out")
         with blaming(f"the tokenizer of {self.name} fails"):
             return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -174,24 +179,6 @@ class Loading:
     max_memory: str | None = None  # of the device, such as 8GiB, if weights are offloaded
     offload_folder: Path | None = None  # for weights on disk; None: a temporary one
     trust_remote_code: bool = False
-
-
-@contextmanager
-def _limited(seconds: float, what: str) -> Iterator[None]:
-    """Raise InputError in Python code that runs inside for longer, on any thread: templates may loop for ever."""
-    end = monotonic() + seconds
-
-    def check(*_: Any) -> Any:
-        if monotonic() > end:
-            raise InputError(f"{what} takes more than {seconds:g} s: correct it, or leave it out")
-        return check
-
-    before = sys.gettrace()
-    sys.settrace(check)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 OURS = ("tracer.", "replay.", "sim.", "policies.")

@@ -1,6 +1,7 @@
 """Every token of a recording belongs to the right request and phase."""
 
 import multiprocessing
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -326,6 +327,18 @@ def test_a_chat_template_that_does_not_end_is_left(tmp_path: Path, monkeypatch: 
     loaded.tokenizer.chat_template = f"{loops}{{{{ messages[0].content }}}}"
     with pytest.raises(InputError, match=r"chat template of .* takes more than 0\.2 s"):
         recorded(loaded, tmp_path / "t", prompts=[Prompt("a", "", "", ("Hi",))])
+
+
+@pytest.mark.parametrize(
+    ("letters", "reason"), [(10**10, "takes more than 2 GiB"), (2 * 10**6, r"makes 2,000,002 letters of 2")]
+)
+def test_a_chat_template_that_fills_the_memory_is_left(tmp_path: Path, letters: int, reason: str) -> None:
+    loaded = tiny("olmoe")
+    loaded.tokenizer.chat_template = f"{{{{ 'a' * {letters} }}}}{{{{ messages[0].content }}}}"
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises(InputError, match=f"chat template of .* {reason}: correct it"):
+        recorded(loaded, tmp_path / "t", prompts=[Prompt("a", "", "", ("Hi",))])
+    assert resource.getrlimit(resource.RLIMIT_DATA) == limits
 
 
 @pytest.mark.parametrize("value", [-1.0, 1e-40, float("inf"), float("nan")])
