@@ -166,6 +166,12 @@ class PolicySpec:
         return self.evict.importable and self.prefetch.importable
 
     @property
+    def files(self) -> dict[str, str | None]:
+        """The content of each file of a user's own that it was read from, as a digest, by the half's name."""
+        own = (half for half in (self.evict, self.prefetch) if file_and_class(half.name))
+        return {half.name: user_file.content(half.cls) for half in own}
+
+    @property
     def uses_host(self) -> bool:
         """Whether its placement may have the host compute misses (rule 13)."""
         return self.placement.cls is not Fetch

@@ -4,6 +4,7 @@ The file is imported once for as long as it does not change, under a module name
 find the same class by the same name.
 """
 
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -18,6 +19,7 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from policies.core.grammar import file_and_class
 from policies.core.guard import BrokenRuleError, ProcessKept, text_of
@@ -26,6 +28,11 @@ from traces.errors import InputError, unknown
 
 MODULE = "policy_file_"
 """How the names of modules of such files begin."""
+
+CONTENT = "__content__"
+"""The name in such a module of the digest of what it was made from."""
+
+_CONTENTS: WeakKeyDictionary[type, str] = WeakKeyDictionary()
 
 
 def load(name: str) -> type[Listener]:
@@ -40,7 +47,17 @@ def load(name: str) -> type[Listener]:
         raise InputError(f"{path} needs the class named as well, as in {path}:{next(iter(here), 'MyPolicy')}")
     if wanted not in vars(module):
         raise unknown("class", wanted, here) if here else InputError(f"{path} has no class {wanted}")
-    return checked(vars(module)[wanted], name)
+    policy = checked(vars(module)[wanted], name)
+    _CONTENTS[policy] = vars(module)[CONTENT]
+    return policy
+
+
+def content(cls: type) -> str | None:
+    """Return the digest of the file that `load` found the class in, and of what it imports; None: of none.
+
+    Of both as they were when they were imported, whatever they hold now.
+    """
+    return _CONTENTS.get(cls)
 
 
 def checked(cls: Any, name: str) -> type[Listener]:
@@ -67,6 +84,8 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
+        read = b"".join(each.read_bytes() for each in read_with(path))
+        vars(module)[CONTENT] = hashlib.sha256(read).hexdigest()
         with ProcessKept():
             spec.loader.exec_module(module)
     except KeyboardInterrupt:

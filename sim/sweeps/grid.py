@@ -278,16 +278,11 @@ def _texts(resolved: dict[str, dict[str, Any]]) -> list[str]:
 
 def _sources(half: Part) -> str | None:
     """Of a policy in a file of its own: the digest of that file and what it imports; else of a class's code."""
-    if found := file_and_class(half.name):
-        return _read_with(found[0])
+    if file_and_class(half.name):
+        return user_file.content(half.cls)
     own = own_classes(half.cls)  # a cell's `code` stands for the others
     codes = [marshal.dumps(each.__code__) for cls in own for each in vars(cls).values() if hasattr(each, "__code__")]
     return hashlib.sha256(b"".join(codes)).hexdigest() if own else None
-
-
-@cache
-def _read_with(file: str) -> str:
-    return hashlib.sha256(b"".join(each.read_bytes() for each in user_file.read_with(file))).hexdigest()
 
 
 @cache

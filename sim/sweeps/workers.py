@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
 from concurrent.futures.process import BrokenProcessPool
@@ -60,16 +60,21 @@ class Task(Generic[T]):
     def elsewhere(self) -> tuple[Any, ...]:
         """What another process needs of it: names and profiles, not the trace."""
         setup, machine = self.loaded.setup, (self.loaded.hardware, self.loaded.profile)
-        return replace(setup, trace=absolute(setup.trace)), machine, self.play, self.arguments
+        here = replace(setup, trace=absolute(setup.trace)), self.loaded.fingerprint
+        files = {name: content for each in self._policies for name, content in each.files.items()}
+        return *here, machine, files, self.play, self.arguments
 
     @property
     def stays(self) -> str | None:
         """Return what keeps it in this process and what to do about that; None: it can run in any."""
         if self.loaded.in_memory:
             return f"the trace {self.loaded.trace.name} is in memory: write it to a folder that all workers can read"
-        policies = (each for each in self.arguments if isinstance(each, PolicySpec))
-        own = next((policy.text for policy in policies if not policy.importable), None)
+        own = next((policy.text for policy in self._policies if not policy.importable), None)
         return own and f"{own} is defined in a notebook or script: save its class in a file, and name it FILE.py:CLASS"
+
+    @property
+    def _policies(self) -> list[PolicySpec]:
+        return [each for each in self.arguments if isinstance(each, PolicySpec)]
 
     @property
     def requests(self) -> int:
@@ -283,21 +288,41 @@ Machine = tuple[Hardware | None, ModelProfile | None]
 
 
 @lru_cache(maxsize=2)
-def _loaded(setup: Setup) -> Loaded:
-    """The trace stays open for the next cell."""
-    return setup.load()
+def _loaded(setup: Setup, fingerprint: str) -> Loaded:
+    """The trace stays open for the next cell; another one that took its place is opened anew."""
+    loaded = setup.load()
+    if loaded.fingerprint != fingerprint:
+        raise InputError(f"{setup.trace} was changed while it was read")
+    return loaded
 
 
-def _on(setup: Setup, machine: Machine) -> Loaded:
-    loaded = _loaded(setup)
+def _on(setup: Setup, fingerprint: str, machine: Machine) -> Loaded:
+    loaded = _loaded(setup, fingerprint)
     hardware, profile = machine
     same = machine == (loaded.hardware, loaded.profile)
     return loaded if same else replace(loaded, hardware=hardware, profile=profile)
 
 
-def _anywhere(setup: Setup, machine: Machine, play: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+def _anywhere(*task: Any) -> Any:
     """A cell in a process of a cluster."""
-    return play(_on(setup, machine), *arguments, lambda requests: None)
+    return _as_read(lambda requests: None, *task)
+
+
+def _as_read(
+    advance: Advance,
+    setup: Setup,
+    fingerprint: str,
+    machine: Machine,
+    files: Mapping[str, str | None],
+    play: Callable[..., T],
+    arguments: tuple[Any, ...],
+) -> T:
+    """A cell in another process, of the trace and the policies that the one which asks for it has read."""
+    for policy in (each for each in arguments if isinstance(each, PolicySpec)):
+        for name, content in policy.files.items():
+            if content != files[name]:
+                raise InputError(f"{name} was changed, or what it imports, since the run began")
+    return play(_on(setup, fingerprint, machine), *arguments, advance)
 
 
 def _version() -> str:
@@ -309,12 +334,12 @@ _worker: dict[str, Any] = {}
 """What a process of `Local` holds: the counter of requests run."""
 
 
-def _in_process(setup: Setup, machine: Machine, play: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+def _in_process(*task: Any) -> Any:
     def played(requests: int) -> None:
         with _worker["counter"].get_lock():
             _worker["counter"].value += requests
 
-    return play(_on(setup, machine), *arguments, played)
+    return _as_read(played, *task)
 
 
 @contextmanager

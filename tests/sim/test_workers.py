@@ -85,6 +85,29 @@ def link_of(loaded, advance):
     return loaded.hardware.link_bandwidth_gb_per_s
 
 
+def test_a_trace_that_another_one_replaces_is_not_run_by_other_processes(tmp_path):
+    for seed in (3, 4):  # as many requests, tokens and experts
+        made = synthetic(4, tokens=20, layers=4, experts=16, top_k=3, seed=seed)
+        made = replace(made, meta=replace(made.meta, model="tiny", **SIZES))
+        write_trace(made, tmp_path / "t", overwrite=True)
+        if seed == 3:
+            loaded = Setup(tmp_path / "t").load()
+    tasks = [Task(loaded, process_of_cell, (parse("clock"),), False) for _ in range(2)]
+    with pytest.raises(InputError, match="t was changed while it was read"):
+        list(Local(2).results(tasks, lambda requests: None))
+
+
+def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path):
+    mine = tmp_path / "mine.py"
+    mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
+    policy = parse(f"{mine}:Mine")
+    tasks = [Task(loaded, process_of_cell, (policy,), False) for _ in range(2)]
+    assert len(dict(Local(2).results(tasks, lambda requests: None))) == 2
+    mine.write_text(mine.read_text().replace("pass", "size = 1"))
+    with pytest.raises(InputError, match=r"mine.py:Mine was changed, or what it imports, since the run began"):
+        list(Local(2).results(tasks, lambda requests: None))
+
+
 def test_an_error_in_a_cell_ends_the_others_and_is_told(loaded):
     for compiled in (True, False):
         tasks = [Task(loaded, fails, (i,), compiled) for i in range(6)]
