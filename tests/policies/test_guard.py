@@ -358,7 +358,7 @@ def test_numpy_answers_as_before_after_a_policy_that_has_it_raise(tmp_path):
         (["exits.py:Mine"], 1, "does not conform"),
         (["nothing"], 2, "error: unknown policy"),
         (["stops.py:Mine"], 130, "interrupted"),
-        ([], 2, "Missing argument"),
+        ([], 2, "missing argument"),
     ],
 )
 def test_the_kit_is_a_command_like_others(words, status, said, tmp_path):
