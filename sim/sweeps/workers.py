@@ -289,7 +289,7 @@ Machine = tuple[Hardware | None, ModelProfile | None]
 
 @lru_cache(maxsize=2)
 def _loaded(setup: Setup, fingerprint: str) -> Loaded:
-    """The trace stays open for the next cell; another one that took its place is opened anew."""
+    """The trace stays open for the next cell; another one that took its place is opened too."""
     loaded = setup.load()
     if loaded.fingerprint != fingerprint:
         raise InputError(f"{setup.trace} was changed while it was read")
