@@ -42,11 +42,10 @@ def validate(trace: TraceArgument) -> None:
     from traces.reader import EXTRA, open_folder
     from traces.stream import pieces
 
-    for _ in pieces(trace, EXTRA):
-        pass
+    tokens = sum(len(piece.step) for piece in pieces(trace, EXTRA))
     folder = open_folder(trace)
     warn_if_unfinished(folder)
-    console.out.print(f"{trace} is a valid trace: {size(folder)}", soft_wrap=True)
+    console.out.print(f"{trace} is a valid trace: {size(folder, tokens)}", soft_wrap=True)
     suggest(f"moe-trace info {trace}")
 
 

@@ -18,9 +18,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace th
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only errors.")]
 
 
-def size(folder: "Folder") -> str:
-    """A trace in one line."""
-    meta, (requests, tokens) = folder.meta, folder.size
+def size(folder: "Folder", read: int | None = None) -> str:
+    """A trace in one line. read: its tokens where they were read, without those of requests that are not listed."""
+    meta, (requests, stored) = folder.meta, folder.size
+    tokens = stored if read is None else read
     held = f"{requests} requests, {tokens} tokens" if meta.mode != "aggregate" else f"EAMs of {requests} requests"
     return f"{held} of {meta.model}, {meta.layers} MoE layers x {meta.experts} experts, top-{meta.top_k}"
 
