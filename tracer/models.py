@@ -64,6 +64,7 @@ class LoadedModel:
     name: str
     model: Any  # transformers.PreTrainedModel
     tokenizer: Any  # transformers.PreTrainedTokenizerBase; None: it is fed with token ids
+    notes: tuple[str, ...] = ()  # what the user should know of how it was loaded
 
     @property
     def device(self) -> torch.device:
@@ -270,7 +271,7 @@ def load_model(source: str, how: Loading) -> LoadedModel:
         model = (model if how.offload else model.to(place)).eval()
     if place.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
-    return LoadedModel(found.name, model, found.tokenizer)
+    return LoadedModel(found.name, model, found.tokenizer, notes_of(loading))
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -367,6 +368,17 @@ def require_weights(source: str, loading: dict[str, Any]) -> None:
             f"{source} is no whole checkpoint of its model: {len(missing)} weights are missing or of another shape, "
             f"such as {', '.join(sorted(missing)[:3])}; they would be random"
         )
+
+
+def notes_of(loading: dict[str, Any]) -> tuple[str, ...]:
+    """Return a note of weights for which the model has no place, as of layers that its config.json does not count."""
+    surplus = sorted(loading["unexpected_keys"])
+    if not surplus:
+        return ()
+    such = ", ".join(surplus[:3])
+    return (
+        f"{len(surplus)} weights of the checkpoint, such as {such}, have no place in the model that its config is of",
+    )
 
 
 def require_numbers(source: str, model: torch.nn.Module) -> None:

@@ -106,7 +106,7 @@ class Recording:
         settings = _settings(loaded, hook, prompts, options)
         settings["requests"] = sum(len(prompt.turns) for _, batch in self._batches for prompt in batch)
         self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
-        for note in hook.notes:
+        for note in (*loaded.notes, *hook.notes):
             on_note(note)
         self._recorder = _Recorder(loaded, Runner(loaded, hook, on_step, on_tokens), self.meta, options, on_note)
 

@@ -54,6 +54,8 @@ def serve(
         listen(host, port) as socket,
         open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live,
     ):
+        for note in live.loaded.notes:
+            console.warn(note)
         server = Server(live, api_key, max_context)
 
         def started() -> None:

@@ -21,7 +21,7 @@ from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
 from sim.profiles.model_profile import ModelProfile
-from tracer.models import Found, LoadedModel, blaming, find_model, require_numbers, require_weights
+from tracer.models import Found, LoadedModel, blaming, find_model, notes_of, require_numbers, require_weights
 from traces.errors import InputError, located
 from traces.output import make_folder
 
@@ -101,7 +101,8 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         model.__class__ = kind
         model.requires_grad_(False)
         require_numbers(source, model)
-        yield Opened(LoadedModel(name or found.name, model.eval(), found.tokenizer), layers, origins, shards)
+        loaded = LoadedModel(name or found.name, model.eval(), found.tokenizer, notes_of(loading))
+        yield Opened(loaded, layers, origins, shards)
     finally:
         for shard in shards:
             shard.close()

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from replay.cli import main as replay_main
 from tests.support import remote_code
 from tests.support.architectures import COMMON
-from tests.support.command import Ended, Run
+from tests.support.command import Ended, Run, run
 from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
@@ -32,6 +34,7 @@ from traces.errors import InputError
 from traces.export import export_npz
 from traces.output import only_writer
 from traces.reader import EXTRA
+from traces.schema import REQUESTS
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -184,6 +187,27 @@ def changed_demo(folder: Path, config: dict[str, Any], keep: Callable[[str], boo
 
 def test_a_config_whose_architectures_are_no_list_says_nothing_of_them(tmp_path: Path) -> None:
     assert find_model(str(changed_demo(tmp_path / "m", {"architectures": 5}))).config
+
+
+def test_weights_that_the_config_does_not_count_are_named(
+    tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = changed_demo(tmp_path / "m", {"num_hidden_layers": 9})
+    result = moe_trace("record", "--model", model, "--limit", 1, "--out", tmp_path / "t")
+    assert result.returncode == 0, result.stderr
+    assert "weights of the checkpoint, such as model.layers.9." in result.stderr
+    live = run(replay_main, "generate", "--model", model, "--prompt", "x", "--max-new-tokens", 1, cwd=tmp_path)
+    assert "weights of the checkpoint, such as model.layers.9." in live.stderr, live.stderr
+
+
+def test_tokens_of_requests_that_are_not_listed_do_not_count(tmp_path: Path, moe_trace: Run) -> None:
+    made = synthetic(2, tokens=5, layers=2, experts=4, top_k=1, seed=0)
+    write_trace(made, tmp_path / "t")
+    listed = pq.read_table(tmp_path / "t" / REQUESTS)
+    pq.write_table(listed.slice(0, 1), tmp_path / "t" / REQUESTS)
+    tokens = int(made.offsets[1])
+    assert f"1 requests, {tokens} tokens" in moe_trace("validate", tmp_path / "t").stdout
 
 
 @pytest.mark.parametrize(
