@@ -124,11 +124,11 @@ def main(app: typer.Typer, name: str) -> NoReturn:
 
 def _refuse_use(name: str, error: Any) -> NoReturn:
     """Fail for options and arguments that the command does not have; where there are none, its help was printed."""
-    told = error.format_message().removesuffix(".")
-    if not told:
+    reason = error.format_message().removesuffix(".")
+    if not reason:
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else name
-    fail(name, f"{told[0].lower()}{told[1:]}; see {command} --help", error.exit_code)
+    fail(name, f"{reason[0].lower()}{reason[1:]}; see {command} --help", error.exit_code)
 
 
 def _unwritable(error: UnicodeEncodeError) -> str:
