@@ -205,7 +205,7 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a folder that one stands in stays")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems may not remove the current folder")
 def test_a_folder_that_is_gone_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
