@@ -19,11 +19,21 @@ LONGEST_NAME = 4096
 def parse_json(content: str | bytes, what: str) -> Any:
     """The content of a JSON text; the InputError starts with `what`."""
     try:
-        return json.loads(content)
+        return json.loads(content, object_pairs_hook=_object)
     except RecursionError:
         raise InputError(f"{what} is nested too deeply to be read as JSON") from None
     except ValueError as error:
         raise InputError(f"{what} is no JSON: {error}") from error
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object: two values of one key contradict each other."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {reprlib.repr(key)} is there twice")
+        made[key] = value
+    return made
 
 
 def whole(what: str, value: Any, low: int = 1, high: int = LARGEST) -> int:

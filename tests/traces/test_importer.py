@@ -124,6 +124,8 @@ def test_arrays_that_no_model_routed_are_refused(tmp_path: Path, arrays: Any, pa
         ({"layer_names": ["a"]}, ["1 layer names"]),
         ({"requests": [{"id": "a"}, {"id": "a"}]}, ["'a' occurs twice"]),
         ({"requests": [{"id": 1}, {}]}, ["'1' occurs twice"]),
+        ({"start": 2}, ["of no server", "leave `start` out"]),
+        ({"requests": [{}, {"start": 2}]}, ["of no server", "leave `start` out"]),
     ],
 )
 def test_a_json_that_disagrees_with_the_arrays_is_refused(tmp_path: Path, meta: Any, parts: list[str]) -> None:
@@ -179,6 +181,19 @@ def test_one_array_is_no_npz(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", EXPERTS)
     with pytest.raises(InputError, match=r"is no \.npz"):
         import_dump(tmp_path / "x.npy", format="npz")
+
+
+def test_a_key_that_a_json_holds_twice_is_refused(tmp_path: Path) -> None:
+    file, meta = dump(tmp_path)
+    meta.write_text('{"experts": 5, "requests": [{"id": "a", "id": "b"}]}')
+    with pytest.raises(InputError, match=r"x\.json is no JSON: the key 'id' is there twice"):
+        import_dump(file, meta)
+
+
+def test_counts_have_no_token_ids(tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("layer,expert,count\n0,0,2\n0,1,2\n")
+    with pytest.raises(InputError, match="which have no tokens: leave --token-ids out"):
+        import_dump(tmp_path / "x.csv", options=Options(top_k=2, token_ids=tmp_path / "t.npy"))
 
 
 def test_an_npy_has_its_offsets_beside_it_or_in_the_json(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Format:
     about: str
     fits: Callable[[Source], bool]  # by name and first content; never raises for a dump of another kind
     read: Callable[[Source], Dump | Counts]
+    answers: bool = False  # of a server, which may leave out leading tokens
 
 
 def _ends(suffix: str) -> Callable[[Source], bool]:
@@ -65,8 +66,8 @@ def _vllm(source: Source) -> bool:
 FORMATS = {
     "npz": Format("plain arrays: experts[tokens, layers, k] and offsets", _ends(".npz"), plain.read_npz),
     "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", _has_offsets, plain.read_npy),
-    "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", _vllm, vllm.read),
-    "sglang": Format("SGLang: answers, .json or .jsonl", _answers(sglang.is_answer), sglang.read_answers),
+    "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", _vllm, vllm.read, answers=True),
+    "sglang": Format("SGLang: answers, .json or .jsonl", _answers(sglang.is_answer), sglang.read_answers, answers=True),
     "sglang-pt": Format("SGLang: dumps of its recorder, .pt", _ends(".pt"), torch_files.read),
     "csv": Format("llama.cpp: counts as layer,expert[,count]", _ends(".csv"), counts.read_csv),
 }
@@ -92,7 +93,10 @@ def import_dump(
     if not isinstance(facts, dict):
         raise InputError(f"{meta} holds no JSON object")
     source = Source(path, facts, str(meta or path), options or Options(), load_pt)
-    read = _format(source, format).read(source)
+    found = _format(source, format)
+    read = found.read(source)
+    if not found.answers and any(request.start for request in read.requests):
+        raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
     made = trace_of(read, source) if isinstance(read, Dump) else aggregate_of(read, source)
     return made, source.notes
 

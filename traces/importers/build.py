@@ -91,6 +91,8 @@ def aggregate_of(counts: Counts, source: Source) -> Trace:
         raise InputError(f"{source.path}: all counts are 0: nothing was recorded")
     if int(held.max()) >= 2**32:
         raise InputError(f"{source.path}: a count of {int(held.max())} is more than a trace can hold (2^32 - 1)")
+    if source.options.token_ids is not None:
+        raise InputError(f"{source.path} holds counts, which have no tokens: leave --token-ids out")
     k = source.agreed("top_k", "top_k", None)
     if k is None:
         raise InputError(f"{source.path} holds counts, which do not tell how many experts a token chose: give --top-k")
