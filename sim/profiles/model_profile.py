@@ -11,7 +11,7 @@ from typing import Any
 
 from sim import profiles
 from sim.profiles import transformers_config
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.files import expanded
 from traces.schema import TraceMeta
 
@@ -171,7 +171,8 @@ def model(text: str) -> ModelProfile:
     path = expanded(text)
     if text not in profiles.names("models") and exists(path) and transformers_config.is_config(path):
         profile = ModelProfile(**transformers_config.read(path))
-        profiles.check(profile)
+        with located(str(path)):
+            profiles.check(profile)
     else:
         path = profiles.find("models", "model", text)
         profile = profiles.read(ModelProfile, path)

@@ -292,6 +292,7 @@ def test_the_command_refuses_a_model_that_does_not_fit_in_one_line(tmp_path):
         ({"num_hidden_layers": 10**9}, "more than 100000"),
         ({"model_type": []}, "what transformers does not write there"),
         ({"mlp_only_layers": 5}, "what transformers does not write there"),
+        ({"head_dim": None, "num_attention_heads": 2**40}, r"config\.json: head_size = 0"),
     ],
 )
 def test_a_config_that_no_model_has_is_one_line(damage: dict[str, object], says: str, tmp_path: Path) -> None:
