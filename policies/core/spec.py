@@ -254,7 +254,16 @@ class PolicySpec:
         """Return fresh instances; halves of one name and the same options share what they have learned.
 
         In a scope of layers an eviction policy that is no score is one instance for each, so it shares nothing.
+        Raise InputError where one cannot be made, such as without the file that it reads.
         """
+        try:
+            return self._built(shape)
+        except guard.PolicyError:
+            raise
+        except InputError as error:
+            raise InputError(f"{self.text}: {error}") from error
+
+    def _built(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
         keeper: RetentionPolicy = self.evict.build(shape)
         if self.scope.cls.per_layer and not isinstance(keeper, ScorePolicy):
             others = [self.evict.build(shape) for _ in range(1, shape.layers)]

@@ -183,5 +183,7 @@ class Stride(Prefetcher):
 
     def __init__(self, shape: Shape, options: StrideOptions) -> None:
         if not options.model:
-            raise InputError("stride needs a trained predictor, as in stride:model=FILE.npz (moe-sim train-stride)")
+            raise InputError(
+                "it needs a trained predictor: its option model, as in stride:model=FILE.npz (moe-sim train-stride)"
+            )
         super().__init__(shape, options)

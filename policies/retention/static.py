@@ -31,7 +31,9 @@ class Static(ScorePolicy):
     def __init__(self, shape: Shape, options: StaticOptions) -> None:
         super().__init__(shape, options)
         if not options.profile:
-            raise InputError("static needs a trace to take popularity from, as in static:profile=traces/recorded/NAME")
+            raise InputError(
+                "it needs a trace to take popularity from: its option profile, as in static:profile=FOLDER"
+            )
         trace = read_profile(options.profile, shape)
         eams = trace.eams(PREFILL) + trace.eams(DECODE)  # [R, L, E]
         self.keep[0] = eams.sum(axis=0).ravel()

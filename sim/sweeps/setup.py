@@ -320,9 +320,10 @@ class Loaded:
                 yield more or policy.placement != FETCHED
 
     def require(self, policy: Policy, slots: int) -> None:
-        """InputError for what the policy lacks: slots for its scope; timed, a column or an engine."""
+        """InputError for what the policy lacks: slots for its scope, a file; timed, a column or an engine."""
         shape, policy = Shape(self.trace.layers, self.trace.num_experts), parse(policy)
         policy.divide(shape, slots)
+        policy.build(shape)  # what it refuses, such as a file of its own
         if self.hardware and policy.needs_lookahead and not self.trace.has_lookahead:
             raise InputError(
                 f"{policy.text}: the trace {self.setup.trace} has no lookahead column; "

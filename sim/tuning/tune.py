@@ -214,7 +214,6 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
     try:
         policy = search.policy.with_options(values)
         search.halves.first.require(policy, search.slots)
-        search.halves.first.compiled(policy)
     except InputError as error:
         return str(error)
     return policy

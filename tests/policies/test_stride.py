@@ -203,7 +203,7 @@ def test_a_file_keeps_the_predictor_and_whatever_is_none_is_one_line(tmp_path):
 
 def test_a_predictor_is_needed_and_has_to_fit(tmp_path):
     path = saved(made_up(3, 5, stride=1, back=2, seed=0), tmp_path)
-    with pytest.raises(InputError, match="stride needs a trained predictor"):
+    with pytest.raises(InputError, match="stride: it needs a trained predictor"):
         parse("lru+stride").build(Shape(3, 5))
     with pytest.raises(InputError, match="is for 3 layers of 5 experts, not 3 of 6"):
         parse(f"lru+stride:model={path}").build(Shape(3, 6))

@@ -7,7 +7,7 @@ import pytest
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
 from sim.sweeps import winner
-from sim.sweeps.grid import Grid, Table, key, outcome, played, save, sweep
+from sim.sweeps.grid import Grid, Table, grid_of, key, outcome, played, save, sweep
 from sim.sweeps.setup import Requests, Setup
 from sim.sweeps.store import Store
 from sim.sweeps.winner import Winner
@@ -278,6 +278,8 @@ def test_a_setup_that_cannot_be_is_refused(folder):
         Setup(folder, model_profile="olmoe-1b-7b").load()
     with pytest.raises(InputError, match=r"holds no winner\.toml"):
         winner.read(Path("nowhere"))
+    with pytest.raises(InputError, match="brainstorm: it needs a trace to take popularity from"):
+        grid_of(Setup(folder).load(), ["lru", "brainstorm"], ["50%"])  # before lru has run
 
 
 def test_a_predictor_cost_slows_every_event(folder):
