@@ -42,7 +42,7 @@ class Store:
         self._tables: dict[str, Path] = {}
         for file in sorted(self._results.glob("[!.]*.parquet")):
             if (requests := self._requests / file.name).is_file():
-                self._rows[file.stem] = _read(file, RESULTS).to_pylist()[0]
+                self._rows[file.stem] = _row(file)
                 self._tables[file.stem] = requests
         for table in _ended(folder):
             self._take(table)
@@ -73,7 +73,10 @@ class Store:
     def requests(self, key: str) -> pa.Table:
         """The rows of its requests, in the order of the run."""
         table = _read(self._tables[key], REQUESTS)
-        return table.filter(pc.equal(table.column("cell"), key))
+        table = table.filter(pc.equal(table.column("cell"), key))
+        if len(table) != self._rows[key]["requests"]:
+            raise _damaged(self._tables[key])
+        return table
 
     def write_requests(self, keys: Iterable[str], path: Path) -> None:
         """The requests of these cells as one file, whole or not at all."""
@@ -140,14 +143,26 @@ def _ours(folder: Path) -> list[str]:
     return [name for name, maker in marked(folder).items() if maker == MAKER]
 
 
+def _row(file: Path) -> Row:
+    """The row of the cell that the file is named by."""
+    rows: list[Row] = _read(file, RESULTS).to_pylist()
+    if [row["cell"] for row in rows] != [file.stem]:
+        raise _damaged(file)
+    return rows[0]
+
+
 def _read(file: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
     try:
         return pq.read_table(str(file.absolute()), schema=schema, columns=columns)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise InputError(
-            f"{file} is damaged, or of another version of moe-sim sweep: drop what is there with --overwrite, "
-            "or name another folder"
-        ) from error
+        raise _damaged(file) from error
+
+
+def _damaged(file: Path) -> InputError:
+    return InputError(
+        f"{file} is damaged, or of another version of moe-sim sweep: drop what is there with --overwrite, "
+        "or name another folder"
+    )
 
 
 def _grouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
