@@ -5,8 +5,9 @@ was cut off anywhere is a beginning of the whole.
 """
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,26 @@ class Journal:
             if not self.path.stat().st_size:
                 return None
             study = self._optuna.load_study(study_name=STUDY, storage=self._storage())
+            self._require_whole(study.get_trials(deepcopy=False))
             with self.path.open("r+b") as file:  # a line that was not written to its end
                 file.truncate(file.read().rfind(b"\n") + 1)
-        except (OSError, ValueError, KeyError, TypeError, AssertionError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
             raise InputError(f"{self.path} is no journal that moe-sim tune writes: {error}") from error
         return study
+
+    def _require_whole(self, trials: Sequence[Any]) -> None:
+        """Raise ValueError for trials that no search has written."""
+        self._optuna.create_study().add_trials(trials)  # which checks them
+        for trial in trials:
+            told = [trial.user_attrs.get(name) for name in ("policy", "refusal")]
+            is_value = isinstance(trial.value, float) and isfinite(trial.value)
+            if (
+                not trial.state.is_finished()
+                or not all(isinstance(text, str) for text in told)
+                or not (is_value if told[0] else trial.value is None)
+                or trial.params.keys() != trials[0].params.keys()
+            ):
+                raise ValueError(f"trial {trial.number} is not whole")
 
     def _storage(self) -> Any:
         journal, file = self._optuna.storages.journal, str(self.path)

@@ -409,6 +409,28 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_pat
     assert (tmp_path / "out" / NAME).read_text() == text
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"value": "x"},
+        {"value": float("nan")},
+        {"value": None},
+        {"state": 0},
+        {"params": {}},
+        {"params": {}, "distributions": {}},
+        {"params": {"capacity": 5.0, "cosine": 7}},
+        {"user_attrs": {}},
+        {"user_attrs": {"policy": 1, "refusal": ""}},
+    ],
+)
+def test_a_journal_with_a_trial_that_no_search_has_written_is_refused(home, tmp_path, change):
+    found_by(search_of(home, "eamc", "capacity=5..8:cosine=flat|rows", 3), tmp_path)
+    *before, last = (tmp_path / NAME).read_text().splitlines()
+    (tmp_path / NAME).write_text("\n".join([*before, json.dumps(json.loads(last) | {"values": None} | change)]) + "\n")
+    with pytest.raises(InputError, match="is no journal that moe-sim tune writes"):
+        Journal(tmp_path)
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
 def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(home, tmp_path):
     written(tmp_path / "long", requests=8, tokens=60)
