@@ -72,7 +72,8 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
 
         def write(row: StepRow) -> None:
             if not files:
-                for old in (RESULTS_FILE, REQUESTS_FILE, STEPS):
+                others = (RESULTS_FILE, REQUESTS_FILE) if done else (RESULTS_FILE, REQUESTS_FILE, STEPS)
+                for old in others:
                     (folder / old).unlink(missing_ok=True)  # they would not be of this run
                 with replacing(folder / RUN_FILE) as part:
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")

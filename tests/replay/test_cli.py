@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -443,6 +444,23 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"cannot write \S+per_token\.csv: .*; what it holds is kept: .*--resume\n", done.stdout)
     assert len((tmp_path / "per_token.csv").read_text().splitlines()) > 5
+
+
+def test_a_disk_that_is_full_when_a_run_resumes_loses_no_step(tmp_path: Path) -> None:
+    rows = [StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)])] * 20
+    with report.step_writer(tmp_path, "a key") as write:
+        for row in rows:
+            write(row)
+    steps = tmp_path / "per_token.csv"
+    before = steps.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
+    try:
+        with pytest.raises(InputError, match="cannot write"), report.step_writer(tmp_path, "a key", rows) as write:
+            write(rows[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert steps.read_bytes() == before
 
 
 @pytest.mark.parametrize(
