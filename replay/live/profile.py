@@ -6,13 +6,15 @@ from pathlib import Path
 from policies.core.policy import Listener
 from policies.core.spec import Part, PolicySpec
 from traces.errors import InputError
-from traces.output import replacing
+from traces.output import check_file, replacing
 
 
 def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
     if file and not any(half.cls.starts_from for half in (policy.evict, policy.prefetch)):
         raise InputError(f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do")
+    if file:
+        check_file(file, overwrite=True)  # better now than when all is learned
     if not file or not file.exists():
         return policy
     evict, prefetch = _from(policy.evict, file), _from(policy.prefetch, file)

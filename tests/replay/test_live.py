@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies.blend.profile import Profile
+from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from replay.cli import main
 from replay.devices.gpu import Gpu
@@ -22,6 +23,7 @@ from replay.live import opening
 from replay.live.layout import ShardStore
 from replay.live.model import LiveModel
 from replay.live.opening import How, open_live
+from replay.live.profile import starting_from
 from replay.live.shards import Shard
 from sim.loop.log import COLUMNS
 from tests.support.command import run
@@ -513,3 +515,8 @@ def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None
             for layer in each.model.layers:
                 layer.mlp.gate.register_forward_hook(twice)
         assert_equal(logits(model, prompt(9), 6), live, prompt(9))
+
+
+def test_a_profile_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot write"):
+        starting_from(parse("eamc"), tmp_path / "missing" / "profile.npz")
