@@ -6,6 +6,7 @@ safetensors (github.com/huggingface/safetensors, "Format"). No weights are read.
 
 import json
 import re
+import reprlib
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ class _Layer:
     """The expert tensors of a layer."""
 
     fused: list[_Tensor] = field(default_factory=list)  # of all experts
-    own: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
+    own: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
 
 
 def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
@@ -64,7 +65,7 @@ def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
         if expert is None:
             layer.fused.append(tensor)
         else:
-            layer.own[int(expert)] += tensor.size
+            layer.own[expert] += tensor.size
     if not layers:
         raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
     with located(str(path)):
@@ -83,12 +84,15 @@ def _expert_bytes(name: str, layer: _Layer) -> int:
         smallest, largest = min(layer.own.values()), max(layer.own.values())
         raise InputError(f"the experts of {name} differ in size: {smallest} to {largest} bytes")
     shared = sum(tensor.size for tensor in layer.fused)
-    return max(layer.own.values(), default=0) + -(-shared // counts.pop())
+    size = max(layer.own.values(), default=0) + -(-shared // counts.pop())
+    if not size:
+        raise InputError(f"the experts of {name} have no bytes")
+    return size
 
 
-def _order(layer: str) -> tuple[bool, list[int | str]]:
+def _order(layer: str) -> tuple[bool, list[str]]:
     """Return a key that sorts layers by their numbers, the encoder's first."""
-    return "encoder" not in layer, [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", layer)]
+    return "encoder" not in layer, [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", layer)]
 
 
 def _expert_tensors(path: Path) -> Iterator[tuple[_Tensor, re.Match[str]]]:
@@ -162,7 +166,7 @@ def _gguf(file: Path) -> Iterator[_Tensor]:
 
     try:
         tensors = Header(file).tensors
-    except (OSError, ValueError, IndexError, KeyError, OverflowError, MemoryError, struct.error) as error:
+    except (OSError, ValueError, LookupError, OverflowError, MemoryError, RecursionError, struct.error) as error:
         raise InputError(f"{file} cannot be read as GGUF, it is damaged or cut off: {error}") from error
     for tensor in tensors:
         yield _Tensor(tensor.name, tuple(tensor.shape.tolist()[::-1]), int(tensor.n_bytes))
@@ -184,10 +188,13 @@ def _safetensors(file: Path) -> Iterator[_Tensor]:
             header = json.loads(text)
             header.pop("__metadata__", None)
             found, end = [], 0
-            for name, held in header.items():
+            for name, held in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
                 first, last = held["data_offsets"]
+                if not (type(first) is type(last) is int and end == first <= last):
+                    raise ValueError(f"{reprlib.repr(name)} does not begin where the tensor before it ends")
                 found.append(_Tensor(name, tuple(map(int, held["shape"])), last - first))
-                end = max(end, 8 + length + last)
+                end = last
+            end += 8 + length
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise InputError(f"has a header that is not of safetensors: {error!r}") from error
         if total < end:

@@ -1,6 +1,7 @@
 """Sizes of experts are read from files that the formats' own writers wrote."""
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -197,3 +198,42 @@ def test_experts_that_differ_within_a_layer_and_unclear_numbers_are_refused(tmp_
     save_file({f"{prefix}.mlp.w1": np.zeros((32, 8), np.float16)}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match=r"number of experts of model\.layers\.0\.mlp is unclear"):
         expert_bytes_by_layer(tmp_path / "b.safetensors")
+
+
+def safetensors_header(path: Path, offsets: list[object], expert: str = "0") -> Path:
+    """A file of two experts with a tensor each; the second one's offsets, and the first one's name, are given."""
+    held = {
+        f"layers.0.experts.{name}.up.weight": {"dtype": "U8", "shape": [4], "data_offsets": where}
+        for name, where in ((expert, [0, 4]), ("1", offsets))
+    }
+    header = json.dumps(held).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    return path
+
+
+@pytest.mark.parametrize("offsets", [[8, 4], [0, 4], [-4, 0], [4, 8.0], [-(2**80), 0], [4, True]])
+def test_tensors_that_do_not_lie_one_behind_another_are_refused(tmp_path: Path, offsets: list[object]) -> None:
+    assert expert_bytes_by_layer(safetensors_header(tmp_path / "a.safetensors", [4, 8])).tolist() == [4]
+    with pytest.raises(InputError, match=r"a\.safetensors: has a header that is not of safetensors"):
+        expert_bytes_by_layer(safetensors_header(tmp_path / "a.safetensors", offsets))
+
+
+def test_experts_without_bytes_are_refused(tmp_path: Path) -> None:
+    header = b'{"layers.0.experts.0.up.weight": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}'
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    with pytest.raises(InputError, match=r"a\.safetensors: the experts of layers\.0 have no bytes"):
+        expert_bytes_by_layer(tmp_path / "a.safetensors")
+
+
+def test_numbers_of_thousands_of_digits_in_names_are_read(tmp_path: Path) -> None:
+    path = safetensors_header(tmp_path / "a.safetensors", [4, 8], expert="9" * 5000)
+    assert expert_bytes_by_layer(path).tolist() == [4]
+
+
+def test_a_gguf_file_of_nested_lists_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    lists = struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 0, 0)
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9)
+    (tmp_path / "a.gguf").write_bytes(head + lists + bytes(64))
+    with pytest.raises(InputError, match=r"a\.gguf cannot be read as GGUF"):
+        expert_bytes_by_layer(tmp_path / "a.gguf")
