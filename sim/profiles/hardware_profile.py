@@ -75,4 +75,6 @@ def hardware(text: str) -> Hardware:
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
     if machine.link_bandwidth_gb_per_s < SLOWEST_LINK:
         raise InputError(f"{path}: link_bandwidth_gb_per_s is below {SLOWEST_LINK}: no link is so slow")
+    if machine.host_expert_share > 1:
+        raise InputError(f"{path}: host_expert_share {machine.host_expert_share} is a share, at most 1")
     return machine

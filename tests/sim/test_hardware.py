@@ -53,6 +53,7 @@ def test_a_machine_may_be_a_file(tmp_path):
         ("launch_us = 2.5", "launch_us = -1", "launch_us = -1: must be at least 0"),
         ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 24e9", "is above memory_bandwidth_gb_per_s"),
         ("link_bandwidth_gb_per_s = 24.0", "link_bandwidth_gb_per_s = 1e-9", "is below 0.001: no link is so slow"),
+        ("launch_us = 2.5", "launch_us = 2.5\nhost_expert_share = 2.0", "host_expert_share 2.0 is a share, at most 1"),
         ("memory_gib = 24.0", "memory_gib = ", "cannot be read as TOML"),
         ("memory_gib = 24.0", 'memory_gib = "\\u0000"', "cannot be read as TOML: it holds a NUL"),
     ],
@@ -200,3 +201,21 @@ def test_sizes_by_layer_are_one_for_each_layer(tmp_path):
     mine.write_text(f"{shipped.read_text()}\nlayer_expert_bytes = [1000, 2000]\n")
     with pytest.raises(InputError, match="layer_expert_bytes has 2 sizes for 16 MoE layers"):
         model(str(mine))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "complaint"),
+    [
+        ("expert_bytes_per_parameter = 2.0", "expert_bytes_per_parameter = 1e-9", "1e-09 leaves an expert no bytes"),
+        ("heads = 16", "heads = 16\nkv_heads = 64", "16 heads cannot share 64 kv_heads"),
+        ("heads = 16", "heads = 16\nkv_heads = 3", "16 heads cannot share 3 kv_heads"),
+    ],
+)
+def test_a_model_whose_figures_contradict_each_other_is_refused(tmp_path, old, new, complaint):
+    mine = tmp_path / "mine.toml"
+    shipped = (Path(profiles.__file__).parent / "models" / "olmoe-1b-7b.toml").read_text()
+    assert old in shipped
+    mine.write_text(shipped.replace(old, new))
+    with pytest.raises(InputError, match=r"mine\.toml: ") as refused:
+        model(str(mine))
+    assert complaint in str(refused.value)
