@@ -173,8 +173,18 @@ def begin(shape: Shape, options: BlendOptions) -> Blend:
     return own
 
 
+MOST_LOG = 1500.0
+"""Of evidence and weights: no ratio of two floats has a greater logarithm."""
+
+
 def _require_sound(own: Blend, path: str) -> None:
     """InputError for numbers that no run has taught."""
+    rows, taught = own.known.rows, own.learning
+    logs = (rows[:KINDS], taught.questions, taught.kept, taught.fits[:-1, WEIGHT])
+    if any((abs(part) > MOST_LOG).any() for part in logs):
+        raise InputError(f"{path} is damaged: it holds evidence that is beyond all logarithms: {ADVICE}")
+    if (rows[KINDS:] < 0).any() or (taught.waits[:, : own.known.after.shape[3]] < 0).any():
+        raise InputError(f"{path} is damaged: it holds counts below 0: {ADVICE}")
     try:
         np.linalg.cholesky(own.learning.fits[:-1, CURVATURE])  # reads the lower triangles
     except np.linalg.LinAlgError:

@@ -78,6 +78,18 @@ def _of_more_experts_than_there_are(held):
     return held | {"numbers": held["numbers"] + 100}
 
 
+def _beyond_all_logarithms(held):
+    return held | {"kept": np.full_like(held["kept"], 2.0**30)}
+
+
+def _with_negative_waits(held):
+    return held | {"waits": -held["waits"] - 5}
+
+
+def _with_negative_averages(held):
+    return held | {"rows": -abs(held["rows"]) - 1.0}
+
+
 def _of_the_next_version(held):
     return held | {"about": np.array(json.dumps({"format": "moe-expert-cache eamc-blend profile 2"}))}
 
@@ -93,6 +105,9 @@ def _of_no_model(held):
         (_without_rows, "it is damaged"),
         (_not_finite, "does not fit"),
         (_without_curvature, "is damaged: the curvature of a fit is not positive"),
+        (_beyond_all_logarithms, "is damaged: it holds evidence that is beyond all logarithms"),
+        (_with_negative_waits, "is damaged: it holds counts below 0"),
+        (_with_negative_averages, "is damaged: it holds counts below 0"),
         (_of_more_experts_than_there_are, "is damaged: 102 experts a token"),
         (_of_the_next_version, "it is not of this version"),
         (_of_no_model, "does not say what it was learned from"),
