@@ -129,7 +129,7 @@ class Local:
             stack.callback(threads.shutdown, wait=False, cancel_futures=True)
             counter, processes = None, None
             if not all(task.compiled or task.stays for task in tasks):
-                counter, processes = stack.enter_context(_processes(self.workers))
+                counter, processes = stack.enter_context(_processes(min(self.workers, len(tasks))))
             stack.callback(stopped.set)
             for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
                 if counter is not None:
@@ -350,8 +350,8 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
     strangers = set(multiprocessing.active_children())
     with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
         try:
-            with interrupts_later():
-                pool.submit(int).result()
+            with interrupts_later():  # all of them start now
+                wait([pool.submit(int) for _ in range(workers)])
             yield counter, pool
         except BrokenProcessPool as error:
             raise InputError("a worker process was killed, possibly out of memory: try fewer `workers`") from error
