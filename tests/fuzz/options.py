@@ -30,6 +30,7 @@ import tracer.cli
 import traces
 from tests.fuzz.harness import CORPUS
 from tests.support.tiny import SIZES
+from tracer import demo
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -58,6 +59,7 @@ VALUES = (
     *WORDS.split(),
 )
 
+MODEL = str(Path(demo.__file__).parent / "model")
 TRACE, SIZE = ["tiny"], ["--cache-size", "50%"]
 BASES: dict[str, list[str]] = {
     "moe-trace import": ["dump.npz", "--out", "new"],
@@ -67,7 +69,7 @@ BASES: dict[str, list[str]] = {
     "moe-trace sample": [*TRACE, "--out", "new", "--requests", "2"],
     "moe-trace synth": ["--like", "tiny", "--requests", "2", "--decode-tokens", "2", "--out", "new"],
     "moe-trace architectures": [],
-    "moe-trace record": ["--model", "nothing-here", "--prompts", "text.txt", "--out", "new"],
+    "moe-trace record": ["--model", MODEL, "--prompts", "text.txt", "--max-new-tokens", "1", "--out", "new"],
     "moe-sim sweep": [*TRACE, "--policies", "lru", "--cache-sizes", "50%", "--workers", "1", "--out", "new"],
     "moe-sim run": [*TRACE, *SIZE, "--policy", "lru"],
     "moe-sim plan": ["--model", "olmoe-1b-7b", "--gpu-memory", "8GiB"],
@@ -103,10 +105,10 @@ BASES: dict[str, list[str]] = {
     "moe-replay calibrate": ["--model-profile", "olmoe-1b-7b", "--out", "text.txt"],
     "moe-replay compare": [*TRACE, "--device", "virtual", "--out", "new"],
     "moe-replay store": ["new.bin", "--model-profile", "nothing-here"],
-    "moe-replay generate": ["--model", "nothing-here", "--prompt", "x"],
+    "moe-replay generate": ["--model", MODEL, "--prompt", "x", "--max-new-tokens", "1"],
     "moe-replay serve": ["--model", "nothing-here"],
 }
-"""What each command takes beside the hostile value; a trace where nothing is named. Those of models stop before one."""
+"""What each command takes beside the hostile value; a trace where nothing is named. `serve` stops before its model."""
 
 UNTRIED = {("moe-replay calibrate", "--out")}
 """Options of which each good value would measure for minutes."""
@@ -228,10 +230,11 @@ def wrong(status: str, text: str) -> bool:
 
 def import_beforehand() -> None:
     """Import what commands import when they run, so that their processes need not."""
-    for package in (policies, sim, traces):
+    for package in (policies, replay, sim, tracer, traces):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith("__main__"):
+            if not module.name.endswith(("__main__", ".demo.make", ".demo.train")):
                 importlib.import_module(module.name)
+    importlib.import_module("transformers.models.olmoe.modeling_olmoe")  # the shipped model's code
 
 
 def main() -> None:
