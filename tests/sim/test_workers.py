@@ -142,6 +142,14 @@ def endless(loaded, number, advance):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
+def test_every_worker_process_leaves_ctrl_c_to_its_parent():
+    with workers._processes(2) as (_, pool):
+        texts = [Path(f"/proc/{process}/status").read_text() for process in pool._processes]
+    masks = [int(line.split()[1], 16) for text in texts for line in text.splitlines() if line.startswith("SigBlk")]
+    assert [mask >> signal.SIGINT - 1 & 1 for mask in masks] == [1, 1]
+
+
 def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded):
     tasks = [Task(loaded, killed, (i,), False) for i in range(2)]
     with pytest.raises(InputError, match="a worker process was killed"):
