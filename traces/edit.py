@@ -76,7 +76,7 @@ def join(
     names = [_ids(source, prefix) for source in sources]
     _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
     columns = _columns([source.folder for source in sources])
-    with TraceWriter(out, meta, overwrite) as writer:
+    with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
         for source, ids in zip(sources, names, strict=True):
             first, base = 0, next_step

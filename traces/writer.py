@@ -40,6 +40,9 @@ from traces.schema import (
 from traces.steps import DECODE, PREFILL
 from traces.trace import FLOATS, Trace
 
+UNFINISHED = ".moe-expert-cache.part"
+"""Folder in that of a trace, in which another one is written until it is whole and takes its place."""
+
 FILE_ROWS = 65_536
 """Rows of a routing file, at most."""
 
@@ -75,8 +78,8 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
 
 
 def held(folder: Path) -> set[Path]:
-    """What lies in the folder, if it is there, beside the lock of who writes to it."""
-    return set(folder.iterdir()) - {folder / LOCK} if folder.is_dir() else set()
+    """What lies in the folder, if it is there, beside what belongs to who writes to it."""
+    return set(folder.iterdir()) - {folder / LOCK, folder / UNFINISHED} if folder.is_dir() else set()
 
 
 class _Files:
@@ -145,17 +148,22 @@ class TraceWriter:
     A trace that is already there is removed at that moment, and only if `overwrite` is set; with `resume` its
     requests are kept, and `written` says how many they are. Use as a context manager: leaving it, also by an
     exception, writes what is still held. Until then no other process writes there (`traces.output`).
+
+    With `whole` the trace appears, and an old one goes, when the writer is closed; an exception leaves all as it was.
     """
 
-    def __init__(self, folder: Path, meta: TraceMeta, overwrite: bool = False, resume: bool = False):
+    def __init__(
+        self, folder: Path, meta: TraceMeta, overwrite: bool = False, resume: bool = False, whole: bool = False
+    ):
         check_target(folder, overwrite, resume)
         self.folder = folder
         self.meta = meta
+        self._place = folder / UNFINISHED if whole else folder
         self.written = 0  # requests readable in the folder
         self.added = 0
         self.next_step = 0  # after the steps of the requests that were resumed
-        self._rows = _Files(folder / ROUTING, FILE_ROWS)
-        self._requests = _Files(folder / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
+        self._rows = _Files(self._place / ROUTING, FILE_ROWS)
+        self._requests = _Files(self._place / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._optional: set[str] | None = None
         with ExitStack() as kept:
@@ -202,18 +210,41 @@ class TraceWriter:
 
     def close(self) -> None:
         """Flush, join the requests' files into requests.parquet, and let others write there."""
+        self._end(write=True)
+
+    def _end(self, write: bool) -> None:
         with self._kept:
-            self._finish()
+            try:
+                if write:
+                    self._finish()
+            finally:
+                shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)
 
     def _finish(self) -> None:
         self.flush()
-        growing = self.folder / GROWING
+        growing = self._place / GROWING
         if not growing.is_dir():
             return
         with self._telling():
             if files := sorted(growing.glob("part-*.parquet")):
-                _join(files, self.folder / REQUESTS)
+                _join(files, self._place / REQUESTS)
             shutil.rmtree(growing)
+            if self._place != self.folder:
+                self._take_place()
+
+    def _take_place(self) -> None:
+        """The whole trace comes to lie where an old one did, requests last."""
+        self._remove_old()
+        shutil.rmtree(self.folder / GROWING, ignore_errors=True)  # of a recording that was cut off
+        (self.folder / ROUTING).mkdir(exist_ok=True)
+        for part in sorted((self._place / ROUTING).iterdir()):
+            os.replace(part, self.folder / ROUTING / part.name)
+        os.replace(self._place / REQUESTS, self.folder / REQUESTS)
+
+    def _remove_old(self) -> None:
+        """An old trace goes, requests first, so that it is never half a trace."""
+        for file in _left_by_writer(self.folder) or ():
+            file.unlink()
 
     def __enter__(self) -> "TraceWriter":
         return self
@@ -221,23 +252,23 @@ class TraceWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self._end(write=error is None or self._place == self.folder)
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            raise InputError(
-                f"cannot write {self.folder}: {error.strerror or error}; {self.written} requests are readable there"
-            ) from error
+            found = f"{self.written} requests are readable there" if self._place == self.folder else "it is as it was"
+            raise InputError(f"cannot write {self.folder}: {error.strerror or error}; {found}") from error
 
     def _make_folder(self) -> None:
-        """The empty folder; an old trace in it goes, requests first, so that it is never half a trace."""
+        """The empty folder."""
+        shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # of a process that was killed
         for folder in (ROUTING, GROWING):
-            (self.folder / folder).mkdir(parents=True, exist_ok=True)
-        for file in _left_by_writer(self.folder) or ():
-            file.unlink()
+            (self._place / folder).mkdir(parents=True, exist_ok=True)
+        if self._place == self.folder:
+            self._remove_old()
 
     def _resume(self) -> None:
         """Take up the trace that is there: its requests stay, routing of others goes."""
@@ -289,7 +320,7 @@ def _last_step(parts: list[Path], requests: int) -> int:
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
     """Write a whole trace at once."""
-    with TraceWriter(folder, trace.meta, overwrite) as writer:
+    with TraceWriter(folder, trace.meta, overwrite, whole=True) as writer:
         writer.add(trace)
 
 

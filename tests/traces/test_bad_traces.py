@@ -26,7 +26,7 @@ from traces.steps import RequestSteps
 from traces.stream import pieces
 from traces.synthetic import synthetic
 from traces.trace import Trace
-from traces.writer import TraceWriter, write_trace
+from traces.writer import UNFINISHED, TraceWriter, write_trace
 
 GOOD = synthetic(3, 4, 2, 6, 2, seed=0, prompt_tokens=3)
 PART = f"{ROUTING}/part-00000.parquet"
@@ -366,6 +366,15 @@ def test_writing_over_a_trace_needs_a_word(folder: Path) -> None:
     assert len(Trace.read(folder).requests) == 1
 
 
+def test_a_writer_of_a_whole_trace_that_is_killed_leaves_the_old_one(folder: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", WRITER, folder, "7", "whole"]).returncode == 9
+    assert (folder / UNFINISHED).is_dir()
+    assert len(Trace.read(folder).requests) == 3
+    assert subprocess.run([sys.executable, "-c", WRITER, folder, "-1", "whole"]).returncode == 0
+    assert len(Trace.read(folder).requests) == 15
+    assert not (folder / UNFINISHED).exists()
+
+
 @pytest.mark.parametrize("name", ["letter.txt", "routing/letter.txt"])
 def test_a_folder_with_other_files_is_never_touched(folder: Path, name: str) -> None:
     (folder / name).write_text("dear")
@@ -422,6 +431,43 @@ def test_an_interrupted_recording_is_readable(tmp_path: Path) -> None:
     assert len(Trace.read(tmp_path / "t").requests) == 2
 
 
+@pytest.mark.parametrize("old", [True, False])
+def test_a_trace_that_is_written_whole_replaces_nothing_until_then(tmp_path: Path, old: bool) -> None:
+    folder = tmp_path / "t"
+    if old:
+        write_trace(GOOD, folder)
+
+    def copy(requests: int, error: BaseException | None = None) -> None:
+        with TraceWriter(folder, GOOD.meta, overwrite=True, whole=True) as writer:
+            writer.add(GOOD.head(requests))
+            writer.flush()
+            if old:
+                assert len(Trace.read(folder).requests) == 3
+            if error:
+                raise error
+
+    for error in (KeyboardInterrupt(), InputError("a request is damaged")):
+        with pytest.raises(type(error)):
+            copy(2, error)
+        assert folder.exists() == old
+    copy(1)
+    assert len(Trace.read(folder).requests) == 1
+    assert {file.name for file in folder.iterdir()} == {REQUESTS, ROUTING}
+
+
+def test_a_disk_that_fills_leaves_the_trace_that_was_to_be_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("traces.writer.pq.ParquetWriter.write_table", full)
+    with pytest.raises(InputError, match="No space left on device; it is as it was"):
+        write_trace(GOOD.head(1), folder, overwrite=True)
+    assert len(Trace.read(folder).requests) == 3
+    assert {file.name for file in folder.iterdir()} == {REQUESTS, ROUTING}
+
+
 def test_a_folder_without_routing(folder: Path) -> None:
     shutil.rmtree(folder / ROUTING)
     refuses(folder, "not a whole trace")
@@ -445,8 +491,8 @@ def counted(source, target):
     rename(source, target)
 
 os.replace = counted
-with TraceWriter(folder, whole.meta) as writer:
-    for n in range(10_000):
+with TraceWriter(folder, whole.meta, overwrite=True, whole=sys.argv[3] == "whole") as writer:
+    for n in range(5):
         names = [f"{n}-{i}" for i in range(3)]
         writer.add(replace(whole, requests=whole.requests.assign(id=names)))
         writer.flush()
@@ -458,7 +504,7 @@ def test_a_writer_killed_within_a_flush_leaves_what_it_flushed_before(
     tmp_path: Path, renames: int, readable: int
 ) -> None:
     folder = tmp_path / "t"
-    assert subprocess.run([sys.executable, "-c", WRITER, folder, str(renames)]).returncode == 9
+    assert subprocess.run([sys.executable, "-c", WRITER, folder, str(renames), "growing"]).returncode == 9
     assert list(folder.rglob(".*.tmp")), "the flush was whole: the test shows nothing"
     if readable:
         trace = Trace.read(folder)
