@@ -28,7 +28,7 @@ from traces.schema import GROWING, KEY, REQUESTS, ROUTING
 MARKER = ".moe-expert-cache"
 LOCK = ".moe-expert-cache.lock"
 
-ELSEWHERE = "choose another folder with --out"
+ELSEWHERE = "choose another folder"
 
 
 @contextmanager

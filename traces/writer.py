@@ -72,7 +72,7 @@ def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
         raise InputError(f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}")
     if left and not overwrite and not resume:
         raise InputError(
-            f"{folder} already holds a trace: replace it with --overwrite, or choose another --out; "
+            f"{folder} already holds a trace: replace it with --overwrite, or choose another folder; "
             "`record --resume` continues with a recording that was interrupted"
         )
 

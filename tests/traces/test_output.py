@@ -54,7 +54,7 @@ def test_results_are_never_written_to_a_trace_or_into_one(trace: Path, kept: str
 def test_a_file_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "table").write_text("mine")
-    refuses(tmp_path / "out", ["table"], "out/table was not written by a test", "choose another folder with --out")
+    refuses(tmp_path / "out", ["table"], "out/table was not written by a test", "choose another folder")
     with claimed(tmp_path / "out", "another command", ["other"]):
         (tmp_path / "out" / "other").touch()
     refuses(tmp_path / "out", ["other"], "out/other was written by another command")
