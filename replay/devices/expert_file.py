@@ -20,14 +20,13 @@ from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
+from sim.profiles.safetensors_files import header_of
 from sim.quantities import show_bytes
 from traces.errors import InputError, located
 from traces.output import replacing
 
 FORMAT = "moe-expert-cache experts 1"
 CHECKSUM = "{:08x}"
-LONGEST_HEADER = 100_000_000
-"""Bytes, as in the format's own reader."""
 READ_BYTES = 16 << 20
 """Of a read, where a whole file is read."""
 
@@ -166,22 +165,16 @@ def _header_of(facts: Facts) -> bytes:
 def _header(path: Path) -> tuple[Facts, int]:
     """What the file says of itself, and where its experts begin."""
     try:
-        with path.open("rb") as file:
-            start = file.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= LONGEST_HEADER:
-                raise InputError("does not begin as a file of experts does; moe-replay store writes one")
-            told = json.loads(file.read(length))["__metadata__"]
-            numbers = {name: int(told[name]) for name in ("experts", "distinct", "expert_bytes")}
-            texts = {name: str(told[name]) for name in ("format", "model", "weights", "checksums")}
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise InputError("does not begin as a file of experts does; moe-replay store writes one") from error
+        header, begin = header_of(path)
+        told = header["__metadata__"]
+        numbers = {name: int(told[name]) for name in ("experts", "distinct", "expert_bytes")}
+        texts = {name: str(told[name]) for name in ("format", "model", "weights", "checksums")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
     facts = Facts(**texts, **numbers)  # type: ignore[arg-type]  # by name, each of its type
     if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct or min(numbers.values()) < 1:
         raise InputError("is not a file of experts of this version: write it again with moe-replay store")
-    return facts, 8 + length
+    return facts, begin
 
 
 def _require(facts: Facts, profile: ModelProfile) -> None:

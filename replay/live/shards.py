@@ -1,26 +1,23 @@
 """Tensors of safetensors files, read piece by piece and past the page cache; nothing is mapped into memory.
 
-A header says where each tensor lies (github.com/huggingface/safetensors, "Format"). A file that is cut off, or says
-what cannot be, is refused here, before anything is read of it.
+A file that is cut off, or says what cannot be (`sim.profiles.safetensors_files`), is refused before anything is read.
 """
 
-import json
 import os
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from threading import local
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from replay.devices.expert_file import LONGEST_HEADER, open_past_cache
+from replay.devices.expert_file import open_past_cache
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
+from sim.profiles.safetensors_files import StoredTensor, tensors_of
 from traces.errors import InputError, located
 from traces.files import plain
 
@@ -53,7 +50,6 @@ class Shard:
         with located(str(path)):
             try:
                 self._file, self.past_cache = open_past_cache(plain(path))
-                self._size = path.stat().st_size
             except OSError as error:
                 raise InputError(f"cannot be read: {error.strerror}") from error
         self._bounce = local()
@@ -94,37 +90,9 @@ class Shard:
     def _cut_off(self, offset: int) -> InputError:
         return InputError(f"{self.path} is cut off at byte {offset}")
 
-    def header(self) -> dict[str, Any]:
-        """Return what the file says of each tensor. Raise InputError where it cannot be true."""
-        with located(str(self.path)):
-            if self._size < 8:
-                raise InputError("is no safetensors file, or is cut off")
-            length = struct.unpack("<Q", self._bytes(0, 8))[0]
-            if not 2 <= length <= min(LONGEST_HEADER, self._size - 8):
-                raise InputError("is no safetensors file, or is cut off")
-            try:
-                entries = json.loads(self._bytes(8, length))
-                entries.pop("__metadata__", None)
-                end = begin = 8 + length
-                for entry in sorted(entries.values(), key=lambda entry: entry["data_offsets"]):
-                    first, last = (begin + at for at in entry["data_offsets"])
-                    if not (type(first) is type(last) is int and end == first <= last):
-                        raise ValueError("tensors must lie one behind another")
-                    entry["data_offsets"], end = (first, last), last
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise InputError("its header is damaged") from error
-            if end > self._size:
-                raise InputError(f"is cut off: it has {self._size} bytes of {end}")
-            return dict(entries)
-
     def close(self) -> None:
         """Close the file."""
         os.close(self._file)
-
-    def _bytes(self, offset: int, size: int) -> bytes:
-        target = np.empty(size, np.uint8)
-        self.read(offset, target)
-        return target.tobytes()
 
     def _block(self, size: int) -> Bytes:
         """Return memory of this thread, uint8[whole pages, enough for `size` or BOUNCE_BYTES]."""
@@ -177,8 +145,8 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
     try:
         for path in files:
             shards.append(Shard(path))
-            for name, entry in shards[-1].header().items():
-                found[name] = _tensor(name, shards[-1], entry)
+            for stored in tensors_of(path):
+                found[stored.name] = _tensor(shards[-1], stored)
     except BaseException:
         for shard in shards:
             shard.close()
@@ -186,15 +154,7 @@ def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTens
     return shards, found
 
 
-def _tensor(name: str, shard: Shard, entry: dict[str, Any]) -> ShardTensor:
-    with located(str(shard.path)):
-        if entry.get("dtype") not in DTYPES:
-            raise InputError(f"{name} is of type {entry.get('dtype')}, which is not read")
-        first, last = entry["data_offsets"]
-        shape = entry.get("shape")
-        if not isinstance(shape, list) or not all(isinstance(each, int) and each >= 0 for each in shape):
-            raise InputError(f"{name} has the shape {shape}: its header is damaged")
-        tensor = ShardTensor(name, shard, first, tuple(shape), DTYPES[entry["dtype"]])
-        if tensor.nbytes != last - first:
-            raise InputError(f"{name} has {last - first} bytes instead of {tensor.nbytes}: its header is damaged")
-        return tensor
+def _tensor(shard: Shard, stored: StoredTensor) -> ShardTensor:
+    if stored.dtype not in DTYPES:
+        raise InputError(f"{shard.path}: {stored.name} is of type {stored.dtype}, which is not read")
+    return ShardTensor(stored.name, shard, stored.begin, stored.shape, DTYPES[stored.dtype])

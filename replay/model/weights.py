@@ -6,9 +6,8 @@ of gpt-oss in bf16. Of gpt-oss and NLLB the matrices are the model's, but biases
 not computed; biases lie behind the matrices where the model profile counts their bytes.
 """
 
-import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from safetensors import SafetensorError, safe_open
 
 from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
-from traces.errors import InputError
+from sim.profiles.safetensors_files import files_of
+from traces.errors import InputError, located
 from traces.files import plain
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What can be converted, as safetensors names it."""
@@ -152,16 +149,14 @@ class Checkpoint:
 
 def _open(folder: Path) -> dict[str, Any]:
     """Every tensor's name and the open file that holds it; nothing is read but headers."""
-    try:
-        if (folder / INDEX).is_file():
-            files: Iterable[str] = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        elif (folder / SINGLE).is_file():
-            files = [SINGLE]
-        else:
-            raise InputError(f"--weights {folder}: there is neither {SINGLE} nor {INDEX}")
-        opened: list[Any] = [safe_open(plain(folder / file), "pt") for file in sorted(files)]
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"--weights {folder}: cannot be read: {error}") from error
+    with located("--weights"):
+        files = files_of(folder)
+        if not files:
+            raise InputError(f"{folder} holds no .safetensors files")
+        try:
+            opened: list[Any] = [safe_open(plain(file), "pt") for file in files]
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{folder} cannot be read: {error}") from error
     return {name: file for file in opened for name in file.keys()}  # noqa: SIM118  no mapping
 
 

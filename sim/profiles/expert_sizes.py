@@ -1,15 +1,13 @@
 """The sizes of a model's experts by layer, read from the headers of its files: quantised files mix formats.
 
 Of rule 19. Formats: GGUF (github.com/ggml-org/ggml, docs/gguf.md; read by llama.cpp's own package `gguf`) and
-safetensors (github.com/huggingface/safetensors, "Format"). No weights are read.
+safetensors (`sim.profiles.safetensors_files`). No weights are read.
 """
 
-import json
 import re
-import reprlib
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from sim.profiles.safetensors_files import StoredTensor, files_of, tensors_of
 from traces.errors import InputError, located
-from traces.files import expanded, plain
-
-INDEX = "model.safetensors.index.json"
-
-LONGEST_HEADER = 100_000_000
-"""Bytes of a safetensors header, at most, as in the format's own reader."""
+from traces.files import expanded
 
 GGUF_NAME = re.compile(r"(blk\.\d+)\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.(\d+))(?:\.|$)")
 """Names of expert tensors in GGUF files: the layer, and the expert unless all are in one tensor."""
@@ -35,18 +29,11 @@ SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Names of the files of a split GGUF model."""
 
 
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    shape: tuple[int, ...]  # outermost first
-    size: int  # bytes
-
-
 @dataclass
 class _Layer:
     """The expert tensors of a layer."""
 
-    fused: list[_Tensor] = field(default_factory=list)  # of all experts
+    fused: list[StoredTensor] = field(default_factory=list)  # of all experts
     own: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
 
 
@@ -95,15 +82,18 @@ def _order(layer: str) -> tuple[bool, list[str]]:
     return "encoder" not in layer, [part.zfill(20) if part.isdigit() else part for part in re.split(r"(\d+)", layer)]
 
 
-def _expert_tensors(path: Path) -> Iterator[tuple[_Tensor, re.Match[str]]]:
+def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
+    read: Callable[[Path], Iterable[StoredTensor]]
     if path.is_dir():
-        files, name, read = _safetensors_files(path), SAFETENSORS_NAME, _safetensors
+        files, name, read = files_of(path), SAFETENSORS_NAME, tensors_of
+        if not files:
+            raise InputError(f"{path} holds no .safetensors files; of a GGUF model name the .gguf file")
     elif not path.is_file():
         raise InputError(f"no model file at {path}")
     elif path.suffix == ".gguf":
         files, name, read = _gguf_files(path), GGUF_NAME, _gguf
     elif path.suffix == ".safetensors":
-        files, name, read = [path], SAFETENSORS_NAME, _safetensors
+        files, name, read = [path], SAFETENSORS_NAME, tensors_of
     else:
         raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
     for file in files:
@@ -121,28 +111,13 @@ def _gguf_files(path: Path) -> list[Path]:
     return [_existing(path.with_name(f"{split[1]}-{i:05d}-of-{count:05d}.gguf"), path) for i in range(1, count + 1)]
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
-    """Return the files that the folder's index names, or without an index all there are."""
-    index = folder / INDEX
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise InputError(f"{folder} holds no .safetensors files; of a GGUF model name the .gguf file")
-        return files
-    try:
-        named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [_existing(folder / name, index) for name in named]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{index} is no index of safetensors files: {error!r}") from error
-
-
 def _existing(file: Path, named_by: Path) -> Path:
     if not file.is_file():
         raise InputError(f"{file.name} is missing beside {named_by}")
     return file
 
 
-def _gguf(file: Path) -> Iterator[_Tensor]:
+def _gguf(file: Path) -> Iterator[StoredTensor]:
     try:
         from gguf import GGUFReader, GGUFValueType
     except ImportError as error:
@@ -169,34 +144,5 @@ def _gguf(file: Path) -> Iterator[_Tensor]:
     except (OSError, ValueError, LookupError, OverflowError, MemoryError, RecursionError, struct.error) as error:
         raise InputError(f"{file} cannot be read as GGUF, it is damaged or cut off: {error}") from error
     for tensor in tensors:
-        yield _Tensor(tensor.name, tuple(tensor.shape.tolist()[::-1]), int(tensor.n_bytes))
-
-
-def _safetensors(file: Path) -> Iterator[_Tensor]:
-    """Yield the tensors of a file: 8 bytes with the length of a JSON header, the header, then the data."""
-    with located(str(file)):
-        total = plain(file).stat().st_size
-        with file.open("rb") as opened:
-            start = opened.read(8)
-            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-            if not 2 <= length <= LONGEST_HEADER:
-                raise InputError("is no safetensors file, or cut off: it does not start with the length of its header")
-            text = opened.read(length)
-        if len(text) < length:
-            raise InputError(f"is cut off: its header has {length} bytes, {len(text)} are there")
-        try:
-            header = json.loads(text)
-            header.pop("__metadata__", None)
-            found, end = [], 0
-            for name, held in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-                first, last = held["data_offsets"]
-                if not (type(first) is type(last) is int and end == first <= last):
-                    raise ValueError(f"{reprlib.repr(name)} does not begin where the tensor before it ends")
-                found.append(_Tensor(name, tuple(map(int, held["shape"])), last - first))
-                end = last
-            end += 8 + length
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise InputError(f"has a header that is not of safetensors: {error!r}") from error
-        if total < end:
-            raise InputError(f"is cut off: it should have {end} bytes and has {total}")
-        yield from found
+        shape, kind = tuple(tensor.shape.tolist()[::-1]), tensor.tensor_type.name
+        yield StoredTensor(tensor.name, kind, shape, int(tensor.data_offset), int(tensor.n_bytes))

@@ -1,0 +1,82 @@
+"""Headers of safetensors files: what the format's own writer writes is read, what cannot be true is refused."""
+
+import json
+import struct
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from sim.profiles.safetensors_files import INDEX, files_of, header_of, tensors_of
+from traces.errors import InputError
+
+
+def written(path: Path, *entries: dict[str, Any], data: int = 8) -> Path:
+    """A file of tensors called a, b, ..., each U8 [4] unless `entries` say otherwise, with `data` bytes behind them."""
+    plain = {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}
+    header = json.dumps({"abcd"[i]: {**plain, **entry} for i, entry in enumerate(entries)}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(data))
+    return path
+
+
+def test_tensors_are_found_where_the_formats_own_writer_puts_them(tmp_path: Path) -> None:
+    rng, path = np.random.default_rng(0), tmp_path / "a.safetensors"
+    held = {
+        f"t{i}": rng.integers(0, 100, shape).astype(dtype)
+        for i, (shape, dtype) in enumerate([((3, 5), "f2"), ((), "f8"), ((7,), "u1"), ((2, 0, 3), "i4")])
+    }
+    save_file(held, path, metadata={"format": "np"})
+    content = path.read_bytes()
+    found = {tensor.name: tensor for tensor in tensors_of(path)}
+    for name, array in held.items():
+        tensor = found[name]
+        assert tensor.shape == array.shape
+        assert tensor.size == prod(array.shape) * array.itemsize
+        assert content[tensor.begin : tensor.begin + tensor.size] == array.tobytes()
+    assert header_of(path)[0]["__metadata__"] == {"format": "np"}
+
+
+def test_a_type_that_is_not_known_is_taken_with_its_bytes(tmp_path: Path) -> None:
+    found = tensors_of(written(tmp_path / "a.safetensors", {"dtype": "F4", "shape": [8]}))
+    assert [(tensor.dtype, tensor.size) for tensor in found] == [("F4", 4)]
+
+
+@pytest.mark.parametrize("shape", [None, 3, [-1, -4], ["4"], [2.0, 2], [True, 4], [3], [2**70]])
+def test_a_shape_that_the_bytes_do_not_have_is_refused(tmp_path: Path, shape: object) -> None:
+    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at 'a'"):
+        tensors_of(written(tmp_path / "a.safetensors", {"shape": shape}))
+
+
+@pytest.mark.parametrize("offsets", [[8, 4], [0, 4], [-4, 0], [4, 8.0], [-(2**80), 0], [4, True], [5, 9], [4], 4, None])
+def test_tensors_that_do_not_lie_one_behind_another_are_refused(tmp_path: Path, offsets: object) -> None:
+    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at '[ab]'"):
+        tensors_of(written(tmp_path / "a.safetensors", {}, {"data_offsets": offsets}, data=16))
+
+
+@pytest.mark.parametrize("entry", [{"dtype": None}, {"dtype": "F32"}, {"dtype": 8}])
+def test_a_type_that_the_bytes_do_not_have_is_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at 'a'"):
+        tensors_of(written(tmp_path / "a.safetensors", entry))
+
+
+def test_a_file_without_all_of_its_data_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"a\.safetensors: it is cut off: it should have \d+ bytes and has \d+"):
+        tensors_of(written(tmp_path / "a.safetensors", {}, {"data_offsets": [4, 8]}, data=7))
+
+
+def test_an_index_names_the_files_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        written(tmp_path / f"{name}.safetensors", {})
+    assert files_of(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
+    assert files_of(tmp_path) == [tmp_path / "b.safetensors"]
+    for content in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 5}}', '{"weight_map": {"x": []}}'):
+        (tmp_path / INDEX).write_text(content)
+        with pytest.raises(InputError, match=r"is no index of safetensors files: "):
+            files_of(tmp_path)
+    (tmp_path / INDEX).write_text('{"weight_map": {"x": "c.safetensors"}}')
+    with pytest.raises(InputError, match=r"c\.safetensors is missing beside"):
+        files_of(tmp_path)
