@@ -24,8 +24,9 @@ from numpy.typing import NDArray
 
 from traces.check import check_finite
 from traces.errors import InputError
+from traces.index import Index
 from traces.output import ELSEWHERE, LOCK, check_trace_folder, is_of_trace, only_writer
-from traces.reader import open_folder
+from traces.reader import Folder, open_folder
 from traces.schema import (
     GROWING,
     OPTIONAL,
@@ -279,6 +280,10 @@ class TraceWriter:
             raise InputError(
                 f"{self.folder} cannot be resumed, it was recorded otherwise: {_differ(held.meta, self.meta)}"
             )
+        try:
+            _require_all(held)
+        except InputError as error:
+            raise InputError(f"{self.folder} cannot be resumed: {error}; start again with --overwrite") from error
         self.written = self.added = sum(len(batch) for batch in held.listed.batches(held.listed.schema.names, 1024))
         with self._telling():
             for folder in (ROUTING, GROWING):
@@ -294,6 +299,16 @@ class TraceWriter:
             self._requests.reopen(held.listed.schema)
             self._rows.reopen(routing_schema(self.meta, held.optional), keep=self.written)
         self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
+
+
+def _require_all(held: Folder) -> None:
+    """Raise InputError where files of a trace are missing, or do not hold the rows of the requests."""
+    for files in (held.listed.names, held.routing.names):
+        for number, file in enumerate(files):
+            wanted = Path(file).with_name(f"part-{number:05d}.parquet")
+            if file not in (REQUESTS, str(wanted)):
+                raise InputError(f"{wanted} is missing")
+    Index.of(held, held.listing())
 
 
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:

@@ -16,7 +16,7 @@ from tests.support.same import assert_same
 from tests.support.strategies import traces
 from traces.errors import InputError
 from traces.reader import EXTRA, open_folder
-from traces.schema import ROUTING
+from traces.schema import GROWING, ROUTING
 from traces.stream import pieces
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -134,6 +134,32 @@ def test_a_trace_that_was_recorded_otherwise_is_not_resumed(tmp_path: Path) -> N
     write_trace(replace(trace, meta=replace(trace.meta, settings={"seed": 1})), tmp_path / "t")
     with pytest.raises(InputError, match="recorded otherwise: seed was 1, now 2"):
         TraceWriter(tmp_path / "t", replace(trace.meta, settings={"seed": 2}), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        (f"{ROUTING}/part-00001.parquet", f"{ROUTING}/part-00001.parquet is missing"),
+        (f"{ROUTING}/part-00003.parquet", "t: request 3 .* disagrees in .*"),
+        (f"{GROWING}/part-00000.parquet", f"{GROWING}/part-00000.parquet is missing"),
+    ],
+)
+def test_a_trace_that_lost_a_file_is_not_resumed(
+    lost: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("traces.writer.FILE_ROWS", 1)
+    monkeypatch.setattr("traces.writer.REQUEST_BYTES", 8 * 2 * 4)  # a request a file
+    trace = synthetic(4, 4, 2, 4, 2, seed=0, prompt_tokens=3)
+    writer = TraceWriter(tmp_path / "t", trace.meta)
+    for r in range(4):
+        writer.add(one_request(trace, r))
+        writer.flush()
+    del writer
+    (tmp_path / "t" / lost).unlink()
+    held = {file: file.read_bytes() for file in (tmp_path / "t").rglob("*.parquet")}
+    with pytest.raises(InputError, match=f"cannot be resumed: .*{told}; start again with --overwrite"):
+        TraceWriter(tmp_path / "t", trace.meta, resume=True)
+    assert held == {file: file.read_bytes() for file in (tmp_path / "t").rglob("*.parquet")}
 
 
 @settings(max_examples=60, deadline=None)
