@@ -50,7 +50,7 @@ def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int
                 records["time"] = np.repeat(np.arange(steps, steps + len(per_step)), per_step)
                 records["obj_id"] = played.experts
                 records["size"] = expert_bytes
-                records.tofile(file)
+                file.write(records.tobytes())  # `tofile` says nothing where the disk is full
                 total, steps = total + len(records), steps + len(per_step)
         if total:
             _link(np.memmap(temporary, ORACLE_GENERAL, "r+"), trace.layers * trace.num_experts)

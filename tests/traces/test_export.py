@@ -22,6 +22,7 @@ from traces.errors import InputError
 from traces.importers import import_dump
 from traces.schema import AGGREGATE
 from traces.steps import DECODE, PREFILL
+from traces.synthetic import synthetic
 from traces.trace import Phases, Trace
 
 WHY = "libcachesim, the independent oracle, is not installed"
@@ -48,6 +49,19 @@ def records(trace: Trace, **options: Any) -> np.ndarray:
         assert written == len(made)
         assert [file.name for file in Path(folder).iterdir()] == [out.name]
     return made
+
+
+def test_a_full_disk_is_told_whatever_was_written(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    trace = synthetic(8, 6, 2, 4, 2, seed=0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100 * export.ORACLE_GENERAL.itemsize, before[1]))
+    try:
+        with pytest.raises(InputError, match=r"cannot write .*x\.oracleGeneral: File too large"):
+            export.export_oracle_general(trace, tmp_path / "x.oracleGeneral")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
 
 
 @given(strategies.traces())
