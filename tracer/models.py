@@ -154,12 +154,13 @@ class LoadedModel:
         """What tokens say, without special ones."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def fingerprint(self, modules: Iterable[torch.nn.Module | None]) -> str:
-        """A hash of the weights of modules, of those that are in memory."""
+    def fingerprint(self, modules: Iterable[torch.nn.Module | None], sample: int | None = None) -> str:
+        """Hash the weights of modules, of those that are in memory; sample: about so many numbers of each weight."""
         digest = hashlib.sha256()
         for weight in (weight for module in modules if module is not None for weight in module.parameters()):
-            if weight.device.type != "meta":
-                digest.update(weight.detach().float().cpu().numpy().tobytes())
+            if weight.device.type != "meta" and (sample is None or _is_plain(weight)):
+                numbers = weight.detach().flatten()[:: max(1, weight.numel() // sample) if sample else 1]
+                digest.update(numbers.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
@@ -168,6 +169,11 @@ class LoadedModel:
             rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
         embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
         return embedding
+
+
+def _is_plain(weight: torch.Tensor) -> bool:
+    """Whether a weight is not quantized: what packs its numbers may not let them be sliced."""
+    return type(weight.data) is torch.Tensor and weight.dtype in (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ MODES = (GENERATE, FORCED)
 NEW_TOKENS = 32
 """Tokens that are generated for a request if no limit is given."""
 
+SAMPLE = 256
+"""Numbers of each weight by which a resumed recording knows its model again, beside the whole routers."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -282,6 +285,7 @@ def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt],
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
     compute = {
         "routers_sha256": loaded.fingerprint(site.router for site in hook.sites),
+        "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE),
         "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.device.type,
     }

@@ -217,6 +217,15 @@ def test_a_model_with_other_routers_does_not_go_on_with_a_recording(tmp_path: Pa
         record(other, PROMPTS, tmp_path / "t", Options(6), resume=True)
 
 
+def test_a_model_with_other_weights_does_not_go_on_with_a_recording(tmp_path: Path) -> None:
+    recorded(tiny("mixtral"), tmp_path / "t")
+    other = tiny("mixtral")
+    with torch.no_grad():
+        other.model.model.layers[0].self_attn.q_proj.weight *= 1.01
+    with pytest.raises(InputError, match=r"recorded otherwise: weights_sha256 was"):
+        record(other, PROMPTS, tmp_path / "t", Options(6), resume=True)
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])
 def test_a_config_with_a_number_that_is_not_finite_is_refused(number: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(f'{{"model_type": "olmoe", "rms_norm_eps": {number}}}')
