@@ -134,10 +134,10 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
 
 
 def save(outcome: Outcome, folder: Path) -> None:
-    """Write results.parquet and requests.parquet, each whole or not at all."""
+    """Write requests.parquet and then results.parquet, which says that the run has ended: each whole or not at all."""
     row = {name: outcome.row.get(name) for name in SCHEMA.names}
-    write_rows([row], SCHEMA, folder / RESULTS_FILE)
     write_table(outcome.requests, folder / REQUESTS_FILE)
+    write_rows([row], SCHEMA, folder / RESULTS_FILE)
 
 
 STALLED = {

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -444,6 +445,16 @@ def test_a_disk_that_is_full_is_told_in_one_line_and_whole_steps_are_kept(tmp_pa
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
     assert re.fullmatch(r"cannot write \S+per_token\.csv: .*; what it holds is kept: .*--resume\n", done.stdout)
     assert len((tmp_path / "per_token.csv").read_text().splitlines()) > 5
+
+
+def test_a_run_without_room_for_its_requests_has_not_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise InputError("no space left on device")
+
+    monkeypatch.setattr(report, "write_table", full)
+    with pytest.raises(InputError, match="no space left"):
+        report.save(SimpleNamespace(row={}, requests=None), tmp_path)  # type: ignore[arg-type]
+    assert not (tmp_path / report.RESULTS_FILE).exists()
 
 
 def test_a_disk_that_is_full_when_a_run_resumes_loses_no_step(tmp_path: Path) -> None:
