@@ -96,7 +96,7 @@ def _line(row: StepRow) -> list[int]:
 
 
 def _full(folder: Path, why: str | None) -> InputError:
-    kept = "what it holds is kept: make room and continue with --resume"
+    kept = "what it holds is kept: make room and run again, on any device but virtual with --resume"
     return InputError(f"cannot write {folder / STEPS}: {why}; {kept}")
 
 
@@ -114,11 +114,12 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         header, *lines = csv.reader(whole.splitlines())
         rows = [[int(value) for value in line] for line in lines]
     except (OSError, ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
-        raise InputError(f"{folder} holds no run that could continue ({error}): run without --resume") from error
+        why = f"holds no run that could continue ({error})"
+        raise InputError(f"{folder} {why}: start again with --overwrite") from error
     if was != key or tuple(header) != HEADER:
         raise InputError(
             f"{folder} holds another run (of another trace, policy, cache, machine or code): name another --out, or "
-            "run without --resume"
+            "start again with --overwrite"
         )
     done: list[StepRow] = []
     for request in requests:
@@ -128,7 +129,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         each = zip(request.phase.tolist(), request.tokens.tolist(), strict=True)
         is_whole = all(len(row) == len(HEADER) and min(row) >= 0 and max(row) <= LARGEST for row in of)
         if not is_whole or [row[:3] for row in of] != [[request.request, *step] for step in each]:
-            raise InputError(f"{path} does not hold the steps of this trace: run without --resume")
+            raise InputError(f"{path} does not hold the steps of this trace: start again with --overwrite")
         done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]
     return done
 
