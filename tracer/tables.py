@@ -7,6 +7,7 @@ import csv
 import gzip
 import io
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -54,10 +55,11 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     name = path.name.removesuffix(".gz")
     try:
         if name.endswith(".parquet"):
+            _require_once(path, pq.read_schema(path.absolute()).names)
             return Table(pq.read_table(path.absolute(), partitioning=None).to_pylist())
         content = path.read_bytes()
         text = (_unpacked(content) if path.suffix == ".gz" else content).decode("utf-8-sig")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError, pa.ArrowException) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, OverflowError, pa.ArrowException) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
     if name.endswith(".jsonl"):
         return Table(_json_lines(path, text))
@@ -104,7 +106,7 @@ def _json(path: Path, text: str) -> Table:
 def _csv(path: Path, text: str, delimiter: str, headless: Callable[[list[list[str]]], bool]) -> list[Row]:
     """The rows of a table; a field may hold any length of text, with line breaks of any kind."""
     csv.field_size_limit(2**31 - 1)
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
         lines = [line for line in reader if line]
     except csv.Error as error:
@@ -112,4 +114,12 @@ def _csv(path: Path, text: str, delimiter: str, headless: Callable[[list[list[st
     if not lines:
         return []
     names = [str(i) for i in range(max(map(len, lines)))] if headless(lines) else lines.pop(0)
+    _require_once(path, [name for name in names if name])
     return [dict(zip_longest(names, line[: len(names)])) for line in lines]
+
+
+def _require_once(path: Path, names: list[str]) -> None:
+    """Raise InputError for a column that stands there twice: only one of the two would be read."""
+    for name, times in Counter(names).items():
+        if times > 1:
+            raise InputError(f"{path} has the column {name!r} twice: rename one, or take it away")

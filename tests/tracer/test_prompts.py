@@ -128,6 +128,8 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ("f.csv", "", Columns(), "holds no prompts"),
         ("f.csv", "prompt,task\n", Columns(), "holds no prompts"),
         ("f.csv", "prompt,task\n,x\n", Columns(), "row 1 has no prompt"),
+        ("f.csv", "prompt,task,prompt\na,x,b\n", Columns(), "has the column 'prompt' twice"),
+        ("f.csv", 'prompt\n"a\nb\nc\n', Columns(), "line 4 is no CSV: unexpected end of data"),
         ("f.jsonl", '{"turns": []}\n', Columns(), "row 1 has no prompt in column 'turns'"),
         ("f.jsonl", '{"turns": ["a", " "]}\n', Columns(), "row 1 has no prompt in column 'turns' for turn 2"),
         ("f.jsonl", '{"prompt": "a", "answer": "\\ud800"}\n', Columns(), "row 1: a value"),
@@ -382,6 +384,17 @@ def test_a_csv_may_be_ragged_and_end_its_lines_in_any_way(tmp_path: Path) -> Non
     (tmp_path / "file.csv").write_bytes(b'prompt,task\rOne?\r\r"Two\r\nlines?",b,c\r')
     prompts = read_prompts(tmp_path / "file.csv", Columns())
     assert [(p.turns, p.task) for p in prompts] == [(("One?",), ""), (("Two\r\nlines?",), "b")]
+
+
+def test_a_parquet_file_with_a_column_twice_or_times_beyond_pythons_is_refused(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"]), tmp_path / "f.parquet"
+    )
+    with pytest.raises(InputError, match=r"f\.parquet has the column 'prompt' twice"):
+        read_prompts(tmp_path / "f.parquet", Columns())
+    pq.write_table(pa.table({"prompt": ["a"], "at": pa.array([2**62], pa.duration("s"))}), tmp_path / "f.parquet")
+    with pytest.raises(InputError, match=r"f\.parquet cannot be read"):
+        read_prompts(tmp_path / "f.parquet", Columns())
 
 
 def test_damaged_compression_is_told(tmp_path: Path) -> None:
