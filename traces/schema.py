@@ -7,6 +7,7 @@ grows, its requests lie in requests/part-*.parquet instead.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -181,7 +182,10 @@ def row_bytes(schema: pa.Schema) -> int:
 
 
 def require_columns(found: pa.Schema, wanted: pa.Schema, where: str) -> None:
-    """An InputError naming the first column of `wanted` that `found` lacks or has with another type."""
+    """An InputError naming a column that `found` has twice, or the first of `wanted` that it lacks or has otherwise."""
+    for name, times in Counter(found.names).items():
+        if times > 1:
+            raise InputError(f"{where} has the column {name!r} twice: the file was changed; record or import it again")
     for column in wanted:
         index = found.get_field_index(column.name)
         if index < 0:

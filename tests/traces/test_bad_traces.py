@@ -102,6 +102,17 @@ def test_a_file_damaged_in_its_middle(folder: Path, name: str) -> None:
     refuses(folder, "damaged")
 
 
+@pytest.mark.parametrize(("name", "column"), [(REQUESTS, "task"), (REQUESTS, "embedding"), (PART, "experts")])
+def test_a_column_that_is_there_twice(folder: Path, name: str, column: str) -> None:
+    def twice(table: pa.Table) -> pa.Table:
+        for _ in range(2 - table.column_names.count(column)):
+            table = table.append_column(column, table.column(0))
+        return table
+
+    rewrite(folder / name, twice)
+    refuses(folder, name, f"has the column '{column}' twice")
+
+
 @pytest.mark.parametrize("name", [REQUESTS, PART])
 def test_a_foreign_parquet_file(folder: Path, name: str) -> None:
     pq.write_table(pa.table({"a": [1, 2]}), folder / name)
