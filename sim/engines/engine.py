@@ -39,7 +39,10 @@ def play(engine: str, run: Run, ended: Ended) -> None:
     try:
         _play(engine, run, ended)
     except OverflowError as error:
-        raise InputError(f"{run.policy.text}: {error}: check the sizes and rates in the profiles") from error
+        raise InputError(
+            f"{run.policy.text}: its times are beyond what a clock of 64 bits counts in ns: "
+            "check the times, sizes and rates in the profiles"
+        ) from error
 
 
 def _play(engine: str, run: Run, ended: Ended) -> None:

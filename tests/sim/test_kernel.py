@@ -275,7 +275,7 @@ def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Lin
         compiled_engine.simulate(gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link))
     endless = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
     for name in engine.ENGINES[:2]:
-        with pytest.raises(InputError, match="check the sizes and rates"):
+        with pytest.raises(InputError, match="64 bits counts in ns: check the times, sizes and rates"):
             engine.simulate(name, endless)
 
 
