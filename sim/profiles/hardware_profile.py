@@ -25,6 +25,10 @@ def _facts(key: str, value: object) -> dict[str, Any]:
     raise InputError(f"{key}: must be a table, headed [calibration]")
 
 
+SLOWEST = 0.001
+"""GB/s of a link or a disk: slower values are taken as typos."""
+
+
 @dataclass(frozen=True)
 class Hardware:
     """One GPU, one link."""
@@ -50,6 +54,11 @@ class Hardware:
     calibration: Mapping[str, Any] = field(default_factory=dict, hash=False)
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
+    def __post_init__(self) -> None:
+        for key in ("link_bandwidth_gb_per_s", "disk_bandwidth_gb_per_s"):
+            if getattr(self, key) < SLOWEST:
+                raise InputError(f"{key} is below {SLOWEST}: no link and no disk is so slow")
+
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
         """At which the host reads the experts that it computes."""
@@ -63,18 +72,12 @@ class Hardware:
         )
 
 
-SLOWEST_LINK = 0.001
-"""GB/s: slower values are taken as typos."""
-
-
 def hardware(text: str) -> Hardware:
     """The shipped profile of that name, or the TOML file at that path; InputError where it cannot be used."""
     path = profiles.find("hardware", "hardware", text)
     machine = profiles.read(Hardware, path, {Mapping[str, Any]: _facts, tuple[MeasuredModel, ...]: measured.read})
     if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:
         raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
-    if machine.link_bandwidth_gb_per_s < SLOWEST_LINK:
-        raise InputError(f"{path}: link_bandwidth_gb_per_s is below {SLOWEST_LINK}: no link is so slow")
     if machine.host_expert_share > 1:
         raise InputError(f"{path}: host_expert_share {machine.host_expert_share} is a share, at most 1")
     return machine
