@@ -23,6 +23,9 @@ UNITS = {
 
 PROMPTS = ("counted", "played", "decoded")
 
+MOST_TOKENS = 100_000
+"""Of all requests of a setting: each is run in Python, and no published figure is of more."""
+
 QUALITIES = ("A", "B", "C")
 """How well a row is specified: fully, with one or two assumptions, with more."""
 
@@ -207,6 +210,8 @@ def _check(row: Row) -> None:
         raise unknown("quality", row.quality, QUALITIES)
     if row.value == 0 and row.metric in ("speed", "latency"):
         raise InputError(f"value = 0: must be above 0 for a {row.metric}")
+    if row.metric == "hit rate" and row.measured > 1:
+        raise InputError(f"value = {row.value}: a hit rate is a share of lookups, at most 1")
     if row.unsimulated:
         return
     if row.model is None:
@@ -231,6 +236,8 @@ def _check(row: Row) -> None:
         raise unknown("prompts", setting.prompts, PROMPTS)
     if setting.hit_rate > 1 or setting.host_share > 1:
         raise InputError("setting: hit_rate and host_share are shares, at most 1")
+    if setting.batch * setting.tokens > MOST_TOKENS:
+        raise InputError(f"setting: batch x tokens are {setting.batch * setting.tokens}: at most {MOST_TOKENS} are run")
     if setting.policy and not (setting.cache or setting.slots_per_layer):
         raise InputError("setting: policy needs a cache, or slots_per_layer")
     if row.fit and not (row.machine and row.machine.fit_parameter):

@@ -49,6 +49,7 @@ MODEL = {
     "dense_bytes": 60_000_000,
     "head_bytes": 10_000_000,
 }
+CACHED = {"policy": "lru", "cache": "50%"}
 ROW = {
     "figure": "one",
     "system": "llama.cpp",
@@ -104,6 +105,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"model": {"profile": "gpt-oss-20b", "precision": "q4_k_n"}}, "unknown precision 'q4_k_n'"),
         ({"model": {**MODEL, "layer_expert_bytes": [1, 2]}}, "layer_expert_bytes: 2 for 6 layers"),
         ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
+        ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
         ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
         ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
         ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
@@ -134,6 +136,8 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"setting": {"policy": "lru", "cache": "150%"}}, "a share is 0% to 100%"),
         ({"setting": {"policy": "lru", "cache": "much"}}, "'much'"),
         ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
+        ({"setting": {**CACHED, "tokens": 10**14, "batch": 2}}, "batch x tokens are 200000000000000: at most 100000"),
+        ({"metric": "hit rate", "unit": "%", "value": 101, "setting": CACHED}, "at most 1"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
         ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
@@ -331,7 +335,7 @@ def test_a_trace_in_a_file_is_played_as_it_is(tmp_path):
     np.savez(tmp_path / "short.npz", experts=experts, offsets=np.array([0, 3]))
     setting = {"policy": "lru@layer", "slots_per_layer": 2, "trace": str(tmp_path / "short.npz")}
     small = {**MODEL, "layers": 2, "experts": 4, "top_k": 2}
-    played = case(tmp_path, metric="hit rate", unit="share", model=small, setting=setting)
+    played = case(tmp_path, metric="hit rate", unit="%", model=small, setting=setting)
     assert played.played(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
 
 
