@@ -47,10 +47,13 @@ def read_npz(path: Path) -> dict[str, NDArray[Any]]:
         unpacked = sum(member.file_size for member in held)
         if unpacked > max(MOST_UNPACKED, MOST_TIMES * path.stat().st_size):
             raise InputError(f"it says that it unpacks to {unpacked} bytes, far more than it has")
-        found = {}
+        found: dict[str, NDArray[Any]] = {}
         for member in held:
+            name = member.filename.removesuffix(ENDING)
+            if name in found:
+                raise InputError(f"the array {name!r} is there twice")
             with archive.open(member) as opened:
-                found[member.filename.removesuffix(ENDING)] = _array(opened)
+                found[name] = _array(opened)
         return found
 
 

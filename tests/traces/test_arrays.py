@@ -56,6 +56,14 @@ def test_a_damaged_array_or_a_pickle_is_one_error(content: bytes, tmp_path: Path
         arrays.read_npz(archive(tmp_path / "x.npz", x=content))
 
 
+def test_an_array_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.npz", x=npy(np.arange(3)))
+    with zipfile.ZipFile(path, "a") as held, pytest.warns(UserWarning, match="Duplicate name"):
+        held.writestr("x.npy", npy(np.arange(4)))
+    with pytest.raises(InputError, match="the array 'x' is there twice"):
+        arrays.read_npz(path)
+
+
 def test_a_bomb_is_refused_by_what_it_says_that_it_unpacks_to(tmp_path: Path) -> None:
     path = archive(tmp_path / "x.npz", x=npy(np.zeros(1000)))
     size = len(npy(np.zeros(1000)))
