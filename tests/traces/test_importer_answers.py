@@ -342,6 +342,13 @@ def test_a_damaged_sglang_answer_is_named_by_line_and_reason(tmp_path: Path, cha
     refused(write_lines(tmp_path / "a.jsonl", answers), "line 2", *parts, options=SHAPE)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+def test_sglang_output_ids_that_are_not_as_many_as_were_completed_are_refused(tmp_path: Path, tokens: int) -> None:
+    answers = [sglang_answer(told(TRACE), i) for i in range(3)]
+    answers[1]["output_ids"] = [7] * tokens
+    refused(write_lines(tmp_path / "a.jsonl", answers), "line 2", f"output_ids has {tokens} tokens", options=SHAPE)
+
+
 def test_a_shape_that_does_not_follow_is_asked_for(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [sglang_answer(TRACE, 0)])
     refused(file, "give --layers and --top-k")

@@ -59,7 +59,10 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
     layers, k = _shape(source, place, len(flat), rows)
     if len(flat) % (layers * k) or not len(flat):
         raise InputError(f"{place}: {len(flat)} ids are no whole rows of {layers} layers x top-{k}")
-    ids = taken_in(_asked(place, body, prompt), prompt, token_ids(place, body, "output_ids"), len(flat) // (layers * k))
+    answered = token_ids(place, body, "output_ids")
+    if answered is not None and output not in (None, len(answered)):
+        raise InputError(f"{place}: output_ids has {len(answered)} tokens, but completion_tokens is {output}")
+    ids = taken_in(_asked(place, body, prompt), prompt, answered, len(flat) // (layers * k))
     return Sequence(place, answer.id, flat.reshape(-1, layers, k), prompt, output, ids)
 
 
