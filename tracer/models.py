@@ -36,6 +36,7 @@ from tracer.hook import ExpertsHook
 from tracer.limited import limited
 from tracer.sites import Site
 from traces.errors import InputError, unknown
+from traces.facts import parse_json
 from traces.files import plain
 from traces.schema import TraceMeta
 
@@ -188,6 +189,9 @@ class Loading:
     trust_remote_code: bool = False
 
 
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Files of a model whose damage transformers reports without their names, or passes over."""
+
 OURS = ("tracer.", "replay.", "sim.", "policies.")
 """Packages whose errors are defects of this project."""
 
@@ -234,6 +238,9 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
         for file in folder.iterdir():
             if not file.is_dir():
                 plain(file)
+        for name in JSON_FILES:
+            if (folder / name).is_file() and not isinstance(_json(folder / name), dict):
+                raise InputError(f"{folder / name} is no JSON object: it is damaged; get it again")
     elif source.count("/") > 1 or source.startswith((".", "/", "~")):
         raise InputError(f"no model at {source}: there is no such folder")
     with blaming(f"cannot load the model {source}"):
@@ -250,6 +257,13 @@ def find_model(source: str, trust_remote_code: bool = False, needs_tokenizer: bo
             tokenizer = AutoTokenizer.from_pretrained(source, **own_code)
         name = folder.resolve().name if folder.is_dir() else source
         return Found(name, source, config, tokenizer, _class_for(source, config))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def load_model(source: str, how: Loading) -> LoadedModel:

@@ -20,7 +20,7 @@ from tests.support.same import assert_same
 from tracer import models
 from tracer.answers import Answer, Runner, Sampling
 from tracer.hook import ExpertsHook, Pass
-from tracer.models import LoadedModel, Loading, load_model
+from tracer.models import LoadedModel, Loading, find_model, load_model
 from tracer.prompts import Prompt
 from tracer.record import Options, record
 from traces.edit import Source, join
@@ -231,6 +231,15 @@ def test_a_config_with_a_number_that_is_not_finite_is_refused(number: str, tmp_p
     (tmp_path / "config.json").write_text(f'{{"model_type": "olmoe", "rms_norm_eps": {number}}}')
     with pytest.raises(InputError, match=r"the config of .* has rms_norm_eps -?(nan|inf): a finite number is needed"):
         load_model(str(tmp_path), Loading(device="cpu"))
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", ["", "{", "null", "[]"])
+def test_a_models_json_that_is_damaged_is_named(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "olmoe"}')
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=rf"^\S*/{name} is no JSON"):
+        find_model(str(tmp_path))
 
 
 def test_an_empty_shard_is_refused(tmp_path: Path) -> None:
