@@ -283,9 +283,10 @@ def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt],
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
+    here = all(weight.device.type != "meta" for weight in loaded.model.parameters())  # which is offloaded may change
     compute = {
         "routers_sha256": loaded.fingerprint(site.router for site in hook.sites),
-        "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE),
+        "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE) if here else None,
         "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.device.type,
     }
