@@ -90,8 +90,8 @@ class Location:
         """
         if self.remote:
             opened = self.filesystem.open(self._place(file), "rb", cache_type="none")
-            return pq.ParquetFile(opened, pre_buffer=True, read_dictionary=list(texts))
-        return pq.ParquetFile(self._place(file), read_dictionary=list(texts))
+            return pq.ParquetFile(opened, pre_buffer=True, read_dictionary=list(texts), page_checksum_verification=True)
+        return pq.ParquetFile(self._place(file), read_dictionary=list(texts), page_checksum_verification=True)
 
     @contextmanager
     def telling(self, where: str, what: str) -> Iterator[None]:

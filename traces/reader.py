@@ -66,6 +66,7 @@ class Files:
                 partitioning=None,
                 filesystem=self.location.filesystem,
                 read_dictionary=self._texts,
+                page_checksum_verification=True,
             )
             return self._whole(table, self.where)
 

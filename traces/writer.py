@@ -129,7 +129,7 @@ class _Files:
             if keep is None and held >= self.limit:
                 self.rows = held
             else:
-                table = pq.read_table(str(files[-1].absolute()), partitioning=None).cast(schema)
+                table = _read(files[-1]).cast(schema)
                 if keep is not None:
                     table = table.filter(pc.less(table.column("request"), keep))
                 if not len(table) and len(files) > 1:
@@ -326,7 +326,7 @@ def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
 def _last_step(parts: list[Path], requests: int) -> int:
     """The last step of the first `requests` requests; -1 without any."""
     for part in reversed(parts):
-        table = pq.read_table(str(part.absolute()), columns=["request", "step"], partitioning=None)
+        table = _read(part, ["request", "step"])
         steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
         if len(steps):
             return int(steps.max())
@@ -383,6 +383,7 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
             schema,
             compression="zstd",
             compression_level=3,
+            write_page_checksum=True,
             use_dictionary=[f"{name}.list.element" if name in lists else name for name in sorted(repeating)],
             column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTERS if name in schema.names},
         ) as writer:
@@ -390,6 +391,10 @@ def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
+    return pq.read_table(str(path.absolute()), columns=columns, partitioning=None, page_checksum_verification=True)
 
 
 def _write(path: Path, table: pa.Table) -> None:
@@ -407,7 +412,7 @@ def _join(files: list[Path], into: Path) -> None:
     held, size = schema.empty_table(), _rows_of_a_group(schema)
     with _writing(into, schema) as writer:
         for file in files:
-            with pq.ParquetFile(str(file.absolute())) as rows:
+            with pq.ParquetFile(str(file.absolute()), page_checksum_verification=True) as rows:
                 for group in range(rows.num_row_groups):
                     held = pa.concat_tables([held, rows.read_row_group(group).cast(schema)]).combine_chunks()
                     full = len(held) // size * size

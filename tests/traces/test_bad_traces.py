@@ -479,6 +479,26 @@ def test_a_disk_that_fills_leaves_the_trace_that_was_to_be_replaced(
     assert {file.name for file in folder.iterdir()} == {REQUESTS, ROUTING}
 
 
+def test_a_bit_that_has_changed_on_the_disk_is_noticed(tmp_path: Path) -> None:
+    rng, folder = np.random.default_rng(0), tmp_path / "t"
+    made = synthetic(10, 40, 4, 32, 4, seed=0, prompt_tokens=20)
+    made = replace(made, weights=rng.random(made.experts.shape).astype(np.float16))
+    write_trace(made, folder)
+    file = next((folder / ROUTING).iterdir())
+    whole = file.read_bytes()
+    refused = 0
+    for place in rng.integers(0, len(whole), 60):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        try:
+            read = Trace.read(folder, ["weights"])
+        except InputError:
+            refused += 1
+            continue
+        for name in ("experts", "weights", "position", "step", "phase"):
+            assert getattr(read, name).tobytes() == getattr(made, name).tobytes(), place
+    assert refused > 50
+
+
 def test_a_folder_without_routing(folder: Path) -> None:
     shutil.rmtree(folder / ROUTING)
     refuses(folder, "not a whole trace")
