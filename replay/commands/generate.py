@@ -87,13 +87,15 @@ def generate(
             show("\n")
             stream = TextStream(loaded, show)
 
-        with undisturbed():
-            answered = answer(
-                *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
-                *(record, overwrite, console.warn),
-            )
-        if opened.profile:
-            live.save(opened.profile)
+        try:
+            with undisturbed():
+                answered = answer(
+                    *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
+                    *(record, overwrite, console.warn),
+                )
+        finally:
+            if opened.profile:
+                live.save(opened.profile)
         if print_token_ids:
             console.say(" ".join(map(str, last)))
         if not quiet:

@@ -209,7 +209,9 @@ def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> Non
         pass
 
 
-def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(tmp_path: Path) -> None:
+def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, profile = saved(tmp_path / "model", "mixtral"), tmp_path / "learned.npz"
     asked = ("--model", folder, "--token-ids", "5,6,7,8", "--max-new-tokens", 8, "--lanes", 1, "--quiet")
     blended, known, counted = tmp_path / "blended.npz", [], []
@@ -221,6 +223,12 @@ def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(tmp_path: Pat
         assert done.returncode == 0, done.stderr
         counted.append(int(Profile.read(blended).learned["passes"].sum()))
     assert known == [1, 2]
+    monkeypatch.setattr("replay.live.answering.answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert generate(*asked, "--profile", blended).returncode == 130
+    assert Profile.read(blended).learned["passes"].sum() == counted[1]
+    blended.unlink()
+    assert generate(*asked, "--profile", blended).returncode == 130
+    assert blended.exists(), "what was learned until then"
     assert counted[1] == 2 * counted[0] > 0
 
 
