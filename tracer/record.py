@@ -154,7 +154,7 @@ class _Recorder:
                 answers = self._answer(speaking, [said[prompt.id] for prompt in speaking], turn)
             except InputError as error:
                 raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
-            self._warn_of_length(answers)
+            self._warn_of_length(max(len(each.prompt) + len(each.output) for each in answers))
             for prompt, answer in zip(speaking, answers, strict=True):
                 said[prompt.id].append(self._loaded.text(answer.output))
             parts.append(self._trace(speaking, turn, answers, step))
@@ -164,6 +164,7 @@ class _Recorder:
     def _answer(self, prompts: Sequence[Prompt], said: Sequence[list[str]], turn: int) -> list[Answer]:
         loaded, limit = self._loaded, self._options.max_new_tokens
         asked = [self._tokens(prompt, texts) for prompt, texts in zip(prompts, said, strict=True)]
+        self._warn_of_length(max(map(len, asked)))
         if self._options.mode == FORCED:
             given = [loaded.response_tokens(prompt.responses[turn])[:limit] for prompt in prompts]
             for prompt, tokens in zip(prompts, given, strict=True):
@@ -172,13 +173,13 @@ class _Recorder:
             return self._runner.force(asked, given)
         return self._runner.generate(asked, limit or NEW_TOKENS, self._options.sampling)
 
-    def _warn_of_length(self, answers: Sequence[Answer]) -> None:
-        """Say once that a request is longer than the model's context."""
-        longest, context = max(len(each.prompt) + len(each.output) for each in answers), self._loaded.context
+    def _warn_of_length(self, longest: int) -> None:
+        """Say once that a request is longer than the model's context, of a prompt before it takes its time."""
+        context = self._loaded.context
         if context and longest > context and not self._has_warned:
             self._has_warned = True
             self._on_note(
-                f"a request has {longest} tokens with its answer, and {self._loaded.name} is made for {context}:"
+                f"a request has {longest} tokens, and {self._loaded.name} is made for {context}:"
                 " what it answers and routes beyond them means little"
             )
 

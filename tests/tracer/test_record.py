@@ -535,6 +535,12 @@ def test_a_request_longer_than_the_models_context_is_named_once(tmp_path: Path) 
     assert not notes
     record(tiny("olmoe", max_position_embeddings=24), texts, tmp_path / "long", Options(5), on_note=notes.append)
     assert notes == [
-        "a request has 25 tokens with its answer, and olmoe is made for 24:"
-        " what it answers and routes beyond them means little"
+        "a request has 25 tokens, and olmoe is made for 24: what it answers and routes beyond them means little"
     ]
+
+    def at_once(note: str) -> None:
+        assert not list((tmp_path / "longer").glob("*/*.parquet"))
+        raise KeyboardInterrupt(note)
+
+    with pytest.raises(KeyboardInterrupt, match="has 20 tokens"):
+        record(tiny("olmoe", max_position_embeddings=19), texts[:1], tmp_path / "longer", Options(4), on_note=at_once)
