@@ -4,6 +4,7 @@ Known datasets need no options (see `tracer.datasets`). In other files, columns 
 that name columns or labels come before both; a CSV with no header has columns 0, 1, ...
 """
 
+import reprlib
 import textwrap
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -98,19 +99,24 @@ def _read_file(path: Path, columns: Columns, limit: int | None = None) -> list[P
         turns, answers = _said(where, names["prompt"], held["prompt"])
         spoken = () if columns.response is not None else _responses(answers, turns)
         prompt = Prompt(
-            id=str(number if held.get("id") is None else held["id"]),
-            dataset=str(labels["dataset"]),
-            task=str(labels["task"]),
+            id=_label(where, number if held.get("id") is None else held["id"]),
+            dataset=_label(where, labels["dataset"]),
+            task=_label(where, labels["task"]),
             turns=tuple(turns),
             responses=spoken or _responses(held.get("response"), turns),
         )
-        for name in (prompt.id, prompt.dataset, prompt.task):
-            facts.short(f"{where}: a label", name)
         for text in (*prompt.turns, *prompt.responses):
             facts.text(f"{where}: a value", text)
         prompts.append(prompt)
     _require_unique(path, prompts)
     return prompts
+
+
+def _label(where: str, value: Any) -> str:
+    """An id, a task or a data set, which may be numbered. Raise InputError for what holds others, or no number."""
+    if isinstance(value, list | dict | bytes) or value != value:
+        raise InputError(f"{where}: a label is {reprlib.repr(value)}; a text or a number is needed")
+    return facts.short(f"{where}: a label", str(value))
 
 
 def _headless(path: Path, columns: Columns, lines: list[list[str]]) -> bool:

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from traces import facts
 from traces.arrays import MOST_TIMES, MOST_UNPACKED
 from traces.errors import InputError
+from traces.files import plain
 
 Row = dict[str, Any]
 
@@ -41,8 +42,8 @@ def stem(path: Path) -> str:
 
 
 def is_table(path: Path) -> bool:
-    """Whether this is a file that `read_table` knows by its name."""
-    return path.name.removesuffix(".gz").endswith(ENDINGS) and not path.name.startswith(".") and path.is_file()
+    """Whether this is what `read_table` knows by its name, and no folder."""
+    return path.name.removesuffix(".gz").endswith(ENDINGS) and not path.name.startswith(".") and not path.is_dir()
 
 
 def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table:
@@ -50,8 +51,9 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
 
     Raises InputError with the line that cannot be read.
     """
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"no prompts at {path}: there is no such file or folder")
+    plain(path)
     name = path.name.removesuffix(".gz")
     try:
         if name.endswith(".parquet"):

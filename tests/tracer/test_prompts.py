@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,9 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ("f.json", "[" * 100_000, Columns(), "nested too deeply"),
         ("f.jsonl", '{"prompt": "a"}\n' + "[" * 100_000, Columns(), "line 2 is nested too deeply"),
         ("f.jsonl", '{"prompt": "half a character: \\ud800"}\n', Columns(), "row 1"),
+        ("f.jsonl", '{"prompt": "a", "id": [1]}\n', Columns(), "row 1: a label is [1]; a text or a number"),
+        ("f.jsonl", '{"prompt": "a", "task": {"x": 1}}\n', Columns(), "row 1: a label is {'x': 1}"),
+        ("f.jsonl", '{"prompt": "a", "id": NaN}\n', Columns(), "row 1: a label is nan"),
         ("f.csv", "", Columns(), "holds no prompts"),
         ("f.csv", "prompt,task\n", Columns(), "holds no prompts"),
         ("f.csv", "prompt,task\n,x\n", Columns(), "row 1 has no prompt"),
@@ -395,6 +399,19 @@ def test_a_parquet_file_with_a_column_twice_or_times_beyond_pythons_is_refused(t
     pq.write_table(pa.table({"prompt": ["a"], "at": pa.array([2**62], pa.duration("s"))}), tmp_path / "f.parquet")
     with pytest.raises(InputError, match=r"f\.parquet cannot be read"):
         read_prompts(tmp_path / "f.parquet", Columns())
+
+
+def test_what_a_folder_holds_under_the_name_of_a_table_is_not_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a prompt\n")
+    (tmp_path / "folder.txt").mkdir()
+    assert len(read_prompts(tmp_path, Columns())) == 1
+    (tmp_path / "b.txt").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"no prompts at .*b\.txt: there is no such file"):
+        read_prompts(tmp_path, Columns())
+    (tmp_path / "b.txt").unlink()
+    os.mkfifo(tmp_path / "b.txt")
+    with pytest.raises(InputError, match=r"b\.txt is a FIFO"):
+        read_prompts(tmp_path, Columns())
 
 
 def test_damaged_compression_is_told(tmp_path: Path) -> None:
