@@ -3,7 +3,6 @@
 Bad input is told in one line before anything is written.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -64,10 +63,13 @@ def policies(
         found = [policy for policy in listed if policy.name == name]
         if not found:
             raise unknown("policy", name, [policy.name for policy in listed])
-        console.say(json.dumps(asdict(found[0]), indent=1) if as_json else _whole(found[0]))
+        if as_json:
+            console.say_json(asdict(found[0]))
+        else:
+            console.say(_whole(found[0]))
         return
     if as_json:
-        console.say(json.dumps([asdict(policy) for policy in listed], indent=1))
+        console.say_json([asdict(policy) for policy in listed])
         return
     table = _table("name", "kind", "what it does", "options (defaults)")
     for policy in listed:
@@ -104,7 +106,7 @@ def hardware(as_json: Json = False) -> None:
 
     machines = [read(name) for name in profiles.names("hardware")]
     if as_json:
-        console.say(json.dumps([asdict(machine) for machine in machines], indent=1))
+        console.say_json([asdict(machine) for machine in machines])
         return
     table = _table("name", "GPU", "memory", "link", "memory bandwidth", "bf16")
     for machine in machines:
@@ -129,9 +131,7 @@ def models(as_json: Json = False) -> None:
     found = [read(name) for name in profiles.names("models")]
     if as_json:
         sizes = ("expert_bytes", "token_bytes")
-        console.say(
-            json.dumps([{**asdict(each), **{of: getattr(each, of) for of in sizes}} for each in found], indent=1)
-        )
+        console.say_json([{**asdict(each), **{of: getattr(each, of) for of in sizes}} for each in found])
         return
     table = _table("name", "layers x experts, top-k", "expert", "needed per token", "models")
     for profile in found:

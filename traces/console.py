@@ -7,6 +7,7 @@ printed as they are: the consoles know no markup and no emoji, and what the term
 import errno
 import inspect
 import io
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from traces import facts
 from traces.errors import InputError
 from traces.extras import missing
 
@@ -43,6 +45,11 @@ def say(part: RenderableType) -> None:
     each row is one line.
     """
     _print(part, out, stderr=False)
+
+
+def say_json(value: object) -> None:
+    """Print a value as JSON on standard output."""
+    print(json.dumps(facts.finite(value), indent=1, allow_nan=False), file=out.file)
 
 
 def tell(part: RenderableType) -> None:

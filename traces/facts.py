@@ -1,9 +1,11 @@
 """Facts that people and other programs wrote down: each is what it should be, or refused by its name.
 
-JSON is parsed here, and its values are taken as whole numbers or texts, never converted silently.
+JSON is parsed here, and its values are taken as whole numbers or texts, never converted silently. What is written as
+JSON can be read by every reader of it.
 """
 
 import json
+import math
 import reprlib
 from typing import Any
 
@@ -34,6 +36,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the key {reprlib.repr(key)} is there twice")
         made[key] = value
     return made
+
+
+def finite(value: Any) -> Any:
+    """The same for JSON, which knows no infinity: it is written as text."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def whole(what: str, value: Any, low: int = 1, high: int = LARGEST) -> int:

@@ -1,6 +1,5 @@
 """The commands `moe-sim analyze` and `moe-sim compare`: what a trace allows, and whether a difference is one."""
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -84,7 +83,7 @@ def compare(
     found = [(one, other, differences(one, other, seed, resamples)) for one, other in pairs]
     if as_json:
         rows = [_row(one, other, difference) for one, other, all_ in found for difference in all_]
-        typer.echo(json.dumps(rows, indent=1))
+        console.say_json(rows)
         return
     several = len({one.cache_experts for one, other, _ in found if one.cache_experts == other.cache_experts}) > 1
     for one, other, all_ in found:

@@ -27,7 +27,6 @@ def backtest(
 
     [b]moe-sim backtest my-rows.toml --rows[/b]
     """
-    import json
 
     from sim.backtest import file, report, score
     from sim.commands.printed import progress
@@ -45,6 +44,6 @@ def backtest(
         report.put_into(update, test)
     if as_json:
         told = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
-        print(json.dumps(told, indent=1))
+        console.say_json(told)
     else:
         console.say(report.text(test, every_row))

@@ -1,6 +1,5 @@
 """The commands `moe-sim eamc build` and `moe-sim eamc show`: collections of past EAMs that a run can start from."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -70,7 +69,7 @@ def show(
             for name, part in _named(saved)
         }
         about = {"trace": saved.trace, "layers": saved.shape.layers, "experts": saved.shape.experts}
-        typer.echo(json.dumps({**about, "options": asdict(saved.options), **parts, "memory_bytes": memory}, indent=1))
+        console.say_json({**about, "options": asdict(saved.options), **parts, "memory_bytes": memory})
         return
     lines = [
         f"{file}: EAMs of {saved.trace}, {saved.shape.layers} layers x {saved.shape.experts} experts",

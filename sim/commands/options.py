@@ -4,7 +4,6 @@ A command takes options in groups, which are dataclasses; `expanded` shows their
 """
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -167,7 +166,7 @@ class OutputOptions:
     def show(self, value: Callable[[], object], parts: "Callable[[], Iterable[str | Table]]") -> None:
         """Print the value as JSON or, unless quiet, the parts for people."""
         if self.as_json:
-            typer.echo(json.dumps(value(), indent=1))
+            console.say_json(value())
         elif not self.quiet:
             for part in parts():
                 console.say(part)

@@ -10,7 +10,6 @@ share a step, what the step did is no single request's: hits and misses stand in
 """
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pyarrow as pa
 
 from sim.loop.log import STALLS, Int, RunLog
 from sim.results.provenance import commit
+from traces import facts
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
@@ -295,19 +295,12 @@ def coverage(misses: int, without_prefetch: int) -> float | None:
 def _identity(cell: Cell) -> Row:
     return {
         "policy": cell.policy,
-        "options": json.dumps(_finite(cell.options), sort_keys=True, allow_nan=False),
+        "options": json.dumps(facts.finite(cell.options), sort_keys=True, allow_nan=False),
         "trace": cell.trace,
         "cache_experts": cell.cache_experts,
         "cache_bytes": cell.cache_bytes,
         "cache_fraction": cell.cache_experts / cell.all_experts,
     }
-
-
-def _finite(value: Any) -> Any:
-    """The same for JSON, which knows no infinity: it is written as text."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -363,3 +363,11 @@ def test_a_policy_of_the_users_that_fails_is_told_with_its_line(home, tmp_path):
         done = moe_sim(*cell, *more, cwd=tmp_path)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert "mine.py:6: AttributeError" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["policies"], ["policies", "eamc"], ["models"], ["hardware"]])
+def test_what_is_listed_as_json_holds_nothing_that_json_has_not(home, command):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    assert json.loads(moe_sim(*command, "--json", cwd=home).stdout, parse_constant=refuse)

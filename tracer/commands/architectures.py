@@ -1,6 +1,5 @@
 """`moe-trace architectures`: what can be recorded."""
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -18,7 +17,7 @@ def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JS
 
     found = known()
     if as_json:
-        print(json.dumps([asdict(one) for one in found], indent=2))
+        console.say_json([asdict(one) for one in found])
         return
     width = max(len(one.name) for one in found)
     for one in found:

@@ -1,6 +1,5 @@
 """`moe-trace info` and `validate`: look at a trace, check it."""
 
-import json
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -27,7 +26,7 @@ def info(
     held = Trace.read(trace)
     facts = summary(held)
     if as_json:
-        print(json.dumps(facts, indent=2))
+        console.say_json(facts)
     else:
         _print_info(facts)
         if held.aggregate is None:

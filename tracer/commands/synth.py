@@ -1,6 +1,5 @@
 """`moe-trace synth`: make a synthetic trace that behaves as a real one, of any model's shape."""
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -111,7 +110,7 @@ def synth(
     write_trace(made, target, overwrite)
     statistics = {"real": _statistics(_by_cluster(real, fitted.lengths.cluster)), "synthetic": _statistics(made)}
     if as_json:
-        print(json.dumps({"out": str(target), **statistics}, indent=2))
+        console.say_json({"out": str(target), **statistics})
         return
     _print(statistics)
     tell(target, quiet)
