@@ -107,6 +107,10 @@ def main(app: typer.Typer, name: str) -> NoReturn:
         if absent is None:
             raise
         fail(name, str(absent), 2)
+    except ImportError as error:
+        if not (error.path or "").endswith((".so", ".pyd")):
+            raise
+        fail(name, f"{error.path} cannot be loaded: {error}: install its package again, or allow more memory", 1)
     except UnicodeEncodeError as error:
         fail(name, _unwritable(error), 2)
     except OSError as error:

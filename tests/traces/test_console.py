@@ -5,6 +5,8 @@ import io
 import os
 import subprocess
 import sys
+from importlib import import_module
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,22 @@ def test_an_end_has_its_status_and_its_line(
         console.main(app, "act")
     assert ended.value.code == status
     assert capsys.readouterr().err == stderr
+
+
+def test_a_package_with_a_damaged_library_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"damaged{EXTENSION_SUFFIXES[0]}").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["act"])
+    broken = typer.Typer()
+    broken.command()(lambda: import_module("damaged"))
+    with pytest.raises(SystemExit, match="1"):
+        console.main(broken, "act")
+    told = capsys.readouterr().err
+    assert told.startswith(f"act: error: {tmp_path}")
+    assert "cannot be loaded" in told
+    assert told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
