@@ -14,6 +14,7 @@ from traces.errors import InputError, located
 from traces.facts import parse_json, text, whole
 from traces.files import plain
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 LONGEST_HEADER = 100_000_000
@@ -40,10 +41,11 @@ class StoredTensor:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Return the files that the folder's index names, or without an index all there are. Raise InputError."""
+    """Return the files that the folder's index names, else model.safetensors, else all there are. Raise InputError."""
     index = folder / INDEX
     if not index.exists():
-        return sorted(folder.glob("*.safetensors"))
+        single = folder / SINGLE
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     with located(f"{index} is no index of safetensors files"):
         try:
             held = parse_json(plain(index).read_bytes(), "it")

@@ -80,3 +80,9 @@ def test_an_index_names_the_files_and_one_that_is_none_is_refused(tmp_path: Path
     (tmp_path / INDEX).write_text('{"weight_map": {"x": "c.safetensors"}}')
     with pytest.raises(InputError, match=r"c\.safetensors is missing beside"):
         files_of(tmp_path)
+
+
+def test_files_beside_a_whole_model_are_not_of_it(tmp_path: Path) -> None:
+    for name in ("adapter_model", "model", "model_old"):
+        written(tmp_path / f"{name}.safetensors", {})
+    assert [file.name for file in files_of(tmp_path)] == ["model.safetensors"]
