@@ -184,7 +184,7 @@ def model(text: str) -> ModelProfile:
     if profile.expert_bytes < 1:
         width = profile.expert_bytes_per_parameter
         raise InputError(f"{path}: expert_bytes_per_parameter {width} leaves an expert no bytes")
-    if profile.heads % (profile.kv_heads or profile.heads):
+    if not profile.kv_latent_size and profile.heads % (profile.kv_heads or profile.heads):
         raise InputError(f"{path}: {profile.heads} heads cannot share {profile.kv_heads} kv_heads")
     if profile.encoder_moe_layers >= profile.moe_layers:
         raise InputError(f"{path}: encoder_moe_layers leaves no MoE layer to the decoder")

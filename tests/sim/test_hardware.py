@@ -220,3 +220,10 @@ def test_a_model_whose_figures_contradict_each_other_is_refused(tmp_path, old, n
     with pytest.raises(InputError, match=r"mine\.toml: ") as refused:
         model(str(mine))
     assert complaint in str(refused.value)
+
+
+def test_kv_heads_do_not_matter_where_a_latent_takes_their_place(tmp_path):
+    mine = tmp_path / "mine.toml"
+    shipped = (Path(profiles.__file__).parent / "models" / "deepseek-v2-lite.toml").read_text()
+    mine.write_text(shipped.replace("heads = 16", "heads = 16\nkv_heads = 128"))  # the default of DeepseekV3Config
+    assert model(str(mine)).kv_bytes == model("deepseek-v2-lite").kv_bytes
