@@ -169,8 +169,10 @@ def _header(path: Path) -> tuple[Facts, int]:
         told = header["__metadata__"]
         numbers = {name: int(told[name]) for name in ("experts", "distinct", "expert_bytes")}
         texts = {name: str(told[name]) for name in ("format", "model", "weights", "checksums")}
-    except (ValueError, KeyError, TypeError) as error:
+    except InputError as error:
         raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError("is no file of experts, as moe-replay store writes one: its header tells of none") from error
     facts = Facts(**texts, **numbers)  # type: ignore[arg-type]  # by name, each of its type
     if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct or min(numbers.values()) < 1:
         raise InputError("is not a file of experts of this version: write it again with moe-replay store")

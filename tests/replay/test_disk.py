@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
@@ -229,6 +230,9 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path
         (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match="moe-replay store writes one"):
             ExpertFile(tmp_path / name, PROFILE)
+    save_file({"a": torch.zeros(2)}, tmp_path / "weights")
+    with pytest.raises(InputError, match="moe-replay store writes one: its header tells of none"):
+        ExpertFile(tmp_path / "weights", PROFILE)
     with pytest.raises(InputError, match="there is no such file"):
         ExpertFile(tmp_path / "nowhere", PROFILE)
     with pytest.raises(InputError, match=r"holds olmoe-1b-7b: .* big has"):
