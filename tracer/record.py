@@ -284,7 +284,8 @@ def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt],
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
-    here = all(weight.device.type != "meta" for weight in loaded.model.parameters())  # which is offloaded may change
+    # which weights are offloaded may differ from run to run, so a sample of the others would, too
+    here = all(weight.device.type != "meta" for weight in loaded.model.parameters())
     compute = {
         "routers_sha256": loaded.fingerprint(site.router for site in hook.sites),
         "weights_sha256": loaded.fingerprint([loaded.model], sample=SAMPLE) if here else None,

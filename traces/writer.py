@@ -193,7 +193,7 @@ class TraceWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Make all requests added so far readable in the folder."""
+        """Write all requests added so far; they are readable then, unless the trace is to appear whole."""
         if self.added == self.written:
             return
         began = time.monotonic()
@@ -260,7 +260,9 @@ class TraceWriter:
         try:
             yield
         except OSError as error:
-            found = f"{self.written} requests are readable there" if self._place == self.folder else "it is as it was"
+            found = (
+                f"{self.written} requests are readable there" if self._place == self.folder else "no new trace is there"
+            )
             raise InputError(f"cannot write {self.folder}: {error.strerror or error}; {found}") from error
 
     def _make_folder(self) -> None:

@@ -37,7 +37,7 @@ class Network:
     ) -> None:
         if dense not in DENSE:
             raise unknown("dense part", dense, DENSE)
-        if profile.heads % (profile.kv_heads or profile.heads):
+        if not profile.kv_latent_size and profile.heads % (profile.kv_heads or profile.heads):
             raise InputError(f"{profile.heads} heads cannot share {profile.kv_heads} kv_heads: see the model profile")
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run

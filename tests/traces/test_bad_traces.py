@@ -473,7 +473,7 @@ def test_a_disk_that_fills_leaves_the_trace_that_was_to_be_replaced(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("traces.writer.pq.ParquetWriter.write_table", full)
-    with pytest.raises(InputError, match="No space left on device; it is as it was"):
+    with pytest.raises(InputError, match="No space left on device; no new trace is there"):
         write_trace(GOOD.head(1), folder, overwrite=True)
     assert len(Trace.read(folder).requests) == 3
     assert {file.name for file in folder.iterdir()} == {REQUESTS, ROUTING}
