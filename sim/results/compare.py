@@ -105,6 +105,8 @@ def read(folder: Path) -> list[SweptRun]:
         try:
             table = pq.read_table(plain(folder / name).absolute(), columns=schema.names, partitioning=None).cast(schema)
             table.validate(full=True)
+            if not table.num_rows:
+                raise InputError("it has no rows: run it again with --overwrite")
             tables.append(table.to_pandas())
             require_distinct(tables[-1])
         except FileNotFoundError as error:

@@ -247,6 +247,13 @@ def test_a_file_that_no_sweep_wrote_is_refused(tmp_path):
         read(tmp_path)
 
 
+def test_a_table_without_rows_is_refused(home, tmp_path):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    pq.write_table(pq.read_table(folder / "results.parquet").slice(0, 0), folder / "results.parquet")
+    with pytest.raises(InputError, match=r"results\.parquet .*it has no rows: run it again with --overwrite"):
+        moe_sim("compare", "x:lru@25%", "x", cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("table", "what"),
     [("requests.parquet", "request '0' of lru at 12 experts"), ("results.parquet", "lru at 12 experts")],
