@@ -59,11 +59,11 @@ class SavedEamc:
 def _checked(about: dict[str, Any], held: dict[str, NDArray[Any]]) -> SavedEamc:
     """What the file says, if it can be true."""
     try:
-        shape, options = Shape(about["layers"], about["experts"]), EamcOptions(**about["options"])
+        shape, options = Shape(about["layers"], about["experts"]), _options(about["options"])
         kinds = [field.name for field in dataclasses.fields(Part)]
         trace = short("trace", about["trace"])
         parts = tuple(Part(**{kind: held[f"{kind}{i}"] for kind in kinds}) for i in range(1 + options.split))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise InputError(f"it lacks or mistakes {error}: {ADVICE}") from error
     for part in parts:
         for eams in (part.eams, part.waiting):
@@ -76,3 +76,13 @@ def _checked(about: dict[str, Any], held: dict[str, NDArray[Any]]) -> SavedEamc:
         if len(part.eams) > options.capacity:
             raise InputError(f"it holds {len(part.eams)} EAMs, more than its capacity {options.capacity}: {ADVICE}")
     return SavedEamc(shape, options, trace, parts)
+
+
+def _options(held: dict[str, Any]) -> EamcOptions:
+    """Return the options of a file. Raise InputError for a value of another type than an option has."""
+    kinds = {field.name: type(field.default) for field in dataclasses.fields(EamcOptions)}
+    for name, value in held.items():
+        kind = kinds.get(name, type(value))
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise InputError(f"its option {name} is {value!r}, no {kind.__name__}: {ADVICE}")
+    return EamcOptions(**held)
