@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sim.results.metrics import IDENTITY, REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_distinct
@@ -118,10 +119,10 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
             continue
         if (at := table.schema.get_field_index(known.name)) < 0:
             raise InputError(f"it has {known.name} more than once")
-        column = table.column(at)
-        if known.name in IDENTITY and column.null_count:
+        column = table.column(at).cast(known.type)
+        if known.name in IDENTITY and pc.any(column.is_null(nan_is_null=True)).as_py():
             raise InputError(f"a row has no {known.name}")
-        table = table.set_column(at, known.name, column.cast(known.type))
+        table = table.set_column(at, known.name, column)
     return table
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from markupsafe import Markup
@@ -62,6 +62,12 @@ COLUMNS = {
 """Columns of the table of cells."""
 
 
+Shown = tuple[str, float | None]
+"""A cell of a table: what is shown, and what it sorts by."""
+
+T = TypeVar("T")
+
+
 @dataclass(frozen=True)
 class Item:
     """Something on the page: a text, a figure with its caption, a table or a list of commands."""
@@ -70,7 +76,7 @@ class Item:
     text: str = ""
     svg: Markup | None = None
     head: tuple[str, ...] = ()
-    rows: tuple[tuple[tuple[str, float | None], ...], ...] = ()  # of each cell what is shown, and what it sorts by
+    rows: tuple[tuple[Shown, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,13 +219,23 @@ def _sweep(sweep: Results, several: bool) -> Iterator[Section]:
 
 
 def _made(sweep: Results, make: Callable[[], Iterable[Item]]) -> tuple[Item, ...]:
-    """Return what is made, or that it needs columns that another version did not write."""
+    """Return what is made, or that it needs columns or values that are not there."""
+    found = _attempted(sweep, make)
+    if found is None:
+        lacking = f"columns that are not there: {', '.join(sweep.missing)}" if sweep.missing else "other values"
+        return (Item("text", f"This needs {lacking}."),)
+    return found
+
+
+def _attempted(of: Results, make: Callable[[], Iterable[T]]) -> tuple[T, ...] | None:
+    """Return what is made of a folder's tables; None, with the reason among the problems, where that fails."""
     try:
         return tuple(make())
-    except (TypeError, ValueError, KeyError):
-        if not sweep.missing:
-            raise
-        return (Item("text", f"This needs columns that are not there: {', '.join(sweep.missing)}."),)
+    except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+        if not of.missing:
+            why = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else type(error).__name__
+            _note(of, f"{of.folder}: its tables hold values that no run writes ({why}): run it again with --overwrite")
+        return None
 
 
 def _run(sweep: Results) -> str:
@@ -417,26 +433,9 @@ def _measured(replays: Sequence[Results]) -> Section:
     """Return predicted beside measured."""
     title, pairs, rows = "Predicted against measured", {}, []
     for replay in replays:
-        for row in replay.rows:
-            predicted, measured = row.get("predicted_tpot_mean_ms"), row["tpot_mean_ms"]
-            if predicted is None or measured is None:
-                _note(replay, f"{replay.folder}: nothing was predicted, or nothing decoded, to compare")
-                continue
-            low, high = (row.get(f"predicted_tpot_{end}_ms") or predicted for end in ("low", "high"))
-            name = f"{row['device']}: {_cell(row)}"
-            pairs[name] = (predicted, low, high, measured)
-            error = predicted / measured - 1
-            hits = row.get("predicted_hit_rate")
-            rows.append(
-                (
-                    (name, None),
-                    (f"{predicted:,.3f}", predicted),
-                    (f"{measured:,.3f}", measured),
-                    (f"{error:+.1%}", error),
-                    (_percent(hits), hits),
-                    (_percent(row["hit_rate"]), row["hit_rate"]),
-                )
-            )
+        for name, pair, row in _attempted(replay, partial(_predicted, replay)) or ():
+            pairs[name] = pair
+            rows.append(row)
     if not pairs:
         missing = "No replay was given. moe-replay --from FOLDER measures a sweep's winner; name its folder too."
         return Section(title, (Item("text", missing),))
@@ -444,6 +443,28 @@ def _measured(replays: Sequence[Results]) -> Section:
     head = ("run", "predicted TPOT, ms", "measured", "error", "predicted hit rate", "measured")
     caption = "Bars are the prediction as the machine's pace varied, where that was measured."
     return Section(title, (_figure(figure, caption), Item("table", head=head, rows=tuple(rows))))
+
+
+def _predicted(replay: Results) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[Shown, ...]]]:
+    """Yield of each row its name, predicted, low, high and measured TPOT, and its row of the table."""
+    for row in replay.rows:
+        predicted, measured = row.get("predicted_tpot_mean_ms"), row["tpot_mean_ms"]
+        if predicted is None or measured is None:
+            _note(replay, f"{replay.folder}: nothing was predicted, or nothing decoded, to compare")
+            continue
+        low, high = (row.get(f"predicted_tpot_{end}_ms") or predicted for end in ("low", "high"))
+        name = f"{row['device']}: {_cell(row)}"
+        error = predicted / measured - 1
+        hits = row.get("predicted_hit_rate")
+        shown = (
+            (name, None),
+            (f"{predicted:,.3f}", predicted),
+            (f"{measured:,.3f}", measured),
+            (f"{error:+.1%}", error),
+            (_percent(hits), hits),
+            (_percent(row["hit_rate"]), row["hit_rate"]),
+        )
+        yield name, (predicted, low, high, measured), shown
 
 
 def _commands(results: Sequence[Results], command: str) -> Section:
@@ -472,7 +493,7 @@ def _table(rows: Sequence[Row]) -> Item:
     return Item("table", head=tuple(COLUMNS.values()), rows=tuple(map(tuple, shown)))
 
 
-def _shown(name: str, row: Row) -> tuple[str, float | None]:
+def _shown(name: str, row: Row) -> Shown:
     """Return a cell of the table, and what it sorts by: None for text."""
     if name == "policy":
         return (f"{row['policy']}{' (oracle)' if row['oracle'] else ''}", None)

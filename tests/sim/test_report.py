@@ -271,3 +271,27 @@ def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
     assert "+0.0%" in section
     assert f"moe-replay --from {swept} --device virtual --out {tmp_path / 'replayed'}" in section
     assert not problems
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"cache_experts": 2**60}, "IndexError"),
+        ({"lookups": 0}, "ZeroDivisionError"),
+        ({"device": "cpu", "predicted_tpot_mean_ms": "fast"}, "'str'"),
+        ({"device": "cpu", "predicted_tpot_mean_ms": 1.0, "tpot_mean_ms": 0.0}, "ZeroDivisionError"),
+    ],
+)
+def test_values_that_no_run_writes_are_said_and_the_rest_is_shown(values, why, copy):
+    _edit(copy / "results.parquet", lambda table: table.assign(**values))
+    text, problems = _page(copy)
+    assert any("tables hold values that no run writes" in problem and why in problem for problem in problems)
+    assert "How to make it again" in text
+
+
+def test_a_cache_that_is_no_number_is_refused(copy):
+    table = pq.read_table(copy / "results.parquet")
+    values = pa.array([float("nan")] * table.num_rows)
+    at = table.schema.get_field_index("cache_fraction")
+    pq.write_table(table.set_column(at, "cache_fraction", values), copy / "results.parquet")
+    assert any("a row has no cache_fraction" in problem for problem in _page(copy)[1])
