@@ -197,6 +197,11 @@ class ExpertsHook:
                     f"{site.name} has {site.experts} routed experts, the layers before it {self.experts}: "
                     "layers that differ cannot be recorded"
                 )
+            if not choice.weights.is_meta and not choice.weights.isfinite().all():
+                raise InputError(
+                    f"{site.name} weighs its experts with values that are not finite: its routing means nothing; "
+                    "the config or the weights are damaged, or the dtype is too narrow"
+                )
             self.experts = site.experts
             self.top_k = max(self.top_k, choice.experts.shape[1])
             if self._weights and not site.weighted:

@@ -63,6 +63,12 @@ def probed(model: nn.Module, **wanted: bool) -> Iterator[ExpertsHook]:
         yield hook
 
 
+def test_weights_that_are_not_finite_are_refused() -> None:
+    model = Odd([1, 1])
+    model.weights = [float("nan"), 1.0]
+    assert "layers.0 weighs its experts with values that are not finite" in refused(model)
+
+
 class TestPasses:
     def test_keyword_arguments_are_observed(self) -> None:
         with probed(Odd([1, 1])) as hook:
