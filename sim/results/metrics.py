@@ -188,8 +188,13 @@ class Summary:
         return new
 
     def row(self) -> Row:
-        """Of the run."""
+        """Of the run. Raise InputError where no step with a token was without a warm-up request."""
         cell, sums, size = self._cell, self._sums, self._expert_bytes
+        if not sums["tokens"]:
+            raise InputError(
+                f"no step counts: each is shared with one of the {cell.warmup_requests} warm-up requests, or has no "
+                "tokens; use a smaller `warmup_requests` or `max_batch`, or more requests"
+            )
         lookups = sums["hits"] + sums["late"] + sums["misses"]
         fetched = sums["prefetch_transfers"]
         row: Row = {

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from policies.core.spec import parse
-from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
+from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE, Summary
 from sim.sweeps import winner
 from sim.sweeps.grid import Grid, Table, grid_of, key, outcome, played, save, sweep
 from sim.sweeps.setup import Requests, Setup
@@ -281,6 +281,15 @@ def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, 
         alone = pd.read_parquet(tmp_path / name / RESULTS_FILE)
         pd.testing.assert_frame_equal(alone, together[together["hardware"] == name].reset_index(drop=True))
         assert winner.read(tmp_path / name)[0].hardware == name
+
+
+def test_a_run_of_which_every_step_has_a_warm_up_request_is_refused(tmp_path):
+    alike = written(synthetic(4, tokens=4, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=3), tmp_path / "alike")
+    loaded = Setup(alike, max_batch=4, warmup_requests=3, engine="simpy").load()
+    found = Summary(loaded.cell("lru", 6), loaded.trace.requests)
+    found.add(loaded.log("lru", 6))
+    with pytest.raises(InputError, match="no step counts: each is shared with one of the 3 warm-up requests"):
+        found.row()
 
 
 def test_a_setup_that_cannot_be_is_refused(folder):
