@@ -233,8 +233,9 @@ class Loaded:
         setup = self.setup
         if setup.max_batch is None:
             return None
+        most = min(setup.max_batch, len(self.trace.requests))  # memory is taken for each
         if setup.arrivals == TRACE:
-            return Users(setup.max_batch, self._recorded_arrivals())
+            return Users(most, self._recorded_arrivals())
         if setup.arrivals == POISSON:
             assert setup.arrival_rate
             draws = np.random.default_rng(setup.seed).exponential(1e9 / setup.arrival_rate, len(self.trace.requests))
@@ -243,8 +244,8 @@ class Loaded:
                 raise InputError(
                     f"`arrival_rate` {setup.arrival_rate}: its last request comes after more than a century"
                 )
-            return Users(setup.max_batch, tuple(arrivals_ns.astype(np.int64).tolist()))
-        return Users(setup.max_batch)
+            return Users(most, tuple(arrivals_ns.astype(np.int64).tolist()))
+        return Users(most)
 
     def _recorded_arrivals(self) -> tuple[int, ...]:
         """When each request of the trace arrived, counted from the first."""

@@ -283,6 +283,12 @@ def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, 
         assert winner.read(tmp_path / name)[0].hardware == name
 
 
+def test_users_beyond_the_requests_take_no_memory(folder):
+    users = Setup(folder, max_batch=10**15).load().users()
+    assert users is not None
+    assert users.max_batch == 4
+
+
 def test_a_run_of_which_every_step_has_a_warm_up_request_is_refused(tmp_path):
     alike = written(synthetic(4, tokens=4, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=3), tmp_path / "alike")
     loaded = Setup(alike, max_batch=4, warmup_requests=3, engine="simpy").load()
