@@ -314,6 +314,11 @@ def text_of(policy: Policy) -> str:
 def _read(text: str) -> PolicySpec:
     typed = read(text, PLACEMENTS)
     kept, *fetched = typed.halves
+    for term in filter(None, (*typed.halves, typed.scope, typed.placement)):
+        keys = [key for key, _ in term.options]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InputError(f"option {twice} of {term.name} is given twice: {text}")
     scope = _part(typed.scope, registry.scope) if typed.scope else None
     placement = _part(typed.placement, registry.placement) if typed.placement else None
     if preset := registry.preset(kept.name):

@@ -108,6 +108,7 @@ def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
     ("typed", "says"),
     [
         ("pre-gatd", "did you mean pre-gated"),
+        ("pre-gated:horizon=1:horizon=2", "option horizon of pre-gated is given twice"),
         ("pre-gated:horizn=2", "unknown option of pre-gated 'horizn'; did you mean horizon"),
         ("pre-gated:horizon=0", "horizon of at least 1"),
         ("specmd:n=3", "specmd has no options"),
