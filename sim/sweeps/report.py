@@ -50,6 +50,10 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
                 f"all experts take {show_bytes(experts)} of host memory, {loaded.hardware.name} has "
                 f"{show_bytes(held)}: `host_memory` puts a disk below it"
             )
+    if loaded.hardware and loaded.hardware.measured and loaded.profile and not loaded.measured:
+        known = ", ".join(f"{each.model} ({each.expert_bytes} bytes an expert)" for each in loaded.hardware.measured)
+        asked = f"{loaded.profile.name} ({loaded.profile.expert_bytes})"
+        found.append(f"{loaded.hardware.name} was measured with {known}, not with {asked}: times go by its rates")
     costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
     if loaded.hardware and costless:
         found.append(f"no measured policy overhead for {', '.join(costless)}: assuming 0 (set `predictor_us`)")

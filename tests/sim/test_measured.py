@@ -15,6 +15,7 @@ from sim import profiles
 from sim.profiles import measured
 from sim.profiles.hardware_profile import hardware
 from sim.sweeps.grid import Grid, key, played
+from sim.sweeps.report import warnings
 from sim.sweeps.setup import Setup
 from traces import demo_trace
 from traces.errors import InputError
@@ -179,6 +180,7 @@ def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
     assert timing.dense_ns(1, 1, 20) == 120 + 70
     assert loaded.link == model_of().link()
     assert loaded.cell(parse("lru"), 80).hardware == "mine (measured)"
+    assert not [each for each in warnings(loaded, Grid((parse("lru"),), {"50%": 80})) if "measured with" in each]
 
 
 @pytest.mark.parametrize("change", [('"demo-olmoe"', '"olmoe"'), ("= 49152", "= 49153")])
@@ -190,6 +192,8 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
     assert loaded.link == rates.link
     assert loaded.timing(parse("lru")).dense_ns(1, 1, 20) == rates.timing(parse("lru")).dense_ns(1, 1, 20)
     assert loaded.cell(parse("lru"), 80).hardware == "mine"
+    (told,) = (each for each in warnings(loaded, Grid((parse("lru"),), {"50%": 80})) if "measured with" in each)
+    assert told.endswith("not with demo-olmoe (49152): times go by its rates")
 
 
 def test_a_policys_cost_is_the_setups_then_the_machines_then_the_shipped_one(mine):
