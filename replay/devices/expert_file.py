@@ -166,13 +166,13 @@ def _header(path: Path) -> tuple[Facts, int]:
     """What the file says of itself, and where its experts begin."""
     try:
         header, begin = header_of(path)
-        told = header["__metadata__"]
-        numbers = {name: int(told[name]) for name in ("experts", "distinct", "expert_bytes")}
-        texts = {name: str(told[name]) for name in ("format", "model", "weights", "checksums")}
+        metadata = header["__metadata__"]
+        numbers = {name: int(metadata[name]) for name in ("experts", "distinct", "expert_bytes")}
+        texts = {name: str(metadata[name]) for name in ("format", "model", "weights", "checksums")}
     except InputError as error:
         raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError("is no file of experts, as moe-replay store writes one: its header tells of none") from error
+        raise InputError("is no file of experts, as moe-replay store writes one: its header describes none") from error
     facts = Facts(**texts, **numbers)  # type: ignore[arg-type]  # by name, each of its type
     if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct or min(numbers.values()) < 1:
         raise InputError("is not a file of experts of this version: write it again with moe-replay store")

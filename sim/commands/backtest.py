@@ -43,7 +43,7 @@ def backtest(
     if update:
         report.put_into(update, test)
     if as_json:
-        told = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
-        console.say_json(told)
+        found = {"rows": report.rows_of(test), "summary": score.summary(test), "token_by_token": test.token_by_token}
+        console.say_json(found)
     else:
         console.say(report.text(test, every_row))

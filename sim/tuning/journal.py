@@ -93,12 +93,12 @@ class Journal:
         """Raise ValueError for trials that no search has written."""
         self._optuna.create_study().add_trials(trials)  # which checks them
         for trial in trials:
-            told = [trial.user_attrs.get(name) for name in ("policy", "refusal")]
+            texts = [trial.user_attrs.get(name) for name in ("policy", "refusal")]
             is_value = isinstance(trial.value, float) and isfinite(trial.value)
             if (
                 not trial.state.is_finished()
-                or not all(isinstance(text, str) for text in told)
-                or not (is_value if told[0] else trial.value is None)
+                or not all(isinstance(text, str) for text in texts)
+                or not (is_value if texts[0] else trial.value is None)
                 or trial.params.keys() != trials[0].params.keys()
             ):
                 raise ValueError(f"trial {trial.number} is not whole")

@@ -231,7 +231,7 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path
         with pytest.raises(InputError, match="moe-replay store writes one"):
             ExpertFile(tmp_path / name, PROFILE)
     save_file({"a": torch.zeros(2)}, tmp_path / "weights")
-    with pytest.raises(InputError, match="moe-replay store writes one: its header tells of none"):
+    with pytest.raises(InputError, match="moe-replay store writes one: its header describes none"):
         ExpertFile(tmp_path / "weights", PROFILE)
     with pytest.raises(InputError, match="there is no such file"):
         ExpertFile(tmp_path / "nowhere", PROFILE)
