@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from sim.results.files import read_table
 from sim.results.metrics import IDENTITY, REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_distinct
 from sim.sweeps import config, winner
 from sim.sweeps.setup import Loaded, Setup
@@ -98,7 +98,7 @@ def _read(folder: Path) -> Results:
 def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataFrame | None, list[str]]:
     """Return a table, or None, and the columns that another version did not write, which are empty in it."""
     try:
-        found = _cast(pq.read_table(plain(path).absolute(), partitioning=None), schema).to_pandas()
+        found = _cast(read_table(plain(path)), schema).to_pandas()
         require_distinct(found)
     except FileNotFoundError:
         problems.append(f"{path} is missing: moe-sim sweep and moe-replay run write it")

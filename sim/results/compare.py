@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from policies.core.grammar import split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
+from sim.results.files import read_table
 from sim.results.metrics import REQUESTS, RESULTS, Row, require_distinct, tables_below
 from traces.errors import InputError, unknown
 from traces.files import plain
@@ -103,7 +103,7 @@ def read(folder: Path) -> list[SweptRun]:
     tables = []
     for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
         try:
-            table = pq.read_table(plain(folder / name).absolute(), columns=schema.names, partitioning=None).cast(schema)
+            table = read_table(plain(folder / name), schema.names).cast(schema)
             table.validate(full=True)
             if not table.num_rows:
                 raise InputError("it has no rows: run it again with --overwrite")

@@ -1,7 +1,8 @@
 """Tables and figures as files of results, each there whole or not at all."""
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,23 @@ def write_rows(rows: Rows, schema: pa.Schema, path: Path) -> None:
 
 def write_table(table: pa.Table, path: Path) -> None:
     """A table as a Parquet file, whole or not at all."""
-    with replacing(path) as file:
-        pq.write_table(table, file)
+    with writing(path, table.schema) as writer:
+        writer.write_table(table)
+
+
+@contextmanager
+def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
+    """A Parquet file for tables of `schema`, whole or not at all; its pages have checksums."""
+    with replacing(path) as file, pq.ParquetWriter(file, schema, write_page_checksum=True) as writer:
+        yield writer
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """A Parquet file, or some of its columns. OSError, ValueError or ArrowException where it cannot be read, or where a
+    page has changed since it was written."""
+    return pq.read_table(
+        path.absolute(), columns=columns and list(columns), partitioning=None, page_checksum_verification=True
+    )
 
 
 def write_figure(figure: "Figure", path: Path) -> None:

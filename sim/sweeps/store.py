@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from sim.results import plot
-from sim.results.files import write_rows, write_table
+from sim.results.files import read_table, write_rows, write_table, writing
 from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
 from traces.errors import InputError
-from traces.output import MARKER, claim, make_folder, marked, replacing
+from traces.output import MARKER, claim, make_folder, marked
 
 MAKER = "moe-sim sweep"
 NAME = "cells"
@@ -80,7 +79,7 @@ class Store:
 
     def write_requests(self, keys: Iterable[str], path: Path) -> None:
         """The requests of these cells as one file, whole or not at all."""
-        with replacing(path) as file, pq.ParquetWriter(file, REQUESTS) as writer:
+        with writing(path, REQUESTS) as writer:
             for table in _grouped(self.requests(key) for key in keys):
                 writer.write_table(table)
 
@@ -93,7 +92,7 @@ class Store:
         rows, requests = folder / RESULTS_FILE, folder / REQUESTS_FILE
         if not (rows.is_file() and requests.is_file() and {RESULTS_FILE, REQUESTS_FILE} <= set(_ours(folder))):
             return
-        whole = set(_read(requests, REQUESTS, ["cell"]).column("cell").unique().to_pylist())
+        whole = set(_read(requests, pa.schema([REQUESTS.field("cell")])).column("cell").unique().to_pylist())
         for row in _read(rows, RESULTS).to_pylist():
             key = row["cell"]
             if key in whole and key not in self._rows:
@@ -151,9 +150,9 @@ def _row(file: Path) -> Row:
     return rows[0]
 
 
-def _read(file: Path, schema: pa.Schema, columns: list[str] | None = None) -> pa.Table:
+def _read(file: Path, schema: pa.Schema) -> pa.Table:
     try:
-        return pq.read_table(str(file.absolute()), schema=schema, columns=columns)
+        return read_table(file, schema.names).cast(schema)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _damaged(file) from error
 

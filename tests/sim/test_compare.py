@@ -25,6 +25,7 @@ from sim.results.compare import (
     read,
     split_name,
 )
+from sim.sweeps.store import Store
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -252,6 +253,28 @@ def test_a_table_without_rows_is_refused(home, tmp_path):
     pq.write_table(pq.read_table(folder / "results.parquet").slice(0, 0), folder / "results.parquet")
     with pytest.raises(InputError, match=r"results\.parquet .*it has no rows: run it again with --overwrite"):
         moe_sim("compare", "x:lru@25%", "x", cwd=tmp_path)
+
+
+def finished(folder: Path) -> list[pa.Table]:
+    """The requests of each cell, as a sweep that is resumed reads them."""
+    store = Store(folder)
+    return [store.requests(key) for key in store]
+
+
+@pytest.mark.parametrize("table", ["requests.parquet", "results.parquet"])
+def test_a_changed_bit_of_any_column_is_found_by_all_that_read_the_table(home, tmp_path, table):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    written = (folder / table).read_bytes()
+    group = pq.read_metadata(folder / table).row_group(0)
+    for column in (group.column(at) for at in range(group.num_columns)):
+        start = column.dictionary_page_offset or column.data_page_offset
+        last = start + column.total_compressed_size - 1
+        (folder / table).write_bytes(written[:last] + bytes([written[last] ^ 1]) + written[last + 1 :])
+        with pytest.raises(InputError, match=rf"{table} is no table"):
+            read(folder)
+        assert any(f"{table} cannot be read" in problem for problem in report_inputs.read([folder])[0].problems)
+        with pytest.raises(InputError, match=rf"{table} is damaged"):
+            finished(folder)
 
 
 @pytest.mark.parametrize(
