@@ -90,6 +90,7 @@ def is_unwatched(quiet: bool) -> bool:
 def main(app: typer.Typer, name: str) -> NoReturn:
     """Run `app` as command `name`: one line, status 2 for bad input, 130 if interrupted, 1 if disk or memory is full"""
     prepare_streams()
+    os.environ.pop("MPLBACKEND", None)  # of a notebook: figures go into files only, and matplotlib may not know it
     _join_lines_of_help(app)
     try:
         try:

@@ -223,6 +223,13 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
 
 
+def test_a_backend_that_matplotlib_does_not_know_is_no_matter(tmp_path: Path) -> None:
+    asked = ["sweep", demo_trace(), "--policies", "lru", "--cache-sizes", "50%", "--workers", "1", "--out", tmp_path]
+    done = command("sim", *asked, MPLBACKEND="unknown")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "tpot.png").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems may not remove the current folder")
 def test_a_folder_that_is_gone_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
