@@ -89,7 +89,7 @@ class HostMemory:
         sizes = [min(per_slab, buffers - first) * stride for first in range(0, buffers, per_slab)]
         try:
             self.slabs = [anonymous(size) for size in sizes]
-        except (OSError, MemoryError) as error:
+        except MemoryError as error:
             raise InputError(f"no host memory for {show_bytes(sum(sizes))} of experts: {error}") from None
         self.nbytes = sum(sizes)
         if seed is not None:
@@ -156,9 +156,12 @@ def stride_of(expert_bytes: int) -> int:
 
 
 def anonymous(size: int) -> Bytes:
-    """Return memory that begins at a page, in huge pages where there are some: uint8[size]."""
+    """Return memory that begins at a page, in huge pages where there are some: uint8[size]. Raise MemoryError."""
     private = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-    memory = mmap.mmap(-1, size, **private)  # shared memory, the default, has no huge pages
+    try:
+        memory = mmap.mmap(-1, size, **private)  # shared memory, the default, has no huge pages
+    except OSError as error:
+        raise MemoryError(f"{show_bytes(size)} cannot be allocated: {error.strerror}") from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8)

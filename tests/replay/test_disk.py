@@ -97,6 +97,11 @@ def test_hits_misses_and_evictions_are_those_of_the_untimed_analysis(files: Path
     np.testing.assert_array_equal(log.evictions, expected.evictions)
 
 
+def test_memory_that_the_system_does_not_give_is_told_as_such() -> None:
+    with pytest.raises(MemoryError, match="cannot be allocated"):
+        anonymous(1 << 60)
+
+
 def test_the_file_is_read_by_safetensors_and_holds_what_host_memory_would(files: Path) -> None:
     store = HostStore.of(L * E, BIG.expert_bytes, seed=0)
     with safe_open(files / "big", framework="np") as opened, closing(ExpertFile(files / "big", BIG)) as own:
