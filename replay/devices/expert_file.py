@@ -110,11 +110,12 @@ def write(
     weights: str,
     distinct: int,
     told: Callable[[], None] = lambda: None,
+    advice: str = "",
 ) -> None:
     """Write a file whole or not at all.
 
     fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
-    holds, at least 1. told: is called after each. Raise InputError where the disk has no room.
+    holds, at least 1. told: is called after each. Raise InputError, with `advice`, where the disk has no room.
     """
     dtype_of(profile.expert_bytes_per_parameter, "an expert's")  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
@@ -141,7 +142,7 @@ def write(
         if not isinstance(error.__cause__, OSError):  # no lack of room
             raise
         needed = show_bytes(begin + distinct * stride)
-        raise InputError(f"{error} ({needed}); --dedup N writes N experts that all share") from error
+        raise InputError(f"{error} ({needed}){advice}") from error
 
 
 def _write_all(file: int, content: bytes | memoryview) -> None:

@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.cli import main
+from replay.cli import app, main
 from replay.devices.cpu import CpuDevice
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.lanes import PAGE, knee, page_up, parts, rates
@@ -224,8 +225,10 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, where, full)
-    with pytest.raises(InputError, match=r"No space left on device \(.*\); --dedup N"):
+    with pytest.raises(InputError, match=r"No space left on device \(.*\)$"):
         made(tmp_path / "file")
+    ended = CliRunner().invoke(app, ["store", str(tmp_path / "file"), "--model-profile", "demo-stand-in", "-q"])
+    assert str(ended.exception).endswith("); --dedup N writes N experts that all share")
     assert list(tmp_path.iterdir()) == []
 
 
