@@ -150,6 +150,7 @@ class Summary:
         self._played = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
         self._begun = np.empty(0, np.int64)  # requests
         self._shared = False  # whether a step had several requests
+        self._unused = 0  # prefetched experts that steps which do not count left in the cache
 
     def add(self, log: RunLog) -> int:
         """Take steps run, of one request or of many; return how many requests began in them.
@@ -165,6 +166,7 @@ class Summary:
             self._sums[name] += int(getattr(log, name)[counted].sum())
         for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
             self._sums[f"stall_{cause}"] += ns
+        self._unused += int((log.prefetch_transfers - log.prefetch_used - log.prefetch_wasted)[~counted].sum())
         step, request, tokens, latency, waited = (getattr(rows, name)[~warm] for name in _REQUEST_COLUMNS)
         begun = len(self._seen(rows.request))
         prefill = log.phase[step] == PREFILL
@@ -196,7 +198,7 @@ class Summary:
                 "tokens; use a smaller `warmup_requests` or `max_batch`, or more requests"
             )
         lookups = sums["hits"] + sums["late"] + sums["misses"]
-        fetched = sums["prefetch_transfers"]
+        fetched = sums["prefetch_transfers"] + self._unused
         row: Row = {
             **vars(cell),
             **_identity(cell),

@@ -113,6 +113,12 @@ def test_warm_up_is_played_but_not_counted():
     assert [request["request"] for request in requests] == ["b"]
 
 
+def test_precision_counts_what_warm_up_prefetched_and_left_unused():
+    used, none = np.array([0, 0, 0, 1, 1, 1]), np.zeros(6, np.int64)
+    log = a_log(prefetch_transfers=np.array([0, 2, 2, 0, 0, 0]), prefetch_used=used, prefetch_wasted=none)
+    assert rows(log, warmup_requests=1)[0]["prefetch_precision"] == 3 / 4
+
+
 def test_a_row_for_each_request():
     _, (first, second) = rows()
     assert (first["request"], first["dataset"], first["ttft_ms"], first["tpot_mean_ms"]) == ("a", "gsm8k", 50, 15)
