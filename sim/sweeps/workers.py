@@ -133,9 +133,10 @@ class Local:
             stack.callback(stopped.set)
             for finished in _as_completed(lambda task: threads.submit(work, task), tasks, 2 * self.workers):
                 if counter is not None:
+                    ran = counter.get_obj().value  # its lock may be held by a process that was killed
                     with lock:
-                        advance(counter.value - seen)
-                    seen = counter.value
+                        advance(ran - seen)
+                    seen = ran
                 yield from finished
 
 

@@ -150,13 +150,16 @@ def test_every_worker_process_leaves_ctrl_c_to_its_parent():
     assert [mask >> signal.SIGINT - 1 & 1 for mask in masks] == [1, 1]
 
 
-def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded):
-    tasks = [Task(loaded, killed, (i,), False) for i in range(2)]
+@pytest.mark.parametrize("while_it_counts", [False, True])
+def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded, while_it_counts):
+    tasks = [Task(loaded, killed, (while_it_counts,), False) for _ in range(2)]
     with pytest.raises(InputError, match="a worker process was killed"):
         list(Local(2).results(tasks, lambda requests: None))
 
 
-def killed(loaded, number, advance):
+def killed(loaded, while_it_counts, advance):
+    if while_it_counts:
+        workers._worker["counter"].get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
