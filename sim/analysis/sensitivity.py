@@ -232,8 +232,11 @@ def plan(point: Point, step: float) -> tuple[list[Variant], list[str]]:
             except InputError as error:
                 left_out.append(f"{parameter.name} at {moved:g}: {error}")
                 continue
-            if parameter.value(other) != value:
-                variants.append(Variant(parameter, parameter.value(other), other))
+            reached = parameter.value(other)
+            if not reached:
+                left_out.append(f"{parameter.name} at {moved:g}: it is rounded to 0")
+            elif reached != value:
+                variants.append(Variant(parameter, reached, other))
     return variants, left_out
 
 
