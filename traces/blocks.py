@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from traces.errors import InputError
 from traces.reader import Files, numpy
 from traces.schema import row_bytes
 
@@ -92,7 +91,7 @@ class Blocks:
         own.at = NOWHERE
         table = next(own.batches, None)
         if table is None or len(table) != rows:
-            raise InputError(f"{self._files.where} was changed while it was read")
+            raise self._files.changed
         own.at = n + 1
         return self._arrays(table)
 

@@ -68,6 +68,8 @@ class Files:
                 read_dictionary=self._texts,
                 page_checksum_verification=True,
             )
+            if len(table) != len(self):
+                raise self.changed
             return self._whole(table, self.where)
 
     def batches(self, columns: Sequence[str], size: int, file: int = 0, group: int = 0) -> Iterator[pa.Table]:
@@ -83,6 +85,11 @@ class Files:
                         continue  # what is read in blocks has none for it
                     for table in _tables(opened, g, list(columns), size):
                         yield self._whole(table, where)
+
+    @property
+    def changed(self) -> InputError:
+        """What to raise where the files are not those any more that were opened."""
+        return InputError(f"{self.where} was changed while it was read")
 
     @property
     def _texts(self) -> list[str]:

@@ -38,7 +38,8 @@ def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:
         open_ = np.flatnonzero(ends[first : first + REQUESTS] > seen)
         whole = first + (int(open_[0]) if len(open_) else min(REQUESTS, count - first))
         if whole == first:
-            batch = next(batches)
+            if (batch := next(batches, None)) is None:
+                raise folder.routing.changed
             held, seen = pa.concat_tables([held, batch]), seen + len(batch)
             continue
         request = held.column("request").to_numpy()
@@ -51,11 +52,14 @@ class _Requests:
     """The requests' table, taken from the front."""
 
     def __init__(self, folder: Folder):
-        self._batches = folder.listed.batches(folder.listed.schema.names, REQUESTS)
-        self._held = next(self._batches)
+        self._listed = folder.listed
+        self._batches = self._listed.batches(self._listed.schema.names, REQUESTS)
+        self._held = self._listed.schema.empty_table()
 
     def take(self, n: int) -> pa.Table:
         while len(self._held) < n:
-            self._held = pa.concat_tables([self._held, next(self._batches)])
+            if (batch := next(self._batches, None)) is None:
+                raise self._listed.changed
+            self._held = pa.concat_tables([self._held, batch]) if len(self._held) else batch
         taken, self._held = self._held.slice(0, n), self._held.slice(n)
         return taken

@@ -7,7 +7,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from tests.support.same import assert_same_shards, assert_same_steps
 from tests.support.strategies import traces
-from traces import blocks, demo_trace
+from traces import blocks, demo_trace, stream
 from traces.errors import InputError
 from traces.reader import Files
 from traces.schema import GROWING, REQUESTS, ROUTING
@@ -297,6 +297,38 @@ def test_a_trace_that_is_replaced_while_it_is_played_is_told(tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "t")
     with pytest.raises(InputError, match=r"part-00000\.parquet is damaged or cannot be read: .*No such file"):
         shards.steps(0)
+
+
+@pytest.mark.parametrize("read", [Shards.open, Trace.read])
+@pytest.mark.parametrize("requests", [2, 9])
+def test_a_trace_that_is_replaced_while_it_is_opened_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], Any], requests: int
+) -> None:
+    replaced_before(monkeypatch, tmp_path / "t", Files, "table", synthetic(requests, 5, 2, 6, 2, seed=0))
+    with pytest.raises(InputError, match="was changed while it was read"):
+        read(tmp_path / "t")
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(2, 5), (3, 10)])
+def test_a_trace_that_is_replaced_between_two_pieces_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, requests: int, tokens: int
+) -> None:
+    replaced_before(monkeypatch, tmp_path / "t", stream, "_Requests", synthetic(requests, tokens, 2, 6, 2, seed=0))
+    with pytest.raises(InputError, match="was changed while it was read"):
+        list(stream.pieces(tmp_path / "t"))
+
+
+def replaced_before(monkeypatch: pytest.MonkeyPatch, path: Path, holder: Any, name: str, other: Trace) -> None:
+    """Write a trace of six requests, which another one replaces when `holder.name` is called."""
+    write_trace(synthetic(6, 5, 2, 6, 2, seed=0), path)
+    original = getattr(holder, name)
+
+    def replaced(*args: Any) -> Any:
+        monkeypatch.undo()
+        write_trace(other, path, overwrite=True)
+        return original(*args)
+
+    monkeypatch.setattr(holder, name, replaced)
 
 
 def test_a_fingerprint_is_of_the_content_not_of_place_or_time(tmp_path: Path) -> None:
