@@ -552,7 +552,7 @@ def test_a_writer_killed_within_a_flush_leaves_what_it_flushed_before(
 def test_a_writer_killed_at_any_moment_leaves_a_readable_trace(tmp_path: Path) -> None:
     delays = random.Random(0)
     for n in range(10):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / str(n), "-1"])
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / str(n), "-1", "growing"])
         while not any((tmp_path / str(n)).glob("requests/part-*")):
             time.sleep(0.01)
         time.sleep(delays.random() / 2)
