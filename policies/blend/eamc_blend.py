@@ -183,7 +183,9 @@ def _require_sound(own: Blend, path: str) -> None:
     logs = (rows[:KINDS], taught.questions, taught.kept, taught.fits[:-1, WEIGHT])
     if any((abs(part) > MOST_LOG).any() for part in logs):
         raise InputError(f"{path} is damaged: it holds evidence that is beyond all logarithms: {ADVICE}")
-    if (rows[KINDS:] < 0).any() or (taught.waits[:, : own.known.after.shape[3]] < 0).any():
+    right, picked = own.gate[:, -2], own.gate[:, -1]
+    counts = rows[KINDS:], own.known.after, taught.waits[:, : own.known.after.shape[3]], right, picked - right
+    if any((part < 0).any() for part in counts):
         raise InputError(f"{path} is damaged: it holds counts below 0: {ADVICE}")
     try:
         np.linalg.cholesky(own.learning.fits[:-1, CURVATURE])  # reads the lower triangles

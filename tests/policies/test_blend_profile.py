@@ -90,6 +90,14 @@ def _with_negative_averages(held):
     return held | {"rows": -abs(held["rows"]) - 1.0}
 
 
+def _with_more_picks_that_came_true_than_there_were(held):
+    return held | {"gate": held["gate"] + np.eye(held["gate"].shape[1])[-2]}
+
+
+def _with_negative_chances(held):
+    return held | {"after": held["after"] - 1}
+
+
 def _of_the_next_version(held):
     return held | {"about": np.array(json.dumps({"format": "moe-expert-cache eamc-blend profile 2"}))}
 
@@ -108,6 +116,8 @@ def _of_no_model(held):
         (_beyond_all_logarithms, "is damaged: it holds evidence that is beyond all logarithms"),
         (_with_negative_waits, "is damaged: it holds counts below 0"),
         (_with_negative_averages, "is damaged: it holds counts below 0"),
+        (_with_negative_chances, "is damaged: it holds counts below 0"),
+        (_with_more_picks_that_came_true_than_there_were, "is damaged: it holds counts below 0"),
         (_of_more_experts_than_there_are, "is damaged: 102 experts a token"),
         (_of_the_next_version, "it is not of this version"),
         (_of_no_model, "does not say what it was learned from"),
