@@ -7,6 +7,7 @@ import reprlib
 import struct
 from dataclasses import dataclass
 from math import prod
+from os.path import isfile  # of any name, however long
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def files_of(folder: Path) -> list[Path]:
             raise InputError("it has no weight_map")
         names = sorted({text("a file's name", name) for name in weights.values()})
     for name in names:
-        if not (folder / name).is_file():
+        if not isfile(folder / name):
             raise InputError(f"{name} is missing beside {index}")
     return [folder / name for name in names]
 

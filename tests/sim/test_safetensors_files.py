@@ -77,9 +77,10 @@ def test_an_index_names_the_files_and_one_that_is_none_is_refused(tmp_path: Path
         (tmp_path / INDEX).write_text(content)
         with pytest.raises(InputError, match=r"is no index of safetensors files: "):
             files_of(tmp_path)
-    (tmp_path / INDEX).write_text('{"weight_map": {"x": "c.safetensors"}}')
-    with pytest.raises(InputError, match=r"c\.safetensors is missing beside"):
-        files_of(tmp_path)
+    for name in ("c", "c" * 5000):
+        (tmp_path / INDEX).write_text(f'{{"weight_map": {{"x": "{name}.safetensors"}}}}')
+        with pytest.raises(InputError, match=r"c\.safetensors is missing beside"):
+            files_of(tmp_path)
 
 
 def test_files_beside_a_whole_model_are_not_of_it(tmp_path: Path) -> None:
