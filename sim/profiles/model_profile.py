@@ -27,7 +27,7 @@ class ModelProfile:
 
     name: str
     hub_ids: tuple[str, ...]
-    moe_layers: int
+    moe_layers: int = field(metadata={"most": transformers_config.MOST_LAYERS})
     experts: int
     top_k: int
     hidden_size: int
