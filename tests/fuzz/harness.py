@@ -1,5 +1,7 @@
 """What all fuzzers share: a target reads any bytes, or raises InputError; nothing else, in bounded time and memory.
 
+What it has read must mean something (`tests.fuzz.checks`).
+
 Bytes come from libFuzzer, guided by the coverage of our Python code (atheris), or where that is not installed from
 Hypothesis, which mutates the corpus. Time is CPU time and memory is address space, so that neither depends on what else
 the machine does.
@@ -13,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -32,10 +35,14 @@ LARGEST_INPUT = 64 << 10
 
 @dataclass(frozen=True)
 class Target:
-    """A reader: `read` takes bytes and an empty folder to put them into, under names of its own."""
+    """A reader: `read` takes bytes and a folder to put them into, under names of its own.
+
+    check: takes what was read, and the folder, and raises where that means nothing.
+    """
 
     name: str
-    read: Callable[[bytes, Path], object]
+    read: Callable[[bytes, Path], Any]
+    check: Callable[[Any, Path], object] | None = None
 
     @property
     def corpus(self) -> Path:
@@ -49,10 +56,13 @@ class Target:
     def attack(self, content: bytes, folder: Path) -> None:
         """Read `content`. Whatever is raised is a finding."""
         try:
-            self.read(content, folder)
+            found = self.read(content, folder)
         except InputError as error:
             if str(error).splitlines() != [str(error)]:
                 raise AssertionError(f"an error is one line, not {str(error)!r}") from error
+            return
+        if self.check:
+            self.check(found, folder)
 
 
 class TooSlow(BaseException):

@@ -1,16 +1,19 @@
 """Run one fuzzer: `python -m tests.fuzz.one TARGET SECONDS`; `tests.fuzz` starts it.
 
-It goes on after a finding. The first input of each kind is left in the working directory, `crash-TARGET-KIND`. Inputs
-that reached new code are kept in `.fuzz/TARGET` there, and the next run begins with them.
+Half of the time is for edits (`tests.fuzz.edits`) in any order, the rest for mutations. It goes on after a finding. The
+first input of each kind is left in the working directory, `crash-TARGET-KIND`. Inputs that reached new code are kept in
+`.fuzz/TARGET` there, and the next run begins with them.
 """
 
 import hashlib
+import random
 import re
 import sys
 import tempfile
 import time
 import traceback
 import warnings
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,10 @@ PACKAGES = ("traces", "policies", "tracer", "sim", "replay")
 
 COMPILES = re.compile(r"compiled import|njit|compiled\.")
 """In modules that numba compiles, which it cannot once they count their coverage."""
+
+
+PARTS = 16
+"""Into which all edits of a target are divided."""
 
 
 def instrument() -> Any:
@@ -49,6 +56,7 @@ def main() -> None:
     name, seconds = sys.argv[1], float(sys.argv[2])
     atheris = instrument()
     from tests.fuzz import harness
+    from tests.fuzz.edits import edited
     from tests.fuzz.targets import TARGETS
 
     warnings.simplefilter("ignore")
@@ -67,9 +75,18 @@ def main() -> None:
 
     for seed in target.seeds().values():
         attack(seed)
+    begun, tried = time.monotonic(), 0
+    for part in random.sample(range(PARTS), PARTS):
+        edits = chain.from_iterable(map(edited, target.seeds().values()))
+        for change in islice(edits, part, None, PARTS):
+            if time.monotonic() < begun + seconds / 2:
+                attack(change)
+                tried += 1
+    print(f"{name}: {tried} edits", flush=True)
+    ends = begun + seconds
     if atheris:
         options = {
-            "max_total_time": round(seconds),
+            "max_total_time": max(1, round(ends - time.monotonic())),
             "max_len": harness.LARGEST_INPUT,
             "timeout": 120,  # seconds, for what hangs outside of Python
             "rss_limit_mb": 4096,
@@ -85,7 +102,6 @@ def main() -> None:
     from hypothesis import given, settings
 
     fuzz = settings(max_examples=200, database=None)(given(harness.mutated(list(target.seeds().values())))(attack))
-    ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         fuzz()
 

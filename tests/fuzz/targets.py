@@ -39,11 +39,14 @@ from sim.results import compare
 from sim.sweeps import config, winner
 from sim.sweeps.setup import Requests
 from sim.tuning.journal import Journal
+from tests.fuzz import checks
 from tests.fuzz.harness import Target, members
 from tests.support.tiny import PROFILE
 from tracer.prompts import Columns, read_prompts
 from tracer.torch_dumps import load
+from traces.errors import InputError
 from traces.importers import Options, import_dump
+from traces.reader import EXTRA
 from traces.schema import KEY, REQUESTS, ROUTING
 from traces.shards import Shards
 from traces.synthetic import synthetic
@@ -79,7 +82,7 @@ def read_trace(folder: Path) -> None:
     """Whole, and request by request."""
     for i in range(min(100, len((shards := Shards.open(folder)).requests))):
         shards.steps(i)
-    Trace.read(folder, ("weights", "token_id", "embedding"))
+    Trace.read(folder, EXTRA)
 
 
 @cache
@@ -161,8 +164,8 @@ def recorder(content: bytes, folder: Path) -> object:
     """A dump of SGLang's recorder as JSON, whose lists of lists are tensors."""
     try:
         held = json.loads(content, parse_constant=lambda _: 0)
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        raise InputError("no dump") from error
     (folder / "x.pt").write_bytes(b"")
     return import_dump(folder / "x.pt", options=Options(top_k=2, layer_map="1-3"), load_pt=lambda _: _tensors(held))
 
@@ -295,40 +298,46 @@ WEIGHTS = save(
 TARGETS = {
     target.name: target
     for target in (
-        Target("trace-bytes", trace_bytes),
-        Target("trace-meta", trace_meta),
-        Target("trace-values", trace_values),
-        Target("npz-bytes", written("x.npz", import_dump)),
-        Target("npz-members", archived("x.npz", import_dump)),
-        Target("npy", npy),
-        Target("meta-json", meta_json),
-        Target("csv", written("x.csv", lambda path: import_dump(path, options=Options(top_k=2)))),
-        Target("vllm-json", answers("x.json", Options(experts=8), "vllm")),
-        Target("vllm-jsonl", answers("x.jsonl", Options())),
-        Target("vllm-npy", written("x.npy", lambda path: import_dump(path, options=Options(phase="decode")))),
-        Target("sglang-json", answers("x.json", Options(layers=3, top_k=2), "sglang")),
-        Target("sglang-jsonl", answers("x.jsonl", Options(layers=3, top_k=2))),
-        Target("recorder", recorder),
+        Target("trace-bytes", trace_bytes, checks.a_trace),
+        Target("trace-meta", trace_meta, checks.a_trace),
+        Target("trace-values", trace_values, checks.a_trace),
+        Target("npz-bytes", written("x.npz", import_dump), checks.imported),
+        Target("npz-members", archived("x.npz", import_dump), checks.imported),
+        Target("npy", npy, checks.imported),
+        Target("meta-json", meta_json, checks.imported),
+        Target("csv", written("x.csv", lambda path: import_dump(path, options=Options(top_k=2))), checks.imported),
+        Target("vllm-json", answers("x.json", Options(experts=8), "vllm"), checks.imported),
+        Target("vllm-jsonl", answers("x.jsonl", Options()), checks.imported),
+        Target(
+            "vllm-npy",
+            written("x.npy", lambda path: import_dump(path, options=Options(phase="decode"))),
+            checks.imported,
+        ),
+        Target("sglang-json", answers("x.json", Options(layers=3, top_k=2), "sglang"), checks.imported),
+        Target("sglang-jsonl", answers("x.jsonl", Options(layers=3, top_k=2)), checks.imported),
+        Target("recorder", recorder, checks.imported),
         Target("pt-bytes", written("x.pt", load)),
         Target("pt-pickle", torch_pickle),
-        Target("prompts", prompts),
-        Target("hardware-toml", written("x.toml", lambda path: hardware(str(path)))),
-        Target("model-toml", written("x.toml", lambda path: model(str(path)))),
-        Target("config-json", written("config.json", lambda path: model(str(path)))),
+        Target("prompts", prompts, checks.prompts),
+        Target("hardware-toml", written("x.toml", lambda path: hardware(str(path))), checks.a_machine),
+        Target("model-toml", written("x.toml", lambda path: model(str(path))), checks.a_model),
+        Target("config-json", written("config.json", lambda path: model(str(path))), checks.a_model),
         Target("steps-csv", steps),
         Target("sweep-toml", written("sweep.toml", asked)),
         Target("winner-toml", written("winner.toml", lambda path: winner.read(path.parent))),
         Target("backtest-toml", written("x.toml", backtest.read)),
-        Target("eamc-bytes", written("x.npz", SavedEamc.read)),
-        Target("eamc-members", archived("x.npz", SavedEamc.read)),
+        Target("eamc-bytes", written("x.npz", SavedEamc.read), checks.an_eamc),
+        Target("eamc-members", archived("x.npz", SavedEamc.read), checks.an_eamc),
         Target("profile-bytes", written("x.npz", profile)),
         Target("profile-members", archived("x.npz", profile)),
-        Target("stride-bytes", written("x.npz", Predictor.load)),
-        Target("stride-members", archived("x.npz", Predictor.load)),
+        Target("stride-bytes", written("x.npz", Predictor.load), checks.a_predictor),
+        Target("stride-members", archived("x.npz", Predictor.load), checks.a_predictor),
         Target("expert-store", written("experts.safetensors", expert_store)),
-        Target("safetensors", written("model.safetensors", lambda path: expert_bytes_by_layer(path.parent))),
-        Target("safetensors-index", index),
-        Target("gguf", written("x.gguf", expert_bytes_by_layer)),
+        Target(
+            "safetensors", written("model.safetensors", lambda path: expert_bytes_by_layer(path.parent)), checks.sizes
+        ),
+        Target("safetensors-index", index, checks.sizes),
+        Target("gguf", written("x.gguf", expert_bytes_by_layer), checks.sizes),
         Target("weights", written("model.safetensors", checkpoint)),
         Target("compare-json", written("compare.json", lambda path: Record.open(path, resume=True).text())),
         Target("check-json", written("check.json", drawn)),

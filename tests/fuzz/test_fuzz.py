@@ -3,12 +3,17 @@
 `make fuzz` goes on for longer, guided by coverage.
 """
 
+import io
+import random
+import struct
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.fuzz.edits import edited
 from tests.fuzz.harness import CORPUS, Target, bounded, members, mutated, packed
 from tests.fuzz.targets import TARGETS
 from traces.errors import InputError
@@ -42,6 +47,24 @@ def test_a_reader_reads_its_corpus_and_mutations_of_it_or_says_in_one_line_why_n
             target.attack(content, tmp_path)
 
     fuzz()
+    edits = list(edited(min(seeds.values(), key=len)))
+    for edit in random.Random(0).sample(edits, min(EXAMPLES, len(edits))):
+        with bounded():
+            target.attack(edit, tmp_path)
+
+
+def test_edits_change_one_thing_of_texts_archives_and_headers() -> None:
+    assert {b'{"a": -1}', b'{"a": 2}', b'{"a": NaN}', b'{"x": 1}', b""} <= set(edited(b'{"a": 1}'))
+    file = io.BytesIO()
+    np.save(file, np.array([1, 2]))
+    found = [members(edit) for edit in edited(packed({"x.npy": file.getvalue(), "text": b"1"}))]
+    arrays = [np.load(io.BytesIO(edit["x.npy"])).tolist() for edit in found if len(edit.get("x.npy", b"")) > 9]
+    assert {"text": b"1"} in found
+    assert all(values in arrays for values in ([-1, 2], [1, -1], [2, 1], [1], [], [1, 2, 1, 2], [[1, 2]]))
+    header = next(iter(edited(struct.pack("<Q", 7) + b'{"a":1}\xff')))
+    assert header.endswith(b"\xff")
+    assert struct.unpack("<Q", header[:8])[0] == len(header) - 9
+    assert list(edited(b"PAR1\xff")) == []
 
 
 UNREAD = {"trace-values", "pt-pickle"}
