@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
+from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook, Pass
-from tracer.models import LoadedModel, blaming
+from tracer.models import LoadedModel
 from traces.errors import InputError
 
 Tokens = list[int]

@@ -17,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 
 from tracer.answers import Answer, Runner, Sampling, Tokens
+from tracer.checkpoints import blaming
+from tracer.description import describe
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel, blaming, describe
+from tracer.models import LoadedModel
 from tracer.prompts import Prompt
 from traces.check import first_fault
 from traces.errors import InputError

@@ -21,7 +21,8 @@ from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
 from sim.profiles.model_profile import ModelProfile
-from tracer.models import Found, LoadedModel, blaming, find_model, notes_of, require_numbers, require_weights
+from tracer.checkpoints import Found, blaming, find_model, notes_of, require_numbers, require_weights
+from tracer.models import LoadedModel
 from traces.errors import InputError, located
 from traces.output import make_folder
 

@@ -34,8 +34,9 @@ from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
+from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel, blaming
+from tracer.models import LoadedModel
 from traces import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic

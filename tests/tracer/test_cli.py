@@ -27,8 +27,8 @@ from tests.support.command import Ended, Run, run
 from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
+from tracer.checkpoints import blaming, find_model
 from tracer.commands.record import Meter
-from tracer.models import blaming, find_model
 from traces import demo_trace
 from traces.errors import InputError
 from traces.export import export_npz
@@ -268,7 +268,7 @@ def test_an_unreachable_hub_is_asked_once(
         asked.append(url)
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr("tracer.models.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("tracer.checkpoints.get_hf_file_metadata", unreachable)
     refuses("record", "--model", "nobody/nothing", "--out", tmp_path / "t", reason="no route to host")
     assert len(asked) == 1
 

@@ -19,8 +19,9 @@ from tests.support.architectures import tiny
 from tests.support.same import assert_same
 from tracer import models
 from tracer.answers import Answer, Runner, Sampling
+from tracer.checkpoints import find_model
 from tracer.hook import ExpertsHook, Pass
-from tracer.models import LoadedModel, Loading, find_model, load_model
+from tracer.models import LoadedModel, Loading, load_model
 from tracer.prompts import Prompt
 from tracer.record import Options, record
 from traces.edit import Source, join
