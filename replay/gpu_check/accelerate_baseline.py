@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sim.profiles.model_profile import ModelProfile
+from tracer.models import cache_name
 from traces.errors import InputError, unknown
 
 BLOCK = 1 << 20
@@ -141,7 +142,7 @@ def accelerate_offload(
 def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens; return the ms of each."""
     vocabulary = model.config.vocab_size
-    took: list[float] = []
+    took, name = list[float](), cache_name(model)
     with torch.inference_mode():
         prompt = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(1)).to(device)
         answer = model(input_ids=prompt, use_cache=True)
@@ -149,7 +150,7 @@ def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tu
             chosen = answer.logits[:, -1:].argmax(-1)
             _synchronize(device)
             began = time.perf_counter()
-            answer = model(input_ids=chosen, past_key_values=answer.past_key_values, use_cache=True)
+            answer = model(input_ids=chosen, use_cache=True, **{name: answer[name]})
             _synchronize(device)
             took.append((time.perf_counter() - began) * 1e3)
         if not bool(answer.logits.isfinite().all()):

@@ -34,7 +34,7 @@ from replay.live.profile import write_learned
 from sim.loop.log import StepRow
 from sim.loop.run import Run
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
+from tracer.models import CACHE_NAMES, LoadedModel
 from traces.errors import InputError
 
 HOOK = "moe_expert_cache"
@@ -163,7 +163,7 @@ class LiveModel:
         names = ("input_ids", "inputs_embeds")
         given: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows, columns = given.shape[:2]
-        cache = kwargs.get("past_key_values")
+        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
         before = int(cache.get_seq_length()) if cache is not None else 0
         continues = before > 0 and self._end_pass(ends_request=False)
         if not continues:

@@ -36,7 +36,7 @@ from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel
+from tracer.models import LoadedModel, cache_name
 from traces import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic
@@ -188,10 +188,11 @@ def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
     model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
     took = []
     with torch.inference_mode():
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        name = cache_name(model)
+        cache = model(input_ids=ids, use_cache=True)[name]
         size = cache_bytes(cache)
         for _ in range(3):
             began = perf_counter_ns()
-            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).logits[0, 0, 0].item()
+            model(input_ids=ids[:, :1], use_cache=True, **{name: cache}).logits[0, 0, 0].item()
             took.append(perf_counter_ns() - began)
     return -(-size // TRIED_TOKENS), int(median(took)) // layers

@@ -32,6 +32,7 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
 from tracer.cli import main as tracer_main
+from tracer.models import cache_name
 from traces.errors import InputError
 from traces.trace import Trace
 
@@ -393,9 +394,10 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
     monkeypatch.setattr(Shard, "_read", fails)
     with open_live(How(str(folder), policy="lru+all", cache_size="12", lanes=2), on_note=notes.append) as live:
         for seed in range(50):
-            cache = live.model(input_ids=prompt(9, seed=seed)).past_key_values
+            name = cache_name(live.model)
+            cache = live.model(input_ids=prompt(9, seed=seed))[name]
             hook = live.model.model.norm.register_forward_hook(lambda *_: broken.set())  # behind the last layer
-            live.model(input_ids=prompt(1, seed=seed), past_key_values=cache)
+            live.model(input_ids=prompt(1, seed=seed), **{name: cache})
             hook.remove()
             until = monotonic() + 0.05
             while not live._loop._failure and monotonic() < until:

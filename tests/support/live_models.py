@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.support.architectures import tiny_model
+from tracer.models import cache_name
 
 NEW_TOKENS = 24
 
@@ -32,9 +33,9 @@ def prompt(tokens: int, vocabulary: int = 250, seed: int = 3) -> Tensor:
 def logits(model: Any, ids: Tensor, new_tokens: int = NEW_TOKENS) -> list[Tensor]:
     """Return the logits of a prefill and of greedy tokens after it."""
     out = model(input_ids=ids, use_cache=True)
-    found = [out.logits]
+    found, name = [out.logits], cache_name(model)
     for _ in range(new_tokens):
         token = found[-1][:, -1:].argmax(-1)
-        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=token, use_cache=True, **{name: out[name]})
         found.append(out.logits)
     return found

@@ -66,4 +66,5 @@ class ListedForCausalLM(PreTrainedModel, GenerationMixin):
             past_key_values.update(hidden[:, None], hidden[:, None], 0)
         for layer in self.layers:
             hidden = hidden + layer(hidden)
-        return CausalLMOutputWithPast(logits=self.head(hidden), past_key_values=past_key_values)
+        found: dict[str, Any] = {"logits": self.head(hidden), "past_key_values": past_key_values}
+        return CausalLMOutputWithPast(**found)
