@@ -14,7 +14,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sim.results.files import read_table
-from sim.results.metrics import IDENTITY, REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_distinct
+from sim.results.metrics import (
+    REQUESTS,
+    REQUESTS_FILE,
+    RESULTS,
+    RESULTS_FILE,
+    Row,
+    require_possible,
+    require_together,
+)
 from sim.sweeps import config, winner
 from sim.sweeps.setup import Loaded, Setup
 from sim.sweeps.winner import Winner
@@ -82,6 +90,12 @@ def _read(folder: Path) -> Results:
     problems: list[str] = []
     cells, missing = _table(folder / RESULTS_FILE, RESULTS, problems)
     requests, _ = _table(folder / REQUESTS_FILE, REQUESTS, problems)
+    if cells is not None and requests is not None:
+        try:
+            require_together(cells, requests)
+        except InputError as error:
+            problems.append(f"{folder}: {error}")
+            requests = None
     rows = [] if cells is None else [_plain(row) for row in cells.to_dict("records")]
     if cells is not None and not rows:
         problems.append(f"{folder / RESULTS_FILE} holds no cells: nothing was run, or it was cut off")
@@ -99,7 +113,7 @@ def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataF
     """Return a table, or None, and the columns that another version did not write, which are empty in it."""
     try:
         found = _cast(read_table(plain(path)), schema).to_pandas()
-        require_distinct(found)
+        require_possible(found)
     except FileNotFoundError:
         problems.append(f"{path} is missing: moe-sim sweep and moe-replay run write it")
         return None, []
@@ -120,7 +134,7 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
         if (at := table.schema.get_field_index(known.name)) < 0:
             raise InputError(f"it has {known.name} more than once")
         column = table.column(at).cast(known.type)
-        if known.name in IDENTITY and pc.any(column.is_null(nan_is_null=True)).as_py():
+        if not known.nullable and pc.any(column.is_null(nan_is_null=True)).as_py():
             raise InputError(f"a row has no {known.name}")
         table = table.set_column(at, known.name, column)
     return table

@@ -7,10 +7,9 @@ of this kind, as if they were independent; a cache that stays warm between them 
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,7 +21,7 @@ from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size
 from sim.results.files import read_table
-from sim.results.metrics import REQUESTS, RESULTS, Row, require_distinct, tables_below
+from sim.results.metrics import REQUESTS, RESULTS, Row, require_possible, require_together, tables_below
 from traces.errors import InputError, unknown
 from traces.files import plain
 
@@ -108,14 +107,18 @@ def read(folder: Path) -> list[SweptRun]:
             if not table.num_rows:
                 raise InputError("it has no rows: run it again with --overwrite")
             tables.append(table.to_pandas())
-            require_distinct(tables[-1])
+            require_possible(tables[-1])
         except FileNotFoundError as error:
             raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
         except (OSError, ValueError, pa.ArrowException) as error:
             raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
     cells, requests = tables
+    try:
+        require_together(cells, requests)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
-    return [swept_run(row, _of_cell(by_cell, row, folder), folder) for row in cells.to_dict("records")]
+    return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in cells.to_dict("records")]
 
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
@@ -129,16 +132,6 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
         timed=row["hardware"] is not None,
         requests=requests.reset_index(drop=True),
     )
-
-
-def _of_cell(by_cell: dict[Any, pd.DataFrame], row: dict[Hashable, Any], folder: Path) -> pd.DataFrame:
-    """Return the requests of a row. InputError where the two tables do not go together."""
-    found = by_cell.get((row["policy"], row["cache_experts"]))
-    if found is None:
-        raise InputError(
-            f"{folder}: its requests.parquet has none of {row['policy']} at {row['cache_experts']} experts"
-        )
-    return found
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:

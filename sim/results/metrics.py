@@ -10,6 +10,7 @@ share a step, what the step did is no single request's: hits and misses stand in
 """
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,19 @@ RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
 
 TEXT, COUNT, SHARE, MS = pa.string(), pa.int64(), pa.float64(), pa.float64()
 
+
+def _required(names: Sequence[str], kind: pa.DataType) -> list[pa.Field]:
+    """Columns in which each row has a value."""
+    return [pa.field(name, kind, nullable=False) for name in names]
+
+
+_LOOKED_UP = ("hits", "late", "misses")
 _CELL = [
-    ("policy", TEXT),
-    ("options", TEXT),
-    ("trace", TEXT),
-    ("cache_experts", COUNT),  # of mean size, where they differ
+    *_required(("policy", "options", "trace"), TEXT),
+    *_required(("cache_experts",), COUNT),  # of mean size, where they differ
     ("cache_bytes", COUNT),
-    ("cache_fraction", SHARE),
+    *_required(("cache_fraction",), SHARE),
 ]
-_LOOKUPS = [("tokens", COUNT), ("lookups", COUNT), ("hits", COUNT), ("late", COUNT), ("misses", COUNT)]
 _QUEUE = ("mean", "p99", "max")
 LATENCIES = ("mean", "p50", "p95", "p99", "max")
 """Figures of the steps of a phase: TTFT of prefills, TPOT of decode steps."""
@@ -47,15 +52,15 @@ LATENCIES = ("mean", "p50", "p95", "p99", "max")
 RESULTS = pa.schema(
     [
         *_CELL[:3],
-        *[(name, TEXT) for name in ("phase", "model", "hardware")],
+        *_required(("phase", "model"), TEXT),
+        ("hardware", TEXT),
         *_CELL[3:],
-        ("all_experts", COUNT),  # of the model, what cache_fraction is a share of
-        ("requests", COUNT),
-        *_LOOKUPS,
-        ("on_host", COUNT),  # of the misses, those computed on the host
+        *_required(("all_experts",), COUNT),  # of the model, what cache_fraction is a share of
+        *_required(("requests", "tokens", "lookups", *_LOOKED_UP), COUNT),
+        *_required(("on_host",), COUNT),  # of the misses, those computed on the host
         ("hit_rate", SHARE),
         *[(name, COUNT) for name in ("bytes_demand", "bytes_prefetch", "bytes_wasted")],
-        *[(name, COUNT) for name in ("reads_demand", "reads_prefetch")],  # of the disk, in experts
+        *_required(("reads_demand", "reads_prefetch"), COUNT),  # of the disk, in experts
         *[(name, SHARE) for name in ("prefetch_precision", "prefetch_coverage")],
         *[(name, MS) for name in ("ttft_mean_ms", *(f"tpot_{figure}_ms" for figure in LATENCIES))],
         *[(f"queue_{figure}_ms", MS) for figure in _QUEUE],  # from a request's arrival to its admission
@@ -67,9 +72,8 @@ RESULTS = pa.schema(
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
         ("arrival_rate", pa.float64()),  # requests a second
-        ("oracle", pa.bool_()),
-        ("cold", pa.bool_()),
-        ("warmup_requests", COUNT),
+        *_required(("oracle", "cold"), pa.bool_()),
+        *_required(("warmup_requests",), COUNT),
         ("predictor_us", pa.float64()),  # charged an event
         ("expert_bytes", COUNT),
         ("seed", COUNT),  # of the policy's draws; null where it draws nothing
@@ -82,10 +86,9 @@ RESULTS = pa.schema(
 REQUESTS = pa.schema(
     [
         *_CELL,
-        ("request", TEXT),
-        ("dataset", TEXT),
-        ("task", TEXT),
-        *_LOOKUPS,
+        *_required(("request", "dataset", "task"), TEXT),
+        *_required(("tokens",), COUNT),
+        *[(name, COUNT) for name in ("lookups", *_LOOKED_UP)],  # null where requests shared a step
         ("queue_ms", MS),
         ("ttft_ms", MS),
         ("tpot_mean_ms", MS),
@@ -94,8 +97,6 @@ REQUESTS = pa.schema(
 )
 """Columns of requests.parquet, a row per cell and request."""
 
-
-_LOOKED_UP = ("hits", "late", "misses")
 _COUNTED = (
     *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch"),
     *("demand_bytes", "prefetch_bytes", "wasted_bytes", "prefetch_transfers", "prefetch_used"),
@@ -314,18 +315,57 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-IDENTITY = ("policy", "trace", "cache_experts", "cache_fraction")
-"""Columns that name a cell."""
+_SIZE = ("cache_experts", "cache_fraction")
+
+_BELOW_0 = ("prefetch_coverage", "overlap")
+"""Columns of numbers that may be negative."""
 
 
-def require_distinct(rows: pd.DataFrame) -> None:
-    """Raise InputError where a table of results has a cell, or a request of a cell, twice."""
-    twice = rows[rows.duplicated([name for name in (*IDENTITY, "cell", "request") if name in rows])]
+def require_possible(rows: pd.DataFrame) -> None:
+    """Raise InputError where a table of results, or of requests, has what no run writes, or a row twice."""
+    twice = rows[rows.duplicated([name for name in ("policy", "trace", *_SIZE, "cell", "request") if name in rows])]
     if len(twice):
-        first = twice.iloc[0]
-        which = f"request {first['request']!r} of " if "request" in twice else ""
-        where = f"{first.get('policy')} at {first.get('cache_experts')} experts"
-        raise InputError(f"it has {which}{where} twice: run it again with --overwrite")
+        raise InputError(f"it has {_which(twice.iloc[0])} twice: run it again with --overwrite")
+    for wrong, what in _impossible(rows):
+        if wrong.any():
+            where = _which(rows[wrong].iloc[0])
+            raise InputError(f"{what} of {where}, which no run writes: run it again with --overwrite")
+
+
+def _impossible(rows: pd.DataFrame) -> Iterator[tuple[pd.Series, str]]:
+    """Which rows are impossible, and in what; what is not there is in order."""
+    for name, column in rows.select_dtypes("number").items():
+        yield ~(column.fillna(0).abs() < np.inf) | (column < 0) & (name not in _BELOW_0), f"{name} is out of range"
+    held = {name: rows[name] for name in RESULTS.names if name in rows}
+    if held.keys() >= {"lookups", *_LOOKED_UP}:
+        looked_up = sum(held[name] for name in _LOOKED_UP)
+        yield (held["lookups"] != looked_up) & looked_up.notna(), "lookups are not hits, late and misses"
+    if held.keys() >= {"hit_rate", "hits", "lookups"}:
+        share = held["hits"] / held["lookups"].where(held["lookups"] > 0)
+        yield ~np.isclose(held["hit_rate"], share, equal_nan=True), "hit_rate is not hits by lookups"
+    if held.keys() >= {"on_host", "misses"}:
+        yield held["on_host"] > held["misses"], "on_host is more than the misses"
+    if held.keys() >= {*_SIZE, "all_experts"}:
+        share = held["cache_experts"] / held["all_experts"].where(held["all_experts"] > 0)
+        yield ~np.isclose(held["cache_fraction"], share), "cache_fraction is not cache_experts by all_experts"
+
+
+def require_together(rows: pd.DataFrame, requests: pd.DataFrame) -> None:
+    """Raise InputError where a table of results and one of requests are not of the same run."""
+    by = [name for name in ("policy", "cache_experts", "cell") if name in rows and name in requests]
+    counted = requests[by].fillna("").value_counts()
+    for _, row in rows.iterrows():
+        found = counted.get(tuple(row[by].fillna("")), 0)
+        if found != row["requests"]:
+            raise InputError(
+                f"{REQUESTS_FILE} has {found} requests of {_which(row)}, not {row['requests']}: it is of another run; "
+                "run it again with --overwrite"
+            )
+
+
+def _which(row: pd.Series) -> str:
+    cell = f"{row.get('policy')} at {row.get('cache_experts')} experts"
+    return f"request {row['request']!r} of {cell}" if "request" in row else cell
 
 
 def tables_below(folder: Path) -> str:

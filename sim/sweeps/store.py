@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from sim.results import plot
 from sim.results.files import read_table, write_rows, write_table, writing
-from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_possible
 from traces.errors import InputError
 from traces.output import MARKER, claim, make_folder, marked
 
@@ -93,7 +93,7 @@ class Store:
         if not (rows.is_file() and requests.is_file() and {RESULTS_FILE, REQUESTS_FILE} <= set(_ours(folder))):
             return
         whole = set(_read(requests, pa.schema([REQUESTS.field("cell")])).column("cell").unique().to_pylist())
-        for row in _read(rows, RESULTS).to_pylist():
+        for row in _rows(rows):
             key = row["cell"]
             if key in whole and key not in self._rows:
                 self._rows[key], self._tables[key] = row, requests
@@ -144,10 +144,20 @@ def _ours(folder: Path) -> list[str]:
 
 def _row(file: Path) -> Row:
     """The row of the cell that the file is named by."""
-    rows: list[Row] = _read(file, RESULTS).to_pylist()
+    rows = _rows(file)
     if [row["cell"] for row in rows] != [file.stem]:
         raise _damaged(file)
     return rows[0]
+
+
+def _rows(file: Path) -> list[Row]:
+    table = _read(file, RESULTS)
+    try:
+        require_possible(table.to_pandas())
+    except InputError as error:
+        raise _damaged(file) from error
+    rows: list[Row] = table.to_pylist()
+    return rows
 
 
 def _read(file: Path, schema: pa.Schema) -> pa.Table:

@@ -288,3 +288,50 @@ def test_rows_that_come_twice_are_refused(home, tmp_path, table, what):
     with pytest.raises(InputError, match=f"{table} .*it has {what} twice"):
         read(folder)
     assert any(f"it has {what} twice" in problem for problem in report_inputs.read([folder])[0].problems)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value", "what"),
+    [
+        ("results.parquet", "phase", None, "null"),
+        ("results.parquet", "warmup_requests", None, "null"),
+        ("results.parquet", "tpot_mean_ms", float("inf"), "tpot_mean_ms is out of range"),
+        ("results.parquet", "misses", -1, "misses is out of range"),
+        ("results.parquet", "hits", 2**40, "lookups are not hits, late and misses"),
+        ("results.parquet", "lookups", 0, "lookups are not hits, late and misses"),
+        ("results.parquet", "hit_rate", 0.999, "hit_rate is not hits by lookups"),
+        ("results.parquet", "on_host", 2**40, "on_host is more than the misses"),
+        ("results.parquet", "cache_experts", 2**60, "cache_fraction is not cache_experts by all_experts"),
+        ("requests.parquet", "request", None, "null"),
+        ("requests.parquet", "ttft_ms", float("-inf"), "ttft_ms is out of range"),
+        ("requests.parquet", "lookups", 7, "lookups are not hits, late and misses"),
+    ],
+)
+def test_values_that_no_run_writes_are_refused_by_all_that_read_the_table(home, tmp_path, table, column, value, what):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    _put(folder / table, column, value)
+    with pytest.raises(InputError, match=f"{table} is no table .*{what}"):
+        read(folder)
+    problems = report_inputs.read([folder])[0].problems
+    assert any(f"{table} cannot be read" in problem for problem in problems)
+    if table == "results.parquet":
+        with pytest.raises(InputError, match=rf"{table} is damaged"):
+            finished(folder)
+
+
+def test_requests_of_another_run_are_refused(home, tmp_path):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    _put(folder / "requests.parquet", "cell", "0123456789abcdef")
+    with pytest.raises(InputError, match="it is of another run"):
+        read(folder)
+    (results,) = report_inputs.read([folder])
+    assert results.requests is None
+    assert any("it is of another run" in problem for problem in results.problems)
+
+
+def _put(path: Path, column: str, value: object) -> None:
+    """Put `value` into the first row of a column."""
+    rows = pq.read_table(path)
+    at = rows.schema.get_field_index(column)
+    values = pa.array([value, *rows[column].to_pylist()[1:]], rows.schema.field(at).type)
+    pq.write_table(rows.set_column(at, column, values), path)
