@@ -82,19 +82,23 @@ class Journal:
             if not self.path.stat().st_size:
                 return None
             study = self._optuna.load_study(study_name=STUDY, storage=self._storage())
-            self._require_whole(study.get_trials(deepcopy=False))
+            self._require_whole(study.user_attrs.get(WHAT, {}), study.get_trials(deepcopy=False))
             with self.path.open("r+b") as file:  # a line that was not written to its end
                 file.truncate(file.read().rfind(b"\n") + 1)
-        except (OSError, ValueError, LookupError, TypeError, AssertionError) as error:
+        except Exception as error:  # optuna takes what it reads for granted
             raise InputError(f"{self.path} is no journal that moe-sim tune writes: {error}") from error
         return study
 
-    def _require_whole(self, trials: Sequence[Any]) -> None:
-        """Raise ValueError for trials that no search has written."""
+    def _require_whole(self, searched: Any, trials: Sequence[Any]) -> None:
+        """Raise ValueError or TypeError for what no search has written."""
+        if trials and int(searched[WORKERS]) < 1:
+            raise ValueError(f"{WORKERS} is {searched[WORKERS]}")
+        if not all(isinstance(text, str) for text in dict(searched).values()):
+            raise TypeError(f"{WHAT} is {searched}")
         self._optuna.create_study().add_trials(trials)  # which checks them
         for trial in trials:
             texts = [trial.user_attrs.get(name) for name in ("policy", "refusal")]
-            is_value = isinstance(trial.value, float) and isfinite(trial.value)
+            is_value = isinstance(trial.value, float) and isfinite(trial.value) and trial.value >= 0
             if (
                 not trial.state.is_finished()
                 or not all(isinstance(text, str) for text in texts)

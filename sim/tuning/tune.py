@@ -185,6 +185,10 @@ def _search(search: Search, journal: Journal, metric: str, workers: Local, advan
     package, first = optuna(), search.halves.first
     distributions = {dimension.option.name: dimension.distribution(package) for dimension in search.space}
     kept = journal.trials
+    for trial in kept:
+        if trial.distributions != distributions or _ended(_tried(search, trial.params)) != trial.user_attrs:
+            where = f"trial {trial.number} in {journal.path}"
+            raise InputError(f"{where} is of another search: name another folder with --out")
     known: dict[str, float] = {trial.user_attrs["policy"]: trial.value for trial in kept if trial.value is not None}
     study = package.create_study(direction="minimize")
     study.add_trials(kept[: len(kept) // search.workers * search.workers])
@@ -198,11 +202,12 @@ def _search(search: Search, journal: Journal, metric: str, workers: Local, advan
         known |= {text: row[metric] for text, row in zip(fresh, played, strict=True)}
         advance((len(asked) - len(fresh)) * len(first.trace.requests))
         for trial, policy in zip(asked, tried, strict=True):
-            text, refusal = ("", policy) if isinstance(policy, str) else (policy.text, "")
-            trial.set_user_attr("policy", text)
-            trial.set_user_attr("refusal", refusal)
-            pruned = package.trial.TrialState.PRUNED
-            ended = study.tell(trial, known[text]) if text else study.tell(trial, state=pruned)
+            for name, text in _ended(policy).items():
+                trial.set_user_attr(name, text)
+            if isinstance(policy, str):
+                ended = study.tell(trial, state=package.trial.TrialState.PRUNED)
+            else:
+                ended = study.tell(trial, known[policy.text])
             if trial.number >= len(kept):
                 journal.add(ended)
     return list(study.get_trials(deepcopy=False))
@@ -217,6 +222,11 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
     except InputError as error:
         return str(error)
     return policy
+
+
+def _ended(tried: PolicySpec | str) -> dict[str, str]:
+    """What the journal says of a trial, beside its options and its value."""
+    return {"policy": "", "refusal": tried} if isinstance(tried, str) else {"policy": tried.text, "refusal": ""}
 
 
 def _seed(seed: int, begun: int) -> int:

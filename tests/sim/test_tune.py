@@ -421,6 +421,9 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_pat
         {"params": {"capacity": 5.0, "cosine": 7}},
         {"user_attrs": {}},
         {"user_attrs": {"policy": 1, "refusal": ""}},
+        {"value": -1.0},
+        {"distributions": None},
+        {"study_id": [1]},
     ],
 )
 def test_a_journal_with_a_trial_that_no_search_has_written_is_refused(home, tmp_path, change):
@@ -429,6 +432,31 @@ def test_a_journal_with_a_trial_that_no_search_has_written_is_refused(home, tmp_
     (tmp_path / NAME).write_text("\n".join([*before, json.dumps(json.loads(last) | {"values": None} | change)]) + "\n")
     with pytest.raises(InputError, match="is no journal that moe-sim tune writes"):
         Journal(tmp_path)
+
+
+@pytest.mark.parametrize("searched", [None, 5, "x", {}, {"--workers": "0"}, {"--workers": "1", "--seed": 0}])
+def test_a_journal_that_says_of_no_search_what_it_depends_on_is_refused(home, tmp_path, searched):
+    found_by(search_of(home, "eamc", "capacity=5..8", 1), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / NAME).read_text().splitlines()]
+    changed = [line | {"user_attr": {"searched": searched}} if "user_attr" in line else line for line in lines]
+    (tmp_path / NAME).write_text("".join(f"{json.dumps(line)}\n" for line in changed))
+    with pytest.raises(InputError, match="is no journal that moe-sim tune writes"):
+        Journal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"params": {"capacity": 6}}, {"user_attrs": {"policy": "lru", "refusal": ""}}, "another space"]
+)
+def test_a_trial_of_another_search_is_refused(home, tmp_path, change):
+    search = search_of(home, "eamc", "capacity=5..8", 3)
+    if change == "another space":
+        found_by(search_of(home, "eamc", "capacity=5..9", 3), tmp_path)
+    else:
+        found_by(search, tmp_path)
+        *before, last = (tmp_path / NAME).read_text().splitlines()
+        (tmp_path / NAME).write_text("\n".join([*before, json.dumps(json.loads(last) | change)]) + "\n")
+    with pytest.raises(InputError, match=r"trial . in .*trials\.log is of another search"):
+        tune(search, Journal(tmp_path), lambda played: None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends signals")
