@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from sim.results.files import read_table
 from sim.results.metrics import (
@@ -133,10 +132,7 @@ def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
             continue
         if (at := table.schema.get_field_index(known.name)) < 0:
             raise InputError(f"it has {known.name} more than once")
-        column = table.column(at).cast(known.type)
-        if not known.nullable and pc.any(column.is_null(nan_is_null=True)).as_py():
-            raise InputError(f"a row has no {known.name}")
-        table = table.set_column(at, known.name, column)
+        table = table.set_column(at, known.name, table.column(at).cast(known.type))
     return table
 
 

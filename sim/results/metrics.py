@@ -329,11 +329,14 @@ def require_possible(rows: pd.DataFrame) -> None:
     for wrong, what in _impossible(rows):
         if wrong.any():
             where = _which(rows[wrong].iloc[0])
-            raise InputError(f"{what} of {where}, which no run writes: run it again with --overwrite")
+            raise InputError(f"{what} for {where}: no run writes that; run it again with --overwrite")
 
 
 def _impossible(rows: pd.DataFrame) -> Iterator[tuple[pd.Series, str]]:
     """Which rows are impossible, and in what; what is not there is in order."""
+    required = dict.fromkeys(field.name for field in (*RESULTS, *REQUESTS) if not field.nullable)
+    for name in (name for name in required if name in rows):
+        yield rows[name].isna(), f"{name} is missing"
     for name, column in rows.select_dtypes("number").items():
         yield ~(column.fillna(0).abs() < np.inf) | (column < 0) & (name not in _BELOW_0), f"{name} is out of range"
     held = {name: rows[name] for name in RESULTS.names if name in rows}

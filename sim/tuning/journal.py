@@ -5,6 +5,7 @@ was cut off anywhere is a beginning of the whole.
 """
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
@@ -83,8 +84,11 @@ class Journal:
                 return None
             study = self._optuna.load_study(study_name=STUDY, storage=self._storage())
             self._require_whole(study.user_attrs.get(WHAT, {}), study.get_trials(deepcopy=False))
-            with self.path.open("r+b") as file:  # a line that was not written to its end
-                file.truncate(file.read().rfind(b"\n") + 1)
+            with self.path.open("r+b") as file:
+                *whole, cut = file.read().split(b"\n")
+                for line in whole:
+                    json.loads(line)  # optuna passes over a damaged last line, until there is one behind it
+                file.truncate(file.tell() - len(cut))
         except Exception as error:  # optuna takes what it reads for granted
             raise InputError(f"{self.path} is no journal that moe-sim tune writes: {error}") from error
         return study

@@ -4,6 +4,7 @@ Each check takes what a target has read, and an empty folder or one of its own. 
 cannot be used, the reader should have refused in one line.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -19,6 +20,8 @@ from sim.engines.untimed import count
 from sim.profiles.hardware_profile import Hardware, hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
+from sim.report import inputs
+from sim.results.compare import SweptRun, differences
 from tests.support.same import assert_same
 from tests.support.tiny import PROFILE, SIZES
 from tracer.prompts import Prompt
@@ -102,6 +105,16 @@ def sizes(found: Any, _: Path) -> None:
     """Each layer's experts have bytes."""
     assert len(found)
     assert (np.asarray(found) > 0).all()
+
+
+def cells(found: list[SweptRun], folder: Path) -> None:
+    """Each pair of cells can be compared, or is refused in one line; the report reads the same tables."""
+    with suppress(InputError):
+        for difference in differences(found[0], found[-1], resamples=10):
+            assert "nan" not in difference.sentence()
+    (results,) = inputs.read([folder])
+    assert len(results.rows) == len(found)
+    assert results.requests is not None
 
 
 def an_eamc(found: SavedEamc, folder: Path) -> None:

@@ -30,9 +30,10 @@ from replay.report import HEADER
 from sim import backtest
 from sim.profiles import hardware_profile
 from sim.sweeps.setup import Requests
-from sim.tuning.journal import WHAT, Journal
+from sim.tuning.journal import Journal
+from sim.tuning.tune import tune
 from tests.fuzz.harness import packed
-from tests.fuzz.targets import EDIT, GOOD, PART, PROMPT_FILES, TARGETS, WEIGHTS
+from tests.fuzz.targets import EDIT, GOOD, PART, PROMPT_FILES, TARGETS, WEIGHTS, search
 from tests.sim.test_expert_sizes import Gguf, write_gguf
 from tests.sim.test_measured import DEMO
 from tests.support.command import moe_sim
@@ -180,8 +181,10 @@ def texts(folder: Path) -> Iterator[tuple[str, bytes]]:
         with gzip.open(ROOT / "tests" / "sim" / f"{name}.jsonl.gz", "rb") as lines:
             yield "cases", b"".join(sorted(lines, key=len)[:2])
     journal = Journal(folder)
-    journal.begin({WHAT: "x"})
+    tune(search(), journal, lambda played: None)
     yield "journal", journal.path.read_bytes()
+    for edit in ((8, 5, 0, 0, 0), (9, 8, 1, 0, 0), (12, 13, 0, 0, 7), (13, 16, 2, 0, -1), (5, 0, 0, 0, 2)):
+        yield "results-values", EDIT.pack(*edit)
 
 
 def weights(folder: Path) -> Iterator[tuple[str, bytes]]:

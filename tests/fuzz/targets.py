@@ -4,15 +4,17 @@ Some formats carry checksums, or are compressed, so that a mutated file is refus
 fuzzed too: members of archives, and edits of a trace's tables.
 """
 
+import atexit
 import io
 import json
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from safetensors.numpy import save
 
 from policies.blend.build import build
 from policies.core.policy import Shape
+from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from policies.prefetch.stride import Predictor
 from replay.comparison.record import Record
@@ -36,9 +39,12 @@ from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.results import compare
+from sim.results.compare import SweptRun
 from sim.sweeps import config, winner
-from sim.sweeps.setup import Requests
+from sim.sweeps.setup import Requests, Setup
 from sim.tuning.journal import Journal
+from sim.tuning.search_space import space_of
+from sim.tuning.tune import Halves, Search, tune
 from tests.fuzz import checks
 from tests.fuzz.harness import Target, members
 from tests.support.tiny import PROFILE
@@ -125,14 +131,20 @@ EDIT = struct.Struct("<BBBbq")
 
 
 def trace_values(content: bytes, folder: Path) -> None:
-    """The tables of a trace, edited: each EDIT sets a value, or changes a column. An odd kind is of the requests."""
-    tables = [good()[name] for name in (PART, REQUESTS)]
+    """The tables of a trace, edited."""
+    tables = edited([good()[name] for name in (PART, REQUESTS)], content)
+    read_tables(folder / "t", dict(zip((PART, REQUESTS), tables, strict=True)))
+
+
+def edited(whole_tables: Sequence[pa.Table], content: bytes) -> list[pa.Table]:
+    """Two tables with edits: each EDIT sets a value, or changes a column. An odd kind is of the second."""
+    tables = list(whole_tables)
     whole = content[: min(len(content), 40 * EDIT.size) // EDIT.size * EDIT.size]
     for kind, column, row, place, value in EDIT.iter_unpack(whole):
         table = tables[kind % 2]
         if len(table) and table.num_columns:
             tables[kind % 2] = _edited(table, kind // 2 % 8, column % table.num_columns, row, place, value)
-    read_tables(folder / "t", dict(zip((PART, REQUESTS), tables, strict=True)))
+    return tables
 
 
 def _edited(table: pa.Table, kind: int, i: int, row: int, place: int, value: int) -> pa.Table:
@@ -259,11 +271,28 @@ def asked(path: Path) -> object:
     return found.cells, found.specs() if found.cells < 1000 else None
 
 
-def results(content: bytes, folder: Path) -> object:
+RESULTS = ("results.parquet", "requests.parquet")
+
+
+def results(content: bytes, folder: Path) -> list[SweptRun]:
     """The tables of a sweep."""
     held = members(content)
-    for name in ("results.parquet", "requests.parquet"):
+    for name in RESULTS:
         (folder / name).write_bytes(held.get(name, b""))
+    return compare.read(folder)
+
+
+@cache
+def good_results() -> tuple[pa.Table, ...]:
+    """The tables in the corpus."""
+    held = members(TARGETS["results"].seeds()["seed-0"])
+    return tuple(pq.read_table(pa.BufferReader(held[name])) for name in RESULTS)
+
+
+def results_values(content: bytes, folder: Path) -> list[SweptRun]:
+    """The tables of a sweep, edited."""
+    for name, table in zip(RESULTS, edited(good_results(), content), strict=True):
+        pq.write_table(table, folder / name)
     return compare.read(folder)
 
 
@@ -272,9 +301,21 @@ def profile(path: Path) -> object:
     return build([("good", Requests(GOOD))], Shape(GOOD.layers, GOOD.num_experts), path)
 
 
+@cache
+def search() -> Search:
+    """One of few trials."""
+    policy = parse("eamc")
+    space = space_of(policy, Shape(GOOD.layers, GOOD.num_experts), "capacity=5..8:cosine=flat|rows")
+    scratch = mkdtemp()
+    atexit.register(rmtree, scratch, ignore_errors=True)
+    write_trace(GOOD, Path(scratch) / "t")
+    return Search(Halves.of(Setup(f"{scratch}/t", untimed=True)), policy, 4, space, 3, seed=0, workers=1)
+
+
 def journal(path: Path) -> object:
-    """The trials of a search."""
-    return Journal(path.parent).searched
+    """The trials of a search, which is continued."""
+    found = Journal(path.parent)
+    return tune(search(), found, lambda played: None) if found.trials else found.searched
 
 
 def drawn(path: Path) -> object:
@@ -341,7 +382,8 @@ TARGETS = {
         Target("weights", written("model.safetensors", checkpoint)),
         Target("compare-json", written("compare.json", lambda path: Record.open(path, resume=True).text())),
         Target("check-json", written("check.json", drawn)),
-        Target("results", results),
+        Target("results", results, checks.cells),
+        Target("results-values", results_values, checks.cells),
         Target("cases", written("cases.jsonl", lambda path: run_file(path, io.StringIO(), "simpy"))),
         Target("journal", written("trials.log", journal)),
     )

@@ -292,4 +292,4 @@ def test_a_cache_that_is_no_number_is_refused(copy):
     values = pa.array([float("nan")] * table.num_rows)
     at = table.schema.get_field_index("cache_fraction")
     pq.write_table(table.set_column(at, "cache_fraction", values), copy / "results.parquet")
-    assert any("a row has no cache_fraction" in problem for problem in _page(copy)[1])
+    assert any("cache_fraction is missing" in problem for problem in _page(copy)[1])

@@ -422,6 +422,7 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_pat
         {"user_attrs": {}},
         {"user_attrs": {"policy": 1, "refusal": ""}},
         {"value": -1.0},
+        "{damaged",
         {"distributions": None},
         {"study_id": [1]},
     ],
@@ -429,7 +430,8 @@ def test_a_file_that_is_no_journal_is_refused_and_left_as_it_is(command, tmp_pat
 def test_a_journal_with_a_trial_that_no_search_has_written_is_refused(home, tmp_path, change):
     found_by(search_of(home, "eamc", "capacity=5..8:cosine=flat|rows", 3), tmp_path)
     *before, last = (tmp_path / NAME).read_text().splitlines()
-    (tmp_path / NAME).write_text("\n".join([*before, json.dumps(json.loads(last) | {"values": None} | change)]) + "\n")
+    text = change if isinstance(change, str) else json.dumps(json.loads(last) | {"values": None} | change)
+    (tmp_path / NAME).write_text("\n".join([*before, text]) + "\n")
     with pytest.raises(InputError, match="is no journal that moe-sim tune writes"):
         Journal(tmp_path)
 
