@@ -334,9 +334,9 @@ def require_possible(rows: pd.DataFrame) -> None:
 
 def _impossible(rows: pd.DataFrame) -> Iterator[tuple[pd.Series, str]]:
     """Which rows are impossible, and in what; what is not there is in order."""
-    required = dict.fromkeys(field.name for field in (*RESULTS, *REQUESTS) if not field.nullable)
-    for name in (name for name in required if name in rows):
-        yield rows[name].isna(), f"{name} is missing"
+    for field in REQUESTS if "request" in rows else RESULTS:
+        if field.name in rows and not field.nullable:
+            yield rows[field.name].isna(), f"{field.name} is missing"
     for name, column in rows.select_dtypes("number").items():
         yield ~(column.fillna(0).abs() < np.inf) | (column < 0) & (name not in _BELOW_0), f"{name} is out of range"
     held = {name: rows[name] for name in RESULTS.names if name in rows}

@@ -60,6 +60,7 @@ def home(tmp_path_factory):
     sweep("decode", "--as-decode")
     sweep("warm", "--warmup-requests", "2")
     sweep("elsewhere", trace="other")
+    sweep("together", "--max-batch", "3")
     return home
 
 
@@ -317,6 +318,11 @@ def test_values_that_no_run_writes_are_refused_by_all_that_read_the_table(home, 
     if table == "results.parquet":
         with pytest.raises(InputError, match=rf"{table} is damaged"):
             finished(folder)
+
+
+def test_requests_that_shared_steps_have_no_lookups_and_are_read(home):
+    assert all(cell.requests["lookups"].isna().all() for cell in read(home / "together"))
+    assert report_inputs.read([home / "together"])[0].problems == []
 
 
 def test_requests_of_another_run_are_refused(home, tmp_path):
