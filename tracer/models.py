@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from inspect import signature
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,6 @@ TEMPLATE_S = 10.0
 
 TEMPLATE_LETTERS = 1 << 20
 """What a chat template may add, beside repeating what was said."""
-
-CACHE_NAMES = ("cache", "past_key_values")
-"""What transformers calls the KV cache of a model, first as it does today."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -149,11 +145,6 @@ class LoadedModel:
             rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
         embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
         return embedding
-
-
-def cache_name(model: Any) -> str:
-    """What a model calls its KV cache, as an argument of forward() and in its output."""
-    return CACHE_NAMES[0] if CACHE_NAMES[0] in signature(model.forward).parameters else CACHE_NAMES[1]
 
 
 def _is_plain(weight: torch.Tensor) -> bool:

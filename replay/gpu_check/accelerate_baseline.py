@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from replay import kv_cache
 from sim.profiles.model_profile import ModelProfile
-from tracer.models import cache_name
 from traces.errors import InputError, unknown
 
 BLOCK = 1 << 20
@@ -142,7 +142,7 @@ def accelerate_offload(
 def decode_ms(model: Any, device: torch.device, tokens: int, context: int) -> tuple[float, ...]:
     """Decode `tokens` tokens after one for warm-up, behind a prompt of `context` tokens; return the ms of each."""
     vocabulary = model.config.vocab_size
-    took, name = list[float](), cache_name(model)
+    took, name = list[float](), kv_cache.name_in(model)
     with torch.inference_mode():
         prompt = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(1)).to(device)
         answer = model(input_ids=prompt, use_cache=True)

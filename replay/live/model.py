@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from policies.core.policy import NO_INTS
+from replay import kv_cache
 from replay.calibration.meter import Meter
 from replay.calibration.parts import cycle_slots, transfers
 from replay.live.device import LiveDevice
@@ -34,7 +35,7 @@ from replay.live.profile import write_learned
 from sim.loop.log import StepRow
 from sim.loop.run import Run
 from tracer.hook import ExpertsHook
-from tracer.models import CACHE_NAMES, LoadedModel
+from tracer.models import LoadedModel
 from traces.errors import InputError
 
 HOOK = "moe_expert_cache"
@@ -163,7 +164,7 @@ class LiveModel:
         names = ("input_ids", "inputs_embeds")
         given: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows, columns = given.shape[:2]
-        cache = next((kwargs[name] for name in CACHE_NAMES if kwargs.get(name) is not None), None)
+        cache = next((kwargs[name] for name in kv_cache.NAMES if kwargs.get(name) is not None), None)
         before = int(cache.get_seq_length()) if cache is not None else 0
         continues = before > 0 and self._end_pass(ends_request=False)
         if not continues:

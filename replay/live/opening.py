@@ -18,6 +18,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
+from replay import kv_cache
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
@@ -36,7 +37,7 @@ from sim.quantities import parse_cache_size, show_bytes
 from sim.sweeps.setup import Requests
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
-from tracer.models import LoadedModel, cache_name
+from tracer.models import LoadedModel
 from traces import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic
@@ -188,7 +189,7 @@ def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
     model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
     took = []
     with torch.inference_mode():
-        name = cache_name(model)
+        name = kv_cache.name_in(model)
         cache = model(input_ids=ids, use_cache=True)[name]
         size = cache_bytes(cache)
         for _ in range(3):

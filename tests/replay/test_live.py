@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from policies.blend.profile import Profile
 from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
+from replay import kv_cache
 from replay.cli import main
 from replay.devices.gpu import Gpu
 from replay.live import opening
@@ -32,7 +33,6 @@ from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
 from tracer.cli import main as tracer_main
-from tracer.models import cache_name
 from traces.errors import InputError
 from traces.trace import Trace
 
@@ -394,7 +394,7 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
     monkeypatch.setattr(Shard, "_read", fails)
     with open_live(How(str(folder), policy="lru+all", cache_size="12", lanes=2), on_note=notes.append) as live:
         for seed in range(50):
-            name = cache_name(live.model)
+            name = kv_cache.name_in(live.model)
             cache = live.model(input_ids=prompt(9, seed=seed))[name]
             hook = live.model.model.norm.register_forward_hook(lambda *_: broken.set())  # behind the last layer
             live.model(input_ids=prompt(1, seed=seed), **{name: cache})
