@@ -260,7 +260,10 @@ def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
     if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
         raise InputError(f"cannot pair different requests: {baseline.folder} and {cell.folder}, {sizes} of them")
-    differ = (baseline.requests["lookups"] != cell.requests["lookups"]).to_numpy()
+    first, second = (played.requests["lookups"] for played in (baseline, cell))
+    differ = (
+        (first != second) & first.notna() & second.notna()
+    ).to_numpy()  # none are known of requests that shared steps
     if differ.any():
         name = baseline.requests["request"].iloc[int(differ.argmax())]
         raise InputError(

@@ -323,6 +323,11 @@ def test_values_that_no_run_writes_are_refused_by_all_that_read_the_table(home, 
 def test_requests_that_shared_steps_have_no_lookups_and_are_read(home):
     assert all(cell.requests["lookups"].isna().all() for cell in read(home / "together"))
     assert report_inputs.read([home / "together"])[0].problems == []
+    for second in ("together:lfu@25%", "x:lru@25%"):
+        told = moe_sim("compare", "together:lru@25%", second, cwd=home)
+        assert "per token" in told
+        assert "to the first token" in told
+        assert "hit rate" not in told
 
 
 def test_requests_of_another_run_are_refused(home, tmp_path):
