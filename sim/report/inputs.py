@@ -77,7 +77,7 @@ def read(folders: Iterable[Path]) -> list[Results]:
 
 def _below(folder: Path) -> Iterator[Results]:
     below = sorted(file.parent for file in folder.glob(f"*/{RESULTS_FILE}"))
-    if not (folder / RESULTS_FILE).exists() and below:
+    if not (folder / REQUESTS_FILE).exists() and below:
         yield from map(_read, below)
     else:
         yield _read(folder)

@@ -152,10 +152,12 @@ def recommendation(sweep: Results) -> str:
     best = min(causal, key=lambda row: (row[by], row["cache_experts"]))
     unit = {"misses": "misses"}.get(by, "ms a token" if by.startswith("tpot") else "ms to the first token")
     machine = f" on {best['hardware']}" if best["hardware"] else ""
+    users = f" with {best['max_batch']} requests at a time" if best["max_batch"] else ""
     room = f", {show_bytes(best['cache_bytes'])}" if best["cache_bytes"] else ""
+    share = f"{plot.size_text(best)} of the experts in the cache ({best['cache_experts']:,}{room})"
     said = (
-        f"For {best['model']}{machine}, run {best['policy']} with {plot.size_text(best)} of the experts in the cache "
-        f"({best['cache_experts']:,}{room}): {best[by]:,.4g} {unit}, hit rate {_percent(best['hit_rate'])}."
+        f"For {best['model']}{machine}{users}, run {best['policy']} with {share}: {best[by]:,.4g} {unit}, "
+        f"hit rate {_percent(best['hit_rate'])}."
     )
     return " ".join([said, *_against_lru(sweep, best, by), *_smaller(causal, best, by, unit)])
 
@@ -485,7 +487,7 @@ def _commands(results: Sequence[Results], command: str) -> Section:
             lines.append(f"moe-sim sweep --config {file} --out {shlex.quote(str(each.folder.parent))} --resume")
         elif each.rows:
             lines.append(f"# {folder} has no {config.NAME}: what was typed is not known")
-    return Section("How to make it again", (Item("code", "\n".join([*lines, command])),))
+    return Section("How to make it again", (Item("code", "\n".join([*dict.fromkeys(lines), command])),))
 
 
 def _table(rows: Sequence[Row]) -> Item:

@@ -287,6 +287,15 @@ def test_values_that_no_run_writes_are_said_and_the_rest_is_shown(values, why, c
     assert "How to make it again" in text
 
 
+def test_a_sweep_of_several_tables_is_read_table_by_table(tmp_path):
+    assert _sweep(tmp_path, "--requests", 3, "--max-batch", "1,2").returncode == 0
+    text, problems = _page(tmp_path / "sweep")
+    assert problems == []
+    assert "with 2 requests at a time, run" in text
+    assert text.count("What was run (users-") == 2
+    assert text.count("moe-sim sweep --config") == 1
+
+
 def test_a_cache_that_is_no_number_is_refused(copy):
     table = pq.read_table(copy / "results.parquet")
     values = pa.array([float("nan")] * table.num_rows)
