@@ -107,6 +107,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm5_next": {**LATENT, "text_config": {"qk_rope_head_dim": 0, **SPARSE, **MIXED}},
     "glm_moe_dsa": LATENT,
     "granitemoehybrid": MIXED,
+    "hy_v4_vl": {"text_config": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "kimi_linear": {**MIXED, **LATENT},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},

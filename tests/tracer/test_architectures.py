@@ -27,10 +27,11 @@ KNOWN = """
 afmoe aria axk1 axk2 bailing_hybrid beam cohere2_moe dbrx deepseek_ocr2 deepseek_v2 deepseek_v3 deepseek_v32
 deepseek_v4 diffusion_gemma doge dots1 dots3_note ernie4_5_moe ernie4_5_vl_moe exaone_moe flex_olmo flint gemma4
 glm4_moe glm4_moe_lite glm4v_moe glm5_next glm_moe_dsa gpt_oss granitemoe granitemoe_swa granitemoehybrid
-granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 inkling inkling2 jamba jetmoe kimi_linear kolibri1 laguna lfm2_moe llama4
-longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl mistral4 mistral_large4 mixtral muse_spark
-nemotron_h nllb_moe olmoe openai_privacy_filter phimoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe
-qwen3_vl_moe qwen4_exp solar_open step3p7 switch_transformers unlimited_ocr zaya
+granitemoeshared hunyuan_v1_moe hy_v3 hy_v4 hy_v4_vl inkling inkling2 inkling2_loop jamba jetmoe kimi_linear
+kolibri1 laguna lara_mini lfm2_moe llama4 longcat_flash mellum mimo_v2_flash minimax minimax_m2 minimax_m3_vl
+mistral4 mistral_large4 mixtral muse_spark nemotron_h nllb_moe olmoe openai_privacy_filter phimoe qwen2_moe
+qwen3_5_moe qwen3_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp solar_open step3p7 switch_transformers
+unlimited_ocr zaya
 """
 
 PADDED = torch.cat([IDS, torch.cat([torch.zeros_like(IDS[:, :4]), IDS[:, :6] + 1], 1)])
