@@ -30,7 +30,8 @@ TOP = (
 MACHINE = ("device", "machine")
 """Of these what a resumed file says must hold of this run too."""
 
-ERROR, KEY, CELLS = "error", "key", "cells"
+ERROR, KEY, CONTENT, CELLS = "error", "key", "content", "cells"
+"""CONTENT: a digest of all else in the file, by which a damaged one is noticed."""
 
 
 class Record:
@@ -49,6 +50,8 @@ class Record:
             return record
         try:
             read = json.loads(plain(path).read_text(encoding="utf-8"))
+            if read.pop(CONTENT, None) != _digest(read):
+                raise ValueError("it was changed, or other code wrote it")
             cells = read.pop(CELLS)
             record._cells = {
                 cell[KEY]: cell for cell in cells if cell[KEY] and ERROR not in cell and "measured" in cell
@@ -104,12 +107,18 @@ class Record:
 
     def text(self) -> str:
         """As JSON."""
-        return json.dumps(_plain({**self.facts, CELLS: list(self)}), indent=1, allow_nan=False)
+        cells = list(self)
+        content = _digest({**self.facts, CELLS: cells})
+        return json.dumps(_plain({**self.facts, CONTENT: content, CELLS: cells}), indent=1, allow_nan=False)
 
 
 def key_of(**decides: Any) -> str:
     """Of a cell that all this decides: texts, numbers, lists and tables; and this project's code as it is."""
-    text = json.dumps(_plain({**decides, "code": _code()}), sort_keys=True, default=str)
+    return _digest({**decides, "code": _code()})
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(_plain(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -85,6 +85,21 @@ def test_a_file_that_is_no_record_is_refused_in_one_line(tmp_path: Path, content
     assert len(Record.open(path, resume=False)) == 0
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("1.5", "2.5"), ("1.5", '"x"'), ("tpot_mean_ms", "tpot"), ("H200", "H20"), ('"content"', '"other"')],
+)
+def test_a_record_of_which_a_value_was_changed_is_not_continued(tmp_path: Path, old: str, new: str) -> None:
+    path = tmp_path / "here.json"
+    begun(path).put("one", CELL)
+    assert len(Record.open(path, resume=True)) == 1
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(InputError, match=r"here\.json is not a record of cells \(it was changed"):
+        Record.open(path, resume=True)
+
+
 def test_a_record_of_another_machine_is_not_continued(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     begun(path).put("one", CELL)
