@@ -17,7 +17,7 @@ from sim.quantities import show_bytes
 from sim.results.files import write_rows, write_table
 from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row
 from traces.errors import InputError
-from traces.output import replacing
+from traces.output import remove, replacing
 from traces.steps import RequestSteps
 
 SCHEMA = pa.schema(
@@ -73,8 +73,7 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
         def write(row: StepRow) -> None:
             if not files:
                 others = (RESULTS_FILE, REQUESTS_FILE) if done else (RESULTS_FILE, REQUESTS_FILE, STEPS)
-                for old in others:
-                    (folder / old).unlink(missing_ok=True)  # they would not be of this run
+                remove(*(folder / old for old in others))  # they would not be of this run
                 with replacing(folder / RUN_FILE) as part:
                     part.write_text(json.dumps({"key": key}) + "\n", encoding="utf-8")
                 with replacing(folder / STEPS) as part, part.open("w", newline="", encoding="utf-8") as begun:

@@ -83,6 +83,13 @@ def _writing(what: object) -> Iterator[None]:
         raise InputError(f"cannot write {what}: {error.strerror or error}") from error
 
 
+def remove(*files: Path) -> None:
+    """Remove files, those that are there. InputError where that cannot be."""
+    for file in files:
+        with _writing(file):
+            file.unlink(missing_ok=True)
+
+
 def make_folder(folder: Path) -> None:
     """Make `folder` unless it is there. InputError where that cannot be."""
     with _writing(f"to {folder}"):

@@ -50,7 +50,7 @@ class Record:
             return record
         try:
             read = json.loads(plain(path).read_text(encoding="utf-8"))
-            if read.pop(CONTENT, None) != _digest(read):
+            if read.pop(CONTENT, None) != digest_of(read):
                 raise ValueError("it was changed, or other code wrote it")
             cells = read.pop(CELLS)
             record._cells = {
@@ -108,16 +108,17 @@ class Record:
     def text(self) -> str:
         """As JSON."""
         cells = list(self)
-        content = _digest({**self.facts, CELLS: cells})
+        content = digest_of({**self.facts, CELLS: cells})
         return json.dumps(_plain({**self.facts, CONTENT: content, CELLS: cells}), indent=1, allow_nan=False)
 
 
 def key_of(**decides: Any) -> str:
     """Of a cell that all this decides: texts, numbers, lists and tables; and this project's code as it is."""
-    return _digest({**decides, "code": _code()})
+    return digest_of({**decides, "code": _code()})
 
 
-def _digest(value: Any) -> str:
+def digest_of(value: Any) -> str:
+    """Of texts, numbers, lists and tables."""
     text = json.dumps(_plain(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

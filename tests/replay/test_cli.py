@@ -458,6 +458,19 @@ def test_a_run_without_room_for_its_requests_has_not_ended(tmp_path: Path, monke
     assert not (tmp_path / report.RESULTS_FILE).exists()
 
 
+def test_a_folder_with_the_name_of_a_table_is_refused_and_no_step_is_lost(tmp_path: Path) -> None:
+    rows = [StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)])] * 3
+    with report.step_writer(tmp_path, "a key") as write:
+        for row in rows:
+            write(row)
+    before = (tmp_path / "per_token.csv").read_bytes()
+    (tmp_path / "requests.parquet").mkdir()
+    wanted = r"cannot write .*requests\.parquet: "
+    with pytest.raises(InputError, match=wanted), report.step_writer(tmp_path, "a key", rows) as write:
+        write(rows[0])
+    assert (tmp_path / "per_token.csv").read_bytes() == before
+
+
 def test_a_disk_that_is_full_when_a_run_resumes_loses_no_step(tmp_path: Path) -> None:
     rows = [StepRow([1, 1, *[5] * 15], [Share(0, 1, 5)])] * 20
     with report.step_writer(tmp_path, "a key") as write:
