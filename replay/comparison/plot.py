@@ -1,6 +1,8 @@
 """The picture of a comparison: per cell the residual of each token, and all cells' measured against predicted."""
 
 from collections.abc import Sequence
+from hashlib import sha256
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +11,8 @@ import pandas as pd
 from sim.results.files import write_figure
 from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS, frame
+from traces.errors import InputError
+from traces.files import plain
 from traces.steps import DECODE
 
 if TYPE_CHECKING:
@@ -23,7 +27,7 @@ SCATTER_INCHES = 4.6
 
 def draw(cells: Sequence[Row], folder: Path) -> tuple[Path | None, list[Row]]:
     """Write residuals.png of recorded cells, whose tokens lie in `folder`; the file, and cells whose tokens do not."""
-    held = [(cell, tokens) for cell in cells if (tokens := _decoded(folder / str(cell.get("per_token")))) is not None]
+    held = [(cell, tokens) for cell in cells if (tokens := _decoded(cell, folder)) is not None]
     missing = [cell for cell in cells if not any(cell is one for one, _ in held)]
     if not held:
         return None, missing
@@ -81,11 +85,14 @@ def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataF
     below.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 
-def _decoded(path: Path) -> pd.DataFrame | None:
-    """None where the file is gone, or no longer whole."""
+def _decoded(cell: Row, folder: Path) -> pd.DataFrame | None:
+    """None where the file is gone, or no longer what was written."""
     try:
-        steps = pd.read_csv(path).dropna()
-        decoded = steps[(steps["phase"] == DECODE) & steps["counted"].astype(bool)]
-    except (OSError, ValueError, KeyError):
+        content = plain(folder / str(cell.get("per_token"))).read_bytes()
+    except (OSError, InputError):
         return None
+    if sha256(content).hexdigest() != cell.get("per_token_sha256"):
+        return None
+    steps = pd.read_csv(BytesIO(content)).dropna()
+    decoded = steps[(steps["phase"] == DECODE) & steps["counted"].astype(bool)]
     return decoded if len(decoded) else None

@@ -92,9 +92,14 @@ class Record:
 
     def put(self, key: str, cell: Mapping[str, Any]) -> None:
         """A cell has ended: write the file, whole or not at all. InputError where it cannot be written."""
+        before = dict(self._cells)
         self._cells.pop(key, None)
         self._cells[key] = {KEY: key, **cell}
-        self.write()
+        try:
+            self.write()
+        except InputError:
+            self._cells = before  # what the file holds
+            raise
 
     def fail(self, key: str, cell: Mapping[str, Any], error: Exception) -> None:
         """A cell could not be run."""

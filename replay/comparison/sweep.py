@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +80,8 @@ class Comparison:
                     record.fail(key, head, error)
                     continue
                 tokens = tokens_file(choice, mode, key)
-                write_tokens(outcome, self.folder / tokens)
-                record.put(key, {**head, "per_token": tokens, **outcome.figures()})
+                written = write_tokens(outcome, self.folder / tokens)
+                record.put(key, {**head, "per_token": tokens, "per_token_sha256": written, **outcome.figures()})
                 cells = list(record)
                 record.tell(copy_gb_per_s=copy_gb_per_s(record), rankings=rankings(cells), accuracy=accuracy(cells))
                 record.write()
@@ -209,11 +210,13 @@ def tokens_file(choice: Choice, mode: str, key: str) -> str:
     return f"{TOKENS}/{policy}-{choice.slots}-{mode}-{key[:8]}.csv"
 
 
-def write_tokens(outcome: CellOutcome, path: Path) -> None:
-    """A line for each step run, whole or not at all."""
+def write_tokens(outcome: CellOutcome, path: Path) -> str:
+    """A line for each step run, whole or not at all; the SHA-256 of the file."""
     make_folder(path.parent)
+    content = outcome.per_token().to_csv(index=False).encode()
     with replacing(path) as part:
-        outcome.per_token().to_csv(part, index=False)
+        part.write_bytes(content)
+    return sha256(content).hexdigest()
 
 
 def copy_gb_per_s(record: Record) -> float | None:

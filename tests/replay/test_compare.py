@@ -456,9 +456,10 @@ def test_tokens_that_are_gone_or_damaged_cost_the_picture_alone(command, tmp_pat
     files = sorted((tmp_path / "here" / "tokens").iterdir())
     files[0].unlink()
     files[1].write_bytes(files[1].read_bytes()[:100])
+    files[2].write_bytes(files[2].read_bytes().replace(b"1", b"\0", 1))
     status, out, err = command(*arguments, "--resume")
     assert status == 0
-    assert err.count("is gone or damaged: it is not in residuals.png") == 2
+    assert err.count("is gone or damaged: it is not in residuals.png") == 3
     assert "wrote compare.json, tokens/, residuals.png" in out
     status, _, err = command(*arguments, "--resume", "--overwrite")
     assert (status, "leave one out" in err) == (2, True)

@@ -121,3 +121,13 @@ def test_a_key_is_of_everything_that_decides_a_cell_and_of_the_code(monkeypatch:
     assert key_of(**facts) == key_of(**dict(reversed(facts.items())))
     monkeypatch.setattr(record_module, "_code", lambda: "edited")
     assert key_of(**facts) not in keys
+
+
+def test_a_cell_that_cannot_be_written_is_not_counted_as_kept(tmp_path: Path) -> None:
+    record = begun(tmp_path / "here.json")
+    record.put("one", CELL)
+    (tmp_path / ".here.json.part").mkdir()  # where the file would be written
+    with pytest.raises(InputError, match="cannot write"):
+        record.put("two", CELL)
+    assert list(record) == list(Record.open(tmp_path / "here.json", resume=True))
+    assert len(record) == 1
