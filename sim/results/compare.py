@@ -261,9 +261,8 @@ def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
         raise InputError(f"cannot pair different requests: {baseline.folder} and {cell.folder}, {sizes} of them")
     first, second = (played.requests["lookups"] for played in (baseline, cell))
-    differ = (
-        (first != second) & first.notna() & second.notna()
-    ).to_numpy()  # none are known of requests that shared steps
+    known = first.notna() & second.notna()  # not of requests that shared steps
+    differ = ((first != second) & known).to_numpy()
     if differ.any():
         name = baseline.requests["request"].iloc[int(differ.argmax())]
         raise InputError(

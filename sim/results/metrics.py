@@ -359,10 +359,10 @@ def require_together(rows: pd.DataFrame, requests: pd.DataFrame) -> None:
     counted = requests[by].fillna("").value_counts()
     for _, row in rows.iterrows():
         found = counted.get(tuple(row[by].fillna("")), 0)
-        if found != row["requests"]:
+        if not found or found != row["requests"]:
             raise InputError(
-                f"{REQUESTS_FILE} has {found} requests of {_which(row)}, not {row['requests']}: it is of another run; "
-                "run it again with --overwrite"
+                f"{REQUESTS_FILE} has {found} requests of {_which(row)}, {RESULTS_FILE} {row['requests']}: "
+                "it is of another run; run it again with --overwrite"
             )
 
 

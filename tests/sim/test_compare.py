@@ -340,6 +340,19 @@ def test_requests_of_another_run_are_refused(home, tmp_path):
     assert any("it is of another run" in problem for problem in results.problems)
 
 
+def test_a_cell_without_requests_is_refused(home, tmp_path):
+    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
+    _put(folder / "results.parquet", "requests", 0)
+    rows = pq.read_table(folder / "requests.parquet")
+    first = read(home / "x")[0]
+    others = [
+        row for row in rows.to_pylist() if (row["policy"], row["cache_experts"]) != (first.policy, first.cache_experts)
+    ]
+    pq.write_table(pa.Table.from_pylist(others, rows.schema), folder / "requests.parquet")
+    with pytest.raises(InputError, match=r"has 0 requests of .* it is of another run"):
+        read(folder)
+
+
 def _put(path: Path, column: str, value: object) -> None:
     """Put `value` into the first row of a column."""
     rows = pq.read_table(path)
