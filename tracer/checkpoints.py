@@ -41,7 +41,7 @@ OURS = ("tracer.", "replay.", "sim.", "policies.")
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """Tell in one line that starts with `what` whatever a model's own code raises; our own errors stay as they are.
+    """Raise InputError, one line that starts with `what`, for whatever a model's own code raises; our errors stay.
 
     Code of transformers, torch and checkpoints raises any kind of error for a model that does not fit together.
     """
@@ -134,7 +134,7 @@ def _require_finite(source: str, held: Any, key: str = "") -> None:
 
 @contextmanager
 def _naming_the_flag(source: str) -> Iterator[None]:
-    """Tell which option runs code that comes with a model, where transformers asks for it."""
+    """Raise InputError that names the option which runs code of a model, where transformers asks for it."""
     try:
         yield
     except ValueError as error:

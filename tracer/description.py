@@ -11,10 +11,10 @@ from traces.schema import TraceMeta
 
 
 def describe(loaded: LoadedModel, hook: ExpertsHook) -> TraceMeta:
-    """What a trace says about the model that it was recorded from; `hook` has probed it."""
+    """Return the metadata of a trace recorded from this model; `hook` has probed it."""
     sizes = [_expert_bytes(site) for site in hook.sites]
     if len(set(sizes)) > 1:
-        hook.notes.append(f"experts have {min(sizes)} to {max(sizes)} bytes; the trace tells of the largest")
+        hook.notes.append(f"experts have {min(sizes)} to {max(sizes)} bytes; the trace has the size of the largest")
     weights = hook.sites[0].weights
     config = loaded.model.config.get_text_config()
     hidden = getattr(config, "hidden_size", None)

@@ -123,7 +123,7 @@ def key_of(**decides: Any) -> str:
 
 
 def digest_of(value: Any) -> str:
-    """Of texts, numbers, lists and tables."""
+    """Return a digest of texts, numbers, lists and tables."""
     text = json.dumps(_plain(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

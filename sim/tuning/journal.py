@@ -87,9 +87,9 @@ class Journal:
             with self.path.open("r+b") as file:
                 *whole, cut = file.read().split(b"\n")
                 for line in whole:
-                    json.loads(line)  # optuna passes over a damaged last line, until there is one behind it
+                    json.loads(line)  # optuna ignores a damaged last line until it adds another
                 file.truncate(file.tell() - len(cut))
-        except Exception as error:  # optuna takes what it reads for granted
+        except Exception as error:  # optuna raises anything for a damaged file
             raise InputError(f"{self.path} is no journal that moe-sim tune writes: {error}") from error
         return study
 

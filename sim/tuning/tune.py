@@ -225,7 +225,7 @@ def _tried(search: Search, drawn: dict[str, Any]) -> PolicySpec | str:
 
 
 def _ended(tried: PolicySpec | str) -> dict[str, str]:
-    """What the journal says of a trial, beside its options and its value."""
+    """Return what the journal holds of a trial beside its options and its value."""
     return {"policy": "", "refusal": tried} if isinstance(tried, str) else {"policy": tried.text, "refusal": ""}
 
 
