@@ -66,10 +66,7 @@ def join(
     Columns that not all have are left out. `prefix` puts the name of its trace before each request's id. Raises
     InputError if the traces do not fit together, or two requests would have one id.
     """
-    check_target(out, overwrite)
-    for source in sources:
-        if not source.folder.location.remote and out.exists() and out.samefile(source.folder.path):
-            raise InputError(f"{out} is read and cannot be written at the same time; choose another folder with --out")
+    check_target(out, overwrite, read=[source.folder.location for source in sources])
     if not any(source.keep.any() for source in sources):
         raise InputError("no request is left: nothing was written")
     meta = _common([source.folder for source in sources])

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from traces.check import check_finite
 from traces.errors import InputError
 from traces.index import Index
+from traces.location import Location
 from traces.output import ELSEWHERE, LOCK, check_trace_folder, is_of_trace, only_writer
 from traces.reader import Folder, open_folder
 from traces.schema import (
@@ -63,9 +64,14 @@ FLUSH_SHARE = 0.1
 """Of the time, at most, is spent on flushing: after a slow flush the next one waits longer."""
 
 
-def check_target(folder: Path, overwrite: bool, resume: bool = False) -> None:
-    """InputError if a trace cannot be written at `folder`; changes nothing."""
+def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iterable[Location] = ()) -> None:
+    """InputError if a trace cannot be written at `folder`, or if it is one of those that are `read` for it.
+
+    Changes nothing.
+    """
     check_trace_folder(folder)
+    if any(not each.remote and folder.exists() and folder.samefile(each.root) for each in read):
+        raise InputError(f"{folder} is read and cannot be written at the same time; choose another folder with --out")
     if not held(folder):
         return
     left = _left_by_writer(folder)

@@ -83,6 +83,16 @@ def test_bad_options_end_in_one_line(moe_trace: Run, tmp_path: Path, arguments: 
     assert not (tmp_path / "a").exists()
 
 
+def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Run, tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    moe_trace("synth", "--like", demo_trace(), "--requests", 4, "--out", real)
+    before = (real / "requests.parquet").read_bytes()
+    ended = moe_trace("synth", "--like", real, "--out", real, "--overwrite")
+    assert ended.returncode == 2
+    assert "is read and cannot be written at the same time" in ended.stderr
+    assert (real / "requests.parquet").read_bytes() == before
+
+
 def test_a_trace_of_counts_cannot_be_fitted_to(moe_trace: Run, tmp_path: Path) -> None:
     (tmp_path / "counts.csv").write_text("layer,expert\n0,0\n0,1\n1,1\n")
     moe_trace("import", tmp_path / "counts.csv", "--experts", 4, "--top-k", 1, "--out", tmp_path / "counts")

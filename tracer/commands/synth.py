@@ -63,6 +63,7 @@ def synth(
 
     from tracer.shapes import Shape, shape_of
     from traces.fit import fit, thinned
+    from traces.location import Location
     from traces.schema import TraceMeta
     from traces.trace import Trace
     from traces.writer import check_target, write_trace
@@ -95,7 +96,7 @@ def synth(
             tools=tools,
         )
     target = out or RECORDED / f"{Path(model).stem if model else 'synthetic'}-like-{real.name}"
-    check_target(target, overwrite)
+    check_target(target, overwrite, read=[Location.of(like)])
     fitted = fit(real)
     lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
     tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
