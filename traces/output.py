@@ -120,8 +120,11 @@ def check_trace_folder(folder: Path) -> None:
         raise InputError(f"cannot write {folder}: {base}: {error.strerror}; {ELSEWHERE}") from error
 
 
-def check_file(path: Path, overwrite: bool = False) -> None:
-    """Raise InputError where a file cannot be written at `path`, or where one would be replaced unasked."""
+def check_file(path: Path, overwrite: bool = False, read: Path | None = None) -> None:
+    """Raise InputError where a file cannot be written at `path`, or where one would be replaced unasked.
+
+    Nor does it take the place of another command's results, or of the file that is `read` for it.
+    """
     _refuse_url(path)
     with _writing(path):
         _refuse_trace(path.parent)
@@ -134,8 +137,12 @@ def check_file(path: Path, overwrite: bool = False) -> None:
             raise InputError(f"cannot write {path}: it is a folder; name a file in it")
         if not stat.S_ISREG(mode):
             raise InputError(f"cannot write {path}: it is {_kind(mode)}, and is left alone; name another file")
+        if of := marked(path.parent).get(path.name):
+            raise InputError(f"{path} was written by {of}: it is left alone; name another file")
         if not overwrite:
             raise InputError(f"{path} exists: replace it with --overwrite, or name another file")
+        if read is not None and read.exists() and path.samefile(read):
+            raise InputError(f"{path} is read and cannot be written at the same time; name another file")
     with replacing(path, keep=False) as part:
         part.touch()
 
@@ -147,9 +154,7 @@ def claimed(folder: Path, maker: str, names: Iterable[str]) -> Iterator[None]:
     No other process writes there meanwhile. Afterwards the marker lists what is there; a new, empty folder goes.
     InputError as `claim`, and where another process writes there.
     """
-    _refuse_url(folder)
-    with _writing(f"to {folder}"):
-        _refuse_trace(folder)
+    _check_folder(folder)
     with only_writer(folder):
         claim(folder, maker, names)
         try:
@@ -165,9 +170,8 @@ def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
     InputError where it cannot be written to, is a trace or within one, or where something of such a name is there that
     this command did not write.
     """
-    _refuse_url(folder)
+    _check_folder(folder)
     with _writing(f"to {folder}"):
-        _refuse_trace(folder)
         folder.mkdir(parents=True, exist_ok=True)
         held = marked(folder)
         for name in (wanted := list(names)):
@@ -175,6 +179,17 @@ def claim(folder: Path, maker: str, names: Iterable[str]) -> None:
     now = {**held, **dict.fromkeys(wanted, maker)}
     if now != held:
         _mark(folder, now)
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise InputError where `folder` cannot hold results, as it is a trace, lies in one, or is an address.
+
+    UnicodeEncodeError for a name that is not UTF-8, which Arrow does not take: before all runs, not after them.
+    """
+    str(folder.absolute()).encode()
+    _refuse_url(folder)
+    with _writing(f"to {folder}"):
+        _refuse_trace(folder)
 
 
 def _refuse_other(path: Path, maker: str, of: str | None) -> None:

@@ -24,7 +24,7 @@ from sim.profiles.model_profile import ModelProfile
 from tracer.checkpoints import Found, blaming, find_model, notes_of, require_numbers, require_weights
 from tracer.models import LoadedModel
 from traces.errors import InputError, located
-from traces.output import make_folder
+from traces.output import check_file, make_folder
 
 IMPLEMENTATION = "moe-expert-cache"
 """The experts implementation that `replay.live` registers with transformers."""
@@ -136,6 +136,7 @@ def expert_store(
         count = len(layers) * layers[0].experts
         with located(f"{model.loaded.name}: loading converts its experts, so they are written to a file (--store)"):
             make_folder(file.parent)
+            check_file(file)
             with progress(count) as advance:
                 write(file, profile, _Converting(model, layers).fill, origin, count, lambda: advance(1))
     with closing(ExpertFile(file, profile)) as written:

@@ -142,6 +142,10 @@ def test_a_store_that_cannot_be_written_names_the_option_for_another(
     how = How(str(saved(tmp_path / "model", "qwen2_moe")), policy="lru", cache_size="3", dtype="bfloat16")
     with pytest.raises(InputError, match=r"\(--store\): cannot write to .*file"), open_live(how):
         pass
+    (tmp_path / "link").symlink_to("nothing")
+    linked = replace(how, store=tmp_path / "link")
+    with pytest.raises(InputError, match=r"\(--store\): cannot write .*link: it is a symbolic link"), open_live(linked):
+        pass
 
 
 def test_the_record_equals_what_the_tracer_records_and_the_simulator_plays_the_same(tmp_path: Path) -> None:

@@ -293,6 +293,9 @@ def test_conformance_writes_whole_files_only(home, tmp_path):
     done = moe_sim("conformance", "broken.jsonl", "--out", "results.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert not (tmp_path / "results.jsonl").exists()
+    done = moe_sim("conformance", "cases.jsonl", "--out", "cases.jsonl", "--overwrite", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert json.loads((tmp_path / "cases.jsonl").read_text()) == case
 
 
 def test_what_another_sweep_has_finished_is_neither_replaced_nor_thinned_out_unasked(home, tmp_path):

@@ -145,6 +145,21 @@ def test_a_file_is_replaced_only_where_the_user_says_so(tmp_path: Path, trace: P
     assert not (tmp_path / "new").exists()
 
 
+def test_no_file_takes_the_place_of_results(tmp_path: Path) -> None:
+    with claimed(tmp_path, "moe-sim sweep", ["results.parquet"]):
+        (tmp_path / "results.parquet").write_text("a night's work")
+    with pytest.raises(InputError, match=r"results\.parquet was written by moe-sim sweep: it is left alone"):
+        check_file(tmp_path / "results.parquet", overwrite=True)
+    check_file(tmp_path / "timeline.json")
+
+
+def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "\udcff"
+    with pytest.raises(UnicodeEncodeError), claimed(folder, "moe-sim sweep", ["results.parquet"]):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("mine")
     (tmp_path / ".file.part").symlink_to("victim")
