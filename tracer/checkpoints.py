@@ -35,6 +35,9 @@ MOST_LAYERS = 10_000
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of a model whose damage transformers reports without their names, or passes over."""
 
+RUST = "pyo3_runtime"
+"""Module of what is raised where code in Rust, such as tokenizers, panics: no Exception."""
+
 OURS = ("tracer.", "replay.", "sim.", "policies.")
 """Packages whose errors are defects of this project."""
 
@@ -49,7 +52,9 @@ def blaming(what: str) -> Iterator[None]:
         yield
     except InputError:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__module__ != RUST:
+            raise
         *_, (innermost, _) = walk_tb(error.__traceback__)
         if innermost.f_globals.get("__name__", "").startswith(OURS):
             raise

@@ -132,6 +132,15 @@ def test_a_reason_of_two_lines_is_told_whole() -> None:
         raise ValueError("wrong field:\nit is 5\nand more")
 
 
+def test_a_panic_in_a_library_written_in_rust_is_told_in_one_line() -> None:
+    """It is no Exception, as Ctrl-C is none."""
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+    with pytest.raises(InputError, match=r"^m cannot be loaded: range end 7$"), blaming("m cannot be loaded"):
+        raise panic("range end 7")
+    with pytest.raises(KeyboardInterrupt), blaming("m cannot be loaded"):
+        raise KeyboardInterrupt
+
+
 def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
     tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
 ) -> None:
