@@ -187,13 +187,13 @@ def _warm_up(run: Run, top_k: int) -> None:
 def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
     """Run a prefill and a few tokens with experts that add nothing: bytes of KV cache a token, and ns a layer."""
     model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
-    took = []
+    took, asked = [], {"use_cache": True, "return_dict": True}  # whatever the config says
     with torch.inference_mode():
         name = kv_cache.name_in(model)
-        cache = model(input_ids=ids, use_cache=True)[name]
+        cache = model(input_ids=ids, **asked)[name]
         size = cache_bytes(cache)
         for _ in range(3):
             began = perf_counter_ns()
-            model(input_ids=ids[:, :1], use_cache=True, **{name: cache}).logits[0, 0, 0].item()
+            model(input_ids=ids[:, :1], **asked, **{name: cache}).logits[0, 0, 0].item()
             took.append(perf_counter_ns() - began)
     return -(-size // TRIED_TOKENS), int(median(took)) // layers

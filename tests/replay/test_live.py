@@ -208,6 +208,16 @@ def test_what_cannot_be_is_told_in_one_line(arguments: tuple[str, ...], said: st
     assert said in done.stderr
 
 
+def test_a_config_that_leaves_open_what_a_model_returns_changes_nothing(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "olmoe")
+    wanted = logits(whole_model(folder), prompt(9), 3)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "return_dict": None}))
+    with open_live(How(str(folder), policy="lru", lanes=1)) as live:
+        live.model.config.return_dict = True
+        assert_equal(wanted, live, prompt(9))
+
+
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
