@@ -1,6 +1,7 @@
 """Options that `generate` and `serve` share."""
 
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +9,7 @@ import typer
 
 from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
+from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.live.opening import How
@@ -36,8 +38,20 @@ class LiveOptions:
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
-    def how(self, model: str | None) -> "How":
-        """Return how to open the model; None: the shipped one."""
+    def how(self, model: str | None, record: Path | None = None) -> "How":
+        """Return how to open the model; None: the shipped one. record: folder that a trace is written to.
+
+        Raise InputError where one of the files would take another one's place.
+        """
         from replay.live.opening import How
 
+        self._require_apart(record)
         return How(model or str(demo.MODEL), name=None if model else demo.NAME, **vars(self))
+
+    def _require_apart(self, record: Path | None) -> None:
+        places = {name: Path(realpath(file)) for name in ("store", "profile") if (file := getattr(self, name))}
+        if len(places) > len({*places.values()}):
+            raise InputError(f"--store and --profile both name {self.profile}: name a file for each")
+        for name, place in places.items():
+            if record and Path(realpath(record)) in (place, *place.parents):
+                raise InputError(f"--{name} {getattr(self, name)} is in the folder of --record: name a file elsewhere")

@@ -218,6 +218,28 @@ def test_a_config_that_leaves_open_what_a_model_returns_changes_nothing(tmp_path
         assert_equal(wanted, live, prompt(9))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--store", "a", "--profile", "b/../a"), "--store and --profile both name b/../a"),
+        (("--record", "a", "--profile", "a"), "--profile a is in the folder of --record"),
+        (("--record", "a", "--profile", "a/requests.parquet"), "--profile a/requests.parquet is in the folder"),
+        (("--record", "a", "--store", "a/b/c"), "--store a/b/c is in the folder of --record"),
+    ],
+)
+def test_a_file_that_would_take_the_place_of_another_one_is_refused(
+    arguments: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written last, at the end of all work, is the profile: it replaced files of a trace, or a store."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    done = generate("--prompt", "a", *arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not list((tmp_path / "a").iterdir())
+
+
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
