@@ -74,7 +74,6 @@ def record(
     what the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
     them. Raises InputError.
     """
-    _require_turns(prompts, options)
     with ExpertsHook(loaded.model, options.weights, options.gate_probs, options.lookahead) as hook:
         with blaming(f"{loaded.name} cannot be run"):
             hook.probe()
@@ -100,6 +99,7 @@ class Recording:
         on_tokens: Callable[[Tokens], None] = lambda tokens: None,
     ):
         """`on_tokens` hears the newest token of each row, as it comes; see `record` for the others."""
+        _require_turns(prompts, options)
         if hook.alone and options.batch_size > 1:
             on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
             options = replace(options, batch_size=1)

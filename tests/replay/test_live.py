@@ -240,6 +240,15 @@ def test_a_file_that_would_take_the_place_of_another_one_is_refused(
     assert not list((tmp_path / "a").iterdir())
 
 
+def test_requests_that_share_an_id_are_refused_before_they_are_recorded(tmp_path: Path) -> None:
+    """No reader takes a trace of them."""
+    (tmp_path / "p.jsonl").write_text('{"id": "a-turn-1", "prompt": "Once"}\n{"id": "a", "prompt": ["Once", "And"]}\n')
+    done = generate("--prompts", tmp_path / "p.jsonl", "--record", tmp_path / "trace", "--lanes", 1)
+    assert done.returncode == 2
+    assert "two requests would have the id 'a-turn-1'" in done.stderr
+    assert not (tmp_path / "trace").exists()
+
+
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
