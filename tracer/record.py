@@ -97,8 +97,12 @@ class Recording:
         on_step: Callable[[int], None] = lambda rows: None,
         on_note: Callable[[str], None] = lambda text: None,
         on_tokens: Callable[[Tokens], None] = lambda tokens: None,
+        on_turn: Callable[[], None] = lambda: None,
     ):
-        """`on_tokens` hears the newest token of each row, as it comes; see `record` for the others."""
+        """`on_tokens` hears the newest token of each row, as it comes; `on_turn` when a turn of a batch is answered.
+
+        See `record` for the others.
+        """
         _require_turns(prompts, options)
         if hook.alone and options.batch_size > 1:
             on_note(f"{loaded.name} routes a prompt otherwise beside others: prompts run one at a time")
@@ -113,7 +117,8 @@ class Recording:
         self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
         for note in (*loaded.notes, *hook.notes):
             on_note(note)
-        self._recorder = _Recorder(loaded, Runner(loaded, hook, on_step, on_tokens), self.meta, options, on_note)
+        runner = Runner(loaded, hook, on_step, on_tokens)
+        self._recorder = _Recorder(loaded, runner, self.meta, options, on_note, on_turn)
 
     def traces(self, done: int = 0, step: int = 0) -> Iterator[tuple[int, Trace]]:
         """Yield, batch by batch, how many requests were answered, and their trace; the first `done` are passed over.
@@ -134,9 +139,16 @@ class _Recorder:
     """Records batches of prompts with one model."""
 
     def __init__(
-        self, loaded: LoadedModel, runner: Runner, meta: TraceMeta, options: Options, on_note: Callable[[str], None]
+        self,
+        loaded: LoadedModel,
+        runner: Runner,
+        meta: TraceMeta,
+        options: Options,
+        on_note: Callable[[str], None],
+        on_turn: Callable[[], None],
     ):
         self._on_note = on_note
+        self._on_turn = on_turn
         self._has_warned = False
         self._loaded = loaded
         self._meta = meta
@@ -156,6 +168,7 @@ class _Recorder:
                 answers = self._answer(speaking, [said[prompt.id] for prompt in speaking], turn)
             except InputError as error:
                 raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
+            self._on_turn()
             self._warn_of_length(max(len(each.prompt) + len(each.output) for each in answers))
             for prompt, answer in zip(speaking, answers, strict=True):
                 said[prompt.id].append(self._loaded.text(answer.output))

@@ -67,16 +67,22 @@ def answer(
     end of each request; record: folder for a trace.
     """
     first, traces = len(live.rows), []
+
+    def ended() -> None:
+        live.end_request()
+        on_answer()
+
     with live.hook as hook:
         recording = Recording(
-            loaded, hook, prompts, options, on_note=on_note, on_tokens=lambda tokens: on_token(tokens[0])
+            *(loaded, hook, prompts, options),
+            on_note=on_note,
+            on_tokens=lambda tokens: on_token(tokens[0]),
+            on_turn=ended,
         )
         with TraceWriter(record, recording.meta, overwrite) if record else nullcontext() as writer:
             for _, trace in recording.traces():
-                live.end_request()
                 traces.append(trace)
                 if writer:
                     writer.add(trace)
-                on_answer()
     log = RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
     return Answered(concatenate(traces), log)

@@ -249,6 +249,19 @@ def test_requests_that_share_an_id_are_refused_before_they_are_recorded(tmp_path
     assert not (tmp_path / "trace").exists()
 
 
+def test_each_turn_of_a_prompt_is_answered_on_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt": ["Once", "And then"]}\n')
+    asked = ("--prompts", tmp_path / "p.jsonl", "--max-new-tokens", 4, "--print-token-ids", "--quiet", "--lanes", 1)
+    done = generate(*asked, "--record", tmp_path / "trace", "--policy", "lru")
+    assert done.returncode == 0, done.stderr
+    *texts, last = done.stdout.splitlines()
+    assert len(texts) == 2
+    trace = Trace.read(tmp_path / "trace", ["token_id"])
+    assert trace.requests.output_tokens.tolist() == [4, 4]
+    assert trace.token_id is not None
+    assert last.split()[:-1] == [str(token) for token in trace.token_id[-3:]], "the last token is not fed back"
+
+
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
