@@ -14,10 +14,13 @@ import pyarrow as pa
 
 from sim.results.files import read_table
 from sim.results.metrics import (
+    MS,
     REQUESTS,
     REQUESTS_FILE,
     RESULTS,
     RESULTS_FILE,
+    SHARE,
+    TEXT,
     Row,
     require_possible,
     require_together,
@@ -33,6 +36,15 @@ T = TypeVar("T")
 
 DEVICE = "device"
 """A column that replays have and sweeps have not."""
+
+REPLAYED = pa.schema(
+    [
+        (DEVICE, TEXT),
+        *[(f"predicted_tpot_{name}_ms", MS) for name in ("mean", "low", "high")],
+        ("predicted_hit_rate", SHARE),
+    ]
+)
+"""Columns that a report reads from replays alone."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +138,12 @@ def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataF
 
 
 def _cast(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with the columns that the schema names in its types. Raise InputError where they are not."""
-    for known in schema:
-        if known.name not in table.column_names:
-            continue
-        if (at := table.schema.get_field_index(known.name)) < 0:
+    """Return the columns that the schema and REPLAYED name, in their types. Raise InputError where they are not."""
+    here = [known for known in (*schema, *REPLAYED) if known.name in table.column_names]
+    for known in here:
+        if table.schema.get_field_index(known.name) < 0:
             raise InputError(f"it has {known.name} more than once")
-        table = table.set_column(at, known.name, table.column(at).cast(known.type))
-    return table
+    return table.select([known.name for known in here]).cast(pa.schema([(known.name, known.type) for known in here]))
 
 
 def _plain(row: Any) -> Row:

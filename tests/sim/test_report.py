@@ -276,7 +276,6 @@ def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"device": "cpu", "predicted_tpot_mean_ms": "fast"}, "'str'"),
         ({"device": "cpu", "predicted_tpot_mean_ms": 1.0, "tpot_mean_ms": 0.0}, "ZeroDivisionError"),
     ],
 )
@@ -284,6 +283,19 @@ def test_values_that_no_run_writes_are_said_and_the_rest_is_shown(values, why, c
     _edit(copy / "results.parquet", lambda table: table.assign(**values))
     text, problems = _page(copy)
     assert any("tables hold values that no run writes" in problem and why in problem for problem in problems)
+    assert "How to make it again" in text
+
+
+@pytest.mark.parametrize("column", ["predicted_tpot_mean_ms", "predicted_tpot_low_ms", "host_ms"])
+@pytest.mark.parametrize("values", ["fast", [1.0, 2.0], [], pd.Timedelta(5)], ids=["text", "list", "empty", "time"])
+def test_a_column_of_a_replay_that_holds_something_else_is_said_where_it_is_shown(column, values, copy):
+    of_replay = {"device": "cpu", "predicted_tpot_mean_ms": 1.0, "predicted_tpot_low_ms": 1.0}
+    _edit(
+        copy / "results.parquet",
+        lambda table: table.assign(**of_replay).assign(**{column: [values] * len(table)}),
+    )
+    text, problems = _page(copy)
+    assert any("cannot be read" in problem for problem in problems) == (column != "host_ms")
     assert "How to make it again" in text
 
 
