@@ -323,7 +323,8 @@ def replay(
             device = marked(device)
         observer = _observer(choice, run, timeline, slots) if timeline else None
         driver = _driver(run, device, done, observer)
-        log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
+        with engine.counting(run):
+            log = driver.run(pausing(opened, paces, on_step or (lambda row: None)), done)
         if observer:
             observer.close()
         if choice.device != "virtual":

@@ -280,7 +280,8 @@ def play_on(
         if on_step:
             on_step(row)
 
-    log = driver.run(ended)
+    with engine.counting(run):
+        log = driver.run(ended)
     row = _figures(choice, run, log)
     if (host_us := bookkeeping_us(driver, log)) is not None:
         row |= {"host_ms": host_ms(log, counted_steps(choice, log)), "host_us_per_layer": host_us}

@@ -1,5 +1,7 @@
 """Which engine runs a run: the compiled one where it serves the policy, else SimPy. What comes out is the same."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from policies.core import dispatch
@@ -36,8 +38,15 @@ def play(engine: str, run: Run, ended: Ended) -> None:
 
     InputError where it cannot run the policy, or where a time is beyond what a clock of 64 bits counts.
     """
-    try:
+    with counting(run):
         _play(engine, run, ended)
+
+
+@contextmanager
+def counting(run: Run) -> Iterator[None]:
+    """Raise InputError where a time of the run is beyond what a clock of 64 bits counts."""
+    try:
+        yield
     except OverflowError as error:
         raise InputError(
             f"{run.policy.text}: its times are beyond what a clock of 64 bits counts in ns: "

@@ -292,6 +292,19 @@ def test_an_interrupted_run_says_what_it_keeps_and_keeps_nothing_of_an_older_one
     assert len(pd.read_csv(tmp_path / "here/per_token.csv")) == 5
 
 
+@pytest.mark.parametrize(
+    "asked", [("run", "--policy", "lru"), ("compare", "--policies", "lru", "--cache-sizes", "25%")]
+)
+def test_times_beyond_a_clock_of_64_bits_end_in_one_line(asked, command, tmp_path: Path) -> None:
+    shipped = sim.profiles.find("hardware", "hardware", "a5000").read_text("utf-8")
+    slow, replaced = re.subn(r"(?m)^launch_us = .*$", "launch_us = 1e15", shipped)
+    assert replaced == 1
+    (tmp_path / "slow.toml").write_text(slow, "utf-8")
+    status, _, err = command(*asked, "--device", "virtual", "--requests", "1", "--hardware", "slow.toml", "-q")
+    assert status in (1, 2)
+    assert "beyond what a clock of 64 bits counts" in err.splitlines()[-1]
+
+
 def test_a_run_that_is_refused_leaves_no_folder(command, tmp_path: Path) -> None:
     status, _, err = command("--device", "cpu", "--requests", "1", "--host-dedup", "100000", "--out", "none")
     assert status == 2
