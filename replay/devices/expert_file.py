@@ -67,6 +67,7 @@ class ExpertFile:
             if path.stat().st_size != size:
                 raise InputError(f"has {path.stat().st_size} bytes instead of {size}: write it again")
             self._file, self.past_cache = open_past_cache(path)
+        self._stamp = stamp(self._file)
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
         """Read whole pages: those that begin at or behind `first`, and before `last`."""
@@ -92,6 +93,10 @@ class ExpertFile:
     def nbytes(self) -> int:
         """Of all experts in the file."""
         return self.distinct * self.stride
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if the file was written to since it was opened."""
+        require_unchanged(self.path, self._file, self._stamp)
 
     def close(self) -> None:
         """Close the file."""
@@ -210,6 +215,18 @@ def open_past_cache(path: Path) -> tuple[int, bool]:
         fcntl.fcntl(file, fcntl.F_NOCACHE, 1)  # type: ignore[attr-defined]
         return file, True
     return file, False
+
+
+def stamp(file: int) -> tuple[int, int]:
+    """Return what differs once an open file was written to: its size, and when that was."""
+    facts = os.fstat(file)
+    return facts.st_size, facts.st_mtime_ns
+
+
+def require_unchanged(path: Path, file: int, before: tuple[int, int]) -> None:
+    """Raise InputError if the open file has another `stamp` than before."""
+    if stamp(file) != before:
+        raise InputError(f"{path} was changed while it was read: what was computed with it may be wrong; run it again")
 
 
 def read_through(path: Path) -> None:

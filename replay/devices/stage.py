@@ -156,6 +156,8 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: Gpu | None =
             opened.enter_context(torch.inference_mode())
             network = Network(profile, device, *sizes, needs.seed, needs.dense, checkpoint)
             yield Stage(needs, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
+            if isinstance(store, ExpertFile):
+                store.require_unchanged()
         except (torch.OutOfMemoryError, MemoryError):
             raise _out_of_memory("the dense weights and the KV cache", _network_bytes(needs), advice=FEWER) from None
 

@@ -104,6 +104,8 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         require_numbers(source, model)
         loaded = LoadedModel(name or found.name, model.eval(), found.tokenizer, notes_of(loading))
         yield Opened(loaded, layers, origins, shards)
+        for shard in shards:
+            shard.require_unchanged()
     finally:
         for shard in shards:
             shard.close()
@@ -143,6 +145,7 @@ def expert_store(
         if written.facts.weights != origin:
             raise InputError(f"{file} holds experts of {written.facts.weights}: remove it, or name another --store")
         yield written
+        written.require_unchanged()
 
 
 def _own_file(name: str, origin: str) -> Path:

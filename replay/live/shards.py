@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.devices.expert_file import open_past_cache
+from replay.devices.expert_file import open_past_cache, require_unchanged, stamp
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from sim.profiles.safetensors_files import StoredTensor, tensors_of
@@ -52,6 +52,7 @@ class Shard:
                 self._file, self.past_cache = open_past_cache(plain(path))
             except OSError as error:
                 raise InputError(f"cannot be read: {error.strerror}") from error
+        self._stamp = stamp(self._file)
         self._bounce = local()
 
     def read(self, offset: int, target: Bytes) -> None:
@@ -89,6 +90,10 @@ class Shard:
 
     def _cut_off(self, offset: int) -> InputError:
         return InputError(f"{self.path} is cut off at byte {offset}")
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if the file was written to since it was opened."""
+        require_unchanged(self.path, self._file, self._stamp)
 
     def close(self) -> None:
         """Close the file."""

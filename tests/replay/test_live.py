@@ -1,6 +1,7 @@
 """A live model computes what the whole model computes, to the bit, whatever its cache holds."""
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -132,6 +133,17 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
         with open_live(how, told) as live:
             assert_equal(logits(model, prompt(9), 5), live, prompt(9))
     assert len(written) == written[0] == live.run.shape.total
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_files_of_experts_that_change_meanwhile_are_refused_at_the_end(tmp_path: Path, dtype: str) -> None:
+    folder, store = saved(tmp_path / "model", "qwen2_moe"), tmp_path / "experts"
+    how = How(str(folder), policy="lru", cache_size="3", dtype=dtype, lanes=1, store=store)
+    with open_live(how):
+        assert store.exists() == (dtype != "auto")
+    changed = store if store.exists() else max(folder.glob("*.safetensors"))
+    with pytest.raises(InputError, match=f"{changed.name} was changed while it was read"), open_live(how):
+        os.truncate(changed, changed.stat().st_size + 1)
 
 
 def test_a_store_that_cannot_be_written_names_the_option_for_another(
