@@ -65,8 +65,7 @@ def calibrate(
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense, store)
-    if out:
-        check_file(out, overwrite)  # better now than when all is measured
+    check_file(out or _free(_slug(""), overwrite), overwrite)  # better now than when all is measured
     with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
         found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
     path = out or _free(_slug(str(found.facts["device_name"])), overwrite)

@@ -228,8 +228,8 @@ def test_made_up_routing_is_played_by_every_policy() -> None:
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Run a command in an empty folder: its exit status, stdout and stderr."""
 
-    def invoke(name: str, *arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
+    def invoke(name: str, *arguments: str, folder: str | Path = tmp_path) -> tuple[int, str, str]:
+        monkeypatch.chdir(folder)
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(SystemExit) as ended:
             {"moe-replay": cli.main, "moe-sim": sim_cli.main}[name]()
@@ -334,6 +334,15 @@ def test_without_a_name_the_profile_is_called_after_the_device(command, tmp_path
     assert tomllib.loads(file.read_text())["measured"][0]["model"] == "demo-olmoe"
     assert _free(file.stem, overwrite=False) == Path(f"{file.stem}-2.toml")
     assert _free(file.stem, overwrite=True) == Path(file.name)
+
+
+def test_a_folder_that_takes_no_profile_is_refused_before_anything_is_measured(
+    command, monkeypatch: pytest.MonkeyPatch, quick
+) -> None:
+    monkeypatch.setattr(calibrate, "one_pass", lambda *_: pytest.fail("it measures"))
+    status, _, err = command("moe-replay", "calibrate", "--device", "cpu", "-q", folder="/proc")
+    assert (status, err.count("\n")) == (2, 1)
+    assert "cannot write this-machine.toml" in err
 
 
 def test_a_file_that_is_there_is_replaced_only_where_that_is_asked_for(command, tmp_path: Path, quick) -> None:
