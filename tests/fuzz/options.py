@@ -35,6 +35,8 @@ from traces.synthetic import synthetic
 from traces.writer import write_trace
 
 SECONDS = 60
+COMPILING_SECONDS = 600
+"""For what is made first: a sweep, which may have to compile the engine."""
 GIB = 4
 
 MAINS = {"moe-trace": tracer.cli, "moe-sim": sim.cli, "moe-replay": replay.cli}
@@ -148,7 +150,7 @@ def make_folder(folder: Path) -> None:
     (folder / "loop").symlink_to("loop")
     os.mkfifo(folder / "fifo")
     for name, words in MADE.items():
-        ended, text = run(MAINS[name.split()[0]].main, name, words, folder)
+        ended, text = run(MAINS[name.split()[0]].main, name, words, folder, COMPILING_SECONDS)
         assert ended == "0", text
 
 
@@ -189,7 +191,7 @@ def attempts(name: str, command: Any) -> Iterator[list[str]]:
             yield [*base[:place], value, *base[place + 1 :]]
 
 
-def run(main: Callable[[], None], name: str, words: list[str], folder: Path) -> tuple[str, str]:
+def run(main: Callable[[], None], name: str, words: list[str], folder: Path, seconds: int = SECONDS) -> tuple[str, str]:
     """Return how a command ended in a process of its own, and what it wrote on standard error."""
     log = folder / "log"
     child = os.fork()
@@ -212,7 +214,7 @@ def run(main: Callable[[], None], name: str, words: list[str], folder: Path) -> 
             sys.stderr.flush()
             os._exit(99)
     began, status = time.monotonic(), None
-    while time.monotonic() < began + SECONDS and status is None:
+    while time.monotonic() < began + seconds and status is None:
         ended, code = os.waitpid(child, os.WNOHANG)
         status = os.waitstatus_to_exitcode(code) if ended else None
         time.sleep(0.002)
