@@ -352,7 +352,12 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
     with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
         try:
             with interrupts_later():  # all of them start now
-                wait([pool.submit(int) for _ in range(workers)])
+                started, _ = wait([pool.submit(int) for _ in range(workers)])
+            if any(each.exception() for each in started):
+                raise InputError(
+                    "worker processes end before they work: a script that asks for several `workers` needs "
+                    '`if __name__ == "__main__":`, and each of them takes memory'
+                )
             yield counter, pool
         except BrokenProcessPool as error:
             raise InputError("a worker process was killed, possibly out of memory: try fewer `workers`") from error
