@@ -64,6 +64,7 @@ class Comparison:
         """
         due = self.due(record)
         if not due:
+            _sum_up(record)
             return
         with self._stage() as stage:
             machine = Machine(self.choice, stage, self.is_calibrated, max(self.grid.sizes.values()))
@@ -82,9 +83,7 @@ class Comparison:
                 tokens = tokens_file(choice, mode, key)
                 written = write_tokens(outcome, self.folder / tokens)
                 record.put(key, {**head, "per_token": tokens, "per_token_sha256": written, **outcome.figures()})
-                cells = list(record)
-                record.tell(copy_gb_per_s=copy_gb_per_s(record), rankings=rankings(cells), accuracy=accuracy(cells))
-                record.write()
+                _sum_up(record)
             if stage and (before := record.facts["ceiling_gb_per_s"]):
                 record.tell(ceiling_gb_per_s=max(before, ceiling_gb_per_s(stage)))
                 record.write()
@@ -119,6 +118,15 @@ class Comparison:
             "ceiling_gb_per_s": ceiling_gb_per_s(stage) if stage else None,
             "hardware": machine.facts,
         }
+
+
+def _sum_up(record: Record) -> None:
+    """Write what all cells together say, unless the file says so already."""
+    cells = list(record)
+    facts = {"copy_gb_per_s": copy_gb_per_s(record), "rankings": rankings(cells), "accuracy": accuracy(cells)}
+    if any(record.facts.get(name) != fact for name, fact in facts.items()):
+        record.tell(**facts)
+        record.write()
 
 
 class Machine:

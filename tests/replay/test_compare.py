@@ -431,6 +431,22 @@ def test_a_cell_that_fails_is_recorded_the_others_are_played_and_it_alone_is_pla
     assert len(played) == 6, "nothing was left to run"
 
 
+def test_a_run_killed_before_it_summed_up_its_last_cell_does_so_when_resumed(
+    command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--device", "virtual", *SMALL, "--out", "here", "-q")
+    with monkeypatch.context() as killed:
+        killed.setattr(comparison, "_sum_up", lambda record: None)
+        assert command(*arguments)[0] == 0
+    before = read(tmp_path / "here")
+    assert "rankings" not in before
+    assert command(*arguments, "--resume")[0] == 0
+    after = read(tmp_path / "here")
+    assert after["cells"] == before["cells"]
+    assert after["rankings"] == json.loads(json.dumps(rankings(after["cells"]))) != []
+    assert after["accuracy"] == accuracy(after["cells"])
+
+
 def test_finished_cells_are_neither_lost_nor_mixed_with_others_unasked(command, tmp_path: Path) -> None:
     arguments = ("--device", "virtual", *SMALL, "--out", "here", "-q")
     assert command(*arguments)[0] == 0
