@@ -7,6 +7,9 @@ Numba names the functions inside the compiled code by their place in the order o
 where two processes gave one name to two functions, a third process that loads both runs one in place of the other: a
 sort that does not sort (numba issue 10486). So the names are made of random numbers here. (A counter with a random
 start would go the same way in a process and its fork.)
+
+A kept file that is damaged, as after a power failure, is replaced, and on a full disk nothing is kept: what cannot be
+read or written there is compiled.
 """
 
 import atexit
@@ -14,15 +17,42 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from numba import config, njit
 from numba.core.bytecode import FunctionIdentity
+from numba.core.caching import Cache, IndexDataCacheFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 FunctionIdentity._unique_ids = iter(lambda: secrets.randbits(63), 0)  # type: ignore[assignment]
+
+
+_load_index: Callable[[IndexDataCacheFile], Any] = IndexDataCacheFile._load_index
+
+
+def _index(file: IndexDataCacheFile) -> Any:
+    """Return what is kept of a function: nothing where it is damaged, or names what is gone from the code."""
+    try:
+        return _load_index(file)
+    except Exception:  # whatever a pickle raises
+        return {}
+
+
+@contextmanager
+def _forgiving(cache: Cache) -> Iterator[None]:
+    """Let numba read or write what it keeps of a function; where that fails, forget all that is kept of it."""
+    try:
+        yield
+    except Exception:  # of a pickle or the disk
+        with suppress(OSError):
+            cache.flush()  # type: ignore[no-untyped-call]
+
+
+IndexDataCacheFile._load_index = _index  # type: ignore[method-assign]
+Cache._guard_against_spurious_io_errors = _forgiving  # type: ignore[assignment]
 
 
 def _kept() -> tuple[bool, bool]:

@@ -66,7 +66,7 @@ def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Ca
     made: Any = njit(cache=KEPT, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
     if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         file = made._cache._cache_file
-        file._source_stamp, file._load_index = (file._source_stamp, STAMP), _readable(file._load_index)
+        file._source_stamp = file._source_stamp, STAMP
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
         made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]
@@ -114,18 +114,6 @@ def from_python(function: Callable[P, R]) -> Callable[P, R]:
         return answer
 
     return call
-
-
-def _readable(load: Callable[[], Any]) -> Callable[[], Any]:
-    """Treat what an earlier version of this project left on disk as nothing, where it names what is gone."""
-
-    def loaded() -> Any:
-        try:
-            return load()
-        except (AttributeError, ImportError):
-            return {}
-
-    return loaded
 
 
 _PARTS: set[str] = set()

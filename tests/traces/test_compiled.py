@@ -1,9 +1,12 @@
 """What numba keeps on disk: code of several processes, which one process loads together."""
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 SORTED = """
@@ -34,3 +37,43 @@ def test_two_processes_give_no_two_functions_one_name(tmp_path):
     assert first
     assert second
     assert not first & second
+
+
+ADDED = """
+from traces.compiled import loop
+
+def added(x):
+    return x + 1
+
+print(loop(added)(1))
+"""
+
+
+@pytest.mark.parametrize("ending", [".nbi", ".nbc"])
+@pytest.mark.parametrize("left", [0, 10, 100])
+def test_a_damaged_file_of_compiled_code_is_replaced(tmp_path: Path, ending: str, left: int) -> None:
+    program = tmp_path / "added.py"
+    program.write_text(ADDED)
+
+    def run() -> None:
+        env = {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+        ended = subprocess.run([sys.executable, program], env=env, text=True, capture_output=True)
+        assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+
+    run()
+    (file,) = tmp_path.rglob(f"*{ending}")
+    os.truncate(file, left)
+    run()
+    assert file.stat().st_size > 100
+    whole = file.read_bytes()
+    run()
+    assert file.read_bytes() == whole, "it is read, not compiled again"
+
+
+def test_code_is_compiled_where_the_disk_cannot_keep_it(tmp_path: Path) -> None:
+    program = tmp_path / "added.py"
+    program.write_text("import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n" + ADDED)
+    env = {"PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run([sys.executable, "-B", program], env=env, text=True, capture_output=True)
+    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+    assert not [*tmp_path.rglob("*.nbc")]
