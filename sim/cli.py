@@ -161,7 +161,7 @@ def conformance(
         run_file(cases, sys.stdout, engine or "auto")
         return
     check_file(out, overwrite, read=cases)
-    with replacing(out) as part, part.open("w", encoding="utf-8") as lines:
+    with replacing(out, overwrite=overwrite) as part, part.open("w", encoding="utf-8") as lines:
         run_file(cases, lines, engine or "auto")
 
 

@@ -29,7 +29,7 @@ PHASES = ("prefill", "decode")
 """Names of traces.steps.PREFILL and DECODE."""
 
 
-def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int:
+def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1, overwrite: bool = True) -> int:
     """Write the accesses of `trace` as oracleGeneral; returns their number. Raises InputError.
 
     Requests follow each other; of a step (a prefill, or a decoded token) each layer's distinct experts are
@@ -40,7 +40,7 @@ def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int
     if not 1 <= expert_bytes < 2**32:
         raise InputError(f"--expert-bytes {expert_bytes} is no size that oracleGeneral holds (1 to 2^32 - 1)")
     make_folder(out.parent)
-    with replacing(out) as temporary:
+    with replacing(out, overwrite=overwrite) as temporary:
         total = steps = 0
         with temporary.open("wb") as file:
             for i in range(len(trace.requests)):
@@ -57,7 +57,7 @@ def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1) -> int
     return total
 
 
-def export_csv(trace: Trace, out: Path) -> int:
+def export_csv(trace: Trace, out: Path, overwrite: bool = True) -> int:
     """Write `trace` as a table with a row for each choice of an expert; returns the number of rows.
 
     Columns: request (its id), task, phase, step, position, layer (number of the MoE layer, from 0), rank (place
@@ -66,7 +66,7 @@ def export_csv(trace: Trace, out: Path) -> int:
     written = 0
     ids, tasks = trace.requests["id"].tolist(), trace.requests["task"].tolist()
     make_folder(out.parent)
-    with replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with replacing(out, overwrite=overwrite) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         for i, (first, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
             experts = trace.experts[first:end]
             row, layer, rank = np.nonzero(experts != trace.sentinel)
@@ -88,7 +88,7 @@ def export_csv(trace: Trace, out: Path) -> int:
     return written
 
 
-def export_npz(trace: Trace, out: Path) -> int:
+def export_npz(trace: Trace, out: Path, overwrite: bool = True) -> int:
     """Write `trace` as plain arrays, and what is known of them as a JSON beside; returns the number of tokens.
 
     The arrays are those that traces.importers.plain reads: importing them gives the same trace, but for the mode.
@@ -98,7 +98,10 @@ def export_npz(trace: Trace, out: Path) -> int:
     experts[trace.experts == trace.sentinel] = -1
     optional = {name: array for name in ("weights", "token_id") if (array := getattr(trace, name)) is not None}
     make_folder(out.parent)
-    with replacing(out) as temporary, replacing(json_beside(out)) as facts:
+    with (
+        replacing(out, overwrite=overwrite) as temporary,
+        replacing(json_beside(out), overwrite=overwrite) as facts,
+    ):
         with temporary.open("wb") as file:
             np.savez_compressed(
                 file,
@@ -113,7 +116,7 @@ def export_npz(trace: Trace, out: Path) -> int:
     return len(experts)
 
 
-FORMATS: dict[str, Callable[[Trace, Path], int]] = {
+FORMATS: dict[str, Callable[..., int]] = {
     "oracleGeneral": export_oracle_general,
     "csv": export_csv,
     "npz": export_npz,

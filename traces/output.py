@@ -32,11 +32,12 @@ ELSEWHERE = "choose another folder"
 
 
 @contextmanager
-def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
+def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator[Path]:
     """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
 
     Of two that write one file at once, the one that began last does. InputError for the other, and where the disk is
-    full or the folder cannot be written to.
+    full or the folder cannot be written to. Without `overwrite` also where another process wrote the file since
+    `check_file` found none.
     """
     if not path.name:
         raise InputError("a file to write needs a name")
@@ -55,6 +56,8 @@ def replacing(path: Path, keep: bool = True) -> Iterator[Path]:
                 _remove(part, begun)
         if keep:
             try:
+                if not overwrite and os.path.lexists(path):
+                    raise InputError(f"another command wrote {path} meanwhile: name another file, or use --overwrite")
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)

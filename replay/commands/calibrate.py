@@ -73,7 +73,7 @@ def calibrate(
     noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
     if apart > AGREES and strict:
         console.fail("moe-replay", f"{noisy}; nothing was written", 1)
-    with replacing(path) as part:
+    with replacing(path, overwrite=overwrite) as part:
         part.write_text(profile(found), encoding="utf-8")
     if not quiet:
         _tell(found, path)

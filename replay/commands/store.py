@@ -60,7 +60,7 @@ def store(
         fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
     with progress(distinct, quiet, "experts written") as advance:
         smaller = "; --dedup N writes N experts that all share"
-        write(file, profile, fill, source, distinct, lambda: advance(1), smaller)
+        write(file, profile, fill, source, distinct, lambda: advance(1), smaller, overwrite)
     if not quiet:
         size = show_bytes(distinct * stride_of(profile.expert_bytes))
         console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

@@ -116,11 +116,13 @@ def write(
     distinct: int,
     told: Callable[[], None] = lambda: None,
     advice: str = "",
+    overwrite: bool = True,
 ) -> None:
     """Write a file whole or not at all.
 
     fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
-    holds, at least 1. told: is called after each. Raise InputError, with `advice`, where the disk has no room.
+    holds, at least 1. told: is called after each. Raise InputError, with `advice`, where the disk has no room, and
+    without `overwrite` where a file is there by then.
     """
     dtype_of(profile.expert_bytes_per_parameter, "an expert's")  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
@@ -131,7 +133,7 @@ def write(
     buffer[:] = 0
     checksums = []
     try:
-        with replacing(path) as part, part.open("wb", buffering=0) as file:
+        with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
             file.seek(begin)

@@ -38,7 +38,7 @@ def build(
     typed = policy if capacity is None else f"{policy}:capacity={capacity}"
     source = Trace.read(trace)
     saved = build.build(source, typed).saved(source.name)
-    with replacing(out) as part, part.open("wb") as file:
+    with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
         saved.write(file)
     held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))
     console.say(f"learned {len(source.requests)} requests of {source.name}: {held}")

@@ -50,7 +50,7 @@ def build(
         if shape != shapes[0]:
             raise InputError(f"{each.path} is of another model than {opened[0].path}: a profile is of one model")
     built = learn([(each.name, Requests(each)) for each in opened], Shape(*shapes[0]), start)
-    with replacing(out) as part, part.open("wb") as file:
+    with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
         built.write(file)
     console.say(f"learned {sum(len(each.requests) for each in opened)} requests of {', '.join(built.traces)}")
     console.say(f"wrote {out}")

@@ -34,7 +34,7 @@ def report(
         raise InputError(f"no such folder: {', '.join(map(str, results))}; name what moe-sim sweep --out has written")
     command = shlex.join(["moe-sim", "report", *map(str, results), "--out", str(out), "--overwrite"])
     text, problems = page.written(inputs.read(results), command)
-    with replacing(out) as part:
+    with replacing(out, overwrite=overwrite) as part:
         part.write_text(text, "utf-8")
     for problem in problems:
         console.warn(problem)

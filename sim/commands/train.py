@@ -48,7 +48,7 @@ def train_stride(
         known = known.as_decode()
     tested = int(held_out * len(known.requests))
     tokens = Tokens.of(known.head(len(known.requests) - tested))
-    with replacing(out) as part:
+    with replacing(out, overwrite=overwrite) as part:
         with progress(tokens.layers, quiet, "layers trained") as advance:
             predictor = train(tokens, training, lambda: advance(1))
         predictor.save(part)

@@ -153,7 +153,7 @@ def writing(path: Path, about: Callable[[], Args], overwrite: bool = False) -> I
     there and `overwrite` is not set.
     """
     check_file(path, overwrite)
-    with replacing(path) as part, _opened(part, zipped=path.suffix == ".gz") as file:
+    with replacing(path, overwrite=overwrite) as part, _opened(part, zipped=path.suffix == ".gz") as file:
         file.write('{"traceEvents":[')
         yield Timeline(file)
         file.write(f'\n],"otherData":{_shown(about())}}}\n')

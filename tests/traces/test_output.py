@@ -6,12 +6,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from typer.testing import CliRunner
 
+import sim.cli
+import tracer.cli
+from traces import output
 from traces.errors import InputError
 from traces.output import LOCK, MARKER, check_file, claim, claimed, marked, only_writer, replacing
 from traces.reader import open_folder
@@ -235,6 +240,52 @@ def test_of_two_that_write_one_file_one_wins_and_the_other_hears_of_it(tmp_path:
                 writers[name].__exit__(None, None, None)
         assert file.read_text() == "second"
         assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+
+
+def test_a_file_that_another_command_wrote_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
+    file = tmp_path / "x.txt"
+    writer = replacing(file, overwrite=False)
+    writer.__enter__().write_text("mine")
+    file.write_text("theirs")
+    with pytest.raises(InputError, match="another command wrote"):
+        writer.__exit__(None, None, None)
+    assert file.read_text() == "theirs"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+    with replacing(file) as part:
+        part.write_text("mine")
+    assert file.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trace export TRACE --out FILE.csv",
+        "trace export TRACE --to npz --out FILE.npz",
+        "trace export TRACE --to oracleGeneral --out FILE.bin",
+        "sim eamc build TRACE --out FILE.npz",
+        "sim profile build TRACE --out FILE.npz",
+        "sim train-stride TRACE --epochs 1 --out FILE.npz",
+    ],
+)
+def test_of_two_commands_that_find_no_file_one_writes_it(
+    tmp_path: Path, trace: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package, *words = command.split()
+    words = [word.replace("TRACE", str(trace)).replace("FILE", str(tmp_path / "x")) for word in words]
+    found = output.check_file
+
+    def check(path: Path, *rest: Any, **options: Any) -> None:
+        found(path, *rest, **options)
+        path.write_text("theirs")
+
+    for module in [module for name, module in sys.modules.items() if name.startswith(("sim", "traces", "tracer"))]:
+        if getattr(module, "check_file", None) is found:
+            monkeypatch.setattr(module, "check_file", check)
+    app = {"trace": tracer.cli.app, "sim": sim.cli.app}[package]
+    ended = CliRunner().invoke(app, words)
+    assert isinstance(ended.exception, InputError), ended.output
+    assert "meanwhile" in str(ended.exception)
+    assert Path(words[-1]).read_text() == "theirs"
 
 
 def test_a_folder_whose_name_begins_with_a_tilde_is_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

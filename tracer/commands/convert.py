@@ -93,7 +93,7 @@ def export(
 
     Example: moe-trace export traces/demo --to oracleGeneral --phase decode --out demo.oracleGeneral
     """
-    from traces.export import FORMATS, check_target, export_oracle_general, of_phase
+    from traces.export import FORMATS, check_target, of_phase
     from traces.trace import Trace
 
     if to not in FORMATS:
@@ -105,7 +105,8 @@ def export(
     check_target(out, to, overwrite)
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
-    written = FORMATS[to](held, out) if expert_bytes is None else export_oracle_general(held, out, expert_bytes)
+    size = {} if expert_bytes is None else {"expert_bytes": expert_bytes}
+    written = FORMATS[to](held, out, overwrite=overwrite, **size)
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
         console.out.print(f"{out}: {written} {what}", soft_wrap=True)
