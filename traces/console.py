@@ -196,6 +196,9 @@ def prepare_streams() -> None:
     for written in (sys.stdout, sys.stderr):
         if isinstance(written, io.TextIOWrapper):
             written.reconfigure(errors="backslashreplace")
+    for console in (out, err):
+        if not console.width:  # COLUMNS=0, for which rich prints nothing
+            console.width = 80
 
 
 def fail(name: str, text: str, status: int) -> NoReturn:

@@ -223,6 +223,13 @@ def test_closed_streams_are_no_matter(tmp_path: Path) -> None:
     assert command("sim", "hardware", shell='"$@" >&-').returncode == 0
 
 
+def test_a_terminal_of_no_columns_is_printed_to() -> None:
+    env = {**os.environ, "COLUMNS": "0"}
+    code = "from traces import console; console.prepare_streams(); console.say('a'); console.fail('b', 'c', 3)"
+    ended = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, text=True, capture_output=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\n", "b: error: c\n")
+
+
 def test_a_backend_that_matplotlib_does_not_know_is_no_matter(tmp_path: Path) -> None:
     asked = ["sweep", demo_trace(), "--policies", "lru", "--cache-sizes", "50%", "--workers", "1", "--out", tmp_path]
     done = command("sim", *asked, MPLBACKEND="unknown")
