@@ -71,7 +71,7 @@ class Part:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if file_and_class(self.name):
-            return _part, (Term(self.name, tuple(self.values.items())), user_file.load)
+            return _read_again, (Term(self.name, tuple(self.values.items())),)
         return Part, (self.cls, self.options, self.name)
 
 
@@ -347,6 +347,17 @@ def _part(given: Any, find: Callable[[Any], Any]) -> Part:
     given = read_term(given) if isinstance(given, str) else given
     cls = find(given.name)
     return Part(cls, _options(cls, given.options), given.name)
+
+
+def _read_again(term: Term) -> Part:
+    """Return the half of a user's file in another process; of a file that no longer has it, one without content.
+
+    An error here would end that process without a word: who compares `PolicySpec.files` tells of it.
+    """
+    try:
+        return _part(term, user_file.load)
+    except InputError:
+        return Part(Listener, Listener.Options(), term.name)
 
 
 def _alike(evict: Part, prefetch: Part) -> bool:

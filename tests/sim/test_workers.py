@@ -97,15 +97,20 @@ def test_a_trace_that_another_one_replaces_is_not_run_by_other_processes(tmp_pat
         list(Local(2).results(tasks, lambda requests: None))
 
 
-def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path):
+EDITS = {"another": "size = 1", "half saved": "def (", "without the class": "pass\n\n\ndel Mine"}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path, edit, capfd):
     mine = tmp_path / "mine.py"
     mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
     policy = parse(f"{mine}:Mine")
     tasks = [Task(loaded, process_of_cell, (policy,), False) for _ in range(2)]
     assert len(dict(Local(2).results(tasks, lambda requests: None))) == 2
-    mine.write_text(mine.read_text().replace("pass", "size = 1"))
+    mine.write_text(mine.read_text().replace("pass", EDITS[edit]))
     with pytest.raises(InputError, match=r"mine.py:Mine was changed, or what it imports, since the run began"):
         list(Local(2).results(tasks, lambda requests: None))
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_an_error_in_a_cell_ends_the_others_and_is_told(loaded):
