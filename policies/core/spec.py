@@ -22,7 +22,7 @@ HALVES = ("evict", "prefetch")
 PARTS = (*HALVES, "scope", "placement")
 
 SEED = "seed"
-"""An option of that name is no quantity: no value is better than another."""
+"""An option of that name is an int but no quantity: no value is better than another."""
 
 
 @dataclass(frozen=True)
@@ -382,6 +382,8 @@ def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, 
         raise guard.BrokenRuleError(f"option {odd[0]} has no default that is a bool, int, float or str")
     if odd := [name for name, default in defaults.items() if not _fits(default)]:
         raise guard.BrokenRuleError(f"option {odd[0]} has a default that does not fit 64 bits")
+    if type(defaults.get(SEED, 0)) is not int:
+        raise guard.BrokenRuleError(f"option {SEED} is not an int, as what it draws from is")
     for key, value in given:
         if key not in defaults:
             raise _no_such_option(cls.name, key, defaults)
@@ -392,7 +394,11 @@ def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, 
             wanted = f"option {key} of {cls.name} needs a value of type {type(default).__name__}"
             size = ", from -2**63 to below 2**63" if type(default) is int else ""
             raise InputError(f"{wanted}, as in {key}={default}{size}") from None
-    return cls.Options(**values)
+    made = cls.Options(**values)
+    for key, value in values.items():
+        if type(kept := getattr(made, key)) is not type(value) or not _fits(kept):
+            raise guard.BrokenRuleError(f"its Options turn {key} into {type(kept).__name__}: do so in its __init__")
+    return made
 
 
 def _like(default: Any, value: Any) -> Any:
