@@ -83,6 +83,7 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    vars(module)["print"] = _print
     try:
         read = b"".join(each.read_bytes() for each in read_with(path))
         vars(module)[CONTENT] = hashlib.sha256(read).hexdigest()
@@ -97,6 +98,11 @@ def _module(path: str, changed_ns: int) -> ModuleType:
         said = ": ".join(part for part in (kind, text_of(error)) if part)
         raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}") from error
     return module
+
+
+def _print(*values: Any, **given: Any) -> None:
+    """Print on standard error unless told where: standard output is for results, such as JSON."""
+    print(*values, **{"file": sys.stderr, **given})
 
 
 def read_with(file: str) -> tuple[Path, ...]:

@@ -1,5 +1,6 @@
 """The guard around a user's own policy: each fault is one line with file and line, wherever the policy is run."""
 
+import json
 import pickle
 import re
 import subprocess
@@ -304,6 +305,13 @@ def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     assert ("rude.py:" if "def " not in body else f"rude.py:{LINES + 1}: ") in done.stderr
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_what_a_policy_prints_is_not_among_the_results(home):
+    file_of(home, "print('class')\ndef begin_request(self, *_): print('run', flush=True)", "ScorePolicy", "prints.py")
+    done = moe_sim("run", "tiny", "--policy", "prints.py:Mine", "--cache-size", "50%", "-q", "--json", cwd=home)
+    assert json.loads(done.stdout)["policy"] == "prints.py:Mine"
+    assert done.stderr.splitlines().count("run") == len(REQUESTS)
 
 
 def test_the_kit_ends_a_policy_that_never_ends_an_event(tmp_path, monkeypatch):
