@@ -314,7 +314,7 @@ def _guard(half: Any, cls: type, total: int) -> None:
     for method in METHODS:
         definer = next((each for each in cls.__mro__ if method in vars(each)), None)
         always = method in ("propose", "victim") or (method == "end_request" and isinstance(half, ScorePolicy))
-        if definer and (always or half.kernel or definer not in BASES):
+        if definer and (always or type(half).kernel or definer not in BASES):
             guards[method] = _guarded(cls, method, guard(method, definer in own or own_kernel))
     vars(half).update(guards)
 

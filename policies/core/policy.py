@@ -169,16 +169,18 @@ class Listener:
 
     def begin_request(self, request: int, seat: int) -> None:
         """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the run."""
-        if self.kernel and self.kernel.begin_request and self.observes:
-            self.kernel.begin_request(self.state, seat)
+        kernel = type(self).kernel  # an attribute of that name may be a user's own
+        if kernel and kernel.begin_request and self.observes:
+            kernel.begin_request(self.state, seat)
 
     def observe(self, event: Event) -> None:
         """Rule 3: the router of an event is known."""
 
     def end_request(self, seat: int) -> None:
         """The last step of the request in `seat` has ended: the time to learn from it."""
-        if self.kernel and self.kernel.end_request and self.observes:
-            self.kernel.end_request(self.state, seat)
+        kernel = type(self).kernel
+        if kernel and kernel.end_request and self.observes:
+            kernel.end_request(self.state, seat)
 
     def save(self, file: BinaryIO, source: str) -> None:
         """Write what was learned so far, from `source`. Only where `starts_from` is set."""

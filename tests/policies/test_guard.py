@@ -307,6 +307,11 @@ def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("when", [BEGIN, OBSERVE])
+def test_an_attribute_may_be_called_kernel(when, tmp_path):
+    played(file_of(tmp_path, when + "self.kernel = np.ones(3)", "ScorePolicy"))
+
+
 def test_what_a_policy_prints_is_not_among_the_results(home):
     file_of(home, "print('class')\ndef begin_request(self, *_): print('run', flush=True)", "ScorePolicy", "prints.py")
     done = moe_sim("run", "tiny", "--policy", "prints.py:Mine", "--cache-size", "50%", "-q", "--json", cwd=home)
