@@ -20,12 +20,25 @@ class Ended:
     stderr: str
 
 
+class _Stream(io.StringIO):
+    """What a command writes, also where a policy closes it."""
+
+    text = ""
+
+    def close(self) -> None:
+        self.text = self.read_whole()
+        super().close()
+
+    def read_whole(self) -> str:
+        return self.text if self.closed else self.getvalue()
+
+
 Run = Callable[..., Ended]
 
 
 def run(main: Callable[[], None], *arguments: object, cwd: Path | None = None) -> Ended:
     """Run `main` with these arguments in that folder, on a terminal of 200 columns."""
-    out, err = io.StringIO(), io.StringIO()
+    out, err = _Stream(), _Stream()
     with (
         patch.object(sys, "argv", [main.__module__, *map(str, arguments)]),
         patch.dict("os.environ", COLUMNS="200"),
@@ -36,7 +49,7 @@ def run(main: Callable[[], None], *arguments: object, cwd: Path | None = None) -
         try:
             main()
         except SystemExit as end:
-            return Ended(int(end.code or 0), out.getvalue(), err.getvalue())
+            return Ended(int(end.code or 0), out.read_whole(), err.read_whole())
     raise AssertionError("a command ends with SystemExit")
 
 
