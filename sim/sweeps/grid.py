@@ -281,7 +281,8 @@ def _sources(half: Part) -> str | None:
     if file_and_class(half.name):
         return user_file.content(half.cls)
     own = own_classes(half.cls)  # a cell's `code` stands for the others
-    codes = [marshal.dumps(each.__code__) for cls in own for each in vars(cls).values() if hasattr(each, "__code__")]
+    held = [each.__code__ for cls in own for each in vars(cls).values() if hasattr(each, "__code__")]
+    codes = [marshal.dumps(code, 2) for code in held]  # later versions write what else refers to a constant
     return hashlib.sha256(b"".join(codes)).hexdigest() if own else None
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from policies.core.policy import ScorePolicy
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE, Summary
 from sim.sweeps import winner
@@ -268,6 +269,17 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     mine.write_text(text + "    # changed\n")
     assert key(*cells[4]) == keys[4]  # it is what was imported that runs
     assert key(one, parse(f"{mine}:Mine"), 16) != keys[4]
+
+
+def test_the_key_of_a_class_does_not_depend_on_who_else_holds_its_code(folder):
+    class Mine(ScorePolicy):
+        def observe(self, event):
+            self.keep[0, event.experts] = max(event.experts, key=lambda expert: expert + 0.5)
+
+    cell = Setup(folder, hardware="a5000").load(), parse(Mine), 16
+    before, code = key(*cell), Mine.observe.__code__
+    held = [code.co_consts, code.co_names, *code.co_consts, *code.co_names]
+    assert key(*cell) == before, held
 
 
 def test_tables_of_two_machines_have_a_folder_each_and_one_table_of_all(folder, tmp_path):
