@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import marshal
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -289,10 +290,9 @@ def _sources(half: Part) -> str | None:
 @cache
 def _digest(name: str) -> str | None:
     """Of a file's or a trace's content; None of what is neither."""
-    path = Path(name)
-    if name and path.is_dir():
-        return open_folder(path).fingerprint
-    return hashlib.sha256(path.read_bytes()).hexdigest() if name and path.is_file() else None
+    if os.path.isdir(name):  # of a Path it raises for a text that is too long for a name
+        return open_folder(name).fingerprint
+    return hashlib.sha256(Path(name).read_bytes()).hexdigest() if os.path.isfile(name) else None
 
 
 def _labelled(requests: pa.Table, key: str) -> pa.Table:

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -269,6 +269,18 @@ def test_a_key_tells_apart_all_that_a_cell_depends_on(folder, prefill, tmp_path)
     mine.write_text(text + "    # changed\n")
     assert key(*cells[4]) == keys[4]  # it is what was imported that runs
     assert key(one, parse(f"{mine}:Mine"), 16) != keys[4]
+
+
+def test_an_option_may_be_a_text_longer_than_the_name_of_a_file(folder):
+    @dataclass(frozen=True)
+    class Options:
+        words: str = "word " * 100
+
+    class Wordy(ScorePolicy):
+        pass
+
+    Wordy.Options = Options
+    assert key(Setup(folder, hardware="a5000").load(), parse(Wordy), 16)
 
 
 def test_the_key_of_a_class_does_not_depend_on_who_else_holds_its_code(folder):
