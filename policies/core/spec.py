@@ -352,7 +352,7 @@ def _part(given: Any, find: Callable[[Any], Any]) -> Part:
 def _read_again(term: Term) -> Part:
     """Return the half of a user's file in another process; of a file that no longer has it, one without content.
 
-    An error here would end that process without a word: who compares `PolicySpec.files` tells of it.
+    An error here would end that process without a message: whoever compares `PolicySpec.files` reports it.
     """
     try:
         return _part(term, user_file.load)

@@ -101,7 +101,7 @@ def _module(path: str, changed_ns: int) -> ModuleType:
 
 
 def _print(*values: Any, **given: Any) -> None:
-    """Print on standard error unless told where: standard output is for results, such as JSON."""
+    """Print on standard error unless `file` is given: standard output is for results, such as JSON."""
     print(*values, **{"file": sys.stderr, **given})
 
 
