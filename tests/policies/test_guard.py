@@ -309,7 +309,8 @@ def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
 
 @pytest.mark.parametrize("when", [BEGIN, OBSERVE])
 def test_an_attribute_may_be_called_kernel(when, tmp_path):
-    played(file_of(tmp_path, when + "self.kernel = np.ones(3)", "ScorePolicy"))
+    plain = played(file_of(tmp_path, when + "self.other = np.ones(3)", "ScorePolicy", "plain.py"))
+    assert played(file_of(tmp_path, when + "self.kernel = np.ones(3)", "ScorePolicy")) == plain != []
 
 
 def test_what_a_policy_prints_is_not_among_the_results(home):
