@@ -102,7 +102,7 @@ def test_without_prefetch_hits_misses_and_evictions_are_those_of_the_untimed_ana
 def test_a_run_that_pauses_after_every_step_decides_as_before_and_its_clock_stands_still(policy, monkeypatch):
     """Bytes are verified as ever, also of what was on its way when the run paused."""
     monkeypatch.setattr("replay.calibration.pace.SECONDS", 0.0)
-    trace, waits = synthetic(2, 8, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=5), 0.01
+    trace, waits = synthetic(2, 8, layers=L, experts=E, top_k=K, seed=1, prompt_tokens=5), 0.002
     paces: list[Pace] = []
     with device(9) as made:
         run = run_of(Requests(trace), Shape(L, E), 9, parse(policy), SIZE)
