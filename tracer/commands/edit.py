@@ -37,7 +37,11 @@ def slice_(
     trace: TraceArgument,
     out: Into,
     requests: Annotated[
-        str | None, typer.Option(help="FROM:TO, numbers from 0, TO not included; negative: from the end.")
+        str | None,
+        typer.Option(
+            help="FROM:TO, numbers from 0 among the requests that --dataset and --task leave, TO not included; "
+            "negative: from the end."
+        ),
     ] = None,
     dataset: Annotated[list[str] | None, typer.Option(help="Only requests of this dataset; may be repeated.")] = None,
     task: Annotated[list[str] | None, typer.Option(help="Only requests of this task; may be repeated.")] = None,
