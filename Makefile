@@ -56,7 +56,7 @@ fuzz-engines: $(READY) ## both engines against each other and the oracle on 50,0
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy -n 2
 	$(BIN)/lint-imports
 
 docs: $(READY) ## the documentation as a site in site/; broken links fail
