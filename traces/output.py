@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,46 +34,44 @@ ELSEWHERE = "choose another folder"
 def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator[Path]:
     """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
 
-    Of two that write one file at once, the one that began last does. InputError for the other, and where the disk is
-    full or the folder cannot be written to. Without `overwrite` also where another process wrote the file since
-    `check_file` found none.
+    InputError where another process is at it, where the disk is full or the folder cannot be written to. Without
+    `overwrite` also where another process wrote the file since `check_file` found none.
     """
     if not path.name:
         raise InputError("a file to write needs a name")
     part = path.absolute().with_name(f".{path.name}.part")  # Arrow takes a `~` at the beginning for a home
-    with _writing(path):
+    with _writing(path), _locked(path.with_name(f".{path.name}.lock"), path):
         part.unlink(missing_ok=True)  # left by a process that was killed, or a link to somewhere else
-        with part.open("xb") as begun:  # it stays open, so that no other file gets its number
-            try:
-                yield part
-                if not _is(part, begun):
-                    raise InputError(f"another command writes {path}: wait for it, or name another file")
-            except BaseException:
-                _remove(part, begun)
-                raise
-            if not keep:
-                _remove(part, begun)
-        if keep:
-            try:
+        try:
+            yield part
+            if keep:
                 if not overwrite and os.path.lexists(path):
                     raise InputError(f"another command wrote {path} meanwhile: name another file, or use --overwrite")
                 part.replace(path)
-            finally:
+        finally:
+            with suppress(OSError):
                 part.unlink(missing_ok=True)
 
 
-def _is(path: Path, file: IO[bytes]) -> bool:
-    """Whether an open file is the one that lies at `path`."""
+@contextmanager
+def _locked(lock: Path, what: object) -> Iterator[None]:
+    """Hold a lock on `what`, a file of its own. InputError where another process holds it, or it cannot be made."""
+    with _writing(what):
+        mode = _mode(lock)
+        if mode is not None and not stat.S_ISREG(mode):
+            raise InputError(f"{lock} is {_kind(mode)}: remove it, or choose another name")
+        lock.touch()  # where that cannot be, filelock may take it for a lock that is held
+        held = FileLock(lock, timeout=0)
+        try:
+            held.acquire()
+        except Timeout:
+            raise InputError(f"another command is writing {what}: wait for it, or choose another name") from None
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
-
-
-def _remove(path: Path, file: IO[bytes]) -> None:
-    with suppress(OSError):
-        if _is(path, file):
-            path.unlink()
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink(missing_ok=True)  # while it is held: whoever has it open sees that it is gone
+        held.release()
 
 
 @contextmanager
@@ -131,10 +128,7 @@ def check_file(path: Path, overwrite: bool = False, read: Path | None = None) ->
     _refuse_url(path)
     with _writing(path):
         _refuse_trace(path.parent)
-        try:
-            mode = path.lstat().st_mode
-        except (FileNotFoundError, NotADirectoryError):
-            mode = None
+        mode = _mode(path)
     if mode is not None:
         if stat.S_ISDIR(mode):
             raise InputError(f"cannot write {path}: it is a folder; name a file in it")
@@ -197,9 +191,8 @@ def _check_folder(folder: Path) -> None:
 
 def _refuse_other(path: Path, maker: str, of: str | None) -> None:
     """Raise InputError for what is at `path`, unless `maker` wrote it."""
-    try:
-        mode = path.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+    mode = _mode(path)
+    if mode is None:
         return
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise InputError(f"{path} is {_kind(mode)}, through which nothing is written: remove it, or {ELSEWHERE}")
@@ -242,19 +235,10 @@ def only_writer(folder: Path) -> Iterator[None]:
     with _writing(f"to {folder}"):
         made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / LOCK).is_symlink():
-            raise InputError(f"{folder / LOCK} is a symbolic link: remove it, or {ELSEWHERE}")
-        lock = FileLock(folder / LOCK, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise InputError(f"another command is writing to {folder}: wait for it, or {ELSEWHERE}") from None
     try:
-        yield
+        with _locked(folder / LOCK, f"to {folder}"):
+            yield
     finally:
-        with suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)  # while it is held: whoever has it open sees that it is gone
-        lock.release()
         with suppress(OSError):
             for place in made:
                 place.rmdir()
@@ -293,6 +277,14 @@ def _refuse_trace(folder: Path) -> None:
         if is_trace(place):
             where = f"{folder} is a trace" if place == inner else f"{folder} lies in the trace {place}"
             raise InputError(f"{where}: nothing else is written there; {ELSEWHERE}")
+
+
+def _mode(path: Path) -> int | None:
+    """Return what is at `path`, a link or where none leads, as `stat` has it; None where nothing is."""
+    try:
+        return path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _kind(mode: int) -> str:

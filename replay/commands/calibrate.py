@@ -54,6 +54,7 @@ def calibrate(
     from policies.core.spec import parse
     from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
+    from replay.devices.device_facts import machine_name
     from replay.run import choose_device
     from traces.output import check_file, replacing
 
@@ -65,15 +66,15 @@ def calibrate(
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
     chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense, store)
-    check_file(out or _free(_slug(""), overwrite), overwrite)  # better now than when all is measured
-    with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
-        found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
-    path = out or _free(_slug(str(found.facts["device_name"])), overwrite)
-    apart, what = found.disagreement()
-    noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
-    if apart > AGREES and strict:
-        console.fail("moe-replay", f"{noisy}; nothing was written", 1)
-    with replacing(path, overwrite=overwrite) as part:
+    path = out or _free(_slug(machine_name(chosen_device)), overwrite)
+    check_file(path, overwrite)  # better now than when all is measured
+    with replacing(path, overwrite=overwrite) as part:  # no other command measures for the same file
+        with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
+            found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
+        apart, what = found.disagreement()
+        noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"
+        if apart > AGREES and strict:
+            console.fail("moe-replay", f"{noisy}; nothing was written", 1)
         part.write_text(profile(found), encoding="utf-8")
     if not quiet:
         _tell(found, path)

@@ -117,7 +117,7 @@ def drop(folder: Path) -> None:
                 table.rmdir()
 
 
-_CELL = re.compile(r"\.?[0-9a-f]{16}\.parquet(\.part)?")
+_CELL = re.compile(r"\.?[0-9a-f]{16}\.parquet(\.part|\.lock)?")
 """The name of a cell's file, whole or being written."""
 
 

@@ -342,7 +342,7 @@ def test_a_folder_that_takes_no_profile_is_refused_before_anything_is_measured(
     monkeypatch.setattr(calibrate, "one_pass", lambda *_: pytest.fail("it measures"))
     status, _, err = command("moe-replay", "calibrate", "--device", "cpu", "-q", folder="/proc")
     assert (status, err.count("\n")) == (2, 1)
-    assert "cannot write this-machine.toml" in err
+    assert re.search(r"cannot write [a-z0-9-]+\.toml: ", err)
 
 
 def test_a_file_that_is_there_is_replaced_only_where_that_is_asked_for(command, tmp_path: Path, quick) -> None:

@@ -226,20 +226,34 @@ def test_a_trace_is_not_written_into_a_trace(trace: Path) -> None:
     assert not (trace / "inner").exists()
 
 
-def test_of_two_that_write_one_file_one_wins_and_the_other_hears_of_it(tmp_path: Path) -> None:
+def test_who_begins_to_write_a_file_while_another_command_does_is_refused_at_once(tmp_path: Path) -> None:
     file = tmp_path / "x.txt"
-    for last_to_end in ("first", "second"):
-        writers = {name: replacing(file) for name in ("first", "second")}
-        for name, writer in writers.items():
-            writer.__enter__().write_text(name)
-        for name in sorted(writers, key=last_to_end.__eq__):
-            if name == "second":
-                writers[name].__exit__(None, None, None)
-                continue
-            with pytest.raises(InputError, match=r"another command writes .*x\.txt"):
-                writers[name].__exit__(None, None, None)
-        assert file.read_text() == "second"
-        assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+    with replacing(file) as part:
+        part.write_text("first")
+        for second in (lambda: check_file(file, overwrite=True), lambda: replacing(file).__enter__()):
+            with pytest.raises(InputError, match=r"another command is writing .*x\.txt: wait for it"):
+                second()
+    assert file.read_text() == "first"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.txt"]
+    with replacing(file) as part:
+        part.write_text("second")
+    assert file.read_text() == "second"
+
+
+@pytest.mark.parametrize("lock", [LOCK, ".x.txt.lock"])
+def test_what_lies_in_place_of_a_lock_is_named(lock: str, tmp_path: Path) -> None:
+    (tmp_path / lock).mkdir()
+    write = only_writer(tmp_path) if lock == LOCK else replacing(tmp_path / "x.txt")
+    with pytest.raises(InputError, match=rf"\{lock} is a folder: remove it"):
+        write.__enter__()
+    assert [path.name for path in tmp_path.iterdir()] == [lock]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder of the kernel's")
+def test_a_folder_in_which_no_file_can_be_made_is_not_taken_for_one_that_another_command_writes_to() -> None:
+    for write in (only_writer(Path("/proc")), replacing(Path("/proc/x.txt"))):
+        with pytest.raises(InputError, match="cannot write"):
+            write.__enter__()
 
 
 def test_a_file_that_another_command_wrote_meanwhile_is_not_replaced_unasked(tmp_path: Path) -> None:
