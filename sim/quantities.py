@@ -72,8 +72,7 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
             raise InputError(f"a cache of {text} is impossible: a share is above 0% and at most 100% of all experts")
         return max(1, math.floor(percent * total / 100 + Fraction(1, 2)))
     slots = parse_whole(text)
-    if _BYTES.fullmatch(text):
-        size = parse_bytes(text, "cache size")
+    if (size := stated_bytes(text)) is not None:
         if not expert_bytes:
             raise InputError(f"cache size {text}: nothing states how large an expert is; give a share or a number")
         slots = size // expert_bytes
@@ -86,12 +85,17 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
     return min(slots, total)
 
 
+def stated_bytes(text: str) -> int | None:
+    """The bytes of a cache size as given; None of a share or a number."""
+    return parse_bytes(text, "cache size") if _BYTES.fullmatch(text.strip()) else None
+
+
 def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
     """Whether a cache size as given, one that can be, is more than all `total` experts, which have so many bytes."""
     text = text.strip()
     if (slots := parse_whole(text)) is not None:
         return slots > total
-    return all_bytes is not None and bool(_BYTES.fullmatch(text)) and parse_bytes(text, "cache size") > all_bytes
+    return all_bytes is not None and (stated_bytes(text) or 0) > all_bytes
 
 
 def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
@@ -100,9 +104,7 @@ def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
     A number is of experts of mean size. At most all experts; InputError unless it holds the largest.
     """
     text, whole, largest = text.strip(), int(sizes.sum()), int(sizes.max())
-    if _BYTES.fullmatch(text):
-        room = parse_bytes(text, "cache size")
-    else:
+    if (room := stated_bytes(text)) is None:
         slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None)
         share = _SHARE.fullmatch(text)
         room = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))

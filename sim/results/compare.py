@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from policies.core.grammar import split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
-from sim.quantities import parse_cache_size
+from sim.quantities import parse_cache_size, stated_bytes
 from sim.results.files import read_table
 from sim.results.metrics import REQUESTS, RESULTS, Row, require_possible, require_together, tables_below
 from traces.errors import InputError, unknown
@@ -59,13 +59,20 @@ class SweptRun:
     folder: Path
     policy: str
     cache_experts: int
+    cache_bytes: int | None
     all_experts: int
-    expert_bytes: int | None
+    expert_bytes: int | None  # of the largest, where they differ in size
     trace: str
     phase: str
     warmup_requests: int
     timed: bool
     requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
+
+    def fills(self, room: int) -> bool:
+        """Return whether its cache fits into `room` bytes, and has all experts or leaves less than an expert."""
+        if self.cache_bytes is None or self.expert_bytes is None or self.cache_bytes > room:
+            return False
+        return self.cache_experts == self.all_experts or room - self.cache_bytes < self.expert_bytes
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
     return SweptRun(
         folder=folder,
         **{name: row[name] for name in said},
-        expert_bytes=None if pd.isna(row["expert_bytes"]) else int(row["expert_bytes"]),
+        **{name: None if pd.isna(row[name]) else int(row[name]) for name in ("cache_bytes", "expert_bytes")},
         timed=row["hardware"] is not None,
         requests=requests.reset_index(drop=True),
     )
@@ -159,7 +166,7 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
         if policy not in known:
             raise unknown(f"policy in {cells[0].folder}", policy, known)
     if size is not None:
-        slots = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes)
+        slots = _slots(cells, size)
         if slots not in {cell.cache_experts for cell in cells}:
             swept = ", ".join(str(n) for n in dict.fromkeys(cell.cache_experts for cell in cells))
             raise InputError(f"{cells[0].folder} has no cache of {size} ({slots} experts); it has {swept}")
@@ -168,6 +175,14 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
     if not found:
         raise InputError(f"{cells[0].folder} did not run {policy} with a cache of {size}")
     return found
+
+
+def _slots(cells: Sequence[SweptRun], size: str) -> int:
+    """How many experts a cache of this size holds; in bytes, the largest cache among the cells that it has room for."""
+    slots, room = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes), stated_bytes(size)
+    if room is None:
+        return slots
+    return max((cell.cache_experts for cell in cells if cell.fills(room)), default=slots)
 
 
 def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[tuple[SweptRun, SweptRun]]:

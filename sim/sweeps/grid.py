@@ -68,7 +68,7 @@ class Grid:
 
 
 def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
-    """Each size once. InputError for a size or a policy that this trace cannot have."""
+    """Of sizes that hold as many experts the first. InputError for a size or a policy that this trace cannot have."""
     if not cache_sizes:
         raise InputError("`cache_sizes` is empty: use 10%,25% or 64 or 8GiB")
     if not policies:
@@ -76,7 +76,7 @@ def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[st
     sizes: dict[str, int] = {}
     for text in cache_sizes:
         slots = loaded.slots(text)
-        if slots not in sizes.values():
+        if loaded.experts_in(slots) not in map(loaded.experts_in, sizes.values()):
             sizes[text] = slots
     grid = Grid(tuple(map(parse, policies)), sizes)
     for policy in grid.policies:

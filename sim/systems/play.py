@@ -80,9 +80,14 @@ class Setting:
         return Shape(self.loaded.trace.layers, self.loaded.trace.num_experts)
 
     def model(self, system: System | None = None) -> ModelProfile:
-        """Return the model in the precision of a system, or of all. Raise InputError for an unknown precision."""
+        """Return the model in the precision of a system, or of all.
+
+        Raise InputError for an unknown precision, or experts of several sizes in the model's own.
+        """
         profile = self.loaded.profile
         assert profile
+        if profile.layer_expert_bytes and not self.precision:
+            raise InputError(f"{profile.name} has experts of several sizes, which no system here runs: use --precision")
         experts = (system and system.precision) or self.precision
         dense = system and system.dense_precision
         return replace(

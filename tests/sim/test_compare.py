@@ -68,7 +68,7 @@ def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return SweptRun(Path("x"), "lru", 4, 16, None, "t", "decode", 0, True, requests)
+    return SweptRun(Path("x"), "lru", 4, None, 16, None, "t", "decode", 0, True, requests)
 
 
 def mean_interval_of_normal(values):
@@ -359,3 +359,20 @@ def _put(path: Path, column: str, value: object) -> None:
     at = rows.schema.get_field_index(column)
     values = pa.array([value, *rows[column].to_pylist()[1:]], rows.schema.field(at).type)
     pq.write_table(rows.set_column(at, column, values), path)
+
+
+def test_a_size_in_bytes_finds_the_cache_that_was_swept_with_it_where_experts_differ_in_size(home, tmp_path):
+    profile = tmp_path / "sized.toml"
+    shape = "moe_layers = 3\nexperts = 16\ntop_k = 2\nhidden_size = 64\nexpert_intermediate_size = 32\nheads = 4\n"
+    rest = "head_size = 16\nvocabulary = 99\nexpert_bytes_per_parameter = 2.0\ndense_bytes_per_parameter = 2.0\n"
+    profile.write_text(f"hub_ids = []\n{shape}{rest}layer_expert_bytes = [10000, 20000, 30000]\n")  # mean 20,000
+    sizes = ("--cache-sizes", "605kB,20,30,100%", "--policies", "lru,lfu", "--workers", "1", "--quiet")
+    moe_sim("sweep", "tiny", "--model-profile", str(profile), *sizes, "--out", str(tmp_path / "sized"), cwd=home)
+    cells = read(tmp_path / "sized")
+    found = [(cell.cache_experts, cell.cache_bytes) for cell in cells if cell.policy == "lru"]
+    assert found == [(30, 605_000), (20, 400_000), (48, 960_000)], "30 would be the same number of experts again"
+    assert {len(cell.requests) for cell in cells} == {6}
+    for size, held in (("605kB", 30), ("610kB", 30), ("400kB", 20), ("5MB", 48), ("30", 30), ("100%", 48)):
+        assert [cell.cache_experts for cell in choose(cells, "lru", size)] == [held], size
+    with pytest.raises(InputError, match="no cache of 500kB"):
+        choose(cells, "lru", "500kB")

@@ -288,3 +288,12 @@ def test_a_file_of_systems_is_checked_key_by_key(tmp_path):
         read(file)
     with pytest.raises(InputError, match="unknown system 'olama'; did you mean ollama"):
         chosen(["olama"])
+
+
+def test_a_model_whose_experts_differ_in_size_needs_a_precision(home):
+    setting = setting_of(home, "deepseek", "25%")
+    sized = replace(setting.loaded.profile, layer_expert_bytes=tuple(range(10_000, 10_026)))
+    setting = replace(setting, loaded=replace(setting.loaded, profile=sized))
+    with pytest.raises(InputError, match=r"experts of several sizes.*use --precision"):
+        setting.slots()
+    assert replace(setting, precision="fp8").slots() == 26 * 64 // 4
