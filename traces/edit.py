@@ -71,7 +71,7 @@ def join(
         raise InputError("no request is left: nothing was written")
     meta = _common([source.folder for source in sources])
     names = [_ids(source, prefix) for source in sources]
-    _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]))
+    _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]), prefix)
     columns = _columns([source.folder for source in sources])
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
@@ -120,12 +120,14 @@ def _ids(source: Source, prefix: bool) -> NDArray[Any]:
     return np.array([f"{name}/{one}" for one in ids], object) if prefix else ids
 
 
-def _require_unique(ids: NDArray[Any]) -> None:
+def _require_unique(ids: NDArray[Any], prefixed: bool) -> None:
     repeated = pd.Series(ids)[pd.Series(ids).duplicated()]
     if len(repeated):
-        raise InputError(
-            f"the request id {repeated.iloc[0]!r} would occur twice; --prefix-ids puts the trace's name before ids"
-        )
+        way = "give each trace once, in folders of different names" if prefixed else _PREFIX
+        raise InputError(f"the request id {repeated.iloc[0]!r} would occur twice; {way}")
+
+
+_PREFIX = "--prefix-ids puts the trace's name before ids"
 
 
 def _columns(folders: Sequence[Folder]) -> list[str]:

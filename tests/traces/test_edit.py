@@ -66,6 +66,8 @@ def test_a_trace_twice_needs_other_ids(tmp_path: Path) -> None:
     again = replace(b, labels=a.labels)
     with pytest.raises(InputError, match=r"id 'a0' would occur twice; --prefix-ids"):
         join([a, again], tmp_path / "c")
+    with pytest.raises(InputError, match="id 'a/a0' would occur twice; give each trace once"):
+        join([a, a], tmp_path / "c", prefix=True)
     join([a, again], tmp_path / "c", prefix=True)
     assert Trace.read(tmp_path / "c").requests["id"].tolist()[5:7] == ["a/a5", "b/a0"]
 

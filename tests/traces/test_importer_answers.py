@@ -206,6 +206,8 @@ def test_what_sglang_left_out_is_not_routed_here(tmp_path: Path) -> None:
     refused(file, "--start", options=SHAPE)
     made, _ = import_dump(file, options=Options(experts=8, layers=3, top_k=2, start=3))
     assert np.array_equal(made.position, TRACE.position)
+    for options in (SHAPE, Options(experts=8, layers=3), Options(experts=8)):  # whatever else is told
+        refused(file, "--start 99 leaves out more than", options=replace(options, start=99))
     left_out = made.position < 3
     assert (made.experts[left_out] == made.sentinel).all()
     assert np.array_equal(made.experts[~left_out], TRACE.experts[~left_out])

@@ -129,12 +129,19 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
     return Dump(experts, offsets, requests, locate, phase, token_id=token_id)
 
 
+def check_start(place: str, start: int, prompt_tokens: int | None) -> None:
+    """InputError where the `start` leading tokens that were left out are not all of the prompt's."""
+    if start and prompt_tokens is None:
+        raise InputError(f"{place}: {start} tokens were left out of a prompt of unknown length")
+    if prompt_tokens is not None and start > prompt_tokens:
+        raise InputError(f"{place}: --start {start} leaves out more than the {prompt_tokens} tokens of the prompt")
+
+
 def _check_length(one: Sequence, request: Request) -> None:
     rows, prompt, output = len(one.experts) + request.start, request.prompt_tokens, request.output_tokens
     if not one.experts.size:
         raise InputError(f"{one.place}: experts is empty {one.experts.shape}: nothing was routed")
-    if prompt is None and request.start:
-        raise InputError(f"{one.place}: {request.start} tokens were left out of a prompt of unknown length")
+    check_start(one.place, request.start, prompt)
     if prompt is None:
         return
     left_out = f" less {request.start} left out" if request.start else ""
@@ -144,7 +151,7 @@ def _check_length(one: Sequence, request: Request) -> None:
             f"{left_out} are {prompt + output - 1 - request.start}; "
             "where the server was told to leave leading tokens out, say how many with --start"
         )
-    if rows < prompt or request.start > prompt:
+    if rows < prompt:
         raise InputError(
             f"{one.place}: {len(one.experts)} rows{left_out and f' after {request.start} left out'} "
             f"are fewer than the {prompt} tokens of the prompt"

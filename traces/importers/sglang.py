@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from traces.errors import InputError
 from traces.facts import whole
 from traces.importers.answers import Answer, answers, taken_in, token_count, token_ids, unbase64
-from traces.importers.dump import Dump, Sequence, join
+from traces.importers.dump import Dump, Sequence, check_start, join
 from traces.importers.source import Source
 
 EXTENSIONS = ("sglext", "sgl_ext")
@@ -54,6 +54,7 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
         raise InputError(f"{place} has {len(choices)} choices: which of them the experts are of is not told; use n=1")
     counts = body["meta_info"] if "meta_info" in body else body.get("usage")
     prompt, output = (token_count(place, counts, key) for key in ("prompt_tokens", "completion_tokens"))
+    check_start(place, source.start, prompt)
     flat = _flat(place, holder)
     rows = None if prompt is None or output is None else prompt + output - 1 - source.start
     layers, k = _shape(source, place, len(flat), rows)
