@@ -13,6 +13,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from traces.errors import InputError
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the server, unless what started it ignores them, as `nohup` does a closed terminal's SIGHUP."""
+
 GRACE_S = 5
 """After a signal, how long clients have to read the rest of their answers."""
 
@@ -64,7 +67,7 @@ def config_of(app: FastAPI) -> uvicorn.Config:
 
 
 class Listener(uvicorn.Server):
-    """Serves `app` until SIGINT or SIGTERM. on_start: called once clients are served; on_end: before they are left."""
+    """Serves `app` until a signal of ENDS. on_start: called once clients are served; on_end: before they are left."""
 
     def __init__(self, app: FastAPI, on_start: Callable[[], None], on_end: Callable[[], None]) -> None:
         super().__init__(config_of(app))
@@ -88,7 +91,7 @@ class Listener(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Let signals end the server only; uvicorn would raise them again after it, and SIGTERM kills the process."""
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = [number for number in ENDS if signal.getsignal(number) != signal.SIG_IGN]
         before = {number: signal.signal(number, self.handle_exit) for number in numbers}
         try:
             yield

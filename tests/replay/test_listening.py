@@ -1,5 +1,6 @@
 """Clients that are no honest ones: the server says so in a line, and serves the next one."""
 
+import signal
 import socket
 import threading
 import time
@@ -10,7 +11,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from replay.live.listening import MOST_AT_ONCE, MOST_CLIENTS, config_of, listen
+from replay.live.listening import MOST_AT_ONCE, MOST_CLIENTS, Listener, config_of, listen
 
 ASK = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 LAST = ASK + b"Connection: close\r\n\r\n"
@@ -69,3 +70,18 @@ def test_clients_that_send_nothing_make_room_for_one_that_asks(port: int, caplog
         silent[-1].sendall(LAST)
         assert rest(silent[-1]).startswith(b"HTTP/1.1 200")
     assert not caplog.records
+
+
+def test_a_closed_terminal_ends_the_server_as_other_signals_do_unless_that_is_ignored() -> None:
+    ended = []
+    for ignored in (False, True):
+        server = Listener(FastAPI(), lambda: None, lambda: None)
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        try:
+            with server.capture_signals():
+                if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:  # or the tests would end
+                    signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.signal(signal.SIGHUP, before)
+        ended.append(server.should_exit)
+    assert ended == [True, False]
