@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from replay import warmup
-from replay.calibration import measure, rates
+from replay.calibration import rates
 from replay.gpu_check import check, routing
 from sim.profiles import model_profile
+from tests.support.short_calibrations import shorten
 from tests.support.tiny import TINY
 
 FULL, SHORT = 40, 20
@@ -24,5 +24,4 @@ def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(check, "BUFFER_BYTES", 1 << 16)
     change(rates, "BUFFER_BYTES", 1 << 20)
     change(rates, "SERIES_S", 0.001)
-    change(measure, "POLICY_S", 0.2)
-    change(warmup, "DECISIONS_S", 0.1)
+    shorten(change)

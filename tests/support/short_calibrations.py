@@ -1,0 +1,21 @@
+"""Calibrations as short as they can be: for tests of what is done with the figures, of which none judges how exact."""
+
+from collections.abc import Callable
+from typing import Any
+
+from replay import warmup
+from replay.calibration import contention, host_time, measure, meter
+from replay.calibration.host_time import InLoop
+
+
+def shorten(change: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Change the modules that measure: (module, name, value) each."""
+    change(meter, "SERIES_NS", meter.SERIES_NS // 10)
+    change(meter, "REPEATS", meter.AT_LEAST)
+    change(meter, "SURE", 1.0)
+    change(meter, "ENOUGH_NS", meter.ENOUGH_NS // 10)
+    change(meter, "LONGEST_NS", meter.LONGEST_NS // 10)
+    change(host_time, "LOOP", InLoop(least=4, most=12, ns=host_time.LOOP.ns // 10))
+    change(contention, "LOOP", InLoop(least=3, most=6, ns=contention.LOOP.ns // 10))
+    change(measure, "POLICY_S", measure.POLICY_S / 10)
+    change(warmup, "DECISIONS_S", warmup.DECISIONS_S / 10)
