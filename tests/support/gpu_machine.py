@@ -1,6 +1,6 @@
 """Run as a module: the check on a machine that has what a GPU machine has and nothing more, on a GPU that is not there.
 
-Prints the modes of the cells that were run.
+Arguments: the file of the record, and the models. Prints the modes of the cells that were run.
 """
 
 import sys
@@ -33,6 +33,6 @@ from tests.support.small_check import shrink  # noqa: E402
 
 shrink()
 record = Record.open(Path(sys.argv[1]), resume=False)
-gpu_check.Check(FakeGpu(2), record, print, ("olmoe-1b-7b",), host_bytes=4 << 20).run()
+gpu_check.Check(FakeGpu(1), record, print, tuple(sys.argv[2:]), host_bytes=4 << 20).run()
 assert not any(ERROR in cell for cell in record), list(record)
 print("run:", *sorted({cell["mode"] for cell in record}))
