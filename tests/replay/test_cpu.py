@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.calibration.pace import Pace, pausing
+from replay.devices import cpu
 from replay.devices import store as store_module
-from replay.devices.cpu import MOST_PACED, CpuDevice
+from replay.devices.cpu import CpuDevice
 from replay.devices.stage import Needs, open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.model.network import Network, dtype_of, expert_output
@@ -121,7 +122,7 @@ def test_a_run_that_pauses_after_every_step_decides_as_before_and_its_clock_stan
     assert len(paces) == (log.phase == DECODE).sum() < len(log.step_ns)
     assert all(pace.read_ns >= waits * 1e9 for pace in paces)
     assert all(pace.compute_ns > 0 for pace in paces)
-    paused = sum(MOST_PACED * max(pace.read_ns, pace.compute_ns) for pace in paces)
+    paused = sum(cpu.MOST_PACED * max(pace.read_ns, pace.compute_ns) for pace in paces)
     assert took - clock >= paused
     assert log.step_ns.sum() <= clock
     if policy == "lru":

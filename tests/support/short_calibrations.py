@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 from replay import warmup
-from replay.calibration import contention, host_time, measure, meter
+from replay.calibration import contention, host_time, measure, meter, rates
 from replay.calibration.host_time import InLoop
+from replay.devices import cpu, lanes
 
 
 def shorten(change: Callable[[Any, str, Any], None] = setattr) -> None:
@@ -19,3 +20,9 @@ def shorten(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(contention, "LOOP", InLoop(least=3, most=6, ns=contention.LOOP.ns // 10))
     change(measure, "POLICY_S", measure.POLICY_S / 10)
     change(warmup, "DECISIONS_S", warmup.DECISIONS_S / 10)
+    change(rates, "SERIES_S", rates.SERIES_S / 10)
+    change(rates, "BUFFER_BYTES", rates.BUFFER_BYTES // 4)
+    change(rates, "LARGE", rates.LARGE // 4)
+    change(lanes, "SERIES_S", lanes.SERIES_S / 10)
+    change(lanes, "SLOTS_BYTES", lanes.SLOTS_BYTES // 16)
+    change(cpu, "MOST_PACED", cpu.PACED)

@@ -16,6 +16,7 @@ FULL, SHORT = 40, 20
 
 def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
     """Change the modules that the check is made of: (module, name, value) each."""
+    shorten(change)
     real = model_profile.model
     change(model_profile, "model", lambda name: dataclasses.replace(real(name), **TINY))
     change(check, "FULL_TOKENS", FULL)
@@ -23,5 +24,3 @@ def shrink(change: Callable[[Any, str, Any], None] = setattr) -> None:
     change(routing, "PROMPT_TOKENS", 6)
     change(check, "BUFFER_BYTES", 1 << 16)
     change(rates, "BUFFER_BYTES", 1 << 20)
-    change(rates, "SERIES_S", 0.001)
-    shorten(change)
