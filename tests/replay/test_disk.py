@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.cli import app, main
@@ -51,6 +53,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, profile, distinct in (("tiny", PROFILE, L * E), ("big", BIG, L * E), ("shared", PROFILE, 5)):
         made(folder / name, profile, distinct)
     return folder
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a profile with a shape for the shipped trace, and experts of 48 pages: its own ones have 12."""
+    shipped = (Path(sim.profiles.__file__).parent / "models" / "demo-stand-in.toml").read_text()
+    sizes = {"hidden_size": 256, "expert_intermediate_size": 128, "vocabulary": 1024}
+    small, replaced = re.subn(rf"(?m)^({'|'.join(sizes)}) = .*", lambda row: f"{row[1]} = {sizes[row[1]]}", shipped)
+    assert replaced == len(sizes)
+    path = tmp_path_factory.mktemp("profile") / "stand-in.toml"
+    path.write_text(small)
+    return str(path)
 
 
 def made(path: Path, profile: ModelProfile = PROFILE, distinct: int = L * E) -> Path:
@@ -223,14 +237,14 @@ def test_bytes_that_changed_since_are_noticed_before_they_are_computed(tmp_path:
 
 
 @pytest.mark.parametrize("where", ["posix_fallocate", "write", "fsync"])
-def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, where, full)
     with pytest.raises(InputError, match=r"No space left on device \(.*\)$"):
         made(tmp_path / "file")
-    ended = CliRunner().invoke(app, ["store", str(tmp_path / "file"), "--model-profile", "demo-stand-in", "-q"])
+    ended = CliRunner().invoke(app, ["store", str(tmp_path / "file"), "--model-profile", stand_in, "-q"])
     assert str(ended.exception).endswith("); --dedup N writes N experts that all share")
     assert list(tmp_path.iterdir()) == []
 
@@ -278,14 +292,14 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *ar
 
 
 def test_the_commands_write_a_file_and_replay_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stand_in: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, told = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN, "--dedup", 8)
+    status, told = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in, "--dedup", 8)
     assert status == 0, told
-    again = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN)
+    again = run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in)
     assert (again[0], "exists: replace it with --overwrite" in again[1]) == (2, True)
-    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", STAND_IN, "--lanes", "1", "--verify"]
+    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", stand_in, "--lanes", "1", "--verify"]
     on_disk += ["--cache-size", "10%", "--requests", "1"]
     status, told = run(capsys, monkeypatch, *on_disk, "--policy", "lru", "--out", "here")
     assert status == 0, told
@@ -293,12 +307,12 @@ def test_the_commands_write_a_file_and_replay_from_it(
 
 
 def test_a_machine_with_a_disk_is_calibrated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stand_in: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("replay.calibration.calibrate.SLOT_BYTES", {"disk": 1 << 20})
-    assert run(capsys, monkeypatch, "store", "here.experts", "--model-profile", STAND_IN, "--dedup", 8)[0] == 0
-    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", STAND_IN]
+    assert run(capsys, monkeypatch, "store", "here.experts", "--model-profile", stand_in, "--dedup", 8)[0] == 0
+    on_disk = ["--device", "disk", "--store", "here.experts", "--model-profile", stand_in]
     status, told = run(capsys, monkeypatch, "calibrate", *on_disk, "--policies", "lru", "--out", "here.toml", "-q")
     assert status in (0, 1), told  # 1: the passes differ, and the file is written all the same
     machine = hardware(str(tmp_path / "here.toml"))
@@ -307,10 +321,6 @@ def test_a_machine_with_a_disk_is_calibrated(
     moving = known.expert_bytes / (known.transfer_ns - known.latency_ns)
     assert machine.link_bandwidth_gb_per_s == machine.disk_bandwidth_gb_per_s == pytest.approx(moving)
     assert machine.calibration["lanes"] >= 1
-
-
-STAND_IN = "demo-stand-in"
-"""Shapes for the shipped trace: its own model's experts are too small to be timed."""
 
 
 @pytest.mark.parametrize(
