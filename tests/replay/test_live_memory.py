@@ -10,7 +10,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -96,38 +96,75 @@ def limited() -> Iterator[Path]:
     pytest.skip("no rights to make a control group with a limit of memory")
 
 
-def generate(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, within LIMIT."""
-    enter = "import os, sys; open(sys.argv.pop(1), 'w').write(str(os.getpid()))"
-    program = f"{enter}; from replay.cli import main; main()"
+class Ended(NamedTuple):
+    """What a command ended with, and said."""
+
+    status: int
+    out: str
+    err: str
+
+
+EACH = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+open(sys.argv[1], "w").write(str(os.getpid()))
+from replay.cli import main
+found = []
+for asked in json.loads(sys.argv[2]):
+    sys.argv = ["moe-replay", *asked]
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        try:
+            main()
+            status = 0
+        except SystemExit as ended:
+            status = int(ended.code or 0)
+    found.append([status, out.getvalue(), err.getvalue()])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sparse checkpoint."""
+    folder = tmp_path_factory.mktemp("sparse")
+    assert sparse_checkpoint(folder) >= 3 * LIMIT
+    assert sum(file.stat().st_blocks * 512 for file in folder.iterdir()) < LIMIT / 10
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> list[Ended]:
+    """A command that generates, then one that is refused, in one process within LIMIT."""
+    asked = ("--token-ids", "5,6,7,8,9,10", "--max-new-tokens", "6", "--print-token-ids", "--lanes", "2")
+    generates = (*asked, "--policy", "lru", "--cache-size", "16")
+    refused = ("--token-ids", "5", "--policy", "lru", "--cache-size", "100%")
+    commands = json.dumps([["generate", "--model", str(folder), *each] for each in (generates, refused)])
     with limited() as group:
-        return subprocess.run(
-            [sys.executable, "-c", program, group / "cgroup.procs", "generate", "--model", folder, *arguments],
+        done = subprocess.run(
+            [sys.executable, "-c", EACH, group / "cgroup.procs", commands],
             capture_output=True,
             text=True,
             timeout=300,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
-
-
-def test_a_checkpoint_three_times_the_memory_limit_generates_within_what_is_stated(tmp_path: Path) -> None:
-    size = sparse_checkpoint(tmp_path)
-    assert size >= 3 * LIMIT
-    assert sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir()) < LIMIT / 10
-    asked = ("--token-ids", "5,6,7,8,9,10", "--max-new-tokens", "6", "--print-token-ids", "--lanes", "2")
-    done = generate(tmp_path, *asked, "--policy", "lru", "--cache-size", "16")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()[-1].split()) == 6
-    told = re.search(r"memory: peak (\S+ \S+), stated (\S+ \S+) =", done.stderr)
-    assert told, done.stderr
+    return [Ended(*each) for each in json.loads(done.stdout)]
+
+
+def test_a_checkpoint_three_times_the_memory_limit_generates_within_what_is_stated(
+    folder: Path, ended: list[Ended]
+) -> None:
+    done = ended[0]
+    assert done.status == 0, done.err
+    assert len(done.out.splitlines()[-1].split()) == 6
+    told = re.search(r"memory: peak (\S+ \S+), stated (\S+ \S+) =", done.err)
+    assert told, done.err
     peak, stated = (parse_bytes(each, "memory") for each in told.groups())
     assert peak <= stated < LIMIT
-    assert size >= 3 * stated
+    assert (folder / "model.safetensors").stat().st_size >= 3 * stated
 
 
-def test_a_cache_that_memory_does_not_hold_is_refused_in_one_line(tmp_path: Path) -> None:
-    sparse_checkpoint(tmp_path)
-    done = generate(tmp_path, "--token-ids", "5", "--policy", "lru", "--cache-size", "100%")
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1
-    assert "choose a smaller --cache-size" in done.stderr
+def test_a_cache_that_memory_does_not_hold_is_refused_in_one_line(ended: list[Ended]) -> None:
+    assert ended[1].status == 2
+    assert len(ended[1].err.splitlines()) == 1
+    assert "choose a smaller --cache-size" in ended[1].err
