@@ -1,5 +1,6 @@
 """Clients that are no honest ones: the server says so in a line, and serves the next one."""
 
+import os
 import signal
 import socket
 import threading
@@ -72,16 +73,20 @@ def test_clients_that_send_nothing_make_room_for_one_that_asks(port: int, caplog
     assert not caplog.records
 
 
-def test_a_closed_terminal_ends_the_server_as_other_signals_do_unless_that_is_ignored() -> None:
-    ended = []
-    for ignored in (False, True):
-        server = Listener(FastAPI(), lambda: None, lambda: None)
-        before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
-        try:
-            with server.capture_signals():
-                if signal.getsignal(signal.SIGHUP) != signal.SIG_DFL:  # or the tests would end
-                    signal.raise_signal(signal.SIGHUP)
-        finally:
-            signal.signal(signal.SIGHUP, before)
-        ended.append(server.should_exit)
-    assert ended == [True, False]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_server_and_is_not_raised_again_behind_it(number: signal.Signals) -> None:
+    before, told = signal.getsignal(number), list[str]()
+    listener = Listener(FastAPI(), lambda: os.kill(os.getpid(), number), lambda: told.append("it ends"))
+    with listen("127.0.0.1", 0) as bound:
+        listener.run([bound])
+    assert told == ["it ends"]
+    assert signal.getsignal(number) is before
+
+
+def test_what_is_ignored_from_the_start_does_not_end_the_server() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Listener(FastAPI(), lambda: None, lambda: None).capture_signals():
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

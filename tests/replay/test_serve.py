@@ -27,7 +27,7 @@ def _waits(address: str) -> bool:
         return b"moe_waiting 1.0" in metrics.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_running_requests_with_an_error_and_the_server_without_one(
     tmp_path: Path, number: signal.Signals
 ) -> None:
