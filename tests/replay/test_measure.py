@@ -44,6 +44,7 @@ from sim.profiles.timing import FixedTiming, Link, Timing
 from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
+from tests.support.short_calibrations import shorten
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -462,7 +463,10 @@ def test_transfers_go_through_the_pump_as_in_a_run(tail_bytes: int, places: int)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 24])
-def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwards(slots: int) -> None:
+def test_a_gpu_is_measured_on_whole_experts_with_its_graphs_and_replays_afterwards(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch.setattr)
     gpu, profile = FakeGpu(seed=1), replace(model("olmoe-1b-7b"), **TINY)
     size = profile.expert_bytes
     plan = plan_of(slots, prompt=9, expert_bytes=size, chunk_bytes=None)
