@@ -59,7 +59,8 @@ class Source:
         return made
 
     def _normal(self, shape: tuple[int, ...], scale: float) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype).normal_(std=scale, generator=self._rng)
+        made = torch.empty(shape, device=self.device, dtype=self.dtype)
+        return made.normal_(std=scale, generator=self._rng) if self._rng else made  # on meta it would take a second
 
     def _load(self, name: str, place: torch.Tensor, parameters: int) -> None:
         self.parameters += parameters
