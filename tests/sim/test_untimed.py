@@ -16,9 +16,9 @@ from traces.steps import DECODE, RequestSteps
 @pytest.mark.parametrize("kind", ["zipf", "mixed", "cyclic"])
 def test_misses_equal_libcachesims_to_the_unit(ours, theirs, kind):
     rng = np.random.default_rng(5)
-    zipf = rng.zipf(1.3, 8_000) % 60
-    cyclic = np.arange(8_000) % 37
-    ids = {"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(8_000) < 0.5, zipf, cyclic)}[kind]
+    zipf = rng.zipf(1.3, 2_000) % 60
+    cyclic = np.arange(2_000) % 37
+    ids = {"zipf": zipf, "cyclic": cyclic, "mixed": np.where(rng.random(2_000) < 0.5, zipf, cyclic)}[kind]
     for slots in (1, 7, 20, 45):
         log = count(accesses(ids, 60), 1, 60, slots, parse(ours))
         assert log.misses.sum() == oracle_misses(theirs, ids, slots), (slots, kind)
@@ -58,9 +58,10 @@ def test_the_experts_of_an_event_are_looked_up_one_at_a_time_in_ascending_id(eve
             assert together.evictions.tolist() == apart.evictions.tolist()
 
 
+@pytest.mark.slow  # two requests of each are in tests.sim.test_untimed_classic
 @pytest.mark.skipif(not EXPECTED, reason="needs the real traces in ../shared/traces")
 @pytest.mark.parametrize("name", sorted({case["trace"] for case in EXPECTED}))
-@pytest.mark.parametrize("size", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [0, 1, 2])
 def test_misses_of_real_traces_equal_those_of_two_independent_simulators(name, size):
     trace, _ = import_dump(SHARED / name, SHARED / name.replace(".npz", ".json"))
     for case in [case for case in EXPECTED if case["trace"] == name][size : size + 1]:
