@@ -28,8 +28,9 @@ from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces.errors import InputError
 from traces.steps import DECODE
 
-SEEDS = range(400)
-TIERS = range(300)
+SEEDS = range(160)
+TIERS = (*range(110), 289, 298)
+"""The last two pause a prefetch, as few do."""
 PLAIN = ("clock+popular:n=2", "sieve", "arc+all", "s3fifo+oracle1", "random+previous")
 """Policies that name their victims in Python, which the generator does not draw."""
 
@@ -93,7 +94,7 @@ def test_the_log_is_the_same_with_and_without_a_timeline() -> None:
             assert_logs_equal(log_of(watch(run, slots=False)[1]), log)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_the_timeline_agrees_with_the_log_on_runs_that_hypothesis_shrinks(data: st.DataObject) -> None:
     run = draw_run(lambda low, high: data.draw(st.integers(low, high)))
@@ -437,7 +438,7 @@ def test_a_window_shows_what_the_whole_timeline_shows_between_its_ends(of: Liter
             assert played.step_ns.tolist() == log.step_ns[: len(played.step_ns)].tolist()
             stopped += len(logs) < len(run.requests)
     assert compared > 10_000
-    assert stopped > 30
+    assert stopped > 12
 
 
 # Writing
