@@ -56,7 +56,7 @@ def test_the_engine_equals_the_reference_on_seeded_random_runs_of_tiers_and_user
 
 
 @pytest.mark.parametrize("draw", [draw_case, draw_tiers_case])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_engine_equals_the_reference_on_cases_that_hypothesis_shrinks(
     draw: Callable[[Callable[[int, int], int]], Case], data: st.DataObject

@@ -85,7 +85,7 @@ def test_each_token_has_k_experts_ascending_and_the_trace_is_valid(
     np.testing.assert_array_equal(trace.experts, again.experts)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(traces(), st.integers(1, 4))
 def test_whatever_a_trace_holds_is_fitted_to_or_refused(real: Trace, requests: int) -> None:
     try:
