@@ -465,7 +465,7 @@ def test_a_trial_of_another_search_is_refused(home, tmp_path, change):
 def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(home, tmp_path):
     written(tmp_path / "long", requests=8, tokens=60)
     asked = ["tune", "long", "--policy", f"lru+{home / 'mine.py'}:Wasteful", "--cache-size", "25%", "--quiet"]
-    asked += ["--trials", "48", "--workers", "1", "--search", "number=0..16:at_most=4..1000", "--predictor-us", "0"]
+    asked += ["--trials", "24", "--workers", "1", "--search", "number=0..16:at_most=4..1000", "--predictor-us", "0"]
     log = tmp_path / "cut" / NAME
 
     def start(*arguments):
@@ -483,7 +483,7 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
         os.kill(running.pid, number)
         _, told = running.communicate(timeout=300)
         assert running.returncode == status
-        assert before < len(Journal(log.parent).trials) < 48
+        assert before < len(Journal(log.parent).trials) < 24
         assert not (log.parent / "trials.parquet").exists()
     kept = len(Journal(log.parent).trials)
     assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: continue with --resume\n"
