@@ -200,7 +200,11 @@ def test_empty_and_damaged_tables_are_said(copy):
 
 
 @pytest.mark.parametrize("table", ["results.parquet", "requests.parquet"])
-@pytest.mark.parametrize("values", [[[1, 2]], ["some"], [None]], ids=["lists", "text", "nothing"])
+@pytest.mark.parametrize(
+    "values",
+    [pytest.param([[1, 2]], marks=pytest.mark.slow), ["some"], [None]],
+    ids=["lists", "text", "nothing"],
+)
 @pytest.mark.parametrize("column", ["policy", "cache_experts", "cache_fraction", "hit_rate"])
 def test_a_column_that_holds_something_else_is_said(column, values, table, copy):
     if column == "hit_rate" and (values == [None] or table == "requests.parquet"):
