@@ -106,8 +106,9 @@ def test_an_interrupted_recording_ends_with_130_and_is_readable(
 
 def test_the_command_as_a_process_is_interrupted_the_same_way(tmp_path: Path) -> None:
     out = tmp_path / "t"
+    code = f"from traces import writer; writer.FLUSH_SECONDS = 0.5; {COMMAND[-1]}"
     process = subprocess.Popen(
-        [*COMMAND, "record", "--max-new-tokens", "100", "--out", str(out)], stderr=subprocess.PIPE, text=True
+        [*COMMAND[:-1], code, "record", "--max-new-tokens", "100", "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 120
     while not (out / "requests").exists() and time.monotonic() < deadline:
