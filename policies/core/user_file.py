@@ -15,9 +15,10 @@ import traceback
 import zlib
 from contextlib import suppress
 from functools import cache
+from importlib.machinery import SourceFileLoader
 from modulefinder import ModuleFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -74,11 +75,19 @@ def _is_policy(cls: object) -> bool:
     return isinstance(cls, type) and issubclass(cls, RetentionPolicy | Prefetcher)
 
 
+class _Loader(SourceFileLoader):
+    """Compiles the file as it is now: bytecode on disk may be of an earlier edit of the same second and length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return the file's code."""
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 @cache
 def _module(path: str, changed_ns: int) -> ModuleType:
     """Import the file at `path`, once for each of its versions."""
     name = f"{MODULE}{zlib.crc32(path.encode()):08x}_{Path(path).stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, path))
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)

@@ -158,6 +158,16 @@ def test_a_changed_file_is_read_again(tmp_path):
         )
 
 
+def test_an_edit_of_the_same_second_and_length_is_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    file = tmp_path / "mine.py"
+    for n in (1, 2):
+        file.write_text(f"from policies.core.policy import ScorePolicy\nclass Mine(ScorePolicy):\n    number = {n}\n")
+        os.utime(file, ns=(0, 10**18 + n))
+        assert parse(f"{file}:Mine").evict.cls.number == n
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.py"]
+
+
 def test_a_switch_among_options_is_read_as_it_is_written(tmp_path):
     (tmp_path / "mine.py").write_text(BROKEN)
     found = [parse(f"{tmp_path / 'mine.py'}:Switch:on={on}").options()["evict"]["on"] for on in ("True", "false")]
