@@ -7,7 +7,8 @@ array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
 kept under the dates of all files of this package with compiled functions, and of the list that numbers the policies, so
-that nothing stale is ever run. (What the names inside of it are made of, see `traces.compiled`.)
+that nothing stale is ever run. Of a user's functions, which may call or name anything, nothing is kept. (What the names
+inside of it are made of, see `traces.compiled`.)
 
 Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
 Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
@@ -42,6 +43,10 @@ STAMP = _stamp()
 """Name, date and size of every file of this package with compiled functions, and of the list of policies."""
 
 
+OURS = ("policies.", "sim.")
+"""How the names of modules begin whose compiled functions are kept."""
+
+
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Compile a function that makes no arrays."""
     return _kept(function, _nrt=False)
@@ -63,10 +68,12 @@ def inlined(function: Callable[P, R]) -> Callable[P, R]:
 def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Callable[P, R]:
     # Numba takes an option that is not given from the function by whose call this one is first compiled: given are all.
     options: dict[str, Any] = {"_nrt": _nrt, "forceinline": forceinline}
-    made: Any = njit(cache=KEPT, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
+    ours = function.__module__.startswith(OURS)
+    made: Any = njit(cache=KEPT and ours, nogil=True, pipeline_class=_WholeCompiler, **options)(function)
     if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
-        file = made._cache._cache_file
-        file._source_stamp = file._source_stamp, STAMP
+        if ours:
+            file = made._cache._cache_file
+            file._source_stamp = file._source_stamp, STAMP
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
         made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]

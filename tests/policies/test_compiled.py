@@ -1,6 +1,10 @@
-"""What is compiled into its callers is what says so, whichever function calls it first."""
+"""What is compiled into its callers is what says so, whichever function calls it first; what is kept is ours."""
 
+import runpy
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from policies.core.compiled import compiled, inlined
 
@@ -28,3 +32,14 @@ def _in_its_callers(function: Any) -> bool:
     (made,) = function.part.overloads.values()
     name = made.fndesc.llvm_func_name
     return any("alwaysinline" in str(each) for each in made.library.get_function(name).attributes)
+
+
+def test_a_users_function_is_compiled_with_what_it_names_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba would keep it under the date of its own file."""
+    file = tmp_path / "own.py"
+    head = "import os\nfrom policies.core.compiled import compiled\nN = int(os.environ['N'])\n"
+    file.write_text(f"{head}@compiled\ndef number(x: int) -> int:\n    return x + N\n")
+    for n in (1, 2):
+        monkeypatch.setenv("N", str(n))
+        assert runpy.run_path(str(file), run_name="own")["number"](10) == 10 + n
+    assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
