@@ -6,9 +6,9 @@ throughout a call. So a `compiled` function must not create an array ("NRT requi
 array expressions, scratch in what it is given. One that has to is `allocating`.
 
 Numba keeps what it compiled under the date of a function's own file, but contains what that function calls. Here it is
-kept under the dates of all files of this package with compiled functions, and of the list that numbers the policies, so
-that nothing stale is ever run. Of a user's functions, which may call or name anything, nothing is kept. (What the names
-inside of it are made of, see `traces.compiled`.)
+kept under the dates of all files of this package with compiled functions, of the list that numbers the policies, and of
+what these files import names from, so that nothing stale is ever run. Of a user's functions, which may call or name
+anything, nothing is kept. (What the names inside of it are made of, see `traces.compiled`.)
 
 Numba optimizes every function together with all that it calls, and makes it executable, at each level of calls again.
 Here that is done once, in the function that Python calls: what compiled functions call is a part of them.
@@ -17,7 +17,9 @@ Arrays are handed over by value, in seven words each. So the functions that choo
 what they choose is `apart`: it gets its own family's state, and of that and the event only the words it reads.
 """
 
+import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -32,16 +34,29 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _stamp() -> tuple[tuple[str, int, int], ...]:
-    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
+Stamp = tuple[tuple[str, int, int], ...]
+"""Name, date and size of files."""
+
+_IMPORT = re.compile(rb"^from ((?:policies|sim|traces)\.[\w.]+) import", re.M)
+
+
+@cache
+def _stamp(*files: Path) -> Stamp:
+    """Return the stamp of files and of what they import names from, whose values numba takes for constants."""
+    names = {name.decode().replace(".", "/") for file in files for name in _IMPORT.findall(file.read_bytes())}
+    imported = (Path(__file__).parents[2] / f"{name}.py" for name in names)
+    dated = [(file, file.stat()) for file in sorted({*files, *filter(Path.is_file, imported)})]
+    return tuple((file.name, found.st_mtime_ns, found.st_size) for file, found in dated)
+
+
+def _sources() -> list[Path]:
+    """The files of this package with compiled functions, and with the list of policies."""
+    sources = Path(__file__).parents[1].rglob("*.py")
     marks = b"policies.core.compiled import", b"BUILT_IN ="
-    dated = [(path, path.stat()) for path in sources if any(mark in path.read_bytes() for mark in marks)]
-    return tuple((path.name, found.st_mtime_ns, found.st_size) for path, found in dated)
+    return [file for file in sources if any(mark in file.read_bytes() for mark in marks)]
 
 
-STAMP = _stamp()
-"""Name, date and size of every file of this package with compiled functions, and of the list of policies."""
-
+STAMP = _stamp(*_sources())
 
 OURS = ("policies.", "sim.")
 """How the names of modules begin whose compiled functions are kept."""
@@ -73,7 +88,7 @@ def _kept(function: Callable[P, R], _nrt: bool, forceinline: bool = False) -> Ca
     if KEPT and hasattr(made, "_cache"):  # not under NUMBA_DISABLE_JIT
         if ours:
             file = made._cache._cache_file
-            file._source_stamp = file._source_stamp, STAMP
+            file._source_stamp = file._source_stamp, STAMP, _stamp(Path(function.__code__.co_filename))
         part = _Part(function, targetoptions={"nopython": True, "nogil": True, **options}, pipeline_class=_PartCompiler)
         made.get_call_template, made.get_overload, made.part = part.get_call_template, part.get_overload, part
     return made  # type: ignore[no-any-return]

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from policies.core import compiled as compiling
 from policies.core.compiled import compiled, inlined
+from sim.engines import compiled_streams
 
 
 def test_a_function_that_an_inlined_one_calls_is_not_inlined_for_that() -> None:
@@ -43,3 +45,10 @@ def test_a_users_function_is_compiled_with_what_it_names_now(tmp_path: Path, mon
         monkeypatch.setenv("N", str(n))
         assert runpy.run_path(str(file), run_name="own")["number"](10) == 10 + n
     assert [path.name for path in tmp_path.iterdir()] == ["own.py"]
+
+
+def test_what_is_kept_has_the_dates_of_files_that_give_it_constants() -> None:
+    assert {"residency_compiled.py", "weights.py", "placement.py", "steps.py"} < {name for name, *_ in compiling.STAMP}
+    engine: Any = compiled_streams.play_steps
+    *_, own = engine._cache._cache_file._source_stamp
+    assert {"compiled_streams.py", "log.py"} < {name for name, *_ in own}
