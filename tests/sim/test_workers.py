@@ -52,17 +52,19 @@ def alone(loaded, tmp_path_factory):
 
 
 @pytest.mark.parametrize("engine", ["auto", "simpy"])
-def test_three_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path, engine):
+def test_two_workers_write_the_bytes_that_one_writes_and_tell_of_every_request(loaded, alone, tmp_path, engine):
     told = list[int]()
     setup = replace(loaded.setup, engine=engine)
-    assert files(setup.load(), tmp_path, Local(3), told.append) == alone
+    assert files(setup.load(), tmp_path, Local(2), told.append) == alone
     assert sum(told) == REQUESTS * len(GRID.cells())
 
 
-def test_compiled_cells_run_in_this_process_and_python_in_others(loaded):
-    tasks = [Task(loaded, process_of_cell, (parse(policy),), loaded.compiled(parse(policy))) for policy in PLACES]
+def test_compiled_cells_and_what_only_this_process_knows_run_in_it_and_other_python_in_others(loaded):
+    policies = [*map(parse, PLACES), here_alone()]
+    tasks = [Task(loaded, process_of_cell, (policy,), loaded.compiled(policy)) for policy in policies]
+    assert not tasks[-1].compiled
     found = dict(Local(2).results(tasks, lambda requests: None))
-    assert [found[i] == os.getpid() for i in range(len(tasks))] == list(PLACES.values())
+    assert [found[i] == os.getpid() for i in range(len(tasks))] == [*PLACES.values(), True]
 
 
 PLACES = {"lru": True, "clock": False, "eamc-blend": True, "sieve+markov": False}
@@ -97,19 +99,23 @@ def test_a_trace_that_another_one_replaces_is_not_run_by_other_processes(tmp_pat
         list(Local(2).results(tasks, lambda requests: None))
 
 
-EDITS = {"another": "size = 1", "half saved": "def (", "without the class": "pass\n\n\ndel Mine"}
+EDITS = {"another": "size = 1", "half_saved": "def (", "without_the_class": "pass\n\n\ndel Mine"}
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path, edit, capfd):
-    mine = tmp_path / "mine.py"
-    mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
-    policy = parse(f"{mine}:Mine")
-    tasks = [Task(loaded, process_of_cell, (policy,), False) for _ in range(2)]
-    assert len(dict(Local(2).results(tasks, lambda requests: None))) == 2
-    mine.write_text(mine.read_text().replace("pass", EDITS[edit]))
-    with pytest.raises(InputError, match=r"mine.py:Mine was changed, or what it imports, since the run began"):
-        list(Local(2).results(tasks, lambda requests: None))
+def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path, capfd):
+    tasks = {}
+    for name, body in {"as_it_was": "pass", **EDITS}.items():
+        mine = tmp_path / f"{name}.py"
+        mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
+        tasks[name] = Task(loaded, process_of_cell, (parse(f"{mine}:Mine"),), False)
+        mine.write_text(mine.read_text().replace("pass", body))
+    with workers._processes(2) as (_, pool):
+        cells = {name: pool.submit(workers._in_process, *task.elsewhere) for name, task in tasks.items()}
+        assert cells.pop("as_it_was").result() != os.getpid()
+        for name, cell in cells.items():
+            told = rf"{name}.py:Mine was changed, or what it imports, since the run began"
+            with pytest.raises(InputError, match=told):
+                cell.result()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -155,24 +161,22 @@ def test_every_worker_process_leaves_ctrl_c_to_its_parent():
     assert [mask >> signal.SIGINT - 1 & 1 for mask in masks] == [1, 1]
 
 
-@pytest.mark.parametrize("while_it_counts", [False, True])
-def test_a_worker_process_that_is_killed_is_told_in_one_line(loaded, while_it_counts):
-    tasks = [Task(loaded, killed, (while_it_counts,), False) for _ in range(2)]
+def test_a_worker_process_that_is_killed_while_it_counts_is_told_in_one_line(loaded):
+    tasks = [Task(loaded, killed, (), False) for _ in range(2)]
     with pytest.raises(InputError, match="a worker process was killed"):
         list(Local(2).results(tasks, lambda requests: None))
 
 
 def test_a_script_without_a_main_is_told_so(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("from sim.sweeps import workers\nwith workers._processes(2):\n    print('here')\n")
+    script.write_text("from sim.sweeps import workers\nwith workers._processes(1):\n    print('here')\n")
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert 'needs `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
 
 
-def killed(loaded, while_it_counts, advance):
-    if while_it_counts:
-        workers._worker["counter"].get_lock().acquire()
+def killed(loaded, advance):
+    workers._worker["counter"].get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -272,9 +276,6 @@ def test_a_policy_that_only_this_process_knows_plays_in_it(loaded):
     with_lru = {row["policy"]: row for row in played(loaded, grid, workers=2).rows}
     assert list(with_lru) == ["Here", "lru+none", "clock"]
     assert with_lru["Here"]["misses"] == with_lru["lru+none"]["misses"] > 0
-    tasks = [Task(loaded, process_of_cell, (policy,), False) for policy in (here, parse("clock"))]
-    found = dict(Local(2).results(tasks, lambda requests: None))
-    assert [found[i] == os.getpid() for i in range(2)] == [True, False]
 
 
 def test_a_cluster_refuses_a_policy_that_only_this_process_knows(loaded, cluster):
