@@ -1,9 +1,9 @@
 """The guard around a user's own policy: each fault is one line with file and line, wherever the policy is run."""
 
+import itertools
 import json
 import pickle
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,8 +19,9 @@ from sim.engines import untimed
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from tests.support.command import moe_sim
+from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
+from traces import console
 from traces.errors import InputError
 from traces.synthetic import synthetic
 
@@ -260,14 +261,12 @@ FAULTS = {
 }
 
 
-COMMANDS = (
-    *("sweep tiny --workers 1", "sweep tiny --workers 2"),
-    *("run tiny", "tune tiny --search a=1..3 --trials 2 --workers 1"),
+COMMANDS = ("sweep tiny --workers 1", "run tiny", "tune tiny --search a=1..3 --trials 2 --workers 1")
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"), [*itertools.product(COMMANDS, FAULTS), ("sweep tiny --workers 2", "exits")]
 )
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, home):
     body, said = FAULTS[fault]
     own = "from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Options:\n    a: int = 1\n"
@@ -299,8 +298,9 @@ def test_every_command_tells_the_fault_in_one_line_and_fails(command, fault, hom
 )
 def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     file_of(home, body, "ScorePolicy", "rude.py")
+    workers = 2 if "os.close" in body else 1  # this process needs its own
     words = ("sweep", "tiny", "--policies", "rude.py:Mine", "--cache-sizes", "50%", "-q", "--out", tmp_path / "out")
-    done = moe_sim(*words, cwd=home)
+    done = moe_sim(*words, "--workers", workers, cwd=home)
     assert done.returncode == 2
     assert ("rude.py:" if "def " not in body else f"rude.py:{LINES + 1}: ") in done.stderr
     assert said in done.stderr.splitlines()[-1]
@@ -353,7 +353,7 @@ def test_unreadable_neighbours_of_a_policy_are_no_matter(home):
     (folder / ".#mine.py").symlink_to("somebody@somewhere.1234")
     (folder / "x.py").mkdir()
     asked = ("sweep", "tiny", "--policies", "own/mine.py:Mine", "--cache-sizes", "50%", "--untimed", "-q")
-    done = moe_sim(*asked, "--out", "neighbours", cwd=home)
+    done = moe_sim(*asked, "--workers", "1", "--out", "neighbours", cwd=home)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -382,9 +382,7 @@ def test_numpy_answers_as_before_after_a_policy_that_has_it_raise(tmp_path):
 def test_the_kit_is_a_command_like_others(words, status, said, tmp_path):
     file_of(tmp_path, "def observe(self, event):\n    sys.exit(0)", "ScorePolicy", "exits.py")
     file_of(tmp_path, "def observe(self, event):\n    raise KeyboardInterrupt", "ScorePolicy", "stops.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "policies.checker", *words], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = run(lambda: console.main(checker.app, "python -m policies.checker"), *words, cwd=tmp_path)
     assert done.returncode == status
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
