@@ -78,23 +78,24 @@ def columns(log: RunLog) -> dict[str, list[int]]:
     return {name: np.asarray(getattr(log, name)).tolist() for name in names}
 
 
-def futures() -> Iterator[tuple[Script, int, Script]]:
-    """A run, an event of it, and a run that is the same before that event."""
+def futures() -> Iterator[tuple[Script, list[tuple[int, Script]]]]:
+    """A run, with events of it and for each a run that is the same before that event."""
     rng = random.Random(5)
     script = next(script for script in scripts(0) if script.shape == SHAPE)
     for slots, cold in ((3, False), (6, True), (9, False)):
         one = replace(script, slots=slots, cold=cold)
-        for _ in range(5):
-            cut = rng.randrange(script.events)
-            yield one, cut, one.with_another_future(cut, rng)
+        cuts = (rng.randrange(script.events) for _ in range(5))
+        yield one, [(cut, one.with_another_future(cut, rng)) for cut in cuts]
 
 
 def decisions_that_knew_the_future(policy: str) -> int:
     """How many of the runs have a decision before the event that differs."""
     differing = 0
-    for one, cut, other in futures():
-        ours, theirs = watched(one, policy), watched(other, policy)
-        differing += ours.started[: ours.at_router[cut]] != theirs.started[: theirs.at_router[cut]]
+    for one, others in futures():
+        ours = watched(one, policy)
+        for cut, other in others:
+            theirs = watched(other, policy)
+            differing += ours.started[: ours.at_router[cut]] != theirs.started[: theirs.at_router[cut]]
     return differing
 
 
