@@ -65,11 +65,11 @@ class Hardware:
         return self.host_memory_bandwidth_gb_per_s * self.host_expert_share
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
-        """What was measured with that model here, if it was, with experts of that size."""
-        return next(
-            (each for each in self.measured if (each.model, each.expert_bytes) == (profile.name, profile.expert_bytes)),
-            None,
-        )
+        """What was measured with that model here, if it was, with experts of that size, all of one."""
+        if profile.layer_expert_bytes:
+            return None
+        asked = profile.name, profile.expert_bytes
+        return next((each for each in self.measured if (each.model, each.expert_bytes) == asked), None)
 
 
 def hardware(text: str) -> Hardware:

@@ -52,7 +52,8 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
             )
     if loaded.hardware and loaded.hardware.measured and loaded.profile and not loaded.measured:
         known = ", ".join(f"{each.model} ({each.expert_bytes} bytes an expert)" for each in loaded.hardware.measured)
-        asked = f"{loaded.profile.name} ({loaded.profile.expert_bytes})"
+        size = loaded.profile.expert_bytes if loaded.sizes is None else "experts of several sizes"
+        asked = f"{loaded.profile.name} ({size})"
         found.append(f"{loaded.hardware.name} was measured with {known}, not with {asked}: times go by its rates")
     costless = [policy.text for policy in grid.policies if loaded.predictor_us(policy) is None]
     if loaded.hardware and costless:

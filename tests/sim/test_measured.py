@@ -196,6 +196,16 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
     assert told.endswith("not with demo-olmoe (49152): times go by its rates")
 
 
+def test_experts_of_several_sizes_go_by_the_rates_also_where_the_largest_is_of_the_size_measured(mine):
+    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    sized = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=(49152, 24576) * 5))
+    assert sized.measured is None
+    assert sized.link.layer_bytes == (49152, 24576) * 5
+    cell = parse("lru"), sized.slots("50%")
+    (told,) = (each for each in warnings(sized, Grid(cell[:1], {"50%": cell[1]})) if "measured with" in each)
+    assert told.endswith("not with demo-olmoe (experts of several sizes): times go by its rates")
+
+
 def test_a_policys_cost_is_the_setups_then_the_machines_then_the_shipped_one(mine):
     loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
     assert loaded.predictor_us(parse("eamc")) == 12.5
