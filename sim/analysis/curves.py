@@ -38,14 +38,14 @@ class Accesses:
         return Accesses(np.concatenate(ids), np.concatenate(tokens), layers * experts)
 
 
-def belady_misses(experts: Ids, total: int) -> Int:
+def belady_misses(experts: Ids, total: int, first: int = 0) -> Int:
     """Misses of Belady's MIN with forced admission by number of slots: int64[total + 1], none first.
 
-    experts: [N] ids below `total`. Mattson's update by priority: the expert in use goes to the top, and from the
-    second place down to the one that it left each expert gives way to the one pushed out above if that is used
-    sooner. O(place) an access.
+    experts: [N] ids below `total`. first: the access from which on misses are counted. Mattson's update by priority:
+    the expert in use goes to the top, and from the second place down to the one that it left each expert gives way to
+    the one pushed out above if that is used sooner. O(place) an access.
     """
-    return misses_by_slots(_belady_places(next_uses(experts, total), total), len(experts))
+    return misses_by_slots(_belady_places(next_uses(experts, total), total, first), len(experts) - first)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ def next_uses(experts: Ids, total: int) -> Int:
 
 
 @allocating
-def _belady_places(following: Int, total: int) -> Int:
-    """The number of accesses by the place of their expert; first uses have none.
+def _belady_places(following: Int, total: int, first: int) -> Int:
+    """The number of accesses, from `first` on, by the place of their expert; first uses have none.
 
     An expert stands in the list by the number of the access that uses it next, so the one in use is `now`.
     """
@@ -98,10 +98,10 @@ def _belady_places(following: Int, total: int) -> Int:
             place += 1
         stack[place] = pushed
         stack[0] = following[now]
-        if place < held:
-            places[place + 1] += 1
-        else:
+        if place == held:
             held += 1
+        elif now >= first:
+            places[place + 1] += 1
     return places
 
 

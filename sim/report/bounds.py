@@ -2,6 +2,7 @@
 
 The floor of a token is the longer of computing with every expert at hand, and moving what Belady would miss in decoding
 alone, at the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together.
+What a prefill or the requests that warm up leave in the cache costs a token nothing: that may be any experts.
 """
 
 from collections.abc import Sequence
@@ -9,31 +10,31 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.analysis.curves import Accesses, belady_misses
-from sim.profiles.timing import Timing
+from sim.profiles.timing import Int, Timing
 from sim.results.metrics import Row
 from sim.sweeps.setup import Loaded, Requests
 from traces.steps import DECODE, RequestSteps
 
 
 def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
-    """Return Belady's hit rate over all lookups, a row for each size."""
-    accesses = Accesses.of(Requests(loaded.trace), loaded.trace.layers, loaded.trace.num_experts)
-    if not len(accesses.experts):
+    """Return Belady's hit rate over all lookups but those of warm-up requests, a row for each size."""
+    requests = Requests(loaded.trace)
+    accesses = Accesses.of(requests, loaded.trace.layers, loaded.trace.num_experts)
+    first = sum(len(request.experts) for request in requests[: loaded.setup.warmup_requests])
+    counted = len(accesses.experts) - first
+    if not counted:
         return []
-    misses = belady_misses(accesses.experts, accesses.total)
-    return [_row(row, hit_rate=1 - int(misses[row["cache_experts"]]) / len(accesses.experts)) for row in sizes]
+    misses = belady_misses(accesses.experts, accesses.total, first)
+    return [_row(row, hit_rate=1 - int(misses[row["cache_experts"]]) / counted) for row in sizes]
 
 
 def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     """Return the least mean TPOT, a row for each size; none where nothing is decoded or nothing is timed."""
     if not loaded.hardware or not loaded.profile or loaded.sizes is not None:
         return []
-    decoded = [_decoded(steps) for steps in Requests(loaded.trace)]
-    tokens = sum(len(steps.phase) for steps in decoded)
+    misses, tokens = _unavoidable(loaded)
     if not tokens:
         return []
-    accesses = Accesses.of(decoded, loaded.trace.layers, loaded.trace.num_experts)
-    misses = belady_misses(accesses.experts, accesses.total)
     timing = loaded.timing("lru")
     computing = _computing_ns(loaded, timing)
     rate = 1 / (loaded.link.ns_per_byte_num / loaded.link.ns_per_byte_den * loaded.link.expert_bytes)
@@ -41,6 +42,26 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
         rate += 1 / timing.host_ns(1)
     moving = {row["cache_experts"]: int(misses[row["cache_experts"]]) / tokens / rate for row in sizes}
     return [_row(row, tpot_mean_ms=max(computing, moving[row["cache_experts"]]) / 1e6) for row in sizes]
+
+
+def _unavoidable(loaded: Loaded) -> tuple[Int, int]:
+    """Return the misses in decoding that no policy avoids, by slots, and the number of decoded tokens."""
+    layers, experts = loaded.trace.layers, loaded.trace.num_experts
+    tokens, stretches = 0, [(False, list[RequestSteps]())]  # decoded in a row; whether the cache may be full of any
+    for i, steps in enumerate(Requests(loaded.trace)):
+        if i < loaded.setup.warmup_requests:
+            stretches = [(True, [])]
+            continue
+        decoded = _decoded(steps)
+        if len(decoded.phase) < len(steps.phase):
+            stretches.append((True, []))
+        stretches[-1][1].append(decoded)
+        tokens += len(decoded.phase)
+    found = np.zeros(layers * experts + 1, np.int64)
+    for filled, requests in stretches:
+        misses = belady_misses(Accesses.of(requests, layers, experts).experts, layers * experts)
+        found += misses - np.minimum(np.arange(len(misses)), misses[-1]) if filled else misses
+    return found, tokens
 
 
 def _computing_ns(loaded: Loaded, timing: Timing) -> float:

@@ -286,7 +286,7 @@ _CAPTIONS = {
     "hit_rate": "Share of expert uses found in the cache. Belady knows the future: no policy that fetches on demand "
     "hits more. Left of the dotted line the cache is smaller than one token's experts.",
     "tpot_mean_ms": "Mean time per output token. The physical floor is the longer of computing with every expert at "
-    "hand, and moving what Belady would miss.",
+    "hand, and moving what Belady would miss, whatever was loaded in prefills.",
     "ttft_mean_ms": "Mean time to the first token.",
 }
 

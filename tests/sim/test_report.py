@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,11 @@ import pytest
 
 from sim.report import bounds, inputs, page
 from sim.results import plot
-from sim.results.metrics import RESULTS
+from sim.results.metrics import RESULTS, summarise
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim, run
 from traces import demo_trace
+from traces.synthetic import synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SIZES = "25%,50%"
@@ -99,6 +101,22 @@ def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):
     computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(loaded.trace.layers))
     computing += loaded.trace.layers * (loaded.trace.top_k * timing.expert_ns(1) + timing.combine_ns(1))
     assert bounds.floor(loaded, everything, on_host=False)[0]["tpot_mean_ms"] >= (computing + timing.head_ns(1)) / 1e6
+
+
+def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
+    """Of a long prompt and few tokens prefill loads most; the Belady of a run counts as the report's."""
+    trace = synthetic(3, tokens=3, layers=2, experts=8, top_k=2, seed=5, prompt_tokens=40)
+    sizes = {"hidden_size": 1024, "expert_intermediate_size": 1024, "expert_bytes": 6 * 2**20}
+    trace = replace(trace, meta=replace(trace.meta, **sizes))
+    for warmup, as_decode in ((0, False), (1, False), (2, True)):
+        setup = Setup("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
+        loaded, counts = setup.load(trace), replace(setup, untimed=True).load(trace)
+        for slots in (4, 8, 16):
+            row = summarise(loaded.log("belady", slots), loaded.cell("belady", slots), trace.requests)[0]
+            floor = bounds.floor(loaded, [row], on_host=False)[0]["tpot_mean_ms"]
+            assert row["tpot_mean_ms"] >= floor
+            exact = summarise(counts.log("belady", slots), counts.cell("belady", slots), trace.requests)[0]["hit_rate"]
+            assert bounds.belady(loaded, [row])[0]["hit_rate"] == pytest.approx(exact)
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
