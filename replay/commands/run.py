@@ -136,9 +136,9 @@ def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
     loaded = request.setup.load()
     slots = loaded.slots(request.cache_size)
     loaded.require(policy, slots)
-    if request.cache_experts not in (None, slots):
+    if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
         raise InputError(
-            f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {slots} with "
+            f"a cache of {request.cache_size} was {request.cache_experts} experts in the sweep and is {experts} with "
             "this trace: it is of another model"
         )
     if not request.whole:

@@ -264,7 +264,7 @@ class Adaptation:
     """What `moe-sim adapt` found, as far as it came."""
 
     plan: Plan
-    slots: int
+    room: int  # of the cache (`Loaded.slots`)
     measured: list[Measured]  # by shift, then by policy as given
     complete: bool  # False: interrupted, and these are the shifts that had finished
 
@@ -301,8 +301,8 @@ class Adaptation:
             "kind": shift.kind,
             "group_before": shift.before,
             "group_after": shift.after,
-            "cache_experts": self.slots,
-            "cache_fraction": self.slots / loaded.all_experts,
+            "cache_experts": loaded.experts_in(self.room),
+            "cache_fraction": loaded.experts_in(self.room) / loaded.all_experts,
             **{name: getattr(protocol, name) for name in ("warmup", "after", "window", "seed")},
             "requests_needed": one.needed,
             "requests_needed_above": one.last if one.needed is None else None,
@@ -404,7 +404,7 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
         plot.frame(axes, f"{kind}: {len(found.of(kind, found.policies[0]))} shifts", "requests since the shift")
         axes.set_xlim(0, protocol.after - 1)
     panels[0].set_ylabel("hit rate less the undisturbed one (points)")
-    share = 100 * found.slots / loaded.all_experts
+    share = 100 * loaded.experts_in(found.room) / loaded.all_experts
     drawing.suptitle(
         f"{loaded.trace.meta.model}, untimed, {loaded.trace.name} by {protocol.by}, cache {share:.3g}%", fontsize=9
     )

@@ -1,10 +1,11 @@
 """What would help most: a cell run again with one parameter at a time a step lower and a step higher.
 
-The parameters are what a simulated run reads: the machine's link, memory, compute and overheads, the cache in slots,
-the size of an expert (in as many slots as before), the policy's own cost, the chunk, and every numeric option of the
-policy. All else stays as it is, the predictor's cost too where an option changes. The effect is the change of mean
-TPOT (TTFT where nothing is decoded); its elasticity is d ln metric / d ln parameter, by the difference between the two
-values that were run, the point itself standing in for one that could not be.
+The parameters are what a simulated run reads: the machine's link, memory, compute and overheads, the cache in slots
+(in bytes where experts differ in size), the size of an expert (in as many slots as before), the policy's own cost, the
+chunk, and every numeric option of the policy. All else stays as it is, the predictor's cost too where an option
+changes. The effect is the change of mean TPOT (TTFT where nothing is decoded); its elasticity is d ln metric / d ln
+parameter, by the difference between the two values that were run, the point itself standing in for one that could not
+be.
 """
 
 import math
@@ -54,7 +55,7 @@ class Point:
 
     loaded: Loaded
     policy: PolicySpec
-    slots: int
+    slots: int  # bytes, where experts differ in size
 
     @property
     def profile(self) -> ModelProfile:
@@ -193,7 +194,7 @@ def parameters(point: Point) -> list[Parameter]:
     fields = MACHINE | (HOST if point.policy.uses_host else {}) | (DISK if point.loaded.setup.host_memory else {})
     found = [_field(*told, f"loaded.hardware.{field}") for field, told in fields.items()]
     found += [
-        Parameter("cache size", "slots", lambda at: at.slots, _with_slots, whole=True),
+        Parameter("cache size", "slots" if point.loaded.sizes is None else "B", attrgetter("slots"), _with_slots, True),
         Parameter("expert size", "MB", lambda at: at.profile.expert_bytes / 1e6, _with_expert_size),
         Parameter("predictor", "us", lambda at: at.predictor_us, _with_predictor),
     ]
@@ -314,18 +315,21 @@ def _with(part: Any, path: str, value: object) -> Any:
 
 
 def _with_slots(point: Point, slots: float) -> Point:
-    """At least 1, at most all."""
-    return replace(point, slots=min(max(1, int(slots)), point.loaded.all_experts))
+    """At least 1, at most all; where experts differ in size, room for at least the largest."""
+    sizes = point.loaded.sizes
+    least, most = (1, point.loaded.all_experts) if sizes is None else (int(sizes.max()), int(sizes.sum()))
+    return replace(point, slots=min(max(least, int(slots)), most))
 
 
 def _with_expert_size(point: Point, megabytes: float) -> Point:
-    """The largest of so many MB; where layers differ, all by the same factor."""
+    """The largest of so many MB; where layers differ, all and the cache's bytes by the same factor."""
     profile = point.profile
     factor = megabytes * 1e6 / profile.expert_bytes
     sizes = tuple(round(size * factor) for size in profile.layer_expert_bytes)
     parameter = megabytes * 1e6 / profile.expert_parameters
     sized = replace(profile, expert_bytes_per_parameter=parameter, layer_expert_bytes=sizes)
-    return cast(Point, _with(point, "loaded.profile", sized))
+    here = cast(Point, _with(point, "loaded.profile", sized))
+    return _with_slots(here, -(-point.slots * sum(sizes) // sum(profile.layer_expert_bytes))) if sizes else here
 
 
 def _with_predictor(point: Point, us: float) -> Point:

@@ -123,7 +123,7 @@ def _title(search: "Search", found: "Found") -> str:
     refused = sum(trial.value is None for trial in found.trials)
     trials = f"{len(found.trials)} trials" + (f", {refused} refused" if refused else "")
     halves = f"tuned on {tuned} requests of {first.trace.name}, judged on the {judged} after them"
-    return f"{model}{machine}: {search.slots} slots, {trials}; {halves}"
+    return f"{model}{machine}: {first.experts_in(search.slots)} slots, {trials}; {halves}"
 
 
 def _table(found: "Found") -> "Table":

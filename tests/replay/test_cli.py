@@ -226,6 +226,15 @@ def test_a_sweep_of_another_model_is_refused(command, swept: Path) -> None:
     assert "another model" in err
 
 
+def test_experts_of_several_sizes_are_no_other_model(command, swept: Path, tmp_path: Path) -> None:
+    shipped = sim.profiles.find("models", "model", "demo-stand-in").read_text()
+    sized = tmp_path / "sized.toml"
+    sized.write_text(f"layer_expert_bytes = {[3_000_000, 2_000_000] * 5}\n{shipped}")
+    status, _, err = command("--from", str(swept), "--model-profile", str(sized), "--device", "virtual", "-q")
+    assert status == 2
+    assert "does not run experts of several sizes" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -26,6 +26,7 @@ from sim.analysis.adaptation import (
     to_play,
 )
 from sim.commands.adapt import MODELS, PAPER
+from sim.profiles.model_profile import model
 from sim.sweeps.grid import Grid
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
@@ -168,6 +169,13 @@ def test_a_row_tells_which_requests_were_measured_and_the_first_and_last_of_thei
         assert (row["hit_rate_first"], row["hit_rate_settled"]) == pytest.approx((1 - 1 / TOKENS, 1))
         assert (row["undisturbed_first"], row["undisturbed_settled"]) == pytest.approx((1, 1))
         assert (row["requests_needed"], row["requests_needed_above"]) == (1, None)
+
+
+def test_a_cache_in_bytes_is_told_in_experts(disjoint):
+    profile = replace(model("mixtral-8x7b"), moe_layers=LAYERS, experts=EXPERTS, layer_expert_bytes=(10_000, 30_000))
+    sized = replace(disjoint, profile=profile)
+    found = measure(sized, "lru", sized.slots("50%"), Protocol("task", 2, 5, window=2))
+    assert {(row["cache_experts"], row["cache_fraction"]) for row in found.rows(sized)} == {(8, 0.5)}
 
 
 def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():

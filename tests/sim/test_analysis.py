@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from policies.core.spec import parse
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
 from sim.cli import app
+from sim.profiles.model_profile import model
 from sim.sweeps.grid import Grid
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
@@ -61,6 +62,13 @@ def test_with_room_for_all_only_first_uses_miss(loaded):
     for one in analyse(loaded, GRID).splits:
         if one.cache_experts == 48:
             assert (one.capacity, one.policy_misses) == (0, 0)
+
+
+def test_experts_of_several_sizes_are_refused_as_curves_count_experts(home):
+    profile = replace(model("mixtral-8x7b"), moe_layers=3, experts=16, layer_expert_bytes=(10, 20, 30))
+    sized = replace(Setup(trace=home / "both", untimed=True).load(), profile=profile)
+    with pytest.raises(InputError, match=r"mixtral-8x7b has experts of several sizes.* another `model_profile`"):
+        analyse(sized, Grid((parse("lru"),), {"50%": sized.slots("50%")}))
 
 
 def test_only_what_no_curve_gives_is_played(loaded):

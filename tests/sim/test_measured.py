@@ -198,6 +198,7 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
 
 def test_experts_of_several_sizes_go_by_the_rates_also_where_the_largest_is_of_the_size_measured(mine):
     loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    assert loaded.profile
     sized = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=(49152, 24576) * 5))
     assert sized.measured is None
     assert sized.link.layer_bytes == (49152, 24576) * 5

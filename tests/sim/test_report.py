@@ -106,8 +106,8 @@ def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):
 def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
     """Of a long prompt and few tokens prefill loads most; the Belady of a run counts as the report's."""
     trace = synthetic(3, tokens=3, layers=2, experts=8, top_k=2, seed=5, prompt_tokens=40)
-    sizes = {"hidden_size": 1024, "expert_intermediate_size": 1024, "expert_bytes": 6 * 2**20}
-    trace = replace(trace, meta=replace(trace.meta, **sizes))
+    meta = replace(trace.meta, hidden_size=1024, expert_intermediate_size=1024, expert_bytes=6 * 2**20)
+    trace = replace(trace, meta=meta)
     for warmup, as_decode in ((0, False), (1, False), (2, True)):
         setup = Setup("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
         loaded, counts = setup.load(trace), replace(setup, untimed=True).load(trace)

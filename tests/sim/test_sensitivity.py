@@ -197,6 +197,25 @@ def test_a_layers_own_slots_cannot_become_fewer_than_the_layers(home):
     assert any("cannot be divided among 4 layers" in text for text in left_out)
 
 
+def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
+    def of(sizes):
+        loaded = Setup(home / "some", engine="simpy").load()
+        assert loaded.profile
+        loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
+        point = point_of(loaded, parse("lru"), loaded.slots("50%"))
+        found = sensitivity(point, plan(point, 0.2)[0])
+        return {effect.parameter.name: effect for effect in found.effects}
+
+    plain, equal, differing = of(()), of((EXPERT_BYTES,) * 4), of((EXPERT_BYTES, EXPERT_BYTES // 2) * 2)
+    assert (equal["cache size"].parameter.unit, plain["cache size"].parameter.unit) == ("B", "slots")
+    for name in set(plain) - {"cache size"}:
+        assert equal[name].changes == plain[name].changes, name
+    here, down, up = (differing["cache size"].here[0], differing["cache size"].down[0], differing["cache size"].up[0])
+    assert here == 24 * EXPERT_BYTES
+    assert (down, up) == (round(0.8 * here), round(1.2 * here))
+    assert min(differing["cache size"].changes) < 0 < max(differing["cache size"].changes)
+
+
 def test_where_nothing_is_decoded_ttft_counts(home):
     _, found, _ = measured(home, "prompts", slots=16)
     assert found.metric == "ttft_mean_ms"
