@@ -33,10 +33,10 @@ def profile_of(given: Model) -> ModelProfile:
     expert_bytes = given.expert_bytes or given.expert_mb * 1e6
     if expert_bytes:
         base = base.at(expert_bytes / base.expert_parameters)
-    if given.layer_expert_bytes:
-        if len(given.layer_expert_bytes) != base.moe_layers:
-            raise InputError(f"layer_expert_bytes: {len(given.layer_expert_bytes)} for {base.moe_layers} layers")
-        base = replace(base, layer_expert_bytes=given.layer_expert_bytes)
+    sizes = given.layer_expert_bytes or base.layer_expert_bytes[: base.moe_layers]  # of the first, if these are fewer
+    if sizes and len(sizes) != base.moe_layers:
+        raise InputError(f"layer_expert_bytes: {len(sizes)} for {base.moe_layers} layers")
+    base = replace(base, layer_expert_bytes=sizes)
     if given.kv_bytes_per_token:
         values = base.kv_bytes / (base.kv_bytes_per_value or base.dense_bytes_per_parameter)
         base = replace(base, kv_bytes_per_value=given.kv_bytes_per_token / base.moe_layers / values)

@@ -94,33 +94,34 @@ class Case:
     @cached_property
     def room(self) -> int:
         """Of the cache: slots, or bytes where layers differ in size."""
-        setting, profile = self.row.setting, self.profile
-        everything = sum(map(profile.bytes_of, range(profile.moe_layers))) * profile.experts
+        setting, everything = self.row.setting, self._everything
         if self.static:
-            wanted: float = everything
-        elif setting.slots_per_layer:
-            wanted = setting.slots_per_layer / profile.experts * everything
-        else:
-            wanted = _bytes_of_cache(setting.cache, everything, profile)
-        least = profile.top_k * profile.expert_bytes  # what one event needs to be computed at once
-        wanted = min(max(wanted, least), everything)
-        return round(wanted) if profile.layer_expert_bytes else max(1, int(wanted / profile.expert_bytes + 1e-6))
+            return self._within(everything)
+        if setting.slots_per_layer:
+            return self._within(setting.slots_per_layer / self.profile.experts * everything)
+        return self._within(_bytes_of_cache(setting.cache, everything, self.profile))
 
     @property
-    def _host_slots(self) -> int:
-        """Of experts in host memory over the disk."""
+    def _host_room(self) -> int:
+        """The same of host memory over the disk."""
+        return self._within(_bytes_of_cache(self.row.setting.host_cache, self._everything, self.profile))
+
+    @property
+    def _everything(self) -> int:
+        """Bytes of all experts."""
+        return sum(map(self.profile.bytes_of, range(self.profile.moe_layers))) * self.profile.experts
+
+    def _within(self, wanted: float) -> int:
+        """Return the room in so many bytes, at least for what one event computes at once, at most for all experts."""
         profile = self.profile
-        everything = profile.moe_layers * profile.experts * profile.expert_bytes
-        size = _bytes_of_cache(self.row.setting.host_cache, everything, profile)
-        return min(max(profile.top_k, int(size / profile.expert_bytes)), profile.moe_layers * profile.experts)
+        wanted = min(max(wanted, profile.top_k * profile.expert_bytes), self._everything)
+        return round(wanted) if profile.layer_expert_bytes else max(1, int(wanted / profile.expert_bytes + 1e-6))
 
     @property
     def slots_per_layer(self) -> float:
         """Of the cache, in the mean; of host memory, where that is over a disk."""
-        profile = self.profile
-        if self.row.setting.host_cache:
-            return self._host_slots / profile.moe_layers
-        slots = self.room / (np.mean(profile.layer_expert_bytes) if profile.layer_expert_bytes else 1)
+        profile, room = self.profile, self._host_room if self.row.setting.host_cache else self.room
+        slots = room / (np.mean(profile.layer_expert_bytes) if profile.layer_expert_bytes else 1)
         return float(slots / profile.moe_layers)
 
     @property
@@ -212,7 +213,7 @@ class Case:
         host = None
         if setting.host_cache:
             below = host_link(rates.hardware(cpu, disk_link=True), profile)
-            host = Tier(self._host_slots, None, self._link(below))
+            host = Tier(self._host_room, None, self._link(below))
         users = Users(setting.batch) if setting.batch > 1 else None
         return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
 

@@ -79,7 +79,7 @@ class ModelProfile:
     @property
     def token_bytes(self) -> int:
         """Of the routed experts that one decoded token needs."""
-        return self.decode_layers * self.top_k * self.expert_bytes
+        return self.top_k * sum(map(self.bytes_of, range(self.encoder_moe_layers, self.moe_layers)))
 
     @property
     def attention_parameters(self) -> int:

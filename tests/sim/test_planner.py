@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from sim import profiles
 from sim.backtest import file
 from sim.planner import errors, published
 from sim.planner.plan import PRECISIONS, Plan, plan, quick
@@ -81,6 +82,24 @@ def test_what_memory_does_not_hold_comes_from_the_disk_and_a_lower_precision_is_
     assert found.better_precision.times > 3
     slow = quick("olmoe-1b-7b", disk="1GB/s", **LAPTOP)
     assert slow.tokens_per_s < found.speed.tokens_per_s
+
+
+def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Path):
+    """All alike they are the plan without sizes, also over a disk; smaller ones are as many bytes less to read."""
+    shipped, layers = profiles.find("models", "model", "qwen3-30b-a3b").read_text(), model("qwen3-30b-a3b").moe_layers
+    size = model("qwen3-30b-a3b").expert_bytes
+    for name, sizes in (("alike", [size] * layers), ("third", [size, *[size // 3] * (layers - 1)])):
+        (tmp_path / f"{name}.toml").write_text(f"{shipped}\nlayer_expert_bytes = {sizes}\n")
+    machine = {**DESKTOP, "host_memory": "16GiB", "disk": "3GB/s"}
+    plain, alike, third = (
+        quick(each, **machine) for each in ("qwen3-30b-a3b", str(tmp_path / "alike.toml"), str(tmp_path / "third.toml"))
+    )
+    assert alike.tokens_per_s == pytest.approx(plain.tokens_per_s, rel=0.02)
+    assert third.tokens_per_s > 2 * plain.tokens_per_s
+    cpu: dict[str, Any] = {"host_memory": "96GiB", "cpu_bandwidth": "50GB/s"}
+    most, least = (1 / plan(str(tmp_path / f"{name}.toml"), **cpu).limit_tokens_per_s for name in ("alike", "third"))
+    smaller = model("qwen3-30b-a3b").top_k * (layers - 1) * (size - size // 3)
+    assert 50e9 * (most - least) == pytest.approx(smaller)
 
 
 def test_a_small_machine_without_a_gpu_streams_from_the_disk():
