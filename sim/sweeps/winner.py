@@ -72,6 +72,7 @@ def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -
         "trace": absolute(setup.trace),
         "hardware": profiles.absolute("hardware", setup.hardware),
         "model_profile": setup.model_profile and profiles.absolute("models", setup.model_profile),
+        "expert_sizes": setup.expert_sizes and absolute(setup.expert_sizes),
     }
     held: dict[str, Any] = {
         "judged_by": judged_by,

@@ -361,6 +361,17 @@ WRONG = [
 ]
 
 
+def test_files_that_a_winner_names_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    setup = Setup("trace", hardware="mine.toml", model_profile="model.toml", expert_sizes="model.gguf")
+    for name in (setup.hardware, "model.toml"):
+        Path(name).touch()
+    winner.write(Path(winner.NAME), setup, "misses", [])
+    found = winner.read(tmp_path)[0]
+    for name in ("trace", "hardware", "model_profile", "expert_sizes"):
+        assert getattr(found, name) == str(tmp_path / getattr(setup, name)), name
+
+
 @pytest.mark.parametrize("line", WRONG)
 def test_a_winner_file_with_a_value_of_another_type_is_refused_in_one_line(line, tmp_path):
     (tmp_path / winner.NAME).write_text(f'[setup]\ntrace = "somewhere"\n{line}\n')
