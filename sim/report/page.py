@@ -435,7 +435,8 @@ def _measured(replays: Sequence[Results]) -> Section:
     """Return predicted beside measured."""
     title, pairs, rows = "Predicted against measured", {}, []
     for replay in replays:
-        for name, pair, row in _attempted(replay, partial(_predicted, replay)) or ():
+        of = f" ({replay.folder})" if len(replays) > 1 else ""
+        for name, pair, row in _attempted(replay, partial(_predicted, replay, of)) or ():
             pairs[name] = pair
             rows.append(row)
     if not pairs:
@@ -447,15 +448,15 @@ def _measured(replays: Sequence[Results]) -> Section:
     return Section(title, (_figure(figure, caption), Item("table", head=head, rows=tuple(rows))))
 
 
-def _predicted(replay: Results) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[Shown, ...]]]:
-    """Yield of each row its name, predicted, low, high and measured TPOT, and its row of the table."""
+def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[Shown, ...]]]:
+    """Yield of each row its name, which ends in `of`, predicted, low, high and measured TPOT, and its table's row."""
     for row in replay.rows:
         predicted, measured = row.get("predicted_tpot_mean_ms"), row["tpot_mean_ms"]
         if predicted is None or measured is None:
             _note(replay, f"{replay.folder}: nothing was predicted, or nothing decoded, to compare")
             continue
         low, high = (row.get(f"predicted_tpot_{end}_ms") or predicted for end in ("low", "high"))
-        name = f"{row['device']}: {_cell(row)}"
+        name = f"{row['device']}: {_cell(row)}{of}"
         error = predicted / measured - 1
         hits = row.get("predicted_hit_rate")
         shown = (

@@ -275,6 +275,23 @@ def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
     assert not problems
 
 
+def test_two_replays_of_one_cell_are_two_in_the_figure(copy, tmp_path, monkeypatch):
+    folders, drawn, draw = [tmp_path / name for name in ("one", "other")], [], plot.predicted_and_measured
+
+    def drawing(pairs, unit):
+        drawn.extend(pairs.values())
+        return draw(pairs, unit)
+
+    for folder, predicted in zip(folders, (2.0, 3.0), strict=True):
+        shutil.copytree(copy, folder)
+        told = {"device": "disk", "predicted_tpot_mean_ms": predicted, "predicted_hit_rate": 0.5}
+        _edit(folder / "results.parquet", lambda table, told=told: table.head(1).assign(**told, tpot_mean_ms=2.5))
+    monkeypatch.setattr(plot, "predicted_and_measured", drawing)
+    text, _ = _page(*folders)
+    assert [predicted for predicted, *_ in drawn] == [2.0, 3.0]
+    assert all(f"({folder})" in text for folder in folders)
+
+
 def test_similar_requests_are_bright_and_maps_are_shares(swept):
     trace = inputs.read([swept])[0].trace
     assert trace is not None
