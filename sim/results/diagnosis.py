@@ -69,6 +69,9 @@ def _idle(row: Row) -> list[str]:
         "for late prefetches": row["stall_late_ms"],
         "behind other prefetches on the link (--chunk-bytes lets misses interrupt)": row["stall_behind_prefetch_ms"],
         "for policy overhead": row["stall_predictor_ms"],
+        "for the disk": row["stall_disk_ms"],
+        "for the host to compute": row["stall_host_ms"],
+        "for a slot": row["stall_slot_ms"],
     }
     if not elapsed or row["gpu_idle_ms"] / elapsed < IDLE:
         return []

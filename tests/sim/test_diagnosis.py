@@ -24,6 +24,9 @@ def a_row(**changed):
         "stall_late_ms": 0.0,
         "stall_behind_prefetch_ms": 0.0,
         "stall_predictor_ms": 0.0,
+        "stall_disk_ms": 0.0,
+        "stall_host_ms": 0.0,
+        "stall_slot_ms": 0.0,
     }
     return {**row, **changed}
 
@@ -62,6 +65,18 @@ def test_an_idle_gpu_is_told_with_what_it_waits_for_most_first():
         "the GPU waits 90% of the time: 68% for late prefetches, 20% for experts that were not fetched early"
     )
     assert said(gpu_idle_ms=None, compute_busy_ms=None) == []
+
+
+def test_an_idle_gpu_may_wait_for_the_disk_or_the_host():
+    (line,) = said(
+        gpu_idle_ms=90.0,
+        compute_busy_ms=10.0,
+        stall_demand_ms=1.0,
+        stall_disk_ms=60.0,
+        stall_host_ms=22.0,
+        stall_slot_ms=7.0,
+    )
+    assert line.endswith("waits 90% of the time: 60% for the disk, 22% for the host to compute, 7% for a slot")
 
 
 def test_bytes_moved_in_vain_are_told():
