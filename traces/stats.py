@@ -39,10 +39,10 @@ class Reuse:
 class Similarity:
     """Cosine of flattened EAMs, averaged over pairs of requests; the dataset stands in for a task not labelled.
 
-    `nearest` is the cosine with the most similar other request, and `next` with the request that follows.
-    `nearest_same_task` is the share of requests whose most similar other request has the same task; `chance`
-    what a random other request would give. None where the trace has no such pairs, or only one task, or (`next`) more
-    than SAMPLE requests.
+    `nearest` is the cosine with the most similar other request, and `next` with the request that follows. What has to
+    do with tasks is of labelled requests alone: `nearest_same_task` is the share of them whose most similar other one
+    has the same task; `chance` what a random other one would give. None where the trace has no such pairs, or only one
+    task, or (`next`) more than SAMPLE requests.
     """
 
     all_pairs: float | None
@@ -125,9 +125,9 @@ def _of_phase(trace: Trace, phase: int) -> PhaseStats:
 
 
 def _tasks(trace: Trace) -> NDArray[np.int64]:
-    """[requests] a number for each task."""
+    """[requests] a number for each task; -1: no label."""
     labels = trace.requests["task"].where(trace.requests["task"] != "", trace.requests["dataset"])
-    return pd.factorize(labels)[0]
+    return pd.factorize(labels.where(labels != ""))[0]
 
 
 def _reuse(trace: Trace, phase: int) -> float | None:
@@ -206,20 +206,22 @@ def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity
     flat, tasks = eams[chosen].reshape(len(chosen), eams.shape[1] * eams.shape[2]).astype(np.float64), tasks[chosen]
     flat /= np.linalg.norm(flat, axis=1, keepdims=True)
     cosine = flat @ flat.T
-    same = tasks[:, None] == tasks
     other = ~np.eye(len(chosen), dtype=bool)
     if not other.any():
         return Similarity(None, None, None, None, None, None, None, len(chosen))
+    labelled = np.flatnonzero(tasks >= 0)
+    tasks = tasks[labelled]
+    of_tasks, apart = cosine[np.ix_(labelled, labelled)], other[np.ix_(labelled, labelled)]
+    same = tasks[:, None] == tasks
     several = len(set(tasks.tolist())) > 1
-    nearest = np.argmax(np.where(other, cosine, -1.0), axis=1)
     return Similarity(
         all_pairs=_mean(cosine[other]),
-        nearest=_mean(cosine[np.arange(len(chosen)), nearest]),
+        nearest=_mean(np.where(other, cosine, -1.0).max(axis=1)),
         next=_mean(np.diag(cosine, 1)) if len(chosen) == len(eams) else None,
-        within_task=_mean(cosine[same & other]) if several else None,
-        across_tasks=_mean(cosine[~same]),
-        nearest_same_task=float((tasks[nearest] == tasks).mean()) if several else None,
-        chance=float(same[other].mean()) if several else None,
+        within_task=_mean(of_tasks[same & apart]) if several else None,
+        across_tasks=_mean(of_tasks[~same]),
+        nearest_same_task=_mean(tasks[np.where(apart, of_tasks, -1.0).argmax(axis=1)] == tasks) if several else None,
+        chance=_mean(same[apart]) if several else None,
         compared=len(chosen),
     )
 

@@ -46,6 +46,18 @@ def test_requests_of_one_task_have_more_similar_eams() -> None:
     assert similarity.nearest_same_task > similarity.chance
 
 
+def test_requests_without_a_label_are_of_no_task() -> None:
+    labelled = statistics(TRACE.head(8))["decode"].similarity
+    unlabelled = TRACE.requests.index >= 8
+    requests = TRACE.requests.assign(
+        task=TRACE.requests["task"].mask(unlabelled, ""), dataset=TRACE.requests["dataset"].mask(unlabelled, "")
+    )
+    found = statistics(replace(TRACE, requests=requests))["decode"].similarity
+    for name in ("within_task", "across_tasks", "nearest_same_task", "chance"):
+        assert getattr(found, name) == pytest.approx(getattr(labelled, name))
+    assert found.all_pairs == pytest.approx(statistics(TRACE)["decode"].similarity.all_pairs)
+
+
 def test_one_long_label_takes_its_length_once() -> None:
     tasks = [*TRACE.requests["task"][1:], "x" * 1_000_000]
     tracemalloc.start()
