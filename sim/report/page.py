@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 
 from sim.loop.log import STALLS
@@ -25,7 +26,6 @@ from sim.results.provenance import commit
 from sim.sweeps import config
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -397,7 +397,12 @@ def _routing(sweep: Results) -> Iterator[Item]:
     phase = "decoded tokens"
     if not eams.sum():
         eams, phase = trace.eams(PREFILL), "prompts"
-    names = trace.requests["id"].astype(str).tolist()
+    routed = np.flatnonzero(eams.any(axis=(1, 2)))
+    if not len(routed):
+        yield Item("text", "Nothing was routed.")
+        return
+    eams, requests = eams[routed], trace.requests.iloc[routed]
+    names = requests["id"].astype(str).tolist()
     whole = eams.sum(axis=0)
     places = np.linspace(0, len(names) - 1, min(MAPPED, len(names))).round().astype(int)
     maps = {"all requests": plot.shares(whole)} | {
@@ -412,11 +417,11 @@ def _routing(sweep: Results) -> Iterator[Item]:
     if len(names) < 2:
         yield Item("text", "There is one request only: nothing to compare it with.")
         return
-    yield from _similarity(trace, eams)
+    yield from _similarity(requests, eams)
 
 
-def _similarity(trace: Trace, eams: Any) -> Iterator[Item]:
-    labels = (trace.requests["dataset"].astype(str) + " / " + trace.requests["task"].astype(str)).to_numpy()
+def _similarity(requests: pd.DataFrame, eams: Any) -> Iterator[Item]:
+    labels = (requests["dataset"].astype(str) + " / " + requests["task"].astype(str)).to_numpy()
     kept = np.unique(np.linspace(0, len(labels) - 1, min(COMPARED, len(labels))).round().astype(int))
     order = kept[np.argsort(labels[kept], kind="stable")]
     flat = eams[order].reshape(len(order), -1).astype(np.float64)

@@ -19,7 +19,7 @@ from sim.results import plot
 from sim.results.metrics import RESULTS, summarise
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim, run
-from traces import demo_trace
+from traces import Trace, demo_trace
 from traces.synthetic import synthetic
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -355,3 +355,22 @@ def test_a_cache_that_is_no_number_is_refused(copy):
     at = table.schema.get_field_index("cache_fraction")
     pq.write_table(table.set_column(at, "cache_fraction", values), copy / "results.parquet")
     assert any("cache_fraction is missing" in problem for problem in _page(copy)[1])
+
+
+def _results_of(trace: Trace) -> inputs.Results:
+    results = inputs.Results(Path(), [], None)
+    vars(results)["trace"] = trace
+    return results
+
+
+def test_requests_that_decode_nothing_are_not_in_the_mean_over_requests_that_do():
+    ids = np.array([[[0, 1]], [[0, 2]], [[3, 4]]])
+    requests = [ids, ids[:1], ids]  # the second is a prompt alone
+    trace = Trace.from_arrays(requests, 10, prompt_tokens=[1, 1, 2])
+    figure, similarity = page._routing(_results_of(trace))
+    assert (
+        "The mean request uses 30.0% of all experts, all requests together use 40.0%." in figure.text
+    )  # 4 and 2 of 10
+    assert "2 requests, ordered by task (1)" in str(similarity.svg)
+    (nothing,) = page._routing(_results_of(Trace.from_arrays([np.full((2, 1, 2), -1)], 10)))
+    assert nothing.text == "Nothing was routed."
