@@ -10,7 +10,7 @@ from sim.profiles import names
 from sim.profiles.model_profile import model
 from tests.support.command import Run
 from tracer.shapes import PROFILES, shape_of
-from traces import demo_trace
+from traces import demo_trace, fit
 from traces.errors import InputError
 from traces.trace import Trace
 
@@ -51,6 +51,16 @@ def test_statistics_of_both_are_json_and_the_seed_decides(moe_trace: Run, tmp_pa
     np.testing.assert_array_equal(traces[0].experts, traces[1].experts)
     assert traces[0].experts.shape != traces[2].experts.shape or (traces[0].experts != traces[2].experts).any()
     assert traces[0].meta.model == "demo-olmoe"
+
+
+def test_a_fit_to_some_requests_says_so_and_makes_as_many_as_there_are(
+    moe_trace: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fit, "REQUESTS", 12)
+    ended = moe_trace("synth", "--like", demo_trace(), "--json", "--out", tmp_path / "a")
+    facts = json.loads(ended.stdout)
+    assert [facts[name]["decode"]["requests"] for name in ("real", "synthetic")] == [12, 64]
+    assert "fitting to 12 of the 64 requests of demo, of which the statistics called real are" in ended.stderr
 
 
 def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:

@@ -72,13 +72,14 @@ def synth(
     if model is not None and any(size is not None for size in given):
         raise InputError("--model names the shape of the model: leave --layers, --experts and --top-k out")
     named = shape_of(model) if model is not None else None
-    real = thinned(Trace.read(like))
+    whole = Trace.read(like)
+    real = thinned(whole)
     own = Shape(real.layers, real.num_experts, real.top_k)
     shape = named[1] if named else Shape(*(a if a is not None else b for a, b in zip(given, own, strict=True)))
     settings: dict[str, Any] = {
         "like": real.name,
         "like_model": real.meta.model,
-        "requests": requests or len(real.requests),
+        "requests": requests or len(whole.requests),
         "seed": seed,
         "prompt_tokens": prompt_tokens,
         "decode_tokens": decode_tokens,
@@ -97,6 +98,11 @@ def synth(
         )
     target = out or RECORDED / f"{Path(model).stem if model else 'synthetic'}-like-{real.name}"
     check_target(target, overwrite, read=[Location.of(like)])
+    if not quiet and len(real.requests) < len(whole.requests):
+        console.note(
+            f"fitting to {len(real.requests):,} of the {len(whole.requests):,} requests of {real.name}, "
+            "of which the statistics called real are"
+        )
     fitted = fit(real)
     lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
     tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
