@@ -156,7 +156,7 @@ class Summary:
     def add(self, log: RunLog) -> int:
         """Take steps run, of one request or of many; return how many requests began in them.
 
-        Warm-up requests count nothing, nor does a step that any of them shares.
+        Warm-up requests count nothing, nor does a step that any of them shares, but in the rows of other requests.
         """
         rows = log.by_request
         warm = rows.request < self._cell.warmup_requests
@@ -173,8 +173,8 @@ class Summary:
         prefill = log.phase[step] == PREFILL
         # A request's first token comes as long after its arrival as it waited, and its first step took.
         waits = np.where(prefill, waited, 0)
-        self._latency_ns[PREFILL].append((latency + waits)[prefill])
-        self._latency_ns[DECODE].append(latency[~prefill])
+        self._latency_ns[PREFILL].append((latency + waits)[prefill & counted[step]])
+        self._latency_ns[DECODE].append(latency[~prefill & counted[step]])
         values = (tokens, waited, prefill, (latency + waits) * prefill, ~prefill, latency * ~prefill)
         for name, value in zip(_OF_REQUEST, values, strict=True):
             np.add.at(self._played[name], request, value)

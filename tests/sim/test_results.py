@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from typing import Any
 
@@ -111,6 +112,16 @@ def test_warm_up_is_played_but_not_counted():
     assert (row["requests"], row["tokens"], row["hits"], row["tpot_mean_ms"]) == (1, 3, 15, 40)
     assert row["ttft_mean_ms"] is None
     assert [request["request"] for request in requests] == ["b"]
+
+
+def test_a_step_that_a_warm_up_request_shares_counts_in_the_row_of_the_other_request_alone():
+    steps, requests = np.array([0, 1, 2, 3, 3, 4, 5]), np.array([0, 0, 0, 0, 1, 1, 1])
+    log = a_log()
+    nothing, tokens = np.zeros(7, np.int64), np.array([5, 1, 1, 1, 1, 1, 1])
+    shared = RequestLog(steps, requests, tokens, log.step_ns[steps], nothing)
+    row, (second,) = rows(replace(log, by_request=shared), warmup_requests=1, max_batch=2)
+    assert (row["tokens"], row["tpot_mean_ms"], row["tokens_per_s"]) == (2, 45, pytest.approx(2 / 0.09))
+    assert (second["tokens"], second["tpot_mean_ms"]) == (3, 40)
 
 
 def test_precision_counts_what_warm_up_prefetched_and_left_unused():
