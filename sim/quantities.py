@@ -86,7 +86,7 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
 
 
 def stated_bytes(text: str) -> int | None:
-    """The bytes of a cache size as given; None of a share or a number."""
+    """Return the bytes of a cache size that is given in bytes; None for a share or a number."""
     return parse_bytes(text, "cache size") if _BYTES.fullmatch(text.strip()) else None
 
 

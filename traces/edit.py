@@ -123,11 +123,10 @@ def _ids(source: Source, prefix: bool) -> NDArray[Any]:
 def _require_unique(ids: NDArray[Any], prefixed: bool) -> None:
     repeated = pd.Series(ids)[pd.Series(ids).duplicated()]
     if len(repeated):
-        way = "give each trace once, in folders of different names" if prefixed else _PREFIX
-        raise InputError(f"the request id {repeated.iloc[0]!r} would occur twice; {way}")
-
-
-_PREFIX = "--prefix-ids puts the trace's name before ids"
+        advice = "--prefix-ids puts the trace's name before ids"
+        if prefixed:
+            advice = "give each trace once, in folders of different names"
+        raise InputError(f"the request id {repeated.iloc[0]!r} would occur twice; {advice}")
 
 
 def _columns(folders: Sequence[Folder]) -> list[str]:

@@ -32,9 +32,9 @@ ELSEWHERE = "choose another folder"
 
 @contextmanager
 def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator[Path]:
-    """A file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
+    """Yield a file beside `path` that takes its place once it is whole; nothing is left of it otherwise.
 
-    InputError where another process is at it, where the disk is full or the folder cannot be written to. Without
+    Raise InputError where another process writes it, the disk is full, or the folder cannot be written to. Without
     `overwrite` also where another process wrote the file since `check_file` found none.
     """
     if not path.name:
@@ -55,12 +55,12 @@ def replacing(path: Path, keep: bool = True, overwrite: bool = True) -> Iterator
 
 @contextmanager
 def _locked(lock: Path, what: object) -> Iterator[None]:
-    """Hold a lock on `what`, a file of its own. InputError where another process holds it, or it cannot be made."""
+    """Hold the file `lock`, which protects `what`. Raise InputError where another process does, or none can be made."""
     with _writing(what):
         mode = _mode(lock)
         if mode is not None and not stat.S_ISREG(mode):
             raise InputError(f"{lock} is {_kind(mode)}: remove it, or choose another name")
-        lock.touch()  # where that cannot be, filelock may take it for a lock that is held
+        lock.touch()  # raises where no file can be made, as filelock does not always
         held = FileLock(lock, timeout=0)
         try:
             held.acquire()
@@ -280,7 +280,7 @@ def _refuse_trace(folder: Path) -> None:
 
 
 def _mode(path: Path) -> int | None:
-    """Return what is at `path`, a link or where none leads, as `stat` has it; None where nothing is."""
+    """Return the mode of what is at `path`, of a link its own; None where nothing is."""
     try:
         return path.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):

@@ -33,7 +33,6 @@ from traces.compiled import KEPT
 P = ParamSpec("P")
 R = TypeVar("R")
 
-
 Stamp = tuple[tuple[str, int, int], ...]
 """Name, date and size of files."""
 
@@ -42,7 +41,7 @@ _IMPORT = re.compile(rb"^from ((?:policies|sim|traces)\.[\w.]+) import", re.M)
 
 @cache
 def _stamp(*files: Path) -> Stamp:
-    """Return the stamp of files and of what they import names from, whose values numba takes for constants."""
+    """Return the stamp of files and of the modules they import from, whose values numba compiles as constants."""
     names = {name.decode().replace(".", "/") for file in files for name in _IMPORT.findall(file.read_bytes())}
     imported = (Path(__file__).parents[2] / f"{name}.py" for name in names)
     dated = [(file, file.stat()) for file in sorted({*files, *filter(Path.is_file, imported)})]

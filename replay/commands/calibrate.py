@@ -68,8 +68,10 @@ def calibrate(
     chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense, store)
     path = out or _free(_slug(machine_name(chosen_device)), overwrite)
     check_file(path, overwrite)  # better now than when all is measured
-    with replacing(path, overwrite=overwrite) as part:  # no other command measures for the same file
-        with progress(steps_of(chosen, wanted, repeat), quiet, "", done=-1) as advance:  # steps are told as they begin
+    with replacing(path, overwrite=overwrite) as part:  # locks the file while it measures
+        with progress(
+            steps_of(chosen, wanted, repeat), quiet, "", done=-1
+        ) as advance:  # a step is shown when it starts
             found = measured(chosen, wanted, repeat, lambda what: advance(1, what))
         apart, what = found.disagreement()
         noisy = f"this machine is too noisy: {what} differs by {apart:.1%} between passes, more than {AGREES:.0%}"

@@ -103,12 +103,12 @@ class Case:
 
     @property
     def _host_room(self) -> int:
-        """The same of host memory over the disk."""
+        """Return the room of host memory over the disk: slots, or bytes where layers differ in size."""
         return self._within(_bytes_of_cache(self.row.setting.host_cache, self._everything, self.profile))
 
     @property
     def _everything(self) -> int:
-        """Bytes of all experts."""
+        """Return the bytes of all experts."""
         return sum(map(self.profile.bytes_of, range(self.profile.moe_layers))) * self.profile.experts
 
     def _within(self, wanted: float) -> int:

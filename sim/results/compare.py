@@ -178,7 +178,7 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
 
 
 def _slots(cells: Sequence[SweptRun], size: str) -> int:
-    """How many experts a cache of this size holds; in bytes, the largest cache among the cells that it has room for."""
+    """Return how many experts a cache of this size holds; of a size in bytes, those of the largest cell's that fits."""
     slots, room = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes), stated_bytes(size)
     if room is None:
         return slots

@@ -68,7 +68,10 @@ class Grid:
 
 
 def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
-    """Of sizes that hold as many experts the first. InputError for a size or a policy that this trace cannot have."""
+    """Return the grid without repetitions: of sizes that hold the same number of experts, the first.
+
+    Raise InputError for a size or a policy that this trace cannot have.
+    """
     if not cache_sizes:
         raise InputError("`cache_sizes` is empty: use 10%,25% or 64 or 8GiB")
     if not policies:

@@ -249,7 +249,7 @@ def test_what_lies_in_place_of_a_lock_is_named(lock: str, tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [lock]
 
 
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a folder of the kernel's")
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs Linux's /proc, where no file can be made")
 def test_a_folder_in_which_no_file_can_be_made_is_not_taken_for_one_that_another_command_writes_to() -> None:
     for write in (only_writer(Path("/proc")), replacing(Path("/proc/x.txt"))):
         with pytest.raises(InputError, match="cannot write"):

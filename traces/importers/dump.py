@@ -130,7 +130,7 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
 
 
 def check_start(place: str, start: int, prompt_tokens: int | None) -> None:
-    """InputError where the `start` leading tokens that were left out are not all of the prompt's."""
+    """Raise InputError unless the `start` tokens that the server left out are of the prompt."""
     if start and prompt_tokens is None:
         raise InputError(f"{place}: {start} tokens were left out of a prompt of unknown length")
     if prompt_tokens is not None and start > prompt_tokens:
