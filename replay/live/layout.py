@@ -178,7 +178,7 @@ class Source:
         converter = deepcopy(self.converter)
         for pattern, tensors in self.tensors.items():
             for tensor in tensors:
-                converter.add_tensor(self.parameter, tensor.name, pattern, _reader(tensor))  # type: ignore[arg-type]
+                converter.add_tensor(self.parameter, tensor.name, pattern, _reader(tensor))
         made: dict[str, Any] = converter.convert(self.parameter, model=model, config=config)
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
