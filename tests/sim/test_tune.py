@@ -20,6 +20,7 @@ from sim.sweeps.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
 from sim.tuning.tune import MAKER, Halves, Search, save, tune
+from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.output import MARKER, claim
@@ -474,7 +475,6 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
     def trials():
         return log.read_text().count('"user_attrs"') if log.exists() else 0
 
-    whole = start("--out", "whole")
     for number, status, resume in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, 130, ["--resume"])):
         before = trials()
         running = start("--out", "cut", *resume)
@@ -487,9 +487,8 @@ def test_a_search_that_was_killed_and_then_interrupted_goes_on_to_the_same_end(h
         assert not (log.parent / "trials.parquet").exists()
     kept = len(Journal(log.parent).trials)
     assert told == f"moe-sim: error: interrupted with {kept} trials in cut/{NAME}: continue with --resume\n"
-    for process in (whole, start("--out", "cut", "--resume")):
-        _, told = process.communicate(timeout=300)
-        assert process.returncode == 0, told
+    for out in (["whole"], ["cut", "--resume"]):
+        assert moe_sim(*asked, "--out", *out, cwd=tmp_path).returncode == 0
     ended = [(tmp_path / name / "trials.parquet").read_bytes() for name in ("whole", "cut")]
     assert ended[0] == ended[1]
 

@@ -109,7 +109,7 @@ def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_
         mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
         tasks[name] = Task(loaded, process_of_cell, (parse(f"{mine}:Mine"),), False)
         mine.write_text(mine.read_text().replace("pass", body))
-    with workers._processes(2) as (_, pool):
+    with workers._processes(1) as (_, pool):
         cells = {name: pool.submit(workers._in_process, *task.elsewhere) for name, task in tasks.items()}
         assert cells.pop("as_it_was").result() != os.getpid()
         for name, cell in cells.items():

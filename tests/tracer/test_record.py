@@ -183,7 +183,7 @@ def test_a_recording_killed_at_any_moment_goes_on_to_the_same_trace(
 ) -> None:
     monkeypatch.setattr("traces.writer.FLUSH_SECONDS", 0.0)
     loaded, options = tiny("olmoe"), Options(6, 2, weights=True, sampling=Sampling(1.0))
-    prompts = [replace(prompt, id=f"{prompt.id}-{n}") for n in range(12) for prompt in TALKS]
+    prompts = [replace(prompt, id=f"{prompt.id}-{n}") for n in range(6) for prompt in TALKS]
     began = time.monotonic()
     record(loaded, prompts, tmp_path / "whole", options)
     took, kills, random = time.monotonic() - began, 0, Random(0)
