@@ -21,7 +21,7 @@ from sim.report import bounds
 from sim.report.inputs import DEVICE, Results
 from sim.results import compare, diagnosis, plot
 from sim.results.compare import Difference, SweptRun
-from sim.results.metrics import RESULTS, Row
+from sim.results.metrics import RESULTS, Row, size_text
 from sim.results.provenance import commit
 from sim.sweeps import config
 from traces.errors import InputError
@@ -154,7 +154,7 @@ def recommendation(sweep: Results) -> str:
     machine = f" on {best['hardware']}" if best["hardware"] else ""
     users = f" with {best['max_batch']} requests at a time" if best["max_batch"] else ""
     room = f", {show_bytes(best['cache_bytes'])}" if best["cache_bytes"] else ""
-    share = f"{plot.size_text(best)} of the experts in the cache ({best['cache_experts']:,}{room})"
+    share = f"{size_text(best)} of the experts in the cache{room}"
     said = (
         f"For {best['model']}{machine}{users}, run {best['policy']} with {share}: {best[by]:,.4g} {unit}, "
         f"hit rate {_percent(best['hit_rate'])}."
@@ -197,7 +197,7 @@ def _smaller(causal: Sequence[Row], best: Row, by: str, unit: str) -> Iterator[s
     texts = []
     for slots in sizes[:3]:
         row = min((row for row in causal if row["cache_experts"] == slots), key=lambda row: row[by])
-        texts.append(f"{row[by]:,.4g} {unit} at {plot.size_text(row)} ({row['policy']})")
+        texts.append(f"{row[by]:,.4g} {unit} at {size_text(row)} ({row['policy']})")
     if texts:
         yield f"Smaller caches: {', '.join(texts)}."
 
@@ -245,7 +245,7 @@ def _run(sweep: Results) -> str:
     users = f", {first['max_batch']} requests at a time" if first["max_batch"] else ""
     where = f" on {first['hardware']}" if first["hardware"] else ", counted without a clock"
     policies = ", ".join(dict.fromkeys(row["policy"] for row in sweep.rows))
-    sizes = ", ".join(dict.fromkeys(plot.size_text(row) for row in sweep.rows))
+    sizes = ", ".join(dict.fromkeys(size_text(row) for row in sweep.rows))
     code = dict.fromkeys(str(row["commit"]) for row in sweep.rows if row["commit"])
     return (
         f"{first['model']}{where}: {first['requests'] or 0:,} requests and {first['tokens'] or 0:,} tokens of "
@@ -306,9 +306,9 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         differences = [_difference(sweep, here[0], cell, by) for cell in here[1:]]
         kept = [each for each in differences if each]
         if kept:
-            title = f"{plot.size_text(rows[here[0].policy, slots])}: best is {here[0].policy}"
+            title = f"{size_text(rows[here[0].policy, slots])}: best is {here[0].policy}"
             found[title] = kept
-            texts += [f"{plot.size_text(rows[here[0].policy, slots])}: {each.sentence()}." for each in kept]
+            texts += [f"{size_text(rows[here[0].policy, slots])}: {each.sentence()}." for each in kept]
     if not found:
         yield Item("text", "There are fewer than two policies, or fewer than two requests, to compare at one size.")
         return
@@ -331,9 +331,8 @@ def _latencies(sweep: Results) -> Iterator[Item]:
     for column, unit in (("tpot_mean_ms", "mean time per output token of a request (ms)"), ("ttft_ms", "TTFT (ms)")):
         timed = requests.dropna(subset=[column])
         panels: dict[str, dict[str, plot.Float]] = {}
-        for (slots, policy), part in timed.groupby(["cache_experts", "policy"], sort=False):
-            del slots
-            title = f"{100 * float(part['cache_fraction'].iloc[0]):.3g}% of the experts"
+        for (_, policy), part in timed.groupby(["cache_experts", "policy"], sort=False):
+            title = f"{size_text(part.iloc[0])} of the experts"
             panels.setdefault(title, {})[str(policy)] = part[column].to_numpy(np.float64)
         if panels:
             yield _figure(plot.distributions(panels, unit), "Share of the requests that take at most so long.")
@@ -384,7 +383,7 @@ _STALLS = {
 
 
 def _cell(row: Row) -> str:
-    return f"{row['policy']}, {plot.size_text(row)}"
+    return f"{row['policy']}, {size_text(row)}"
 
 
 def _routing(sweep: Results) -> Iterator[Item]:
@@ -506,7 +505,7 @@ def _shown(name: str, row: Row) -> Shown:
     if name == "policy":
         return (f"{row['policy']}{' (oracle)' if row['oracle'] else ''}", None)
     if name == "cache":
-        return (plot.size_text(row), row["cache_fraction"])
+        return (size_text(row), row["cache_fraction"])
     if name.startswith("mb_"):
         value = row[f"bytes_{name[3:]}"]
         each = None if value is None or not row["tokens"] else value / row["tokens"] / 1e6

@@ -7,7 +7,7 @@ never looked up, or holds up what is needed at once. Below the working set of on
 
 from collections.abc import Sequence
 
-from sim.results.metrics import Row
+from sim.results.metrics import Row, size_text
 
 MANY_MISSES = 0.3
 """Share of all lookups below which misses are not reported."""
@@ -32,11 +32,7 @@ def lines(rows: Sequence[Row], bound: Sequence[Row], demand: float) -> list[str]
     """
     best = {row["cache_experts"]: row["hit_rate"] for row in bound}
     found = [(row, _findings(row, best.get(row["cache_experts"]), demand)) for row in rows]
-    return [
-        f"{row['policy']} at {row['cache_experts']} ({100 * row['cache_fraction']:.3g}%): {'; '.join(findings)}"
-        for row, findings in found
-        if findings
-    ]
+    return [f"{row['policy']} at {size_text(row)}: {'; '.join(findings)}" for row, findings in found if findings]
 
 
 def _findings(row: Row, best: float | None, demand: float) -> list[str]:

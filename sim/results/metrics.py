@@ -311,6 +311,11 @@ def _identity(cell: Cell) -> Row:
     }
 
 
+def size_text(row: Row | pd.Series) -> str:
+    """Return a cell's cache size: how many experts, and their share of all."""
+    return f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"
+
+
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 

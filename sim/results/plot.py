@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from policies.core.grammar import pieces
 from sim.loop.log import STALLS
 from sim.results.files import write_figures
-from sim.results.metrics import Row
+from sim.results.metrics import Row, size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,7 +126,7 @@ def users(rows: Sequence[Row]) -> "Figure":
     groups: dict[tuple[str, ...], list[Row]] = {}
     differ = [name for name in ("trace", "hardware") if len({row[name] for row in rows}) > 1]
     for row in rows:
-        key = row["policy"], f"{100 * row['cache_fraction']:.3g}%", *(str(row[name]) for name in differ)
+        key = row["policy"], size_text(row), *(str(row[name]) for name in differ)
         groups.setdefault(key, []).append(row)
     for axes, (column, label) in zip(drawing.subplots(1, 2), columns.items(), strict=True):
         frame(axes, f"{rows[0]['model']}, {rows[0]['trace']}", "requests at a time")
@@ -182,11 +182,6 @@ def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]
     """Cache sizes in % and the column's values, by size."""
     ordered = sorted((row for row in rows if row[column] is not None), key=lambda row: row["cache_experts"])
     return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]
-
-
-def size_text(row: Row) -> str:
-    """Return a cell's cache size as a share of all experts."""
-    return f"{100 * row['cache_fraction']:.3g}%"
 
 
 def panels(titles: Sequence[str], xlabel: str, height: float = 3.4) -> "tuple[Figure, list[Axes]]":

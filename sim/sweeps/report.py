@@ -7,7 +7,7 @@ from rich.table import Table
 
 from sim.quantities import show_bytes
 from sim.results import compare
-from sim.results.metrics import Row
+from sim.results.metrics import Row, size_text
 from sim.sweeps.grid import Grid, Outcome
 from sim.sweeps.setup import Loaded
 
@@ -91,7 +91,7 @@ def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
     typed = [asked[slots] for _, slots in outcome.table.grid.asked()]
     for size, row, following in zip(typed, outcome.rows, [*typed[1:], None], strict=True):
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
-        cells = [size, f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"]
+        cells = [size, size_text(row)]
         cells += [f"{row['cache_bytes'] / 2**30:.3g}"] if sized else []
         cells += [row["policy"], _share(row["hit_rate"])]
         cells += [f"{row[column]:,.2f}" for column in latencies.values()]

@@ -63,6 +63,13 @@ def whole(swept) -> str:
     return text
 
 
+def test_cache_sizes_that_are_as_good_as_one_share_are_told_apart():
+    requests = pd.DataFrame({"policy": "lru", "cache_experts": [2000, 2001], "cache_fraction": [0.2, 0.2001]})
+    requests[["tpot_mean_ms", "ttft_ms"]] = 1.0
+    told = "".join(str(item.svg) for item in page._latencies(inputs.Results(Path("x"), [], requests)))
+    assert {"2,000 (20%) of the experts", "2,001 (20%) of the experts"} < set(re.findall(">([^<>]+)<", told))
+
+
 def test_the_page_has_every_section_and_needs_no_network(whole):
     headings = re.findall("<h2>(.*?)</h2>", whole)
     assert headings == [
@@ -83,7 +90,7 @@ def test_the_page_has_every_section_and_needs_no_network(whole):
 def test_the_recommendation_is_the_fastest_causal_cell_with_its_interval(swept, whole):
     best = min(inputs.read([swept])[0].rows, key=lambda row: row["tpot_mean_ms"])
     summary = whole.split('<div class="summary">')[1].split("</div>")[0]
-    assert f"run {best['policy']} with {100 * best['cache_fraction']:.3g}% of the experts" in summary
+    assert f"run {best['policy']} with {best['cache_experts']} (50%) of the experts in the cache, 503 MB" in summary
     assert f"{best['tpot_mean_ms']:,.4g} ms a token" in summary
     assert re.search(r"\(95%: [\d.-]+ to [\d.]+\) (faster|slower) per token than lru over 4 requests", summary)
 
