@@ -105,8 +105,16 @@ def _module(path: str, changed_ns: int) -> ModuleType:
         del sys.modules[name]
         kind = "" if isinstance(error, BrokenRuleError) else type(error).__name__
         said = ": ".join(part for part in (kind, text_of(error)) if part)
-        raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}") from error
+        raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}{_beside(path, error)}") from error
     return module
+
+
+def _beside(path: str, error: BaseException) -> str:
+    """Return what makes a module importable that stands beside the file and was not found."""
+    folder = Path(path).parent
+    missing = folder / str(error.name) if isinstance(error, ModuleNotFoundError) else None
+    found = missing and (missing.is_dir() or missing.with_suffix(".py").is_file())
+    return f"; it stands beside the file: set PYTHONPATH to {folder}" if found else ""
 
 
 def _print(*values: Any, **given: Any) -> None:

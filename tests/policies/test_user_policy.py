@@ -215,6 +215,7 @@ class Bare(ScorePolicy):
         ("raises.py:Keeps", "raises.py:3: cannot be imported: KeyError: 'nothing here'"),
         ("exits.py:Keeps", "exits.py:1: cannot be imported: SystemExit: 3"),
         ("needs.py:Keeps", "needs.py:1: cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("beside.py:Keeps", "No module named 'mine'; it stands beside the file: set PYTHONPATH to "),
         ("empty.py:Keeps", "empty.py has no class Keeps"),
     ],
 )
@@ -225,6 +226,7 @@ def test_a_file_that_is_no_policy_is_one_line_that_helps(tmp_path, monkeypatch, 
     (tmp_path / "raises.py").write_text("def find():\n    pass\nfound = {}['nothing here']\n")
     (tmp_path / "exits.py").write_text("raise SystemExit(3)\n")
     (tmp_path / "needs.py").write_text("import no_such_module\n")
+    (tmp_path / "beside.py").write_text("import mine\n")
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(InputError, match=re.escape(says)) as caught:
         parse(typed)
