@@ -201,12 +201,15 @@ def test_a_sweep_killed_again_and_again_ends_with_the_same_results(home, tmp_pat
     long = synthetic(12, tokens=40, layers=3, experts=16, top_k=2, seed=3)
     write_trace(replace(long, meta=replace(long.meta, **SIZES)), tmp_path / "long")
     asked = ["sweep", "long", "--policies", "lru,clock,eamc,lru+popular", "--cache-sizes", "10%,25%,50%"]
-    asked += ["--engine", engine, "--workers", "2", "--quiet"]
-    assert moe_sim(*asked, "--out", "whole", cwd=tmp_path).returncode == 0
+    asked += ["--engine", engine, "--quiet"]
+    assert moe_sim(*asked, "--workers", 1, "--out", "whole", cwd=tmp_path).returncode == 0
     rng, kills, cells = random.Random(1), 0, []
     while True:
         running = subprocess.Popen(
-            [*COMMAND, *asked, "--out", "cut", "--resume"], cwd=tmp_path, start_new_session=True, text=True
+            [*COMMAND, *asked, "--workers", "2", "--out", "cut", "--resume"],
+            cwd=tmp_path,
+            start_new_session=True,
+            text=True,
         )
         held = len(list((tmp_path / "cut/cells/results").glob("*.parquet")))
         enough = held + rng.randint(2, 4)
