@@ -244,7 +244,7 @@ def _loses_quality(fit: Fit) -> bool:
 
 def _planned(fit: Fit, notes: list[str]) -> Plan:
     way = ways.today(fit)
-    own = rates(fit.resources.machine, RUNTIME)
+    own = rates(fit.machine, RUNTIME)
     seconds, _ = way.play(own)
     shares = _shares(way, own, seconds)
     cache = _cache(fit)

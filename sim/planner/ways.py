@@ -7,7 +7,7 @@ cache are on the GPU if there is one, the embedding in host memory (a lookup nee
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from sim.backtest.file import Model, Row, Setting
+from sim.backtest.file import Machine, Model, Row, Setting
 from sim.backtest.machine import Rates, rates
 from sim.backtest.model import profile_of
 from sim.backtest.play import Case, Played
@@ -71,6 +71,12 @@ class Fit:
     def on_gpu(self) -> bool:
         """Whether the GPU computes attention and all else beside experts."""
         return self.resources.has_gpu and self.gpu_room >= 0
+
+    @property
+    def machine(self) -> Machine:
+        """The machine, without a GPU that is not used."""
+        machine = self.resources.machine
+        return machine if self.on_gpu else replace(machine, gpu="", gpu_data_sheet_gb_per_s=0.0)
 
     @property
     def host_room(self) -> float:
@@ -162,7 +168,7 @@ class Way:
 
     def play(self, rates_: Rates | None = None) -> tuple[float, Played]:
         """Return the seconds of a decoded token, and how the first part went."""
-        found = rates_ or rates(self.fit.resources.machine, RUNTIME)
+        found = rates_ or rates(self.fit.machine, RUNTIME)
         seconds, first = 0.0, None
         for setting, layers, added in self.parts:
             played = self._case(setting, layers).played(found, SIMPY)
@@ -184,7 +190,7 @@ class Way:
 
     def _case(self, setting: Setting, layers: int) -> Case:
         model = self.fit.model if layers == self.fit.profile.moe_layers else replace(self.fit.model, layers=layers)
-        row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, model, self.fit.resources.machine, setting)
+        row = Row("plan", self.kind, RUNTIME, "speed", "tok/s", "", 1.0, model, self.fit.machine, setting)
         return Case(row)
 
 

@@ -102,6 +102,11 @@ def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Pat
     assert 50e9 * (most - least) == pytest.approx(smaller)
 
 
+def test_a_gpu_that_is_not_used_makes_nothing_faster():
+    without: dict[str, Any] = {"precision": "q4_k_m", "host_memory": "4.5GiB", "disk": "3GB/s"}
+    assert quick("olmoe-1b-7b", gpu="RTX 4090", gpu_memory="1GiB", **without) == quick("olmoe-1b-7b", **without)
+
+
 def test_a_small_machine_without_a_gpu_streams_from_the_disk():
     held, streamed = (quick("qwen3-30b-a3b", host_memory=memory, disk="3GB/s") for memory in ("96GiB", "16GiB"))
     assert streamed.tokens_per_s < held.tokens_per_s / 2
