@@ -145,6 +145,8 @@ class Case:
         context = setting.context or table("factors")["context"]
         if setting.trace:
             return routing.traced(setting.trace, setting.prompts == "decoded", (L, E, k), setting.requests)
+        if profile.encoder_moe_layers:
+            raise InputError(f"{profile.name} is an encoder-decoder, whose routing is not made: give its own (trace)")
         if setting.whole_layers:
             return [routing.all_experts(L, E, STILL, context)]
         if self.static:

@@ -216,9 +216,15 @@ def _fit(model: str, machine: Resources, context: int, precision: str | None) ->
 
 
 def _model(text: str, precision: str | None) -> Model:
-    """Return the model of a name or a path. Raise InputError with near names for one that is not known."""
+    """Return the model of a name or a path.
+
+    Raise InputError with near names for one that is not known, and for an encoder-decoder: routing that stands in has
+    every layer in each token, and an encoder's layers are in none that is decoded.
+    """
     shipped = known(text) if text not in profiles.names("models") and not exists(expanded(text)) else None
     profile = shipped or model(text)
+    if profile.encoder_moe_layers:
+        raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
     experts = precision or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
     return Model(profile.name, shipped.name if shipped else text, precision or "", dense)

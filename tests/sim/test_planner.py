@@ -107,6 +107,11 @@ def test_a_gpu_that_is_not_used_makes_nothing_faster():
     assert quick("olmoe-1b-7b", gpu="RTX 4090", gpu_memory="1GiB", **without) == quick("olmoe-1b-7b", **without)
 
 
+def test_an_encoder_decoder_is_refused():
+    with pytest.raises(InputError, match="nllb-moe-54b is an encoder-decoder"):
+        plan("nllb-moe-54b", **DESKTOP)
+
+
 def test_a_small_machine_without_a_gpu_streams_from_the_disk():
     held, streamed = (quick("qwen3-30b-a3b", host_memory=memory, disk="3GB/s") for memory in ("96GiB", "16GiB"))
     assert streamed.tokens_per_s < held.tokens_per_s / 2
