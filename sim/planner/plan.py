@@ -241,11 +241,12 @@ def _fits(fit: Fit) -> bool:
 def _lower(fit: Fit) -> list[Fit]:
     """Return the same at lower precisions, the highest first."""
     found = [replace(fit, model=replace(fit.model, precision=name, dense_precision="")) for name in PRECISIONS]
-    return [each for each in found if each.profile.expert_bytes < 0.97 * fit.profile.expert_bytes]
+    return [each for each in found if each.experts_bytes < 0.97 * fit.experts_bytes]
 
 
 def _loses_quality(fit: Fit) -> bool:
-    return fit.profile.expert_bytes_per_parameter < GOOD
+    profile = fit.profile
+    return fit.experts_bytes < GOOD * profile.moe_layers * profile.experts * profile.expert_parameters
 
 
 def _planned(fit: Fit, notes: list[str]) -> Plan:
@@ -358,24 +359,23 @@ def _limit_s(fit: Fit) -> float:
     profile, machine = fit.profile, fit.resources
     read = fit.fixed_bytes
     if not fit.on_gpu:
-        elsewhere = (1 - _belady(fit, fit.host_room)) * profile.token_bytes
+        elsewhere = _belady(fit, fit.host_room)
         disk_s = elsewhere / machine.disk_gb_per_s if elsewhere else 0.0
         return max((read + profile.token_bytes) / machine.host_gb_per_s, disk_s) / 1e9
-    hits = _belady(fit, fit.gpu_room)
-    kept = _belady(fit, fit.gpu_room + max(fit.host_room, 0.0))
-    beyond, elsewhere = (1 - hits) * profile.token_bytes, (1 - kept) * profile.token_bytes
+    beyond = _belady(fit, fit.gpu_room)
+    elsewhere = _belady(fit, fit.gpu_room + max(fit.host_room, 0.0))
     host = max(machine.host_gb_per_s, machine.link_gb_per_s)
-    times = [(read + hits * profile.token_bytes) / machine.gpu_gb_per_s, beyond / host]
+    times = [(read + profile.token_bytes - beyond) / machine.gpu_gb_per_s, beyond / host]
     return max(*times, elsewhere / machine.disk_gb_per_s if elsewhere else 0.0) / 1e9
 
 
 def _belady(fit: Fit, room: float) -> float:
-    """Return the share of expert uses that Belady's policy finds in so many bytes, over the stand-in routing."""
+    """Return the bytes of experts a token that Belady's policy misses in so many bytes, over the stand-in routing."""
     if room >= fit.experts_bytes:
-        return 1.0
-    if room < fit.profile.top_k * fit.profile.expert_bytes:
         return 0.0
-    return ways.untimed(fit, "belady", room)
+    if room < fit.profile.top_k * fit.profile.expert_bytes:
+        return fit.profile.token_bytes
+    return ways.missed_bytes(fit, "belady", room)
 
 
 def _upgrades(fit: Fit, speed: float, cached: str | None) -> tuple[Upgrade, ...]:

@@ -149,7 +149,8 @@ class Fit:
     @property
     def precision(self) -> str:
         """As asked for, or as the model was published."""
-        return self.model.precision or name_of(self.profile.expert_bytes_per_parameter)
+        own = "mixed" if self.profile.layer_expert_bytes else name_of(self.profile.expert_bytes_per_parameter)
+        return self.model.precision or own
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,8 @@ def cached(fit: Fit) -> list[Way]:
     ]
 
 
-def untimed(fit: Fit, policy: str, room: float) -> float:
-    """Return the hit rate of a policy in so many bytes over the stand-in routing, on a machine without a clock."""
+def missed_bytes(fit: Fit, policy: str, room: float) -> float:
+    """Return the bytes of experts a token that a policy in so many bytes misses, over the stand-in routing."""
     setting = Setting(policy=policy, cache=f"{int(room)}B", context=fit.context, tokens=TOKENS)
     way = Way(CACHE, policy, fit, 0, ((setting, fit.profile.moe_layers, True),))
-    return way.play_untimed().hit_rate
+    return way.play_untimed().bytes_read

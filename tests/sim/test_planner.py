@@ -11,9 +11,11 @@ import pytest
 
 from sim import profiles
 from sim.backtest import file
+from sim.backtest.file import Model
 from sim.planner import errors, published
 from sim.planner.plan import PRECISIONS, Plan, plan, quick
 from sim.planner.resources import GPU_RESERVED, resources
+from sim.planner.ways import TOKENS, Fit, missed_bytes
 from sim.profiles.model_profile import model
 from tests.support.command import moe_sim
 from tracer import demo
@@ -102,9 +104,29 @@ def test_experts_of_several_sizes_are_planned_with_their_own_bytes(tmp_path: Pat
     assert 50e9 * (most - least) == pytest.approx(smaller)
 
 
+def test_the_limit_counts_missed_experts_with_their_own_bytes(tmp_path: Path):
+    """Over all tokens it is a sum of whole experts, of 1,000,000 and of 10,000 bytes."""
+    shipped, L = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b").moe_layers
+    (tmp_path / "one.toml").write_text(f"{shipped}\nlayer_expert_bytes = {[10**6, *[10**4] * (L - 1)]}\n")
+    fit = Fit(Model("one", str(tmp_path / "one.toml")), resources("8GiB", "8GiB"), 1)
+    missed = missed_bytes(fit, "belady", 0.7 * fit.experts_bytes) * TOKENS
+    assert missed > 0
+    assert missed == pytest.approx(10**4 * round(missed / 10**4))
+
+
 def test_a_gpu_that_is_not_used_makes_nothing_faster():
     without: dict[str, Any] = {"precision": "q4_k_m", "host_memory": "4.5GiB", "disk": "3GB/s"}
     assert quick("olmoe-1b-7b", gpu="RTX 4090", gpu_memory="1GiB", **without) == quick("olmoe-1b-7b", **without)
+
+
+def test_precisions_of_a_mixed_file_are_lower_than_the_file_not_than_its_largest_experts(tmp_path: Path):
+    shipped, profile = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b")
+    size = profile.expert_bytes
+    sizes = [size, *[size // 4] * (profile.moe_layers - 1)]
+    (tmp_path / "mixed.toml").write_text(f"{shipped}\nlayer_expert_bytes = {sizes}\n")
+    found = plan(str(tmp_path / "mixed.toml"), gpu_memory="24GiB")
+    assert found.precision == "mixed"
+    assert {each.name for each in found.precisions} == {"q3_k_m", "iq2_m"}
 
 
 def test_an_encoder_decoder_is_refused():
