@@ -75,6 +75,7 @@ class Result:
 class Fit:
     """A machine's fitted parameter."""
 
+    file: str  # that names the machine
     machine: str
     parameter: str
     before: float
@@ -117,8 +118,8 @@ def backtest(
         cases[name] = case.aimed(blind[name], engine)
         played[name] = cases[name].played(blind[name], engine)
         ended()
-    fits = [_fit(machine, fitted, cases, blind, engine) for machine, fitted in _fitted(rows).items()]
-    values = {fit.machine: fit for fit in fits}
+    fits = [_fit(fitted, cases, blind, engine) for fitted in _fitted(rows).values()]
+    values = {(fit.file, fit.machine): fit for fit in fits}
     results = []
     for row in rows:
         if row.unsimulated:
@@ -139,7 +140,7 @@ def backtest(
     of_phone = next((played[row.figure] for row in rows if row.setting.trace == PHONE and row.metric in TIMED), None)
     return Backtest(
         results,
-        [replace(fit, machine=fit.machine.split("\0")[1]) for fit in fits],
+        fits,
         phone.token_by_token(of_phone) if of_phone else None,
     )
 
@@ -152,20 +153,21 @@ def rates_of(row: Row, factors: Mapping[str, Any] | None = None) -> Rates | None
         return rates(row.machine, row.system, factors)
 
 
-def _machine_key(row: Row) -> str:
-    return f"{row.file}\0{row.machine.name}" if row.machine else ""
+def _machine_key(row: Row) -> tuple[str, str]:
+    """Return what its machine is known by: each file names machines of its own."""
+    return row.file, row.machine.name if row.machine else ""
 
 
-def _fitted(rows: Iterable[Row]) -> dict[str, list[Row]]:
+def _fitted(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     """The rows that fit, by machine."""
-    found: dict[str, list[Row]] = {}
+    found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.fit and not row.unsimulated and row.metric in TIMED:
             found.setdefault(_machine_key(row), []).append(row)
     return found
 
 
-def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None], engine: str) -> Fit:
+def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None], engine: str) -> Fit:
     """Search the value at which the mean square of the rows' logarithmic errors is least."""
     assert rows[0].machine
     parameter = rows[0].machine.fit_parameter
@@ -188,7 +190,7 @@ def _fit(machine: str, rows: list[Row], cases: dict[str, Case], blind: dict[str,
 
     low, high = OVERHEADS_US if _is_overhead(parameter) else (before / SEARCH, before * SEARCH)
     return Fit(
-        machine,
+        *_machine_key(rows[0]),
         parameter,
         before,
         math.exp(least(loss, math.log(low), math.log(high))),
@@ -230,10 +232,10 @@ def summary(test: Backtest) -> dict[str, Any]:
     """Return what it comes to: see the head of this file."""
     scored = [result for result in test.results if result.scored]
     timed = [result for result in scored if result.timed]
-    fitted = {(fit.machine) for fit in test.fits}
+    fitted = {(fit.file, fit.machine) for fit in test.fits}
     simulated = [result for result in test.results if result.predicted is not None and result.timed]
     blind = [replace(result, predicted=result.blind) for result in simulated]
-    after = [result for result in timed if result.row.machine and result.row.machine.name in fitted]
+    after = [result for result in timed if _machine_key(result.row) in fitted]
     return {
         **errors(timed),
         "unsimulated": sum(result.predicted is None for result in test.results),

@@ -434,6 +434,14 @@ def test_json_holds_rows_and_summary(tmp_path):
     assert two["predicted"] is None
     assert two["unsimulated"] == "its disk is not stated"
     assert told["summary"]["rows"] == 1
+def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
+    (tmp_path / "other").mkdir()
+    fitted = written(tmp_path, {**ROW, "fit": True}, {**ROW, "figure": "two"})
+    blind = written(tmp_path / "other", {**ROW, "figure": "three"})
+    told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)], SIMPY))
+    assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
+
+
     assert told["summary"]["unsimulated"] == 1
     assert told["summary"]["median_abs_error"] == told["summary"]["worst_abs_error"] == abs(one["error"])
 
