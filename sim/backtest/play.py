@@ -195,9 +195,16 @@ class Case:
 
     def run(self, rates: Rates | None) -> Run:
         """What an engine takes; None: nothing takes time."""
+        setting = self.row.setting
+        users = Users(setting.batch) if setting.batch > 1 else None
+        timing, link, below = self._times(rates) if rates else (NO_TIME, FREE, FREE)
+        host = Tier(self._host_room, None, self._link(below)) if setting.host_cache else None
+        link = self._link(link)
+        return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
+
+    def _times(self, rates: Rates) -> tuple[Timing, Link, Link]:
+        """Return durations, the link to the cache, and the link below host memory."""
         setting, profile = self.row.setting, self.profile
-        if rates is None:
-            return gpu_run(self.requests, self.shape, self.room, self.policy, NO_TIME, self._link(FREE))
         cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
         rates.require(*self._needed(cpu, disk))
@@ -211,13 +218,9 @@ class Case:
         timing: Timing = Roofline(hardware, profile)
         if setting.blocking or setting.whole_layers or system.get("blocking"):
             timing = Blocking(timing, profile.experts, profile.top_k)
-        link = self._link(FREE if setting.free_copies else host_link(hardware, profile))
-        host = None
-        if setting.host_cache:
-            below = host_link(rates.hardware(cpu, disk_link=True), profile)
-            host = Tier(self._host_room, None, self._link(below))
-        users = Users(setting.batch) if setting.batch > 1 else None
-        return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
+        link = FREE if setting.free_copies else host_link(hardware, profile)
+        below = host_link(rates.hardware(cpu, disk_link=True), profile) if setting.host_cache else FREE
+        return timing, link, below
 
     def _needed(self, cpu: bool, disk: bool) -> list[str]:
         """Rates that the run goes by."""
@@ -273,8 +276,10 @@ def _number(text: str, whole: str) -> float:
 
 
 def parsed(case: Case) -> None:
-    """Raise InputError if the row's policy is invalid."""
+    """Raise InputError if the row's policy is invalid, or its figure is not counted."""
     with located(case.row.where):
         policy = parse(case.policy)
         if policy.needs_lookahead:
             raise InputError(f"setting: {policy.text} needs what routers would pick early, which no routing here has")
+        if case.row.metric == "bytes read" and case.row.setting.host_cache and case.profile.layer_expert_bytes:
+            raise InputError("setting: host_cache: reads of the disk have no bytes where experts differ in size")

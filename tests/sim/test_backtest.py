@@ -104,6 +104,15 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"model": {"layers": 3}}, "state experts, top_k, expert_bytes, dense_bytes"),
         ({"model": {"profile": "gpt-oss-20b", "precision": "q4_k_n"}}, "unknown precision 'q4_k_n'"),
         ({"model": {**MODEL, "layer_expert_bytes": [1, 2]}}, "layer_expert_bytes: 2 for 6 layers"),
+        (
+            {
+                "model": {**MODEL, "layer_expert_bytes": [1, 2, 3, 4, 5, 6]},
+                "metric": "bytes read",
+                "unit": "B",
+                "setting": {**CACHED, "host_cache": "75%"},
+            },
+            "reads of the disk have no bytes where experts differ in size",
+        ),
         ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
         ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
         ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
@@ -309,6 +318,13 @@ def test_a_batch_shares_the_dense_weights_and_not_the_experts(tmp_path):
     assert 1.2 < speeds[1] / speeds[0] < 3.5
 
 
+@pytest.mark.parametrize("setting", [{**CACHED, "batch": 3}, {**CACHED, "host_cache": "75%"}])
+def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
+    played = case(tmp_path, setting=setting, machine={**MACHINE, "disk_gb_per_s": 2.0})
+    read = played.played(None, SIMPY).bytes_read
+    assert 0 < read == played.played(rates_of(played), SIMPY).bytes_read
+
+
 @pytest.mark.parametrize("policy", ["lru", "lru@layer", "lru+previous:depth=0@layer/host"])
 @pytest.mark.parametrize("hit_rate", [0.3, 0.7, 0.9])
 def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
@@ -418,6 +434,14 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
     assert told["worst_abs_error"] < 0.005 < told["same_rows_blind"]["median_abs_error"]
 
 
+def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
+    (tmp_path / "other").mkdir()
+    fitted = written(tmp_path, {**ROW, "fit": True}, {**ROW, "figure": "two"})
+    blind = written(tmp_path / "other", {**ROW, "figure": "three"})
+    told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)], SIMPY))
+    assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
+
+
 def test_least_finds_the_bottom_of_a_valley():
     assert score.least(lambda x: (x - 1.234) ** 2, 0, 4) == pytest.approx(1.234, abs=1e-3)
 
@@ -434,14 +458,6 @@ def test_json_holds_rows_and_summary(tmp_path):
     assert two["predicted"] is None
     assert two["unsimulated"] == "its disk is not stated"
     assert told["summary"]["rows"] == 1
-def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
-    (tmp_path / "other").mkdir()
-    fitted = written(tmp_path, {**ROW, "fit": True}, {**ROW, "figure": "two"})
-    blind = written(tmp_path / "other", {**ROW, "figure": "three"})
-    told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)], SIMPY))
-    assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
-
-
     assert told["summary"]["unsimulated"] == 1
     assert told["summary"]["median_abs_error"] == told["summary"]["worst_abs_error"] == abs(one["error"])
 
