@@ -143,7 +143,7 @@ def _block(row: "Row") -> str:
         "lookups": f"{lookups} of {row['lookups']:,}",
         "TTFT ms": _latencies(row, "ttft"),
         "TPOT ms": _latencies(row, "tpot"),
-        "tokens/s": "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f}",
+        "tokens/s": "-" if row["tokens_per_s"] is None else f"{row['tokens_per_s']:,.1f} while any request runs",
         "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
         "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
         "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
