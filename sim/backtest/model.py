@@ -38,8 +38,8 @@ def profile_of(given: Model) -> ModelProfile:
         raise InputError(f"layer_expert_bytes: {len(sizes)} for {base.moe_layers} layers")
     base = replace(base, layer_expert_bytes=sizes)
     if given.kv_bytes_per_token:
-        values = base.kv_bytes / (base.kv_bytes_per_value or base.dense_bytes_per_parameter)
-        base = replace(base, kv_bytes_per_value=given.kv_bytes_per_token / base.moe_layers / values)
+        width = base.kv_bytes_per_value or base.dense_bytes_per_parameter
+        base = replace(base, kv_bytes_per_value=width * given.kv_bytes_per_token / base.kv_cache_bytes(1))
     if base.top_k > base.experts:
         raise InputError(f"top_k {base.top_k} is above {base.experts} experts")
     return replace(

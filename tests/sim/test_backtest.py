@@ -243,6 +243,11 @@ def test_a_precision_sets_the_bytes_of_experts_and_of_a_files_dense_weights():
     assert experts_alone.dense_bytes == base.dense_bytes
 
 
+@pytest.mark.parametrize("name", ["deepseek-v2-lite", "llama-4-maverick", "gpt-oss-20b"])
+def test_a_stated_kv_cache_is_that_of_all_layers(name):
+    assert profile_of(Model(name, kv_bytes_per_token=54_000.0)).kv_cache_bytes(1) == pytest.approx(54_000)
+
+
 def test_stated_bytes_are_what_is_read(tmp_path):
     profile = case(tmp_path).profile
     hardware = rates(Machine("m", gpu_gb_per_s=100.0, us_per_layer=0.0), "x").hardware(cpu=False, disk_link=False)
