@@ -90,11 +90,9 @@ class Setting:
             raise InputError(f"{profile.name} has experts of several sizes, which no system here runs: use --precision")
         experts = (system and system.precision) or self.precision
         dense = system and system.dense_precision
-        return replace(
-            profile,
-            expert_bytes_per_parameter=bytes_per_parameter(experts) if experts else profile.expert_bytes_per_parameter,
-            layer_expert_bytes=() if experts else profile.layer_expert_bytes,
-            dense_bytes_per_parameter=bytes_per_parameter(dense) if dense else profile.dense_bytes_per_parameter,
+        return profile.at(
+            experts=bytes_per_parameter(experts) if experts else None,
+            dense=bytes_per_parameter(dense) if dense else None,
         )
 
     def budget(self, model: ModelProfile) -> float:

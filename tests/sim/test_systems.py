@@ -290,6 +290,13 @@ def test_a_file_of_systems_is_checked_key_by_key(tmp_path):
         chosen(["olama"])
 
 
+def test_quantised_weights_leave_the_kv_cache_as_it_is(home):
+    setting = setting_of(home, "deepseek", "25%")
+    whole, quantised = (setting.model(each) for each in chosen(["resident", "resident-q4"]))
+    assert quantised.dense_bytes < whole.dense_bytes
+    assert quantised.kv_bytes == whole.kv_bytes
+
+
 def test_a_model_whose_experts_differ_in_size_needs_a_precision(home):
     setting = setting_of(home, "deepseek", "25%")
     sized = replace(setting.loaded.profile, layer_expert_bytes=tuple(range(10_000, 10_026)))
