@@ -41,12 +41,15 @@ class Source:
     def sampled(self, n: int, seed: int, by: str | None = None) -> "Source":
         """`n` of its requests at random, in their order; of each value of the label `by`, if given.
 
-        Raises InputError if there are fewer.
+        Requests without that label are left out. Raises InputError if there are fewer.
         """
         rng, keep = np.random.default_rng(seed), np.zeros(len(self.keep), bool)
         labels = self.labels[by] if by else pd.Series("", index=self.labels.index)
-        for label, rows in labels[self.keep].groupby(labels[self.keep], sort=True).indices.items():
-            here = np.flatnonzero(self.keep)[rows]
+        drawn = self.keep & (labels != "").to_numpy() if by else self.keep
+        if by and not drawn.any():
+            raise InputError(f"{self.folder.path} holds no request with a {by}")
+        for label, rows in labels[drawn].groupby(labels[drawn], sort=True).indices.items():
+            here = np.flatnonzero(drawn)[rows]
             if len(here) < n:
                 of = f" of {by} {label!r}" if by else ""
                 raise InputError(f"{self.folder.path} holds {len(here)} requests{of}; {n} cannot be drawn from them")

@@ -71,7 +71,7 @@ def sample(
     trace: TraceArgument,
     out: Into,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to draw.")],
-    per_task: Annotated[bool, typer.Option("--per-task", help="Draw so many of each task.")] = False,
+    per_task: Annotated[bool, typer.Option("--per-task", help="Draw so many of each task and of no other.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the draw.")] = 0,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
