@@ -32,11 +32,11 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     """Return the least mean TPOT, a row for each size; none where nothing is decoded or nothing is timed."""
     if not loaded.hardware or not loaded.profile or loaded.sizes is not None:
         return []
-    misses, tokens = _unavoidable(loaded)
+    misses, lookups, tokens = _unavoidable(loaded)
     if not tokens:
         return []
     timing = loaded.timing("lru")
-    computing = _computing_ns(loaded, timing)
+    computing = _computing_ns(loaded, timing, lookups / tokens, on_host)
     rate = 1 / (loaded.link.ns_per_byte_num / loaded.link.ns_per_byte_den * loaded.link.expert_bytes)
     if on_host:
         rate += 1 / timing.host_ns(1)
@@ -44,8 +44,8 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     return [_row(row, tpot_mean_ms=max(computing, moving[row["cache_experts"]]) / 1e6) for row in sizes]
 
 
-def _unavoidable(loaded: Loaded) -> tuple[Int, int]:
-    """Return the misses in decoding that no policy avoids, by slots, and the number of decoded tokens."""
+def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
+    """Return the misses in decoding that no policy avoids, by slots, all lookups there, and the decoded tokens."""
     layers, experts = loaded.trace.layers, loaded.trace.num_experts
     tokens, stretches = 0, [(False, list[RequestSteps]())]  # decoded in a row; whether the cache may be full of any
     for i, steps in enumerate(Requests(loaded.trace)):
@@ -57,19 +57,27 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int]:
             stretches.append((True, []))
         stretches[-1][1].append(decoded)
         tokens += len(decoded.phase)
-    found = np.zeros(layers * experts + 1, np.int64)
+    found, lookups = np.zeros(layers * experts + 1, np.int64), 0
     for filled, requests in stretches:
-        misses = belady_misses(Accesses.of(requests, layers, experts).experts, layers * experts)
+        accesses = Accesses.of(requests, layers, experts).experts
+        lookups += len(accesses)
+        misses = belady_misses(accesses, layers * experts)
         found += misses - np.minimum(np.arange(len(misses)), misses[-1]) if filled else misses
-    return found, tokens
+    return found, lookups, tokens
 
 
-def _computing_ns(loaded: Loaded, timing: Timing) -> float:
-    """Return what a decoded token computes, its context empty and its experts at hand."""
-    layers = range(loaded.trace.layers)
-    dense = sum(timing.dense_ns(layer, 1, 1) for layer in layers)
-    experts = sum(loaded.trace.top_k * timing.expert_ns(1, layer) for layer in layers)
-    return dense + experts + len(layers) * timing.combine_ns(1) + timing.head_ns(1)
+def _computing_ns(loaded: Loaded, timing: Timing, experts: float, on_host: bool) -> float:
+    """Return what a decoded token computes with so many experts, all at hand, and an empty context.
+
+    An encoder's layers compute nothing. on_host: GPU and CPU compute experts together.
+    """
+    assert loaded.profile
+    L = loaded.trace.layers
+    dense = sum(timing.dense_ns(layer, 1, 1) for layer in range(loaded.profile.encoder_moe_layers, L))
+    rate = 1 / timing.expert_ns(1)
+    if on_host:
+        rate += 1 / timing.host_ns(1)
+    return dense + experts / rate + L * timing.combine_ns(1) + timing.head_ns(1)
 
 
 def _decoded(steps: RequestSteps) -> RequestSteps:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -124,6 +125,20 @@ def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
             assert row["tpot_mean_ms"] >= floor
             exact = summarise(counts.log("belady", slots), counts.cell("belady", slots), trace.requests)[0]["hit_rate"]
             assert bounds.belady(loaded, [row])[0]["hit_rate"] == pytest.approx(exact)
+
+
+def test_what_decoded_tokens_do_not_compute_is_not_in_the_floor():
+    """No encoder, no expert where nothing was routed, and what the host may compute faster at its rate."""
+    chosen = np.full((40, 12, 2), -1)
+    chosen[0], chosen[1:, 6:10] = (0, 1), (2, 3)
+    trace = Trace.from_arrays([chosen], 128, 1, model="nllb-moe-54b")
+    loaded = Setup("x", model_profile="nllb-moe-54b", hardware="h100", predictor_us=0.0).load(trace)
+    assert loaded.hardware
+    fast: dict[str, Any] = {"host_memory_bandwidth_gb_per_s": 1e6, "host_compute_tflop_per_s": 1e6, "host_hop_us": 0.0}
+    for here, policy in (loaded, "lru"), (replace(loaded, hardware=replace(loaded.hardware, **fast)), "lru/split"):
+        row = summarise(here.log(policy, 1536), here.cell(policy, 1536), trace.requests)[0]
+        floor = bounds.floor(here, [row], on_host=row["on_host"] > 0)[0]["tpot_mean_ms"]
+        assert 0.5 * row["tpot_mean_ms"] < floor <= row["tpot_mean_ms"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
