@@ -147,7 +147,7 @@ def _block(row: "Row") -> str:
         "compute": f"busy {_share(row['compute_busy_ms'], elapsed)} of the time",
         "stalls": ", ".join(f"{cause.replace('_', ' ')} {_share(ms, elapsed)}" for cause, ms in stalls.items()),
         "link": f"busy {_share(row['link_busy_ms'], elapsed)}, {_share(row['overlap'], 1)} of that behind compute",
-        "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, of which wasted {moved['wasted']}",
+        "moved": f"demand {moved['demand']}, prefetch {moved['prefetch']}, wasted {moved['wasted']}",
         **_more(row, elapsed),
         **_policy(row),
     }

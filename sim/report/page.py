@@ -56,7 +56,7 @@ COLUMNS = {
     "late": "late",
     "mb_demand": "demand MB/token",
     "mb_prefetch": "prefetch MB/token",
-    "mb_wasted": "of it wasted",
+    "mb_wasted": "wasted MB/token",
     "idle": "GPU idle",
 }
 """Columns of the table of cells."""
@@ -306,9 +306,9 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         differences = [_difference(sweep, here[0], cell, by) for cell in here[1:]]
         kept = [each for each in differences if each]
         if kept:
-            title = f"{size_text(rows[here[0].policy, slots])}: best is {here[0].policy}"
-            found[title] = kept
-            texts += [f"{size_text(rows[here[0].policy, slots])}: {each.sentence()}." for each in kept]
+            size = size_text(rows[here[0].policy, slots])
+            found[f"{size}: best is {here[0].policy}"] = kept
+            texts += [f"{size}: {each.sentence()}." for each in kept]
     if not found:
         yield Item("text", "There are fewer than two policies, or fewer than two requests, to compare at one size.")
         return
@@ -362,14 +362,18 @@ def _time(rows: Sequence[Row]) -> Iterator[Item]:
     moved = {
         _cell(row): {
             "demand": row["bytes_demand"] / row["tokens"] / 1e6,
-            "prefetched and used": (row["bytes_prefetch"] - row["bytes_wasted"]) / row["tokens"] / 1e6,
-            "prefetched, wasted": row["bytes_wasted"] / row["tokens"] / 1e6,
+            "prefetched, not wasted": max(row["bytes_prefetch"] - row["bytes_wasted"], 0) / row["tokens"] / 1e6,
+            "prefetched, wasted": min(row["bytes_wasted"], row["bytes_prefetch"]) / row["tokens"] / 1e6,
         }
         for row in shown
         if row["bytes_demand"] is not None
     }
     if moved:
-        yield _figure(plot.stacked(moved, "MB of a token", "bytes over the link"), "Bytes over the link, by kind.")
+        caption = (
+            "Bytes over the link, by kind. What is not wasted was used, or is still in the cache. What requests that "
+            "warm up have prefetched may be wasted later: no more is drawn than was prefetched."
+        )
+        yield _figure(plot.stacked(moved, "MB of a token", "bytes over the link"), caption)
 
 
 _STALLS = {

@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.figure import Figure
 
 from sim.report import bounds, inputs, page
 from sim.results import plot
@@ -312,6 +313,22 @@ def test_two_replays_of_one_cell_are_two_in_the_figure(copy, tmp_path, monkeypat
     text, _ = _page(*folders)
     assert [predicted for predicted, *_ in drawn] == [2.0, 3.0]
     assert all(f"({folder})" in text for folder in folders)
+
+
+def test_every_cell_is_in_the_figures_of_time_and_bytes_with_what_it_moved(swept, monkeypatch):
+    """Also of two sizes whose shares read alike, and where more was wasted than was prefetched since the warm-up."""
+    drawn, row = [], inputs.read([swept])[0].rows[0]
+
+    def drawing(bars, *_):
+        drawn.append(bars)
+        return Figure()
+
+    monkeypatch.setattr(plot, "stacked", drawing)
+    cells = [{**row, "cache_experts": 768 + i, "cache_fraction": (768 + i) / 3072} for i in range(2)]
+    moved = {"bytes_demand": 5e6, "bytes_prefetch": 2e6, "bytes_wasted": 3e6, "tokens": 1}
+    list(page._time([{**cell, **moved} for cell in cells]))
+    assert [len(bars) for bars in drawn] == [2, 2]
+    assert all(sum(parts.values()) == 7 and min(parts.values()) == 0 for parts in drawn[1].values())
 
 
 def test_similar_requests_are_bright_and_maps_are_shares(swept):
