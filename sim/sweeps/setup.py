@@ -125,6 +125,10 @@ class Setup:
             return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)), in_memory)
         profile = self._sized(model_profile.of_trace(trace.meta, self.model_profile))
         assert profile
+        if self.as_decode and profile.encoder_moe_layers:
+            raise InputError(
+                f"{profile.name} is an encoder-decoder, and encoders decode nothing: leave `as_decode` out"
+            )
         loaded = Loaded(self, trace, hardware(self.hardware), profile, in_memory)
         loaded.check_memory()
         loaded.users()

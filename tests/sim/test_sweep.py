@@ -1,6 +1,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -17,6 +18,7 @@ from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.output import MARKER
 from traces.synthetic import synthetic
+from traces.trace import Trace
 from traces.writer import write_trace
 
 LAYERS, EXPERTS, TOP_K = 4, 16, 3
@@ -120,6 +122,13 @@ def test_untimed_counts_have_no_times(folder):
     assert all(row["tpot_mean_ms"] is None and row["hardware"] is None for row in found.rows)
     assert all(row["bytes_demand"] == row["misses"] * 73_728 for row in found.rows)
     assert found.judged_by == "misses"
+
+
+def test_an_encoder_is_not_run_as_decode():
+    trace = Trace.from_arrays([np.tile([0, 1], (4, 12, 1))], 128, 2, model="nllb-moe-54b")
+    with pytest.raises(InputError, match="an encoder-decoder, and encoders decode nothing"):
+        Setup("x", hardware="h100", as_decode=True).load(trace)
+    Setup("x", hardware="h100").load(trace)
 
 
 def test_a_prefill_is_judged_by_ttft_and_as_decode_by_tpot(prefill):
