@@ -47,9 +47,10 @@ STILL = 4
 
 @dataclass(frozen=True)
 class Played:
-    """What came out. seconds: of a step, which decodes a token of each request of the batch; None without a clock."""
+    """What came out. seconds: of a step that decodes; None without a clock."""
 
     seconds: float | None
+    step_tokens: float  # decoded in a step: of each request that runs
     hit_rate: float
     bytes_read: float  # a token, over the link or from the disk
     log: RunLog
@@ -249,6 +250,7 @@ class Case:
         sent = (log.demand_bytes + log.prefetch_bytes)[decoded].sum()
         return Played(
             seconds=float(log.step_ns[decoded].mean() / 1e9) if timed else None,
+            step_tokens=tokens / max(int(decoded.sum()), 1),
             hit_rate=float(log.hits[counted].sum() / max(lookups, 1)),
             bytes_read=float((reads if self.row.setting.host_cache else sent) / max(tokens, 1)),
             log=log,

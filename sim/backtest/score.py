@@ -99,7 +99,7 @@ def figure(row: Row, played: Played) -> float:
     if row.metric == "bytes read":
         return played.bytes_read
     assert played.seconds
-    return row.setting.batch / played.seconds if row.metric == "speed" else played.seconds
+    return played.step_tokens / played.seconds if row.metric == "speed" else played.seconds
 
 
 def backtest(

@@ -360,6 +360,15 @@ def test_a_trace_in_a_file_is_played_as_it_is(tmp_path):
     assert played.played(None, SIMPY).hit_rate == pytest.approx((1 + 2 + 1 + 1) / 12)
 
 
+def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
+    """Of the requests of a trace some end before others: the last steps decode fewer tokens."""
+    experts = np.tile(np.arange(12, 16, dtype=np.uint8), (5, 6, 1))
+    np.savez(tmp_path / "short.npz", experts=experts, offsets=[0, 1, 5])
+    played = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
+    found = played.played(rates_of(played), SIMPY)
+    assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
+
+
 def test_statistics_carry_over_to_another_shape():
     reuse = routing.like("gpt-oss-20b", 128, 8)
     theirs = np.array(table("reuse")["gpt-oss-20b"]["reuse"])
