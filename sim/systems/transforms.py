@@ -56,14 +56,15 @@ def as_cpu(hardware: Hardware) -> Hardware:
 
 @dataclass(frozen=True)
 class Overhead(Derived):
-    """A framework's own time: so much in each MoE layer, and so much in each forward pass."""
+    """A framework's own time: so much in each MoE layer that runs, and so much in each forward pass."""
 
     layer_ns: int
     token_ns: int
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """And the framework."""
-        return self.timing.dense_ns(layer, tokens, context, requests) + self.layer_ns
+        """And the framework; nothing of an encoder where tokens are decoded, which takes no time."""
+        own = self.timing.dense_ns(layer, tokens, context, requests)
+        return own + self.layer_ns if own else 0
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """And the framework."""

@@ -164,6 +164,15 @@ def test_a_frameworks_overhead_is_paid_in_each_layer_and_once_a_token(trace):
     np.testing.assert_array_equal(slower.step_ns - plain.step_ns, L * 1_000 + 30)
 
 
+def test_an_encoder_has_no_overhead_where_tokens_are_decoded():
+    profile = model("nllb-moe-54b")
+    plain = Roofline(hardware("h100"), profile)
+    slower = transforms.Overhead(plain, 1_000, 0)
+    layers = range(profile.moe_layers)
+    more = [[slower.dense_ns(i, n, 64) - plain.dense_ns(i, n, 64) for i in layers] for n in (64, 1)]
+    assert more == [[1_000] * 12, [0] * 6 + [1_000] * 6]
+
+
 def test_the_dense_part_of_the_first_layers_goes_to_the_cpu():
     machine, profile = hardware("a5000"), model("deepseek-v2-lite")
     gpu, cpu = Roofline(machine, profile), Roofline(transforms.as_cpu(machine), profile)
