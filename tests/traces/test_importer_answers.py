@@ -204,7 +204,8 @@ def test_sglangs_openai_answers_are_read_too(tmp_path: Path, place: str) -> None
 def test_what_sglang_left_out_is_not_routed_here(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "a.jsonl", [sglang_answer(TRACE, i, start=3) for i in range(3)])
     refused(file, "--start", options=SHAPE)
-    made, _ = import_dump(file, options=Options(experts=8, layers=3, top_k=2, start=3))
+    made, notes = import_dump(file, options=Options(experts=8, layers=3, top_k=2, start=3))
+    assert any("9 tokens were left out of prompts: they are in the trace without experts" in note for note in notes)
     assert np.array_equal(made.position, TRACE.position)
     for options in (SHAPE, Options(experts=8, layers=3), Options(experts=8)):  # whatever else is told
         refused(file, "--start 99 leaves out more than", options=replace(options, start=99))

@@ -17,6 +17,9 @@ from traces.files import plain
 from traces.importers.source import Request, Source, requests_of, require_modest
 from traces.steps import DECODE, PREFILL
 
+UNROUTED = "they are in the trace without experts, so a run computes all else of them"
+"""Of tokens whose routing a server did not compute again, as it had them in its cache."""
+
 
 @dataclass(frozen=True)
 class Dump:
@@ -107,6 +110,8 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
         sum(one.experts.nbytes for one in sequences),
         f"{source.path}: {starts.sum()} tokens that were left out",
     )
+    if starts.any():
+        source.notes.append(f"{source.path}: {starts.sum()} tokens were left out of prompts: {UNROUTED}")
     experts = np.full((int(offsets[-1]), layers, k), -1, kind)
     for one, end in zip(sequences, offsets[1:], strict=True):
         experts[end - len(one.experts) : end] = one.experts

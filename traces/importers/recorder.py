@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from traces.check import first_fault
 from traces.errors import InputError
 from traces.facts import whole
-from traces.importers.dump import Dump, integers, row_bytes
+from traces.importers.dump import UNROUTED, Dump, integers, row_bytes
 from traces.importers.source import LONGEST_CONTEXT, Source, requests_of, require_modest
 from traces.steps import DECODE, PREFILL
 
@@ -171,7 +171,7 @@ def read_passes(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Dum
 def _note(source: Source, path: Path, rebuilt: Rebuilt) -> None:
     for number, text in (
         (rebuilt.chunks, "prefills start where the one before them ended: they are taken as chunks of one prompt"),
-        (rebuilt.cached, "tokens came from the prefix cache: they are taken as not routed here"),
+        (rebuilt.cached, f"tokens came from the prefix cache: {UNROUTED}"),
         (rebuilt.shared, "decoded tokens share their position with others: the order of the batch told them apart"),
     ):
         if number:
