@@ -37,6 +37,9 @@ from traces.schema import (
 EXTRA = (*OPTIONAL, "token_id", "embedding")
 """What is read only when asked for."""
 
+HEARD = ("token_id", "lookahead")
+"""Of these, what policies hear of a run, as far as a trace has it."""
+
 CORE = ("request", "position", "step", "phase", "experts")
 
 AT_ONCE = 16

@@ -16,6 +16,7 @@ from sim.backtest.machine import DATA, table
 from traces.errors import InputError, unknown
 from traces.files import expanded
 from traces.importers import Options, import_dump
+from traces.reader import HEARD
 from traces.steps import DECODE, RequestSteps, steps_of_rows
 from traces.trace import Trace
 
@@ -125,7 +126,7 @@ def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 
 
 def _read(path: Path) -> Trace:
     if path.is_dir():
-        return Trace.read(str(path))
+        return Trace.read(str(path), HEARD)
     if not path.exists():
         raise InputError(f"setting: no trace at {path}")
     beside = path.with_suffix(".json")

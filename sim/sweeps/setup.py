@@ -29,7 +29,7 @@ from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
 from traces.errors import InputError
-from traces.reader import open_folder
+from traces.reader import HEARD, open_folder
 from traces.schema import AGGREGATE
 from traces.shards import Shards
 from traces.steps import RequestSteps
@@ -170,7 +170,7 @@ class Loaded:
         """The trace in memory, to take requests from in any order."""
         if isinstance(self.trace, Trace):
             return self.trace
-        trace = Trace.read(self.setup.trace, ["lookahead"])
+        trace = Trace.read(self.setup.trace, HEARD)
         trace = trace if self.setup.requests is None else trace.head(self.setup.requests)
         return trace.as_decode() if self.setup.as_decode else trace
 

@@ -30,6 +30,8 @@ from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from traces.errors import InputError
+from traces.synthetic import synthetic
+from traces.writer import write_trace
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "backtest.md"
 
@@ -367,6 +369,13 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     played = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
     found = played.played(rates_of(played), SIMPY)
     assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
+
+
+def test_policies_hear_the_ids_of_tokens_of_a_trace(tmp_path):
+    made = synthetic(1, tokens=3, layers=2, experts=4, top_k=2, seed=0)
+    write_trace(replace(made, token_id=np.array([7, 8, 9], np.int32)), tmp_path / "told")
+    (request,) = routing.traced(str(tmp_path / "told"), False, (2, 4, 2))
+    np.testing.assert_array_equal(request.token_ids, [7, 8, 9])
 
 
 def test_statistics_carry_over_to_another_shape():

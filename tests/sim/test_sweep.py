@@ -55,6 +55,17 @@ def test_rows_come_by_size_and_then_by_policy_as_typed(folder):
     ]
 
 
+def test_a_trace_read_whole_lets_policies_hear_what_its_files_do(tmp_path):
+    made = synthetic(3, tokens=5, layers=LAYERS, experts=EXPERTS, top_k=TOP_K, seed=2, prompt_tokens=4)
+    ids = np.arange(len(made.experts), dtype=np.int32)
+    loaded = Setup(written(replace(made, token_id=ids, lookahead=made.experts), tmp_path / "told")).load()
+    for read, whole in zip(Requests(loaded.trace), Requests(loaded.whole), strict=True):
+        assert read.lookahead
+        assert whole.lookahead
+        np.testing.assert_array_equal(read.token_ids, whole.token_ids)
+        np.testing.assert_array_equal(read.lookahead.experts, whole.lookahead.experts)
+
+
 def test_results_do_not_depend_on_the_number_of_workers(folder):
     loaded = Setup(folder).load()
     alone, together = (played(loaded, grid("lru,eamc,clock"), workers) for workers in (1, 2))
