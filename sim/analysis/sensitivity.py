@@ -329,7 +329,9 @@ def _with_expert_size(point: Point, megabytes: float) -> Point:
     parameter = megabytes * 1e6 / profile.expert_parameters
     sized = replace(profile, expert_bytes_per_parameter=parameter, layer_expert_bytes=sizes)
     here = cast(Point, _with(point, "loaded.profile", sized))
-    return _with_slots(here, -(-point.slots * sum(sizes) // sum(profile.layer_expert_bytes))) if sizes else here
+    if here.loaded.sizes is None:
+        return replace(here, slots=point.loaded.experts_in(point.slots))
+    return _with_slots(here, -(-point.slots * sum(sizes) // sum(profile.layer_expert_bytes)))
 
 
 def _with_predictor(point: Point, us: float) -> Point:

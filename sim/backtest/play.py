@@ -116,13 +116,13 @@ class Case:
         """Return the room in so many bytes, at least for what one event computes at once, at most for all experts."""
         profile = self.profile
         wanted = min(max(wanted, profile.top_k * profile.expert_bytes), self._everything)
-        return round(wanted) if profile.layer_expert_bytes else max(1, int(wanted / profile.expert_bytes + 1e-6))
+        return round(wanted) if profile.differing_bytes else max(1, int(wanted / profile.expert_bytes + 1e-6))
 
     @property
     def slots_per_layer(self) -> float:
         """Of the cache, in the mean; of host memory, where that is over a disk."""
         profile, room = self.profile, self._host_room if self.row.setting.host_cache else self.room
-        slots = room / (np.mean(profile.layer_expert_bytes) if profile.layer_expert_bytes else 1)
+        slots = room / (np.mean(profile.differing_bytes) if profile.differing_bytes else 1)
         return float(slots / profile.moe_layers)
 
     @property
@@ -237,7 +237,7 @@ class Case:
         return [key for key, needed in wanted.items() if needed]
 
     def _link(self, link: Link) -> Link:
-        sizes = self.profile.layer_expert_bytes or None
+        sizes = self.profile.differing_bytes or None
         return replace(link, expert_bytes=self.profile.expert_bytes, layer_bytes=sizes)
 
     def _summary(self, log: RunLog, timed: bool) -> Played:

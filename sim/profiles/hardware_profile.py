@@ -66,7 +66,7 @@ class Hardware:
 
     def measured_with(self, profile: ModelProfile) -> MeasuredModel | None:
         """What was measured with that model here, if it was, with experts of that size, all of one."""
-        if profile.layer_expert_bytes:
+        if profile.differing_bytes:
             return None
         asked = profile.name, profile.expert_bytes
         return next((each for each in self.measured if (each.model, each.expert_bytes) == asked), None)

@@ -50,7 +50,7 @@ class ModelProfile:
     leading_dense_layers: int = _none()
     dense_layers_before_each: int = _none()  # each MoE layer
     trailing_dense_layers: int = _none()
-    layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer, where they differ (rule 19)
+    layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
     kv_bytes_per_value: float = _none()  # 0: as the dense weights
     stated_dense_bytes: int = _none()  # of what a token reads beside routed experts and head; 0: as the shape says
     stated_head_bytes: int = _none()  # of the vocabulary matmul; 0: as the shape says
@@ -66,6 +66,11 @@ class ModelProfile:
         if self.layer_expert_bytes:
             return max(self.layer_expert_bytes)
         return round(self.expert_parameters * self.expert_bytes_per_parameter)
+
+    @property
+    def differing_bytes(self) -> tuple[int, ...]:
+        """Of an expert of each MoE layer, where they differ (rule 19); empty where all are of one size."""
+        return self.layer_expert_bytes if len(set(self.layer_expert_bytes)) > 1 else ()
 
     def bytes_of(self, layer: int) -> int:
         """Of one routed expert of `layer`."""

@@ -40,7 +40,7 @@ def _link(gb_per_s: float, latency_us: float, model: ModelProfile, chunk_bytes: 
         ns_per_byte_den=per_byte.denominator,
         expert_bytes=model.expert_bytes,
         chunk_bytes=chunk_bytes,
-        layer_bytes=model.layer_expert_bytes or None,
+        layer_bytes=model.differing_bytes or None,
     )
 
 

@@ -193,7 +193,7 @@ class Loaded:
     @property
     def sizes(self) -> Int | None:
         """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
-        layers = self.profile.layer_expert_bytes if self.profile else ()
+        layers = self.profile.differing_bytes if self.profile else ()
         return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if layers else None
 
     def slots(self, cache_size: str) -> int:

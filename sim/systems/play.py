@@ -86,7 +86,7 @@ class Setting:
         """
         profile = self.loaded.profile
         assert profile
-        if profile.layer_expert_bytes and not self.precision:
+        if profile.differing_bytes and not self.precision:
             raise InputError(f"{profile.name} has experts of several sizes, which no system here runs: use --precision")
         experts = (system and system.precision) or self.precision
         dense = system and system.dense_precision

@@ -16,7 +16,7 @@ from sim.sweeps import report
 from sim.sweeps.grid import Grid, played
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
-from tests.support.tiny import SIZES
+from tests.support.tiny import SIZES, TINY
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.trace import Trace
@@ -177,6 +177,19 @@ def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: P
         held[expert] = size
         moved += size
     assert (log.hits.sum(), log.demand_bytes.sum()) == (hits, moved)
+
+
+def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, tmp_path: Path) -> None:
+    asked = "".join(f"{key} = {value}\n" for key, value in {**TINY, "moe_layers": L, "experts": E, "top_k": K}.items())
+    asked += "hub_ids = []\nexpert_bytes_per_parameter = 2.0\ndense_bytes_per_parameter = 2.0\n"
+    rows = []
+    for name, sizes in (("plain", ""), ("stated", f"layer_expert_bytes = {[3 * 32 * 24 * 2] * L}\n")):
+        profile = tmp_path / name / "tiny.toml"
+        profile.parent.mkdir()
+        profile.write_text(asked + sizes)
+        options: dict[str, Any] = {"host_memory": "11%", "model_profile": str(profile)}  # 5.28 experts of 48
+        rows.append(row_of(Setup(str(home / "tiny"), **options), "lru+popular@layer", "20%"))  # 9.6
+    assert rows[0] == rows[1]
 
 
 def test_a_sweep_over_users_draws_them_and_has_a_folder_for_each(home: Path) -> None:

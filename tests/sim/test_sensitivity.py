@@ -207,9 +207,11 @@ def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
         return {effect.parameter.name: effect for effect in found.effects}
 
     plain, equal, differing = of(()), of((EXPERT_BYTES,) * 4), of((EXPERT_BYTES, EXPERT_BYTES // 2) * 2)
-    assert (equal["cache size"].parameter.unit, plain["cache size"].parameter.unit) == ("B", "slots")
-    for name in set(plain) - {"cache size"}:
-        assert equal[name].changes == plain[name].changes, name
+    assert {name: effect.changes for name, effect in equal.items()} == {
+        name: effect.changes for name, effect in plain.items()
+    }
+    units = (each["cache size"].parameter.unit for each in (plain, equal, differing))
+    assert list(units) == ["slots", "slots", "B"]
     here, down, up = (differing["cache size"].here[0], differing["cache size"].down[0], differing["cache size"].up[0])
     assert here == 24 * EXPERT_BYTES
     assert (down, up) == (round(0.8 * here), round(1.2 * here))
