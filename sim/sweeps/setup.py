@@ -91,16 +91,17 @@ class Setup:
     def __post_init__(self) -> None:
         object.__setattr__(self, "trace", str(self.trace))
         profiles.check(self)
-        self._check_users()
+        self._check_together()
 
-    def _check_users(self) -> None:
-        """InputError for users who cannot be."""
+    def _check_together(self) -> None:
+        """InputError for options that do not go together."""
         if self.arrivals != CLOSED and self.max_batch is None:
             raise InputError("requests that arrive by themselves need `max_batch`: how many run at a time")
         if (self.arrivals == POISSON) != (self.arrival_rate is not None):
             raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
-        timed = {"`max_batch`": self.max_batch, "`host_memory`": self.host_memory}
-        if self.untimed and (given := [option for option, value in timed.items() if value is not None]):
+        timed = ("max_batch", "host_memory", "chunk_bytes", "predictor_us", "engine")
+        unset = (None, engine.AUTO)
+        if self.untimed and (given := [f"`{option}`" for option in timed if getattr(self, option) not in unset]):
             raise InputError(f"`untimed` counts without a clock: it cannot have {' or '.join(given)}")
 
     def load(self, trace: Trace | None = None) -> "Loaded":
