@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 def sensitivity(
     cell: options.CellOptions,
     timed: options.SimulatedOptions,
+    max_batch: options.MaxBatch = None,
     *,
     step: Annotated[str, typer.Option(help="How far each parameter is moved, down and up.")] = "20%",
     workers: options.Workers = None,
@@ -39,7 +40,7 @@ def sensitivity(
     from traces.output import claimed
 
     share = _share(step)
-    setup = options.setup_of(cell, timed)
+    setup = options.setup_of(cell, timed, max_batch=max_batch)
     loaded = setup.load()
     spec, slots = cell.chosen(loaded)
     point = point_of(loaded, spec, slots)

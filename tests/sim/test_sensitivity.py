@@ -330,6 +330,7 @@ def test_the_command_ranks_names_what_helps_most_and_writes(command, home, tmp_p
         (["--chunk-bytes", "many"], "--chunk-bytes 'many' is not a number of bytes"),
         (["--predictor-us", "-1"], "--predictor-us -1"),
         (["--requests", "9"], "cannot give the first 9"),
+        (["--max-batch", "2", "--arrivals", "trace"], "does not say when its requests arrived"),
         (["--policy", "lru+gate"], "has no lookahead column"),
     ],
 )
