@@ -13,6 +13,7 @@ from sim import defaults
 from sim.api import CacheSize, RunResult, TraceLike, cache_text, load, result_of
 from sim.results import plot
 from sim.results.metrics import Row
+from sim.sweeps.config import seeded
 from sim.sweeps.setup import Options
 from traces.errors import InputError
 
@@ -73,7 +74,8 @@ def replay(
     if given.get("untimed"):
         raise InputError("`untimed` is for simulation: a device measures times")
     of_device = {name: given.pop(name) for name in DeviceOptions.__annotations__ if name in given}
-    chosen, spec, loaded = choose_device(device), parse(policy), load(trace, given)
+    chosen, loaded = choose_device(device), load(trace, given)
+    spec = seeded(parse(policy), loaded.setup.seed)
     slots = loaded.slots(cache_text(cache_size))
     loaded.require(spec, slots)
     if loaded.setup.requests is None:

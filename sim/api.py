@@ -22,7 +22,7 @@ from sim.results import plot, steps
 from sim.results.compare import Difference, SweptRun, differences, pairs_within, swept_run
 from sim.results.metrics import Row
 from sim.sweeps import grid, report
-from sim.sweeps.config import specs
+from sim.sweeps.config import seeded, specs
 from sim.sweeps.setup import Loaded, Options, Setup
 from traces.trace import Trace
 
@@ -194,7 +194,8 @@ def simulate(
 
     Raises InputError for whatever cannot be run, and for a fault of the policy.
     """
-    loaded, spec = load(trace, options), parse(policy)
+    loaded = load(trace, options)
+    spec = seeded(parse(policy), loaded.setup.seed)
     asked = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
     _prepare(loaded, asked)
     (slots,) = asked.sizes.values()
@@ -213,20 +214,21 @@ def sweep(
     policies: Sequence[Policy] = split_list(defaults.POLICIES),
     cache_sizes: Sequence[CacheSize] = split_list(defaults.CACHE_SIZES),
     *,
-    seeds: Sequence[int] = (0,),
+    seeds: Sequence[int] | None = None,
     workers: int = 1,
     **options: Unpack[Options],
 ) -> SweepResult:
     """Return what each policy does at each cache size over a trace.
 
-    Other arguments are those of `simulate`. seeds: policies that draw are run once with each.
+    Other arguments are those of `simulate`. seeds: policies that draw are run once with each. Default: `seed`.
     workers: how many runs at a time. With several, some policies run in processes: a script then needs
     `if __name__ == "__main__":`, as for any use of multiprocessing. Neither number nor order changes a result.
 
     Raises InputError for whatever cannot be run, and for a fault of a policy.
     """
     loaded = load(trace, options)
-    asked = grid.grid_of(loaded, specs(policies, None, seeds), [cache_text(size) for size in cache_sizes])
+    drawn = specs(policies, None, (loaded.setup.seed,) if seeds is None else seeds)
+    asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in cache_sizes])
     _prepare(loaded, asked)
     found, requests = grid.played_with_requests(loaded, asked, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)

@@ -110,6 +110,14 @@ def test_a_run_equals_the_sweeps_run_of_the_same_policy_and_size(trace):
     }
 
 
+def test_a_policy_that_draws_draws_from_the_seed(trace):
+    few = trace.head(1)
+    run = sim.simulate(few, "random", "25%", untimed=True, seed=4)
+    assert run.row == sim.simulate(few, "random:seed=4", "25%", untimed=True).row
+    assert sim.sweep(few, ["random"], ["25%"], untimed=True, seed=4).policies == ["random:seed=4"]
+    assert replay.replay(few, "random", "25%", device="virtual", seed=4).policy == "random:seed=4"
+
+
 def test_differences_are_paired_over_requests(trace):
     slow, fast = (sim.simulate(trace, policy, "25%", untimed=True) for policy in ("lru", "belady"))
     (difference,) = fast.compare(slow)

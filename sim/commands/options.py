@@ -101,7 +101,8 @@ class SimulatedOptions(TimedOptions):
         ),
     ] = None
     arrival_rate: Annotated[
-        float | None, typer.Option(help="Requests a second that arrive at random (Poisson), drawn from the seed.")
+        float | None,
+        typer.Option(help="Requests a second that arrive at random (Poisson), at the same times in each run."),
     ] = None
 
 

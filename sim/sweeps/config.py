@@ -110,7 +110,7 @@ class Config:
 def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
     """Return all policies, each once; `scope` is of those that name none. InputError for one that there is not."""
     found = (
-        _seeded(parse(each) if scope is None else parse(each).within(scope), seed)
+        seeded(parse(each) if scope is None else parse(each).within(scope), seed)
         for policy in policies
         for each in (alternatives(policy) if isinstance(policy, str) else [policy])
         for seed in seeds
@@ -118,7 +118,7 @@ def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = 
     return list({spec.text: spec for spec in found}.values())
 
 
-def _seeded(policy: PolicySpec, seed: int) -> PolicySpec:
+def seeded(policy: PolicySpec, seed: int) -> PolicySpec:
     """The same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
     return policy.with_options({o.name: seed for o in policy.declared() if o.key == SEED and not o.stated})
 
