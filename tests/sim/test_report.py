@@ -39,8 +39,9 @@ def swept(tmp_path_factory) -> Path:
 
 def _sweep(folder: Path, *options: object):
     asked = ("--policies", "lru,eamc-blend")
-    common = ("--model-profile", "demo-stand-in", "--engine", "simpy", "--workers", 1, "--quiet")
-    return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, "--out", "sweep", *options, cwd=folder)
+    common = ("--model-profile", "demo-stand-in", "--workers", 1, "--quiet")
+    engine = () if "--untimed" in options else ("--engine", "simpy")
+    return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, *engine, "--out", "sweep", *options, cwd=folder)
 
 
 @pytest.fixture
@@ -119,7 +120,8 @@ def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
     trace = replace(trace, meta=meta)
     for warmup, as_decode in ((0, False), (1, False), (2, True)):
         setup = Setup("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
-        loaded, counts = setup.load(trace), replace(setup, untimed=True).load(trace)
+        counts = Setup("x", warmup_requests=warmup, as_decode=as_decode, untimed=True).load(trace)
+        loaded = setup.load(trace)
         for slots in (4, 8, 16):
             row = summarise(loaded.log("belady", slots), loaded.cell("belady", slots), trace.requests)[0]
             floor = bounds.floor(loaded, [row], on_host=False)[0]["tpot_mean_ms"]
