@@ -3,11 +3,13 @@
 Torch computes on one thread, here and in processes that tests start: xdist's workers share the cores already, and on
 tiny models threads that wait for each other take several times as long.
 
-Processes that tests start find the project compiled to bytecode, whatever the environment says of that.
+Processes that tests start find the project compiled to bytecode, whatever the environment says of that. They can be
+interrupted, also where the tests run behind a shell's `&`, which ignores Ctrl-C.
 """
 
 import gc
 import os
+import signal
 import sys
 from multiprocessing import get_context
 
@@ -17,6 +19,8 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("project"), derandomize=True)
