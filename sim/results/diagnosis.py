@@ -77,7 +77,9 @@ def _idle(row: Row) -> list[str]:
 
 
 def _link(row: Row) -> list[str]:
-    moved = (row["bytes_demand"] or 0) + (row["bytes_prefetch"] or 0)
-    if not moved or row["bytes_wasted"] / moved < WASTED:
+    prefetched = row["bytes_prefetch"] or 0
+    moved = (row["bytes_demand"] or 0) + prefetched
+    wasted = min(row["bytes_wasted"] or 0, prefetched)  # not what was prefetched in the warm-up
+    if not moved or wasted / moved < WASTED:
         return []
-    return [f"{row['bytes_wasted'] / moved:.0%} of the bytes moved were wasted prefetches"]
+    return [f"{wasted / moved:.0%} of the bytes moved were wasted prefetches"]

@@ -83,6 +83,8 @@ def test_bytes_moved_in_vain_are_told():
     (line,) = said(bytes_wasted=80)
     assert line == "lru at 16 (25%): 40% of the bytes moved were wasted prefetches"
     assert said(bytes_demand=None, bytes_prefetch=None, bytes_wasted=None) == []
+    (line,) = said(bytes_wasted=300)  # of the warm-up, most of it
+    assert line == "lru at 16 (25%): 50% of the bytes moved were wasted prefetches"
 
 
 def test_oracles_are_not_judged():
