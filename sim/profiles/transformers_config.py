@@ -36,8 +36,11 @@ SHARED_SIZE = ("shared_expert_intermediate_size", "moe_shared_expert_intermediat
 BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "float8_e4m3fn": 1.0}
 """Of a parameter, by the config's data type."""
 
-METHODS = {"mxfp4": 4.25 / 8, "fp8": 1.0, "fbgemm_fp8": 1.0, "awq": 4.25 / 8, "gptq": 4.25 / 8}
-"""Bytes of an expert's parameter, by the config's quantisation method."""
+METHODS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0, "eetq": 8.0}
+"""Bits of an expert's parameter, by the config's quantisation method, where that alone says it."""
+
+SCALES = 0.25
+"""Bits of scales for a parameter of fewer than 8 bits."""
 
 MOST_LAYERS = 100_000
 """No model has so many; each is looked at."""
@@ -174,10 +177,22 @@ def _bytes(config: Config, whole: Config) -> tuple[float, float]:
     if not isinstance(quantised, dict):
         return dense, dense
     method = str(quantised.get("quant_method", ""))
-    bits = quantised.get("bits")
-    stated = 4.5 if bits is None else facts.whole("quantization_config: bits", bits, 1, 32)
-    experts = METHODS.get(method, stated / 8)
+    experts = (METHODS.get(method) or _stated_bits(quantised, method)) / 8
     return (experts if method in WHOLE else dense), experts
+
+
+def _stated_bits(quantised: Config, method: str) -> float:
+    """Return the bits that a quantisation states, with its scales. Raise InputError where it states none."""
+    if quantised.get("load_in_8bit"):
+        return 8.0
+    if quantised.get("load_in_4bit"):
+        return 4.5  # a scale of 32 bits for 64 parameters
+    groups = quantised.get("config_groups") or {}
+    stated = [quantised.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups.values())]
+    found = [facts.whole("quantization_config: bits", bits, 1, 32) for bits in stated if bits is not None]
+    if not found:
+        raise InputError(f"quantization_config: nothing says how many bits {method!r} has: state its `bits`")
+    return max(found) + (SCALES if max(found) < 8 else 0.0)
 
 
 def _window(config: Config) -> int:

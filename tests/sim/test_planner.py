@@ -275,6 +275,23 @@ def test_configs_of_other_architectures_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("quantised", "bits"),
+    [
+        ({"quant_method": "gptq", "bits": 8}, 8),
+        ({"quant_method": "gptq", "bits": 4}, 4.25),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, 8),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True}, 4.5),
+        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}, 8),
+        ({"quant_method": "mxfp4"}, 4.25),
+    ],
+)
+def test_experts_have_the_bits_that_their_config_states(tmp_path: Path, quantised: dict[str, Any], bits: float):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**QWEN3, "quantization_config": quantised}))
+    assert model(str(path)).expert_bytes_per_parameter == bits / 8
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         (json.dumps({**QWEN3, "num_experts": None}), "no Mixture-of-Experts model"),
@@ -283,6 +300,7 @@ def test_configs_of_other_architectures_are_read(tmp_path: Path):
             json.dumps({**QWEN3, "quantization_config": {"quant_method": "gptq", "bits": -4}}),
             "json: quantization_config: ",
         ),
+        (json.dumps({**QWEN3, "quantization_config": {"quant_method": "vptq"}}), "how many bits 'vptq' has"),
         (json.dumps({**QWEN3, "num_experts_per_tok": 200}), "top_k 200 is above 128"),
         ("[]", "is a JSON object"),
         ("{", "can be read"),
