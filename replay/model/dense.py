@@ -188,7 +188,7 @@ class Layer:
         self, profile: ModelProfile, source: Source, number: int, positions: int, moe_layer: int, routed: bool
     ) -> None:
         H, name, encoder = profile.hidden_size, f"layers.{number}", profile.encoder_moe_layers
-        window = profile.sliding_window if moe_layer % 2 == 0 else 0
+        window = profile.window_of(moe_layer)
         self.top_k = profile.top_k
         self.attention = (
             LatentAttention(profile, source, f"{name}.self_attn", positions)

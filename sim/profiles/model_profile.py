@@ -43,7 +43,8 @@ class ModelProfile:
     kv_latent_size: int = _none()  # MLA; 0: keys and values by head
     rope_head_size: int = _none()  # MLA: beside head_size
     query_latent_size: int = _none()  # MLA whose queries pass a latent too; 0: they do not
-    sliding_window: int = _none()  # of layers 0, 2, 4, ...; 0: none
+    sliding_window: int = _none()  # of the layers that `window_of` names; 0: none
+    full_attention_every: int = 2  # MoE layers, of each so many the last; the others have the window
     shared_intermediate_size: int = _none()  # of all shared experts
     dense_intermediate_size: int = _none()  # of a layer without experts
     dense_matrices: int = 3
@@ -107,11 +108,18 @@ class ModelProfile:
         width = self.kv_bytes_per_value or self.dense_bytes_per_parameter
         return (latent if self.kv_latent_size else by_head) * width
 
+    def window_of(self, layer: int) -> int:
+        """Return the tokens that a token attends to in MoE layer `layer`, itself included; 0: all.
+
+        Linear attention is a window of as many tokens as its state has bytes of keys and values.
+        """
+        return self.sliding_window if (layer + 1) % self.full_attention_every else 0
+
     def kv_cache_bytes(self, context: int) -> float:
         """Return the bytes of the KV cache of all layers; layers with a sliding window keep no more than that."""
         layers = self.moe_layers * (1 + self.dense_layers_before_each)
         layers += self.leading_dense_layers + self.trailing_dense_layers
-        windowed = (self.moe_layers + 1) // 2 if self.sliding_window else 0
+        windowed = sum(self.window_of(layer) > 0 for layer in range(self.moe_layers))
         kept = (layers - windowed) * context + windowed * min(context, self.sliding_window)
         return kept * self.kv_bytes
 

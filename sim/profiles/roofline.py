@@ -71,8 +71,7 @@ class Roofline:
         """Attention over `context`, shared experts and router, and the layers without experts before them."""
         if layer < self.model.encoder_moe_layers and context > tokens:
             return 0
-        window = self.model.sliding_window if layer % 2 == 0 else 0
-        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, window, requests))
+        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, self.model.window_of(layer), requests))
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """The expert's weights are read once, from GPU memory."""

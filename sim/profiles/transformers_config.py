@@ -5,6 +5,7 @@ use. What a config does not state follows from its other sizes.
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ def fields_of(config: Config, name: str) -> dict[str, Any]:
         "kv_latent_size": latent,
         "rope_head_size": (config.get("qk_rope_head_dim") or 0) if latent else 0,
         "query_latent_size": (config.get("q_lora_rank") or 0) if latent else 0,
-        "sliding_window": _window(config),
+        **_windows(config, heads, hidden // heads),
         "shared_intermediate_size": _shared(config, expert_size),
         "dense_intermediate_size": (_first(config, DENSE_SIZE) or 0) if leading + between + trailing else 0,
         "leading_dense_layers": leading,
@@ -195,13 +196,27 @@ def _stated_bits(quantised: Config, method: str) -> float:
     return max(found) + (SCALES if max(found) < 8 else 0.0)
 
 
-def _window(config: Config) -> int:
-    """Return the sliding window where every second layer, the first one included, has one."""
+def _windows(config: Config, heads: int, head_size: int) -> dict[str, int]:
+    """Return the window of layers without full attention, and how often that comes, where it comes evenly.
+
+    The state of linear attention, in 32 bits, counts as a window of as many bytes of keys and values, in 16 bits.
+    """
     kinds, window = config.get("layer_types"), config.get("sliding_window")
-    if not isinstance(window, int) or not isinstance(kinds, list) or not kinds:
-        return 0
-    share = sum("sliding" in str(kind) for kind in kinds) / len(kinds)
-    return window if 0.4 <= share <= 0.6 and "sliding" in str(kinds[0]) else 0
+    if interval := _first(config, ("full_attention_interval",)):
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(_size(config, LAYERS))]
+    if not isinstance(kinds, list) or not (full := sum("full" in str(kind) for kind in kinds)):
+        return {}
+    every, others = len(kinds) // full, {str(kind) for kind in kinds if "full" not in str(kind)}
+    if ["full" in str(kind) for kind in kinds] != [(i + 1) % every == 0 for i in range(len(kinds))]:
+        return {}
+    if others == {"linear_attention"}:
+        size = _first(config, ("head_dim",)) or head_size
+        sides = (_first(config, (f"linear_{side}_head_dim",)) or size for side in ("key", "value"))
+        state = (_first(config, ("linear_num_value_heads",)) or heads) * prod(sides)
+        window = -(-state // ((_first(config, KV_HEADS) or heads) * size))
+    elif others != {"sliding_attention"}:
+        return {}
+    return {"sliding_window": window, "full_attention_every": every} if isinstance(window, int) else {}
 
 
 def _shared(config: Config, expert_size: int) -> int:

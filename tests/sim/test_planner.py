@@ -227,6 +227,21 @@ def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: P
     assert quick(str(tmp_path / "config.json"), **options) == quick("Qwen/Qwen3-30B-A3B", **options)
 
 
+@pytest.mark.parametrize(
+    ("changed", "window"),
+    [
+        ({"full_attention_interval": 4, "head_dim": 256, "num_key_value_heads": 2}, 1024),
+        ({"layer_types": [*["linear_attention"] * 3, "full_attention"] * 12, "head_dim": 256}, 512),
+        ({"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "sliding_window": 128}, 128),
+    ],
+)
+def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: Path, changed, window: int):
+    linear = {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **linear, **changed}))
+    found = model(str(tmp_path))
+    assert found.kv_cache_bytes(8192) == (12 * 8192 + 36 * window) * found.kv_bytes
+
+
 def test_configs_of_other_architectures_are_read(tmp_path: Path):
     deepseek = {
         **QWEN3,
