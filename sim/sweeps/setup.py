@@ -77,8 +77,7 @@ class Setup:
     as_decode: bool = False
     cold: bool = False
     untimed: bool = False
-    seed: int = field(default=0, metadata=profiles.below(2**63))  # of arrivals and weights, and in Python of policies
-    # that draw and name none
+    seed: int = field(default=0, metadata=profiles.below(2**63))
     chunk_bytes: int | None = None  # None: the whole expert
     predictor_us: float | None = field(default=None, metadata=profiles.MAY_BE_ZERO)  # of every policy; None: of each
     # as measured (`policy_overhead`)
@@ -100,9 +99,8 @@ class Setup:
             raise InputError("requests that arrive by themselves need `max_batch`: how many run at a time")
         if (self.arrivals == POISSON) != (self.arrival_rate is not None):
             raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
-        timed = ("max_batch", "host_memory", "chunk_bytes", "predictor_us", "engine")
-        unset = (None, engine.AUTO)
-        if self.untimed and (given := [f"`{option}`" for option in timed if getattr(self, option) not in unset]):
+        timed = ("max_batch", "host_memory", "chunk_bytes", "predictor_us")
+        if self.untimed and (given := [f"`{option}`" for option in timed if getattr(self, option) is not None]):
             raise InputError(f"`untimed` counts without a clock: it cannot have {' or '.join(given)}")
 
     def load(self, trace: Trace | None = None) -> "Loaded":

@@ -108,7 +108,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "unknown arrivals": {"max_batch": 2, "arrivals": "closd"},
     "without a clock": {"untimed": True, "max_batch": 2},
     "have `chunk_bytes` or `predictor_us`": {"untimed": True, "chunk_bytes": 4096, "predictor_us": 0.0},
-    "have `engine`": {"untimed": True, "engine": "simpy"},
     "`host_memory`": {"host_memory": "3B"},
     "does not say when": {"max_batch": 2, "arrivals": "trace"},
 }

@@ -39,9 +39,8 @@ def swept(tmp_path_factory) -> Path:
 
 def _sweep(folder: Path, *options: object):
     asked = ("--policies", "lru,eamc-blend")
-    common = ("--model-profile", "demo-stand-in", "--workers", 1, "--quiet")
-    engine = () if "--untimed" in options else ("--engine", "simpy")
-    return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, *engine, "--out", "sweep", *options, cwd=folder)
+    common = ("--model-profile", "demo-stand-in", "--engine", "simpy", "--workers", 1, "--quiet")
+    return moe_sim("sweep", *asked, "--cache-sizes", SIZES, *common, "--out", "sweep", *options, cwd=folder)
 
 
 @pytest.fixture
