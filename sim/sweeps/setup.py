@@ -77,7 +77,8 @@ class Setup:
     as_decode: bool = False
     cold: bool = False
     untimed: bool = False
-    seed: int = field(default=0, metadata=profiles.below(2**63))
+    seed: int = field(default=0, metadata=profiles.below(2**63))  # of arrivals and weights, and in Python of policies
+    # that draw and name none
     chunk_bytes: int | None = None  # None: the whole expert
     predictor_us: float | None = field(default=None, metadata=profiles.MAY_BE_ZERO)  # of every policy; None: of each
     # as measured (`policy_overhead`)
