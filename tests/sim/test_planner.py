@@ -58,6 +58,14 @@ def test_nothing_beats_the_limit_and_more_of_a_resource_never_costs(desktop):
     assert max(desktop.upgrades, key=lambda each: each.gain).resource == "CPU bandwidth"
 
 
+def test_nothing_beats_the_limit_where_the_host_is_faster_than_the_gpu(monkeypatch):
+    monkeypatch.setattr("sim.planner.plan._upgrades", lambda *_: ())  # takes half of the time
+    slow = {"gpu_memory": "8GiB", "gpu_bandwidth": "50GB/s", "link": "12GB/s"}
+    found = plan("mixtral-8x7b", precision="q8_0", host_memory="64GiB", cpu_bandwidth="800GB/s", context=512, **slow)
+    assert found.kind == "split"
+    assert found.of_limit < 1
+
+
 def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
     found = plan("qwen3-30b-a3b", precision="q4_k_m", gpu="RTX 3090")
     assert (found.kind, found.cache, found.host_bytes, found.vllm) == ("resident", None, 0, ("--max-model-len 8192",))
