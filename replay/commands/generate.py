@@ -64,7 +64,7 @@ def generate(
         check_target(record, overwrite)
     settings = Options(
         max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_p),
+        sampling=Sampling.typed(temperature, top_p),
         seed=seed,
         chat_template=not no_chat_template,
     )

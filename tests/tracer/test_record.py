@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from typer.testing import CliRunner
 
 from tests.support.architectures import tiny
 from tests.support.same import assert_same
 from tracer import models
 from tracer.answers import Answer, Runner, Sampling
 from tracer.checkpoints import find_model
+from tracer.cli import app
 from tracer.hook import ExpertsHook, Pass
 from tracer.models import LoadedModel, Loading, load_model
 from tracer.prompts import Prompt
@@ -370,6 +372,17 @@ def test_what_cannot_be_drawn_with_is_refused(value: float) -> None:
 def test_a_share_beyond_all_tokens_is_refused(value: float) -> None:
     with pytest.raises(InputError, match=f"top_p {value}: use a number from 0 to 1"):
         Sampling(1.0, value)
+
+
+def test_a_share_of_what_is_not_drawn_is_refused() -> None:
+    assert Sampling.typed(0.5, 0.9) == Sampling(0.5, 0.9)
+    with pytest.raises(InputError, match=r"--top-p 0.9 is for sampling"):
+        Sampling.typed(0.0, 0.9)
+
+
+def test_a_response_that_is_forced_has_no_temperature(tmp_path: Path) -> None:
+    asked = ["record", "--mode", "teacher-forced", "--temperature", "1", "--out", str(tmp_path / "t")]
+    assert "--temperature is for --mode generate" in str(CliRunner().invoke(app, asked).exception)
 
 
 def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
