@@ -39,8 +39,8 @@ def systems(
     ] = None,
     predictor: Annotated[str | None, typer.Option(help="Predictor of moe-sim train-stride, for promoe.")] = None,
     host_memory: Annotated[
-        str, typer.Option(help="Host memory for experts over a disk, for llama-cpp-mmap.")
-    ] = "16GiB",
+        str | None, typer.Option(help="Host memory for experts over a disk, for llama-cpp-mmap. Default: 16GiB.")
+    ] = None,
     table1: Annotated[
         bool, typer.Option("--table1", help="Only the systems of Table 1 of the MoE-Infinity paper, beside it.")
     ] = False,
@@ -62,7 +62,7 @@ def systems(
     from sim.engines import compiling
     from sim.engines.engine import SIMPY
     from sim.systems import table1 as paper
-    from sim.systems.play import Setting
+    from sim.systems.play import HOST_MEMORY, Setting
     from sim.systems.system import chosen
 
     setup = options.setup_of(requests, trace=trace, hardware=hardware, warmup_requests=warmup_requests, engine=engine)
@@ -76,7 +76,15 @@ def systems(
     if systems is not None and not names:
         raise InputError("--systems names none: leave it out for all")
     wanted = chosen(names)
-    setting = Setting(loaded, cache_size, profile or "", predictor, host_memory, precision)
+    taken = {
+        "--profile": (profile, any("{profile}" in each.policy for each in wanted)),
+        "--predictor": (predictor, any("{predictor}" in each.policy for each in wanted)),
+        "--host-memory": (host_memory, any(each.mmap for each in wanted)),
+    }
+    for option, (given, is_used) in taken.items():
+        if given and not is_used:
+            raise InputError(f"{option} is of no system that was asked for: leave it out")
+    setting = Setting(loaded, cache_size, profile or "", predictor, host_memory or HOST_MEMORY, precision)
     slots = setting.slots()
     if any("{profile}" in each.policy for each in wanted):
         _ = setting.popularity
