@@ -208,6 +208,7 @@ def _folders(loaded: "Sequence[Loaded]") -> list[str]:
 def _surprises(tables: "list[Table]") -> Iterator[str]:
     """Yield what the sizes of experts come from, and which policies do less than their names say."""
     from sim.quantities import show_bytes
+    from sim.sweeps import report
 
     for loaded in {table.loaded.setup.trace: table.loaded for table in tables}.values():
         if loaded.profile and not loaded.profile.hub_ids and not loaded.setup.model_profile:
@@ -216,9 +217,7 @@ def _surprises(tables: "list[Table]") -> Iterator[str]:
         if recorded and counted and recorded != counted:
             sizes = f"trace says {show_bytes(recorded)}, profile says {show_bytes(counted)}"
             yield f"expert size: {sizes} (the profile is used)"
-    fetching = [policy.text for policy in tables[0].grid.policies if policy.prefetches]
-    if fetching and not tables[0].loaded.hardware:
-        yield f"untimed runs do not prefetch: of {', '.join(fetching)} only the eviction policy counts"
+    yield from report.untimed_note(tables[0].loaded, tables[0].grid.policies)
 
 
 def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":

@@ -51,6 +51,7 @@ def tune(
     """
     from policies.core.policy import Shape
     from sim.engines import compiling
+    from sim.sweeps import report
     from sim.tuning.journal import NAME, Journal
     from sim.tuning.search_space import space_of
     from sim.tuning.tune import BEST, MAKER, TRIALS, Halves, Search, save
@@ -72,8 +73,7 @@ def tune(
         output.note(f"searching {asked.words}; of {len(halves.second.trace.requests)} requests the first half tunes")
         if journal.trials:
             output.note(f"{len(journal.trials)} trials of before in {journal.path}")
-        if untimed and spec.prefetches:
-            output.note(f"untimed nothing is fetched early: of {spec.text} the retention alone counts")
+        output.note(*report.untimed_note(loaded, [spec]))
         compiling.start_if_needed(loaded.versions([spec]), output.quiet)
         try:
             with progress(asked.requests(len(journal.trials)), output.quiet) as advance:

@@ -1,10 +1,11 @@
 """What a sweep says on the terminal: warnings before it, a table after it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from rich import box
 from rich.table import Table
 
+from policies.core.spec import PolicySpec
 from sim.quantities import show_bytes
 from sim.results import compare
 from sim.results.metrics import Row, size_text
@@ -59,6 +60,16 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     if loaded.hardware and costless:
         found.append(f"no measured policy overhead for {', '.join(costless)}: assuming 0 (set `predictor_us`)")
     return found
+
+
+def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str]:
+    """Yield a note on policies that an untimed run does not run whole."""
+    partly = [policy.text for policy in policies if policy.prefetches or policy.uses_host]
+    if partly and not loaded.hardware:
+        yield (
+            "untimed runs neither prefetch nor compute on the host: "
+            f"of {', '.join(partly)} only the eviction policy counts"
+        )
 
 
 def shown(outcome: Outcome) -> Iterator[str | Table]:

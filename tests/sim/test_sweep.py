@@ -8,7 +8,7 @@ import pytest
 from policies.core.policy import ScorePolicy
 from policies.core.spec import parse
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE, Summary
-from sim.sweeps import winner
+from sim.sweeps import report, winner
 from sim.sweeps.grid import Grid, Table, grid_of, key, outcome, played, save, sweep
 from sim.sweeps.setup import Requests, Setup
 from sim.sweeps.store import Store
@@ -64,6 +64,13 @@ def test_a_trace_read_whole_lets_policies_hear_what_its_files_do(tmp_path):
         assert whole.lookahead
         np.testing.assert_array_equal(read.token_ids, whole.token_ids)
         np.testing.assert_array_equal(read.lookahead.experts, whole.lookahead.experts)
+
+
+def test_an_untimed_run_says_which_policies_it_does_not_run_whole(folder):
+    policies = [parse(policy) for policy in ("lru", "lru+popular", "lru/host", "lru@layer")]
+    (note,) = report.untimed_note(Setup(folder, untimed=True).load(), policies)
+    assert note.endswith("of lru+popular, lru/host only the eviction policy counts")
+    assert not list(report.untimed_note(Setup(folder).load(), policies))
 
 
 def test_results_do_not_depend_on_the_number_of_workers(folder):
