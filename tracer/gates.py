@@ -66,8 +66,6 @@ def find_gate(site: Site, output: Any, index: Tensor, weights: Tensor) -> Gate:
             spread = _spread(gate.probabilities(scores), index, weights.float())
             if spread < least:
                 best, least = gate, spread
-    if best is None and scored and torch.equal(scored[-1].argmax(-1, keepdim=True).to(index), index):
-        best = Gate(site, len(scored) - 1, "softmax")  # top-1: its weight may be 1 whatever its probability
     if best is None:
         raise InputError(
             f"gate probabilities of {site.name} cannot be recorded: no reading of its router's output explains the "

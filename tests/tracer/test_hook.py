@@ -273,6 +273,11 @@ class TestGateProbs:
         torch.nn.init.uniform_(model.model.layers[1].router.per_expert_scale, 0.5, 2.0)
         assert "gate probabilities of model.layers.1.experts cannot be recorded" in refused(model, gate_probs=True)
 
+    def test_the_weight_of_an_only_expert_that_is_always_1_explains_nothing(self) -> None:
+        """Its router may give logits or, as here, probabilities; and these may be of a softmax or of a sigmoid."""
+        model = tiny_model("gemma4", top_k_experts=1)
+        assert "gate probabilities of model.layers.0.experts cannot be recorded" in refused(model, gate_probs=True)
+
     def test_a_layer_without_a_router_is_refused(self) -> None:
         assert "gate probabilities of layers.0 cannot be recorded" in refused(Odd([1, 1]), gate_probs=True)
 
