@@ -95,7 +95,8 @@ def _read_file(path: Path, columns: Columns, limit: int | None = None) -> list[P
     for number, row in enumerate(rows[:limit]):
         where = f"{path}: row {number + 1}"
         held = {what: row.get(name) for what, name in names.items()}
-        labels = {what: columns.labels.get(what, held.get(what) or label) for what, label in defaults.items()}
+        own = {what: label if held.get(what) in (None, "") else held[what] for what, label in defaults.items()}
+        labels = own | columns.labels
         turns, answers = _said(where, names["prompt"], held["prompt"])
         spoken = () if columns.response is not None else _responses(answers, turns)
         prompt = Prompt(

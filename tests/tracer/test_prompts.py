@@ -95,6 +95,15 @@ def test_named_columns_and_labels_come_first(tmp_path: Path) -> None:
     assert read_prompts(write(tmp_path / "file.csv"), columns)[0] == Prompt("One?", "d", "t", ("x",))
 
 
+def test_a_task_and_a_data_set_may_have_the_number_0(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "One?", "task": 0, "dataset": 0},
+        {"prompt": "Two?", "task": "", "dataset": None},
+    ]
+    found = read(tmp_path, "file.jsonl", lines(rows))
+    assert [(p.dataset, p.task) for p in found] == [("0", "0"), ("file", "")]
+
+
 def test_a_list_of_turns_of_any_length_is_a_conversation(tmp_path: Path) -> None:
     rows = [{"question_id": 81, "turns": ["first", "second", "third"]}, {"question_id": 82, "turns": ["only"]}]
     assert read(tmp_path, "file.jsonl", lines(rows)) == [
