@@ -117,6 +117,10 @@ def _csv(path: Path, text: str, delimiter: str, headless: Callable[[list[list[st
         return []
     names = [str(i) for i in range(max(map(len, lines)))] if headless(lines) else lines.pop(0)
     _require_once(path, [name for name in names if name])
+    for number, line in enumerate(lines, start=1):
+        if any(line[len(names) :]):
+            reason = f"row {number} has {len(line)} fields for {len(names)} columns"
+            raise InputError(f"{path}: {reason}: a text that holds {delimiter!r} needs quotes")
     return [dict(zip_longest(names, line[: len(names)])) for line in lines]
 
 

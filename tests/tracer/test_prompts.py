@@ -143,6 +143,7 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
         ("f.csv", "prompt,task\n,x\n", Columns(), "row 1 has no prompt"),
         ("f.csv", "prompt,task,prompt\na,x,b\n", Columns(), "has the column 'prompt' twice"),
         ("f.csv", 'prompt\n"a\nb\nc\n', Columns(), "line 4 is no CSV: unexpected end of data"),
+        ("f.csv", "prompt\na,\nb, c\n", Columns(), "row 2 has 2 fields for 1 columns: a text that holds ','"),
         ("f.jsonl", '{"turns": []}\n', Columns(), "row 1 has no prompt in column 'turns'"),
         ("f.jsonl", '{"turns": ["a", " "]}\n', Columns(), "row 1 has no prompt in column 'turns' for turn 2"),
         ("f.jsonl", '{"prompt": "a", "answer": "\\ud800"}\n', Columns(), "row 1: a value"),
@@ -394,7 +395,7 @@ def test_a_field_of_a_csv_may_be_long(tmp_path: Path) -> None:
 
 
 def test_a_csv_may_be_ragged_and_end_its_lines_in_any_way(tmp_path: Path) -> None:
-    (tmp_path / "file.csv").write_bytes(b'prompt,task\rOne?\r\r"Two\r\nlines?",b,c\r')
+    (tmp_path / "file.csv").write_bytes(b'prompt,task\rOne?\r\r"Two\r\nlines?",b,\r')
     prompts = read_prompts(tmp_path / "file.csv", Columns())
     assert [(p.turns, p.task) for p in prompts] == [(("One?",), ""), (("Two\r\nlines?",), "b")]
 
