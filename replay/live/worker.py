@@ -47,7 +47,7 @@ class Piece:
     """A piece of an answer, or its end: `finish` says why, `error` what went wrong."""
 
     text: str = ""
-    tokens: int = 0  # so far
+    tokens: int = 0  # so far, the end of sequence too
     finish: str | None = None
     error: Exception | None = None
 
@@ -130,15 +130,17 @@ class Worker:
 
         stream = TextStream(self._loaded, show)
         held = max((len(text) for text in job.stop), default=1) - 1  # may be the beginning of a stop string
-        sent = 0
+        sent = taken = 0
 
         def send(whole: str, upto: int) -> None:
             nonlocal sent
             if upto > sent:
-                job.report(Piece(whole[sent:upto], len(stream.tokens)))
+                job.report(Piece(whole[sent:upto], taken))
                 sent = upto
 
         def take(tokens: list[int]) -> None:
+            nonlocal taken
+            taken += 1
             if not first:
                 first.append(time.monotonic() - job.asked)
             if tokens[0] in self._loaded.stop_ids:
@@ -173,11 +175,11 @@ class Worker:
             if not any(text in "".join(shown) for text in job.stop):
                 stream.end()
                 send("".join(shown), len("".join(shown)))
-            end = Piece(tokens=len(stream.tokens), finish=outcome)
+            end = Piece(tokens=taken, finish=outcome)
         elif outcome == "left":
             end = Piece(error=InputError("the request was given up"))
         rows = self._live.rows[began:]
         self._live.rows.clear()
         first_s = first[0] if first else None
-        self._served(Served(outcome, len(job.tokens), len(stream.tokens), first_s, rows))
+        self._served(Served(outcome, len(job.tokens), taken, first_s, rows))
         job.report(end)

@@ -21,6 +21,7 @@ from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
 from tests.support.live_models import saved, whole_model
 from tests.support.tokenizer import byte_tokenizer
+from tracer.models import LoadedModel
 from traces.errors import InputError
 
 KEY = "sesame"
@@ -74,11 +75,15 @@ def model(folder: Path) -> str:
     return folder.name
 
 
-def expected(folder: Path, text: str, tokens: int) -> str:
-    tokenizer = byte_tokenizer()
-    ids = torch.tensor([tokenizer(text)["input_ids"]])
+def expected_ids(folder: Path, text: str, tokens: int) -> list[int]:
+    ids = torch.tensor([byte_tokenizer()(text)["input_ids"]])
     whole = whole_model(folder).generate(ids, max_new_tokens=tokens, do_sample=False, eos_token_id=256)
-    return str(tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True))
+    found: list[int] = whole[0, ids.shape[1] :].tolist()
+    return found
+
+
+def expected(folder: Path, text: str, tokens: int) -> str:
+    return str(byte_tokenizer().decode(expected_ids(folder, text, tokens), skip_special_tokens=True))
 
 
 def metric(port: int, name: str) -> float:
@@ -123,6 +128,19 @@ def test_a_stop_string_ends_an_answer_before_it(client: OpenAI, folder: Path, mo
     done = client.completions.create(model=model, prompt="Hello", max_tokens=20, stop=[stop])
     assert done.choices[0].text == whole[: whole.index(stop)]
     assert done.choices[0].finish_reason == "stop"
+
+
+def test_the_end_of_sequence_counts_as_a_token(
+    client: OpenAI, port: int, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    third = expected_ids(folder, "Hello", 3)[2]
+    monkeypatch.setattr(LoadedModel, "stop_ids", [third])
+    names = ('moe_tokens_total{kind="answer"}', "moe_tpot_seconds_count")
+    before = [metric(port, name) for name in names]
+    done = client.completions.create(model=model, prompt="Hello", max_tokens=9)
+    assert done.usage is not None
+    assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("stop", 3)
+    assert [metric(port, name) - was for name, was in zip(names, before, strict=True)] == [3, 2]
 
 
 def test_what_cannot_be_served_is_refused_and_the_next_request_works(
