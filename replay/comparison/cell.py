@@ -92,7 +92,7 @@ class CellOutcome:
     def errors(self) -> dict[str, float]:
         """Of the prediction, by `replay.comparison.errors`."""
         decoded, row = self.decoded, self.measured.row
-        found = errors.time_errors(self.measured.log.step_ns[decoded], self.predicted.log.step_ns[decoded])
+        found = errors.time_errors(latencies(self.measured.log)[decoded], latencies(self.predicted.log)[decoded])
         if row["ttft_mean_ms"] is not None:
             found["ttft_mean"] = errors.relative(self.predicted.row["ttft_mean_ms"], row["ttft_mean_ms"])
         if without := self.predicted_without_host:
@@ -166,8 +166,8 @@ class CellOutcome:
             "phase": measured.phase,
             "tokens": measured.tokens,
             "counted": counted_steps(self.choice, measured),
-            "measured_ns": measured.step_ns,
-            "predicted_ns": predicted.step_ns,
+            "measured_ns": latencies(measured),
+            "predicted_ns": latencies(predicted),
         }
         for name in errors.DECIDED:
             columns |= {f"measured_{name}": getattr(measured, name), f"predicted_{name}": getattr(predicted, name)}
@@ -219,7 +219,7 @@ def play_cell(
             return replace(played, paces=tuple(paces))
 
     def mean_ns(played: Played) -> float:
-        return float(played.log.step_ns[decoded].mean())
+        return float(latencies(played.log)[decoded].mean())
 
     plays = sorted([play_once() for _ in range(repeat)], key=mean_ns)
     means = [mean_ns(played) for played in plays]
@@ -235,6 +235,11 @@ def play_cell(
 
 def _silent(_: StepRow) -> None:
     """Do nothing."""
+
+
+def latencies(log: RunLog) -> Int:
+    """int64[S]: of the only request of each step (rule 18), so with the host's time between two steps."""
+    return log.by_request.latency_ns
 
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:

@@ -32,7 +32,8 @@ from replay.comparison.summary import accuracy, in_words, rankings
 from replay.run import Choice
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
-from sim.loop.driver import play
+from sim.loop.driver import Driver, play
+from sim.loop.schedule import Step
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
 from sim.sweeps.setup import Loaded, Setup
@@ -41,6 +42,7 @@ from tests.support.short_calibrations import shorten
 from traces import demo_trace
 from traces.errors import InputError
 from traces.output import MARKER
+from traces.steps import DECODE
 from traces.synthetic import synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,36 @@ def test_a_device_that_is_slower_than_foretold_is_told_by_errors_below_zero(monk
     play(plan, SimpyDevice(alone, link), observer=recorder)
     same = play(plan, SimpyDevice(timing, slower), decider=Lockstep(plan, recorder.script))
     np.testing.assert_array_equal(found.measured.log.step_ns, same.step_ns)
+
+
+class Late(SimpyDevice):
+    """Has a host that takes its time between two steps."""
+
+    late = 0
+
+    def now(self) -> int:
+        return super().now() + self.late
+
+
+def test_errors_are_those_of_the_tpot_in_the_same_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = chosen("lru")
+    timing, link = machine(choice)
+    device, begin = Late(timing, link), Driver.begin
+
+    def begin_late(driver: Driver, step: Step) -> None:
+        device.late += 50_000 * (driver.session.device is device)
+        begin(driver, step)
+
+    monkeypatch.setattr(Driver, "begin", begin_late)
+    monkeypatch.setattr("replay.comparison.cell._device", lambda *_: Opened(device))
+    found = play_cell(choice, CLOSED_LOOP, timing, link)
+    for figure, error in (("tpot_mean_ms", "tpot_mean"), ("tpot_p99_ms", "tpot_p99")):
+        predicted, measured = (side.row[figure] for side in (found.predicted, found.measured))
+        assert measured - predicted == pytest.approx(0.05)
+        assert found.errors[error] == pytest.approx(predicted / measured - 1)
+    tokens = found.per_token()
+    decoded = tokens[tokens["counted"] & (tokens["phase"] == DECODE)]
+    assert decoded["measured_ns"].mean() / 1e6 == pytest.approx(found.measured.row["tpot_mean_ms"])
 
 
 class Opened:
