@@ -58,6 +58,7 @@ def is_config(path: Path) -> bool:
 def read(path: Path) -> dict[str, Any]:
     """Return the fields of a profile by a config file, or the one in a folder. Raise InputError for what it lacks."""
     file = path / "config.json" if path.is_dir() else path
+    name = file.parent.resolve().name if file.name == "config.json" else file.stem
     try:
         config = parse_json(plain(file).read_text("utf-8"), "it")
     except (OSError, ValueError, InputError) as error:
@@ -66,7 +67,7 @@ def read(path: Path) -> dict[str, Any]:
         raise InputError(f"{file}: a transformers config is a JSON object")
     with located(str(file)):
         try:
-            return fields_of(config, path.resolve().name if path.is_dir() else path.stem)
+            return fields_of(config, name)
         except InputError:
             raise
         except (TypeError, ValueError, AttributeError, OverflowError) as error:

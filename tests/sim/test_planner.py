@@ -186,6 +186,15 @@ def test_an_unknown_model_is_told_the_near_ones():
         plan("qwen3-30b-a3", **DESKTOP)
 
 
+def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None:
+    """All are called config.json: what was measured with one model was taken for another one with experts as large."""
+    for name in ("a/config.json", "b/config.json", "mine.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(QWEN3))
+    paths = [tmp_path / "a", tmp_path / "a" / "config.json", tmp_path / "b" / "config.json", tmp_path / "mine.json"]
+    assert [model(str(path)).name for path in paths] == ["a", "a", "b", "mine"]
+
+
 @pytest.mark.parametrize("model", ["~nobody/config.json", "x" * 5000])
 def test_a_model_that_is_no_path_is_refused(model):
     with pytest.raises(InputError, match="unknown model profile"):
