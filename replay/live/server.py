@@ -46,7 +46,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "logit_bias": ({},),
-    "logprobs": (False, 0),
+    "logprobs": (False,),  # 0 asks for those of the tokens themselves
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -77,6 +77,12 @@ WITHOUT_EFFECT = {
 """Parameters that change no answer."""
 
 
+def _asks_nothing(name: str, value: object) -> bool:
+    """Whether a parameter that is not served has a value without effect; 0 is not False, though Python says so."""
+    same = (each for each in NEUTRAL.get(name, ()) if isinstance(each, bool) == isinstance(value, bool))
+    return value is None or value in same
+
+
 class Asked(BaseModel):
     """What both kinds of requests share."""
 
@@ -96,7 +102,7 @@ class Asked(BaseModel):
     def not_served(self) -> list[str]:
         """What the request asks for and this server cannot do."""
         asked = {name: value for name, value in (self.model_extra or {}).items() if name not in WITHOUT_EFFECT}
-        return [name for name, value in asked.items() if value not in (None, *NEUTRAL.get(name, ()))]
+        return [name for name, value in asked.items() if not _asks_nothing(name, value)]
 
 
 class Part(BaseModel):

@@ -185,12 +185,13 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
         pytest.raises(openai.AuthenticationError, match="API key"),
     ):
         stranger.models.list()
-    for name, value in {"ignore_eos": True, "guided_json": {}, "chat_template": "x", "whatever": 0}.items():
+    refused = {"ignore_eos": True, "guided_json": {}, "chat_template": "x", "whatever": 0, "logprobs": 0}
+    for name, value in refused.items():
         with pytest.raises(openai.BadRequestError, match=f"not served here: {name};") as told:
             client.completions.create(model=model, prompt="x", extra_body={name: value})
         assert told.value.code == "unsupported_parameter"
     nothing: Any = {"presence_penalty": 0, "logit_bias": {}, "logprobs": None, "best_of": 1, "user": "somebody"}
-    more = {"ignore_eos": False, "guided_json": None, "store": True}
+    more = {"ignore_eos": False, "guided_json": None, "store": True, "presence_penalty": 0.0}
     done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50, **nothing, extra_body=more)
     assert done.usage is not None
     assert done.usage.total_tokens <= 256
