@@ -57,8 +57,8 @@ AMPLE_HOST_BYTES = 8 << 30
 LARGEST = 1 << 62
 """Number that a step may have: a sum of some stays within 64 bits."""
 
-HEADER = ("request", *COLUMNS)
-"""Columns of per_token.csv: the request of each step, and its numbers."""
+HEADER = ("request", *COLUMNS, "latency_ns")
+"""Columns of per_token.csv: the request of each step, its numbers, and what the request waited for it (rule 18)."""
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def step_writer(folder: Path, key: str, done: Sequence[StepRow] = ()) -> Iterato
 
 
 def _line(row: StepRow) -> list[int]:
-    return [row.shares[0].request, *row.numbers]
+    return [row.shares[0].request, *row.numbers, row.shares[0].latency_ns]
 
 
 def _full(folder: Path, why: str | None) -> InputError:
@@ -129,7 +129,7 @@ def done_before(folder: Path, key: str, requests: Iterable[RequestSteps]) -> lis
         is_whole = all(len(row) == len(HEADER) and min(row) >= 0 and max(row) <= LARGEST for row in of)
         if not is_whole or [row[:3] for row in of] != [[request.request, *step] for step in each]:
             raise InputError(f"{path} does not hold the steps of this trace: start again with --overwrite")
-        done += [StepRow(numbers, [Share(of_request, numbers[1], numbers[2])]) for of_request, *numbers in of]
+        done += [StepRow(numbers, [Share(one, numbers[1], latency)]) for one, *numbers, latency in of]
     return done
 
 

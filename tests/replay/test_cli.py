@@ -98,9 +98,9 @@ def test_virtual_measures_what_was_predicted(command, tmp_path: Path) -> None:
     assert list(by_request.columns) == REQUESTS.names
     assert len(by_request) == 3
     steps = pd.read_csv(tmp_path / "here/per_token.csv")
-    assert list(steps.columns) == ["request", *COLUMNS]
+    assert list(steps.columns) == ["request", *COLUMNS, "latency_ns"]
     decoded = steps[steps["phase"] == 1]
-    assert decoded["step_ns"].mean() / 1e6 == pytest.approx(row["tpot_mean_ms"])
+    assert decoded["latency_ns"].mean() / 1e6 == pytest.approx(row["tpot_mean_ms"])
 
 
 def test_the_cpu_moves_bytes_and_sets_predicted_beside_measured(command, tmp_path: Path) -> None:
@@ -395,10 +395,12 @@ def test_numbers_too_large_and_facts_too_deep_are_told(tmp_path: Path) -> None:
     requests = list(Requests(Trace.read(demo_trace()).head(1)))
     with report.step_writer(tmp_path, "a key") as write:
         for phase, tokens in zip(requests[0].phase.tolist(), requests[0].tokens.tolist(), strict=True):
-            write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(0, tokens, 5)]))
+            write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(0, tokens, 7)]))
     file = tmp_path / "per_token.csv"
-    assert len(report.done_before(tmp_path, "a key", requests)) == len(requests[0].tokens)
-    file.write_text(file.read_text().replace(",5\n", f",{10**30}\n", 1))
+    done = report.done_before(tmp_path, "a key", requests)
+    assert len(done) == len(requests[0].tokens)
+    assert done[0].shares == [Share(0, requests[0].tokens[0], 7)], "with the host's time before the step, which had 5"
+    file.write_text(file.read_text().replace(",7\n", f",{10**30}\n", 1))
     with pytest.raises(InputError, match="does not hold the steps"):
         report.done_before(tmp_path, "a key", requests)
     (tmp_path / report.RUN_FILE).write_text("[" * 100_000)
