@@ -1,6 +1,7 @@
 """`moe-trace import` and `export` as they are typed."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def test_an_exported_npz_is_imported_with_the_json_beside_it(tmp_path: Path, moe
     assert moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz").returncode == 0
     assert moe_trace("import", tmp_path / "x.npz", "--out", tmp_path / "back").returncode == 0
     same(Trace.read(tmp_path / "back"), known(), steps=True)
+
+
+def test_an_exported_npz_says_what_it_has_no_place_for(tmp_path: Path, moe_trace: Run) -> None:
+    write_trace(replace(known(), lookahead=known().experts), tmp_path / "t")
+    ended = moe_trace("export", tmp_path / "t", "--to", "npz", "--out", tmp_path / "x.npz")
+    assert ended.returncode == 0
+    assert "has no place for lookahead: left out" in ended.stderr
 
 
 @pytest.mark.parametrize(

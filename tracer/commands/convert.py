@@ -94,6 +94,7 @@ def export(
     Example: moe-trace export traces/demo --to oracleGeneral --phase decode --out demo.oracleGeneral
     """
     from traces.export import FORMATS, check_target, of_phase
+    from traces.reader import open_folder
     from traces.trace import Trace
 
     if to not in FORMATS:
@@ -105,6 +106,10 @@ def export(
     check_target(out, to, overwrite)
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
+    folder = open_folder(trace)
+    recorded = [*folder.optional, *(["embedding"] if folder.embedding is not None else [])]
+    if to == "npz" and (lost := [name for name in recorded if name not in columns]):
+        console.warn(f"{out} has no place for {', '.join(lost)}: left out")
     size = {} if expert_bytes is None else {"expert_bytes": expert_bytes}
     written = FORMATS[to](held, out, overwrite=overwrite, **size)
     if not quiet:
