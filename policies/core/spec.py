@@ -191,12 +191,14 @@ class PolicySpec:
         return {**({"preset": self.preset} if self.preset else {}), **self.resolved()}
 
     def declared(self) -> list[Option]:
-        """Return all options of both halves, of a preset of all parts, in the order in which they are declared."""
+        """Return all options of both halves, of a preset of all parts that it names, in the order of declaration."""
         stated = [{key for key, _ in half.options} for half in self.typed.halves]
         groups: list[tuple[tuple[str, ...], set[str]]]
         if self._as_one:
-            own = ("prefetch", "evict", "scope", "placement") if self.preset else ("prefetch", "evict")
-            groups = [(own, set().union(*stated))]
+            own = ["prefetch", "evict"]
+            if self.preset:  # a scope or placement typed beside it is no part of it
+                own += [part for part in ("scope", "placement") if not getattr(self.typed, part)]
+            groups = [(tuple(own), set().union(*stated))]
             both: Set[str] = set()
         else:
             groups = [((half,), typed) for half, typed in zip(HALVES, stated, strict=True)]

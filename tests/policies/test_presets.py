@@ -84,6 +84,9 @@ def made_up(monkeypatch, policy: str) -> None:
         ("static+popular@layer", "made-up:profile=t", "static:profile=t+popular@layer:profile=t"),
         ("lru+popular@layer", "made-up@global", "lru+popular"),
         ("lru+popular", "made-up:n=2@layer:profile=t", "lru+popular:n=2@layer:profile=t"),
+        ("static", "made-up:profile=t@layer", "static:profile=t@layer"),
+        ("static", "made-up:profile=t@layer:profile=u", "static:profile=t@layer:profile=u"),
+        ("lru+popular", "made-up:n=2/layers:n=12", "lru+popular:n=2/layers:n=12"),
         ("eamc", "made-up:capacity=7", "eamc:capacity=7"),
     ],
 )
@@ -92,6 +95,12 @@ def test_an_option_goes_to_every_part_that_declares_it(monkeypatch, policy, type
     found = parse(typed)
     assert found.resolved() == parse(stands_for).resolved()
     assert found.text == typed
+
+
+def test_an_option_given_later_leaves_a_typed_scope_and_placement_alone(monkeypatch):
+    made_up(monkeypatch, "static+popular")
+    found = parse("made-up@layer:profile=u/layers:n=12").with_options({"profile": "t", "n": 2})
+    assert found == parse("static:profile=t+popular:n=2@layer:profile=u/layers:n=12") == parse(found.text)
 
 
 def test_a_preset_in_a_scope_of_its_own_keeps_it(monkeypatch):
