@@ -42,6 +42,10 @@ class PerLayer(RetentionPolicy):
         """For the event's layer."""
         self._of[event.layer].observe(event)
 
+    def victim_for(self, expert: int, evictable: Int) -> int:
+        """Of the expert's layer, which is that of all that are offered."""
+        return self._of[expert // self.shape.experts].victim_for(expert, evictable)
+
     def victim(self, evictable: Int) -> int:
-        """Of the offered experts' layer, which is one and the same."""
-        return self._of[int(evictable[0]) // self.shape.experts].victim(evictable)
+        """The same."""
+        return self.victim_for(int(evictable[0]), evictable)

@@ -203,6 +203,10 @@ class RetentionPolicy(Listener, ABC):
     def victim(self, evictable: Int) -> int:
         """The expert to evict. evictable: [n], n >= 1, ascending ids of READY experts that nothing pins."""
 
+    def victim_for(self, expert: int, evictable: Int) -> int:
+        """The same, for the transfer of `expert`: what the residency asks. Few policies make a difference."""
+        return self.victim(evictable)
+
 
 class ScorePolicy(RetentionPolicy):
     """An eviction policy as keep scores: the least (primary, secondary, id) among the evictable goes.

@@ -2,12 +2,13 @@
 
 Megiddo and Modha, FAST 2003. Of each list the evicted are remembered (B1, B2; |T1| + |B1| <= slots, all four <= 2 x
 slots). A miss that B1 remembers raises the target p of |T1|, one that B2 remembers lowers it; T1 gives the victim
-while it is above p (or at p, and B2 remembers the miss), else T2: the least recently used. Lists are ordered by
-lookup, so there are no ties; experts of one event in ascending id. Experts that are not offered are passed; a list
-with none offered leaves the turn to the other. A prefetch enters as a miss does, but moves p at no time.
+while it is above p (or at p, and B2 remembers the expert that needs the slot), else T2: the least recently used. Lists
+are ordered by lookup, so there are no ties; experts of one event in ascending id. Experts that are not offered are
+passed; a list with none offered leaves the turn to the other. A prefetch enters as a miss does, but moves p at no time;
+a miss that the host computes moves p, but does not enter.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 
 from policies.core.policy import Event, Int, Options, RetentionPolicy, Shape
 from policies.core.registry import retention
@@ -24,7 +25,6 @@ class ARC(RetentionPolicy):
         self._t1, self._t2, self._b1, self._b2 = List(), List(), List(), List()
         self._slots = 0  # not known before the cache is full
         self._target = 0.0  # p
-        self._demanded: deque[int] = deque()  # misses of the event whose transfers have not started, in their order
 
     def on_hit(self, expert: int, serial: int) -> None:
         """Looked up once more: the most recent of T2."""
@@ -35,8 +35,7 @@ class ARC(RetentionPolicy):
     def observe(self, event: Event) -> None:
         """Each miss that is remembered moves p (cases II and III)."""
         b1, b2 = self._b1, self._b2
-        self._demanded = deque(e for e in event.experts.tolist() if e not in self._t1 and e not in self._t2)
-        for expert in self._demanded:
+        for expert in event.experts.tolist():
             if expert in b1:
                 self._target = min(self._target + max(len(b2) / len(b1), 1.0), self._slots)
             elif expert in b2:
@@ -45,8 +44,6 @@ class ARC(RetentionPolicy):
     def on_insert(self, expert: int, serial: int, start: int) -> None:
         """Enter T1, or T2 if it is remembered; what B1 and B2 hold too much, they forget."""
         b1, b2 = self._b1, self._b2
-        if self._demanded and self._demanded[0] == expert:
-            self._demanded.popleft()
         remembered = expert in b1 or expert in b2
         b1.pop(expert, None)
         b2.pop(expert, None)
@@ -66,10 +63,14 @@ class ARC(RetentionPolicy):
             del self._t2[expert]
             self._b2[expert] = None
 
-    def victim(self, evictable: Int) -> int:
+    def victim_for(self, expert: int, evictable: Int) -> int:
         """REPLACE: the least recently used offered expert of the list whose turn it is."""
         offered, t1, t2 = set(evictable.tolist()), self._t1, self._t2
         self._slots = len(t1) + len(t2)
-        returns = bool(self._demanded) and self._demanded[0] in self._b2
+        returns = expert in self._b2
         turn, other = (t1, t2) if len(t1) > self._target or (len(t1) == self._target and returns) else (t2, t1)
         return next(expert for queue in (turn, other) for expert in queue if expert in offered)
+
+    def victim(self, evictable: Int) -> int:
+        """The same, for an expert that is not remembered."""
+        return self.victim_for(int(evictable[0]), evictable)

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from policies.core.events import alone
 from policies.core.policy import RetentionPolicy, ScorePolicy, Shape
+from policies.core.residency import PolicyResidency
+from policies.core.residency_compiled import NO_EXPERT
 from policies.core.scores import on_lookup
 from policies.core.spec import parse
 from traces.errors import InputError
@@ -49,7 +51,7 @@ class ClockByHand:
         del self.circle[place]
         self.hand -= place < self.hand
 
-    def victim(self, offered: list[int], incoming: int, demanded: bool) -> int:
+    def victim(self, offered: list[int], incoming: int) -> int:
         while True:
             self.hand %= len(self.circle)
             page = self.circle[self.hand]
@@ -106,7 +108,7 @@ class S3FIFOByHand:
         else:
             self.main.remove(expert)
 
-    def victim(self, offered: list[int], incoming: int, demanded: bool) -> int:
+    def victim(self, offered: list[int], incoming: int) -> int:
         self.evicted = True
         main_first = len(self.main) > self.slots - self.small_slots
         while True:
@@ -147,8 +149,8 @@ class ARCByHand:
             elif expert in self.b2:  # case III
                 self.p = max(0, self.p - max(1, len(self.b1) / len(self.b2)))
 
-    def victim(self, offered: list[int], incoming: int, demanded: bool) -> int:
-        returns = demanded and incoming in self.b2
+    def victim(self, offered: list[int], incoming: int) -> int:
+        returns = incoming in self.b2
         t1, t2 = ([e for e in queue if e in offered] for queue in (self.t1, self.t2))
         known = incoming in self.b1 or incoming in self.b2
         if not known and len(self.t1) == self.c:  # case IV A, B1 being empty
@@ -191,7 +193,7 @@ class Both:
         self.slots, self.resident, self.serial, self.starts = slots, set[int](), 0, 0
 
     def look_up(self, experts: list[int], draw) -> None:
-        """One event: its hits, then its misses, each with a victim among those that `draw` picks."""
+        """One event: its hits, then those misses that `draw` has fetched, each with a victim among those it picks."""
         self.serial += 1
         missed = [expert for expert in experts if expert not in self.resident]
         for expert in experts:
@@ -203,14 +205,15 @@ class Both:
             self.policy.observe(alone(DECODE, 0, self.serial, ids, np.ones_like(ids), self.serial))
         self.by_hand.missed(missed)
         for expert in missed:
-            self.start(expert, True, draw)
+            if draw(st.booleans()):  # else the host computes it
+                self.start(expert, draw)
 
-    def start(self, expert: int, demanded: bool, draw) -> None:
+    def start(self, expert: int, draw) -> None:
         if len(self.resident) == self.slots:
             offered = sorted(draw(st.sets(st.sampled_from(sorted(self.resident)), min_size=1)))
-            victim = self.policy.victim(np.array(offered, np.int64))
+            victim = self.policy.victim_for(expert, np.array(offered, np.int64))
             assert victim in offered
-            assert victim == self.by_hand.victim(offered, expert, demanded)
+            assert victim == self.by_hand.victim(offered, expert)
             self.leave(victim)
         self.starts += 1
         self.resident.add(expert)
@@ -238,10 +241,31 @@ def test_victims_are_those_of_the_slow_reference_whatever_is_offered(name, slots
         if isinstance(happening, set):
             both.look_up(sorted(happening), data.draw)
         elif happening >= 0 and happening not in both.resident:
-            both.start(happening, False, data.draw)
+            both.start(happening, data.draw)
         elif happening == -1 and been_full and both.starts > slots:
             for expert in sorted(both.resident):
                 both.leave(expert)
+
+
+def test_arc_asks_of_the_fetched_miss_whether_it_is_remembered_not_of_one_that_the_host_computes():
+    policy = parse("arc").build(Shape(1, TOTAL))[0]
+    machine = PolicyResidency(policy.shape, (2,), policy)
+
+    def victim(*experts: int, on_host: tuple[int, ...] = ()) -> int:
+        ids = np.array(experts, np.int64)
+        machine.place_on_host(on_host)
+        machine.route(ids)
+        policy.observe(alone(DECODE, 0, 0, ids, np.ones_like(ids)))
+        started, victim, _ = machine.next_transfer()
+        if started != NO_EXPERT:
+            machine.arrived()
+        for expert in experts:
+            machine.computed(expert)
+        return victim
+
+    for expert in (5, 5, 4, 3, 3, 1, 5, 4, 1, 2):
+        victim(expert)
+    assert victim(0, 5, on_host=(0,)) == 2, "T1 is as long as p, and B2 remembers 5"
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.integers(1, 20))
