@@ -42,8 +42,8 @@ def on_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
 
 @compiled
 def on_host_lookup(rule: int, keep: Float, expert: int, serial: int) -> None:
-    """The same of a miss that is computed on the host: what counts lookups while resident does not count it."""
-    if rule == LFU:
+    """The same of a miss that is computed on the host, which LFU and perfect LFU do not count (rule 8)."""
+    if rule in (LFU, LFU_PERFECT):
         keep[1, expert] = serial
     elif rule != VISITS:
         on_lookup(rule, keep, expert, serial)

@@ -1,7 +1,8 @@
 """Perfect LFU: evict the expert with the fewest lookups of the whole run, ties to the least recently looked up.
 
-Unlike `lfu` it forgets nothing at eviction (rule 8), so it ends as static popularity, learned online;
-a prefetch alone counts nothing. Breslau et al., Web Caching and Zipf-like Distributions, INFOCOM 1999.
+Unlike `lfu` it forgets nothing at eviction (rule 8), so it ends as static popularity, learned online; a prefetch alone
+counts nothing, nor does a lookup that the host computes. Breslau et al., Web Caching and Zipf-like Distributions,
+INFOCOM 1999.
 """
 
 from policies.core import scores

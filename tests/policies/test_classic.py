@@ -268,6 +268,16 @@ def test_arc_asks_of_the_fetched_miss_whether_it_is_remembered_not_of_one_that_t
     assert victim(0, 5, on_host=(0,)) == 2, "T1 is as long as p, and B2 remembers 5"
 
 
+@pytest.mark.parametrize("name", ["lfu", "lfu-perfect"])
+def test_a_lookup_that_the_host_computes_is_the_last_but_is_not_counted(name):
+    policy = parse(name).build(Shape(1, TOTAL))[0]
+    machine = PolicyResidency(policy.shape, (2,), policy)
+    machine.place_on_host([3])
+    machine.route(np.array([3, 4]))
+    assert machine.keep[:2, 3].tolist() == [0, 1]
+    assert machine.keep[:2, 4].tolist() == [1, 1]
+
+
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=80), st.integers(1, 20))
 def test_aged_counts_are_exact_fractions_halved_at_each_multiple_of_the_half_life(ids, half_life):
     policy, counts = _scores(f"lfu-aged:half_life={half_life}"), [Fraction(0)] * 5
