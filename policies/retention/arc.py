@@ -5,7 +5,8 @@ slots). A miss that B1 remembers raises the target p of |T1|, one that B2 rememb
 while it is above p (or at p, and B2 remembers the expert that needs the slot), else T2: the least recently used. Lists
 are ordered by lookup, so there are no ties; experts of one event in ascending id. Experts that are not offered are
 passed; a list with none offered leaves the turn to the other. A prefetch enters as a miss does, but moves p at no time;
-a miss that the host computes moves p, but does not enter.
+a miss that the host computes moves p, but does not enter. The number of slots is known from the first eviction on; what
+`--cold` takes before that is not remembered.
 """
 
 from collections import OrderedDict
@@ -56,12 +57,10 @@ class ARC(RetentionPolicy):
 
     def on_evict(self, expert: int) -> None:
         """Leave, remembered as the most recent of its list."""
-        if expert in self._t1:
-            del self._t1[expert]
-            self._b1[expert] = None
-        else:
-            del self._t2[expert]
-            self._b2[expert] = None
+        held, remembered = (self._t1, self._b1) if expert in self._t1 else (self._t2, self._b2)
+        del held[expert]
+        if self._slots:
+            remembered[expert] = None
 
     def victim_for(self, expert: int, evictable: Int) -> int:
         """REPLACE: the least recently used offered expert of the list whose turn it is."""

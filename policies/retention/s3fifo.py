@@ -2,11 +2,11 @@
 
 Yang et al., FIFO Queues are All You Need for Cache Eviction, SOSP 2023, as in libCacheSim: new experts enter the small
 queue, a tenth of the slots, those remembered the main one; until the cache is first full what does not fit the small
-queue enters the main one. A main queue above its share gives the victim: its oldest goes, or goes round with one
-lookup less (at most 3 count). Else the small queue does: its oldest moves to the main queue if `threshold` lookups
-found it, or goes and is remembered. No ties. Experts that are not offered are passed and keep their places; a queue
-with none offered, or none at all, leaves the turn to the other. The small queue has at least one slot and takes an
-expert also if it has but one, where libCacheSim, below 20 slots, caches nothing.
+queue enters the main one, and what `--cold` takes is not remembered. A main queue above its share gives the victim: its
+oldest goes, or goes round with one lookup less (at most 3 count). Else the small queue does: its oldest moves to the
+main queue if `threshold` lookups found it, or goes and is remembered. No ties. Experts that are not offered are passed
+and keep their places; a queue with none offered, or none at all, leaves the turn to the other. The small queue has at
+least one slot and takes an expert also if it has but one, where libCacheSim, below 20 slots, caches nothing.
 """
 
 from collections import OrderedDict
@@ -20,7 +20,10 @@ MOST_LOOKUPS = 3
 
 @dataclass(frozen=True)
 class S3FIFOOptions(Options, policy="s3fifo"):
-    """small, ghost: length of the queues, of the slots; threshold: lookups that lead from small to main."""
+    """small, ghost: length of the queues, a share of the slots, rounded down.
+
+    threshold: lookups that lead from small to main.
+    """
 
     small: float = bounded(0.1, above=0, below=1)
     ghost: float = bounded(0.9, least=0, most=100)
@@ -59,7 +62,8 @@ class S3FIFO(RetentionPolicy):
         """Leave; what leaves the small queue is remembered."""
         if expert in self._small:
             del self._small[expert]
-            self._ghost[expert] = None
+            if self._ghost_slots >= 0:
+                self._ghost[expert] = None
         else:
             del self._main[expert]
 
