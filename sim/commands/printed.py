@@ -20,8 +20,9 @@ def cell_title(row: "Row", machine: str | None) -> str:
     """Return what was run on what."""
     where = f" on {machine}" if machine else ""
     played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
+    policy = f"{row['policy']}{' (oracle)' if row['oracle'] else ''}"
     share = f"{100 * row['cache_fraction']:.3g}%"
-    return f"{row['model']}{where}: {row['policy']}, {row['cache_experts']} slots ({share} of the experts); {played}"
+    return f"{row['model']}{where}: {policy}, {row['cache_experts']} slots ({share} of the experts); {played}"
 
 
 def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "Table":
