@@ -6,7 +6,7 @@ Every engine tells it what happens, in the order in which it happens; whatever a
 import numpy as np
 
 from policies.core.limits import limiter
-from policies.core.policy import Event, Float, Int, Requests, Shape
+from policies.core.policy import START, Event, Float, Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.spec import PolicySpec
 from traces.errors import InputError
@@ -62,9 +62,8 @@ class PolicyRunner:
         self.prefetcher.begin_request(ordinal, seat)
 
     def observe(self, event: Event) -> None:
-        """Rule 3. A limit on prefetches goes by what is READY now, before the link acts."""
-        if self._limiter:
-            self._limiter.state[:] = self._states
+        """Rule 3."""
+        self._take_states()
         for observe in self._observers:
             observe(event)
 
@@ -72,8 +71,15 @@ class PolicyRunner:
         """Rule 4, for the same event, within the prefetcher's limits; None from a prefetcher that never proposes."""
         if not self.prefetcher.proposes:
             return None
+        if event.layer == START:
+            self._take_states()
         proposal = self.prefetcher.propose(event)
         return proposal if self._limiter is None else self._limiter(event.layer, *proposal)
+
+    def _take_states(self) -> None:
+        """A limit on prefetches goes by what is READY when an event is looked up, or a step starts."""
+        if self._limiter:
+            self._limiter.state[:] = self._states
 
     @property
     def at_start(self) -> bool:

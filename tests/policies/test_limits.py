@@ -8,16 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policies.core.catalog import available
+from policies.core.events import alone
 from policies.core.limits import Limiter, Limits, limiter
-from policies.core.policy import Shape
+from policies.core.policy import START, Prefetcher, Shape
 from policies.core.residency_compiled import ABSENT, LOADING, QUEUED, READY
 from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core.spec import Part, PolicySpec, parse
 from policies.prefetch.layer_stream import AllOptions
 from policies.prefetch.markov import MarkovOptions
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
+from traces.steps import DECODE
 from traces.synthetic import synthetic
 
 NOBODYS = {"none", "eamc", "eamc-blend"}  # nothing to limit; limits of their own
@@ -153,6 +155,31 @@ def test_an_engine_that_does_not_know_its_window_plays_no_budget():
     with pytest.raises(ValueError, match="the engine has not told"):
         PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [])
     PolicyRunner(parse("lru+markov:budget=1"), Shape(2, 2), [], per_access=True)  # untimed nothing is prefetched
+
+
+class Beginning(Prefetcher):
+    """Asked when a step starts as well: all experts, the first ones best."""
+
+    Options, at_start = Limits, True
+
+    def propose(self, event):
+        return np.arange(self.shape.total), -np.arange(self.shape.total, dtype=np.float64)
+
+
+def test_when_a_step_starts_a_budget_goes_by_what_is_ready_then():
+    spec = PolicySpec.of("lru", Part.of(Beginning, budget=1.0))
+    runner = PolicyRunner(spec, Shape(1, 4), [], experts_per_layer=1.0)
+    residency, event = runner.residency(4), alone(DECODE, 0, 0, np.array([0]), np.array([1]))
+    residency.route(event.experts)
+    runner.observe(event)
+    proposed = runner.propose(event)
+    assert proposed
+    assert proposed[0].tolist() == [0], "it is not there yet"
+    residency.next_transfer()
+    residency.arrived()
+    proposed = runner.propose(event._replace(layer=START))
+    assert proposed
+    assert proposed[0].tolist() == [0, 1]
 
 
 TIMING = FixedTiming(dense=400, expert=90, expert_per_token=10, combine=100, head=50)
