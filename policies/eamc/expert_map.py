@@ -28,6 +28,7 @@ from policies.core.limits import Limits, layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, ScorePolicy, Shape, bounded
 from policies.core.ranking import add, best
 from policies.core.registry import prefetcher, retention
+from policies.eamc.matching import TIE
 
 NO_MATCH, SEVERAL = -1, -2
 
@@ -91,12 +92,15 @@ def begin(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
 
 @compiled
 def _nearest(dots: Int, squares: Int, size: int) -> int:
-    """The stored map of the greatest cosine above 0, NO_MATCH without one. squares: its squared norm so far."""
+    """The stored map of the greatest cosine above 0, NO_MATCH without one. squares: its squared norm so far.
+
+    Equal are cosines within TIE, as in policies/eamc/matching.py.
+    """
     nearest, greatest = NO_MATCH, 0.0
     for c in range(size):
         if dots[c] > 0:
             cosine = dots[c] / np.sqrt(squares[c])
-            if cosine > greatest:
+            if cosine > greatest * (1 + TIE):
                 nearest, greatest = c, cosine
     return nearest
 

@@ -158,6 +158,12 @@ def test_a_full_store_of_expert_maps_replaces_the_most_similar_one():
     assert found[0, 4, 0] == {(1, 0): 1.0}, "token 3 resembles both and has replaced the one in the lower place"
 
 
+def test_an_expert_map_and_its_multiple_are_equally_near_and_the_one_stored_first_is_matched():
+    prefill = [{0: 3, 1: 3}, {1: 3}]
+    found = proposals("expert-map", Shape(2, 3), [[[[0, 1], [0]]], [prefill], [[[0, 1], [2]]]])
+    assert found[2, 0, 0] == {(1, 0): 1.0}, "6 / sqrt(18) is greater than 2 / sqrt(2) only as it is rounded"
+
+
 def test_expert_maps_outlive_their_request():
     found = proposals("expert-map", Shape(2, 2), [[[[0], [1]]], [[[0], [1]]]])
     assert found[1, 0, 0] == {(1, 1): 1.0}
