@@ -161,6 +161,8 @@ def test_a_whole_number_that_does_not_fit_64_bits_is_refused_with_its_range(valu
 def test_a_default_that_compiled_code_cannot_take_is_refused(default):
     @dataclass(frozen=True)
     class Odd:
+        """Has a text, for which some versions of Python would write the default out."""
+
         depth: int = default
 
     with pytest.raises(PolicyError, match="option depth has a default that does not fit 64 bits"):
