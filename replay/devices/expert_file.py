@@ -175,7 +175,7 @@ def _header(path: Path) -> tuple[Facts, int]:
     try:
         header, begin = header_of(path)
         metadata = header["__metadata__"]
-        numbers = {name: int(metadata[name]) for name in ("experts", "distinct", "expert_bytes")}
+        numbers = {name: int(str(metadata[name])) for name in ("experts", "distinct", "expert_bytes")}
         texts = {name: str(metadata[name]) for name in ("format", "model", "weights", "checksums")}
     except InputError as error:
         raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
