@@ -123,3 +123,8 @@ def show_bytes(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1_000
     return f"{size:.0f} TB"
+
+
+def show_share(value: float | None) -> str:
+    """Percent, one digit behind the point: `17.3%`; `-` for None."""
+    return "-" if value is None else f"{value:.1%}"

@@ -7,6 +7,7 @@ from typing import Any
 
 from sim.backtest.file import UNITS
 from sim.backtest.score import Backtest, Result, errors, grouped, summary
+from sim.quantities import show_share
 from traces.errors import InputError
 from traces.files import plain
 from traces.output import check_file, replacing
@@ -111,18 +112,14 @@ def headline(test: Backtest) -> str:
 
 
 def _errors(told: dict[str, Any]) -> str:
-    return f"median {_percent(told['median_abs_error'])}, worst {_percent(told['worst_abs_error'])}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+    return f"median {show_share(told['median_abs_error'])}, worst {show_share(told['worst_abs_error'])}"
 
 
 def _grouped(results: Sequence[Result], key: Callable[[Result], str]) -> list[Cells]:
     found: list[Cells] = [["", "rows", "median", "worst", "without assumptions", "median", "worst", "blind median"]]
     for name, part in [*grouped(results, key).items(), ("all", list(results))]:
         alone = [result for result in part if not result.assumes]
-        found.append([name, *_three(part), *_three(alone), _percent(_blind(part))])
+        found.append([name, *_three(part), *_three(alone), show_share(_blind(part))])
     return found
 
 
@@ -133,7 +130,7 @@ def _blind(results: Iterable[Result]) -> float | None:
 
 def _three(results: Iterable[Result]) -> Cells:
     told = errors(results)
-    return [str(told["rows"]), _percent(told["median_abs_error"]), _percent(told["worst_abs_error"])]
+    return [str(told["rows"]), show_share(told["median_abs_error"]), show_share(told["worst_abs_error"])]
 
 
 def _tokens(told: dict[str, Any]) -> list[Cells]:

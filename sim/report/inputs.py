@@ -25,7 +25,7 @@ from sim.results.metrics import (
     require_possible,
     require_together,
 )
-from sim.sweeps import config, winner
+from sim.sweeps import winner
 from sim.sweeps.setup import Loaded, Setup
 from sim.sweeps.winner import Winner
 from traces.errors import InputError
@@ -56,7 +56,6 @@ class Results:
     requests: pd.DataFrame | None
     winners: tuple[Winner, ...] = ()
     setup: Setup | None = None
-    configured: bool = False  # a sweep.toml stands beside it
     missing: tuple[str, ...] = ()  # columns that another version did not write
     problems: list[str] = field(default_factory=list)
 
@@ -73,13 +72,30 @@ class Results:
         try:
             return self.setup.load()
         except InputError as error:
-            self.problems.append(f"{self.folder}: its trace or profiles cannot be read again: {error}")
+            self.note(f"{self.folder}: its trace or profiles cannot be read again: {error}")
             return None
 
     @cached_property
     def trace(self) -> Trace | None:
         """The trace in memory."""
         return self.loaded.whole if self.loaded else None
+
+    def note(self, problem: str) -> None:
+        """Add a sentence to the problems, once."""
+        if problem not in self.problems:
+            self.problems.append(problem)
+
+    def attempt(self, make: Callable[[], Iterable[T]]) -> tuple[T, ...] | None:
+        """Return what is made of the tables; None, with the reason among the problems, where that fails."""
+        try:
+            return tuple(make())
+        except (TypeError, ValueError, LookupError, ArithmeticError) as error:
+            if not self.missing:
+                kind, said = type(error).__name__, str(error)
+                why = f"{kind}: {said.splitlines()[0]}" if said else kind
+                values = f"its tables hold values that no run writes ({why})"
+                self.note(f"{self.folder}: {values}: run it again with --overwrite")
+            return None
 
 
 def read(folders: Iterable[Path]) -> list[Results]:
@@ -116,8 +132,7 @@ def _read(folder: Path) -> Results:
         read_winners = _tried(lambda: winner.read(folder), problems)
         if read_winners:
             setup, winners = read_winners[0], tuple(read_winners[1])
-    configured = (folder / config.NAME).exists()
-    return Results(folder, rows, requests, winners, setup, configured, tuple(missing), problems)
+    return Results(folder, rows, requests, winners, setup, tuple(missing), problems)
 
 
 def _table(path: Path, schema: pa.Schema, problems: list[str]) -> tuple[pd.DataFrame | None, list[str]]:

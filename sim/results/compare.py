@@ -51,6 +51,9 @@ MEASURES = (
     Measure("ttft_ms", "time to the first token", 1, "ms", "slower to the first token", "faster to the first token"),
 )
 
+OF_A_REQUEST = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "misses": "hit_rate"}
+"""Of each column of results that judges policies, the measure that pairs their requests."""
+
 
 @dataclass(frozen=True)
 class SweptRun:
@@ -238,7 +241,7 @@ def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> li
 
     That is: the interval of the paired difference over requests reaches 0. Two requests are needed to tell.
     """
-    measure = {"tpot_mean_ms": "tpot_mean_ms", "ttft_mean_ms": "ttft_ms", "misses": "hit_rate"}[judged_by]
+    measure = OF_A_REQUEST[judged_by]
     sign = -1 if measure == "hit_rate" else 1
     mine = best.requests[measure].to_numpy(np.float64)
     found = []

@@ -317,6 +317,11 @@ def size_text(row: Row | pd.Series) -> str:
     return f"{row['cache_experts']:,} ({100 * row['cache_fraction']:.3g}%)"
 
 
+def cell_text(row: Row) -> str:
+    """Return a cell's policy and cache size."""
+    return f"{row['policy']}, {size_text(row)}"
+
+
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 

@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 
 from policies.core.spec import PolicySpec
-from sim.quantities import show_bytes
+from sim.quantities import show_bytes, show_share
 from sim.results import compare
 from sim.results.metrics import Row, size_text
 from sim.sweeps.grid import Grid, Outcome
@@ -104,7 +104,7 @@ def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
         mark = marks.get((row["cache_experts"], row["policy"]), "oracle" if row["oracle"] else "")
         cells = [size, size_text(row)]
         cells += [f"{row['cache_bytes'] / 2**30:.3g}"] if sized else []
-        cells += [row["policy"], _share(row["hit_rate"])]
+        cells += [row["policy"], show_share(row["hit_rate"])]
         cells += [f"{row[column]:,.2f}" for column in latencies.values()]
         cells.append(_idle(row) if latencies else f"{row['misses']:,}")
         if moved:
@@ -138,12 +138,8 @@ def _latencies(rows: list[Row]) -> dict[str, str]:
 def _idle(row: Row) -> str:
     """The share of the time in which the GPU waited for weights."""
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
-    return _share(row["gpu_idle_ms"] / elapsed if elapsed else None)
+    return show_share(row["gpu_idle_ms"] / elapsed if elapsed else None)
 
 
 def _megabytes(size: float) -> str:
     return f"{size / 1e6:,.1f}" if size >= 1e7 else f"{size / 1e6:.3g}"
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"

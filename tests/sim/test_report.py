@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 
-from sim.report import bounds, inputs, page
+from sim.report import bounds, elements, inputs, page, routing, sweep
 from sim.results import plot
 from sim.results.metrics import RESULTS, summarise
 from sim.sweeps.setup import Setup
@@ -68,7 +68,7 @@ def whole(swept) -> str:
 def test_cache_sizes_that_are_as_good_as_one_share_are_told_apart():
     requests = pd.DataFrame({"policy": "lru", "cache_experts": [2000, 2001], "cache_fraction": [0.2, 0.2001]})
     requests[["tpot_mean_ms", "ttft_ms"]] = 1.0
-    told = "".join(str(item.svg) for item in page._latencies(inputs.Results(Path("x"), [], requests)))
+    told = "".join(str(item.svg) for item in sweep._latencies(inputs.Results(Path("x"), [], requests)))
     assert {"2,000 (20%) of the experts", "2,001 (20%) of the experts"} < set(re.findall(">([^<>]+)<", told))
 
 
@@ -222,7 +222,7 @@ def test_columns_of_another_version_are_named_and_the_rest_is_shown(copy):
 @pytest.mark.parametrize("column", RESULTS.names)
 def test_no_missing_column_breaks_the_page(column, copy, monkeypatch):
     _edit(copy / "results.parquet", lambda table: table.drop(columns=[column]))
-    monkeypatch.setattr(page, "svg_of", lambda figure: None)
+    monkeypatch.setattr(elements, "svg_of", lambda figure: None)
     monkeypatch.setattr(bounds, "belady", lambda *_: [])
     monkeypatch.setattr(bounds, "floor", lambda *_: [])
     text, problems = _page(copy)
@@ -327,7 +327,7 @@ def test_every_cell_is_in_the_figures_of_time_and_bytes_with_what_it_moved(swept
     monkeypatch.setattr(plot, "stacked", drawing)
     cells = [{**row, "cache_experts": 768 + i, "cache_fraction": (768 + i) / 3072} for i in range(2)]
     moved = {"bytes_demand": 5e6, "bytes_prefetch": 2e6, "bytes_wasted": 3e6, "tokens": 1}
-    list(page._time([{**cell, **moved} for cell in cells]))
+    list(sweep._time([{**cell, **moved} for cell in cells]))
     assert [len(bars) for bars in drawn] == [2, 2]
     assert all(sum(parts.values()) == 7 and min(parts.values()) == 0 for parts in drawn[1].values())
 
@@ -407,10 +407,10 @@ def test_requests_that_decode_nothing_are_not_in_the_mean_over_requests_that_do(
     ids = np.array([[[0, 1]], [[0, 2]], [[3, 4]]])
     requests = [ids, ids[:1], ids]  # the second is a prompt alone
     trace = Trace.from_arrays(requests, 10, prompt_tokens=[1, 1, 2])
-    figure, similarity = page._routing(_results_of(trace))
+    figure, similarity = routing.items(_results_of(trace))
     assert (
         "The mean request uses 30.0% of all experts, all requests together use 40.0%." in figure.text
     )  # 4 and 2 of 10
     assert "2 requests, ordered by task (1)" in str(similarity.svg)
-    (nothing,) = page._routing(_results_of(Trace.from_arrays([np.full((2, 1, 2), -1)], 10)))
+    (nothing,) = routing.items(_results_of(Trace.from_arrays([np.full((2, 1, 2), -1)], 10)))
     assert nothing.text == "Nothing was routed."

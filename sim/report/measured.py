@@ -1,0 +1,49 @@
+"""Replays on the page: what was predicted beside what was measured."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from sim.quantities import show_share
+from sim.report.elements import Item, Section, Shown, figure_item
+from sim.report.inputs import Results
+from sim.results import plot
+from sim.results.metrics import cell_text
+
+
+def section(replays: Sequence[Results]) -> Section:
+    """Return predicted beside measured."""
+    title, pairs, rows = "Predicted against measured", {}, []
+    for replay in replays:
+        of = f" ({replay.folder})" if len(replays) > 1 else ""
+        for name, pair, row in replay.attempt(partial(_predicted, replay, of)) or ():
+            pairs[name] = pair
+            rows.append(row)
+    if not pairs:
+        missing = "No replay was given. moe-replay --from FOLDER measures a sweep's winner; name its folder too."
+        return Section(title, (Item("text", missing),))
+    figure = plot.predicted_and_measured(pairs, "mean time per output token (ms)")
+    head = ("run", "predicted TPOT, ms", "measured", "error", "predicted hit rate", "measured")
+    caption = "Bars are the prediction as the machine's pace varied, where that was measured."
+    return Section(title, (figure_item(figure, caption), Item("table", head=head, rows=tuple(rows))))
+
+
+def _predicted(replay: Results, of: str) -> Iterator[tuple[str, tuple[float, float, float, float], tuple[Shown, ...]]]:
+    """Yield of each row its name, which ends in `of`, predicted, low, high and measured TPOT, and its table's row."""
+    for row in replay.rows:
+        predicted, measured = row.get("predicted_tpot_mean_ms"), row["tpot_mean_ms"]
+        if predicted is None or measured is None:
+            replay.note(f"{replay.folder}: nothing was predicted, or nothing decoded, to compare")
+            continue
+        low, high = (row.get(f"predicted_tpot_{end}_ms") or predicted for end in ("low", "high"))
+        name = f"{row['device']}: {cell_text(row)}{of}"
+        error = predicted / measured - 1
+        hits = row.get("predicted_hit_rate")
+        shown = (
+            (name, None),
+            (f"{predicted:,.3f}", predicted),
+            (f"{measured:,.3f}", measured),
+            (f"{error:+.1%}", error),
+            (show_share(hits), hits),
+            (show_share(row["hit_rate"]), row["hit_rate"]),
+        )
+        yield name, (predicted, low, high, measured), shown

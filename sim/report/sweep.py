@@ -1,0 +1,228 @@
+"""The sections of the page about one sweep, but for its recommendation and its routing."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from sim.loop.log import STALLS
+from sim.quantities import show_share
+from sim.report import bounds, recommendation, routing
+from sim.report.elements import Item, Section, Shown, figure_item, made
+from sim.report.inputs import Results
+from sim.results import diagnosis, plot
+from sim.results.metrics import RESULTS, Row, cell_text, size_text
+from sim.sweeps import winner
+
+BARS = 24
+"""Cells in a figure of bars at most: those of the largest sizes."""
+
+COLUMNS = {
+    "policy": "policy",
+    "cache": "cache",
+    "cache_experts": "experts",
+    "hit_rate": "hit rate",
+    "tpot_mean_ms": "TPOT mean, ms",
+    "tpot_p50_ms": "p50",
+    "tpot_p95_ms": "p95",
+    "tpot_p99_ms": "p99",
+    "ttft_mean_ms": "TTFT mean, ms",
+    "tokens_per_s": "tokens/s",
+    "misses": "misses",
+    "late": "late",
+    "mb_demand": "demand MB/token",
+    "mb_prefetch": "prefetch MB/token",
+    "mb_wasted": "wasted MB/token",
+    "idle": "GPU idle",
+}
+"""Columns of the table of cells."""
+
+
+def sections(sweep: Results, several: bool) -> Iterator[Section]:
+    """Yield the sections of one sweep."""
+    rows, of = sweep.rows, f" ({sweep.folder.name})" if several else ""
+    if not rows:
+        yield Section(f"What was run{of}", (Item("text", f"{sweep.folder} holds no cells to show."),))
+        return
+    makers: dict[str, Callable[[], Iterable[Item]]] = {
+        "What was run": lambda: (Item("text", _run(sweep)), _table(rows)),
+        "Hit rate and time against cache size": lambda: _against_size(sweep),
+        "Which policy": lambda: _ranking(sweep),
+        "Latencies": lambda: _latencies(sweep),
+        "Where the time goes": lambda: _time(rows),
+        "The routing": lambda: routing.items(sweep),
+    }
+    for title, make in makers.items():
+        yield Section(f"{title}{of}", made(sweep, make))
+
+
+def _run(sweep: Results) -> str:
+    first = sweep.rows[0]
+    users = f", {first['max_batch']} requests at a time" if first["max_batch"] else ""
+    where = f" on {first['hardware']}" if first["hardware"] else ", counted without a clock"
+    policies = ", ".join(dict.fromkeys(row["policy"] for row in sweep.rows))
+    sizes = ", ".join(dict.fromkeys(size_text(row) for row in sweep.rows))
+    code = dict.fromkeys(str(row["commit"]) for row in sweep.rows if row["commit"])
+    return (
+        f"{first['model']}{where}: {first['requests'] or 0:,} requests and {first['tokens'] or 0:,} tokens of "
+        f"{first['trace']}{users}; policies {policies}; caches of {sizes} of {first['all_experts'] or 0:,} experts; "
+        f"{'cold' if first['cold'] else 'warm'} between requests, {first['warmup_requests'] or 0} requests to warm up. "
+        f"Made by {', '.join(code) or 'an unknown version'}."
+    )
+
+
+def _against_size(sweep: Results) -> Iterator[Item]:
+    rows, sizes = sweep.rows, list({row["cache_experts"]: row for row in sweep.rows}.values())
+    bound, lowest, demand = [row for row in rows if row["policy"] == "belady"], [], 0.0
+    loaded = sweep.loaded
+    if loaded:
+        demand = loaded.token_experts / loaded.all_experts
+        if loaded.setup.max_batch is None and loaded.setup.host_memory is None and not loaded.setup.cold:
+            bound = bound or (bounds.belady(loaded, sizes) if loaded.sizes is None else [])
+            lowest = bounds.floor(loaded, sizes, any(row["on_host"] for row in rows))
+    elif not bound:
+        sweep.note(f"{sweep.folder}: without its trace, Belady's bound and the physical floor cannot be computed")
+    for column in plot.DRAWN:
+        drawn = [row for row in rows if row[column] is not None]
+        if not drawn:
+            continue
+        known = [row for row in bound if row.get(column) is not None]
+        figure = plot.figure(drawn, known, demand, column, lowest if column == "tpot_mean_ms" else ())
+        yield figure_item(figure, _CAPTIONS[column])
+    if lowest:
+        best = min((row for row in rows if row["tpot_mean_ms"] is not None), key=lambda row: row["tpot_mean_ms"])
+        least = next(row for row in lowest if row["cache_experts"] == best["cache_experts"])
+        ratio = best["tpot_mean_ms"] / least["tpot_mean_ms"]
+        yield Item("text", f"The fastest cell takes {ratio:.2f} times the physical floor of its size.")
+    for line in diagnosis.lines(rows, bound, demand) if all(name in rows[0] for name in RESULTS.names) else ():
+        yield Item("text", f"{line}.")
+
+
+_CAPTIONS = {
+    "hit_rate": "Share of expert uses found in the cache. Belady knows the future: no policy that fetches on demand "
+    "hits more. Left of the dotted line the cache is smaller than one token's experts.",
+    "tpot_mean_ms": "Mean time per output token. The physical floor is the longer of computing with every expert at "
+    "hand, and moving what Belady would miss, whatever was loaded in prefills.",
+    "ttft_mean_ms": "Mean time to the first token.",
+}
+
+
+def _ranking(sweep: Results) -> Iterator[Item]:
+    """Yield each policy's difference to the best one, with paired bootstrap intervals over requests."""
+    by, cells, found = winner.metric(sweep.rows), recommendation.runs(sweep), {}
+    oracles = {row["policy"] for row in sweep.rows if row["oracle"]}
+    rows = {(row["policy"], row["cache_experts"]): row for row in sweep.rows}
+    texts = []
+    for slots in dict.fromkeys(cell.cache_experts for cell in cells):
+        here = [cell for cell in cells if cell.cache_experts == slots and cell.policy not in oracles]
+        here = [cell for cell in here if rows[cell.policy, slots][by] is not None]
+        if len(here) < 2:
+            continue
+        here.sort(key=lambda cell: rows[cell.policy, slots][by])
+        differences = [recommendation.difference(sweep, here[0], cell, by) for cell in here[1:]]
+        kept = [each for each in differences if each]
+        if kept:
+            size = size_text(rows[here[0].policy, slots])
+            found[f"{size}: best is {here[0].policy}"] = kept
+            texts += [f"{size}: {each.sentence()}." for each in kept]
+    if not found:
+        yield Item("text", "There are fewer than two policies, or fewer than two requests, to compare at one size.")
+        return
+    measure = next(iter(found.values()))[0].measure
+    policies = list(dict.fromkeys(row["policy"] for row in sweep.rows))
+    figure = plot.ranking(found, policies, f"{measure.meaning} ({measure.unit}), less the best policy's")
+    caption = (
+        "Paired differences over requests, with 95% bootstrap intervals. An interval that reaches the dashed line may "
+        "be chance. The intervals take requests as independent, which a warm cache makes them a little less."
+    )
+    yield figure_item(figure, caption)
+    yield Item("list", "\n".join(texts))
+
+
+def _latencies(sweep: Results) -> Iterator[Item]:
+    requests = sweep.requests
+    if requests is None or not len(requests):
+        yield Item("text", "There are no rows of requests.")
+        return
+    for column, unit in (("tpot_mean_ms", "mean time per output token of a request (ms)"), ("ttft_ms", "TTFT (ms)")):
+        timed = requests.dropna(subset=[column])
+        panels: dict[str, dict[str, plot.Float]] = {}
+        for (_, policy), part in timed.groupby(["cache_experts", "policy"], sort=False):
+            title = f"{size_text(part.iloc[0])} of the experts"
+            panels.setdefault(title, {})[str(policy)] = part[column].to_numpy(np.float64)
+        if panels:
+            yield figure_item(plot.distributions(panels, unit), "Share of the requests that take at most so long.")
+    if timed.empty and requests["tpot_mean_ms"].isna().all():
+        yield Item("text", "Nothing was timed.")
+
+
+def _time(rows: Sequence[Row]) -> Iterator[Item]:
+    timed = [row for row in rows if row["compute_busy_ms"] is not None and row["tokens"]]
+    shown = sorted(timed, key=lambda row: -row["cache_experts"])[:BARS]
+    if not shown:
+        yield Item("text", "Nothing was timed.")
+        return
+    stalls = {
+        cell_text(row): {
+            "compute": row["compute_busy_ms"] / row["tokens"],
+            **{
+                _STALLS.get(cause, cause): row[f"stall_{cause}_ms"] / row["tokens"]
+                for cause in STALLS
+                if any(each.get(f"stall_{cause}_ms") for each in shown)
+            },
+        }
+        for row in shown
+    }
+    caption = "Of all steps, prefills included, over all tokens: computing, and what it waited for."
+    yield figure_item(plot.stacked(stalls, "ms of a token", "compute and stalls"), caption)
+    moved = {
+        cell_text(row): {
+            "demand": row["bytes_demand"] / row["tokens"] / 1e6,
+            "prefetched, not wasted": max(row["bytes_prefetch"] - row["bytes_wasted"], 0) / row["tokens"] / 1e6,
+            "prefetched, wasted": min(row["bytes_wasted"], row["bytes_prefetch"]) / row["tokens"] / 1e6,
+        }
+        for row in shown
+        if row["bytes_demand"] is not None
+    }
+    if moved:
+        caption = (
+            "Bytes over the link, by kind. What is not wasted was used, or is still in the cache. What requests that "
+            "warm up have prefetched may be wasted later: no more is drawn than was prefetched."
+        )
+        yield figure_item(plot.stacked(moved, "MB of a token", "bytes over the link"), caption)
+
+
+_STALLS = {
+    "demand": "wait for a miss",
+    "late": "wait for a late prefetch",
+    "behind_prefetch": "wait behind another prefetch",
+    "predictor": "policy overhead",
+    "host": "wait for the CPU",
+    "disk": "wait for the disk",
+}
+
+
+def _table(rows: Sequence[Row]) -> Item:
+    shown = [[_shown(name, row) for name in COLUMNS] for row in rows]
+    return Item("table", head=tuple(COLUMNS.values()), rows=tuple(map(tuple, shown)))
+
+
+def _shown(name: str, row: Row) -> Shown:
+    """Return a cell of the table, and what it sorts by: None for text."""
+    if name == "policy":
+        return (f"{row['policy']}{' (oracle)' if row['oracle'] else ''}", None)
+    if name == "cache":
+        return (size_text(row), row["cache_fraction"])
+    if name.startswith("mb_"):
+        value = row[f"bytes_{name[3:]}"]
+        each = None if value is None or not row["tokens"] else value / row["tokens"] / 1e6
+        return ("-" if each is None else f"{each:,.2f}", -1.0 if each is None else each)
+    if name == "idle":
+        idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
+        share = None if idle is None or busy is None or not idle + busy else idle / (idle + busy)
+        return (show_share(share), -1.0 if share is None else share)
+    value = row[name]
+    if value is None:
+        return ("-", -1.0)
+    if name == "hit_rate":
+        return (show_share(value), value)
+    return (f"{value:,.0f}" if isinstance(value, int) or value > 1e5 else f"{value:,.4g}", float(value))
