@@ -10,7 +10,8 @@ from policies.core.spec import Policy, parse
 from replay.run import Choice, choose_device, first_part
 from replay.run import replay as run_on_device
 from sim import defaults
-from sim.api import CacheSize, RunResult, TraceLike, cache_text, load, result_of
+from sim.api import RunResult, TraceLike, load, result_of
+from sim.quantities import CacheSize, cache_text
 from sim.results import plot
 from sim.results.metrics import Row
 from sim.sweeps.config import seeded

@@ -18,6 +18,7 @@ from policies.core.spec import Policy, parse
 from sim import defaults
 from sim.engines import compiling
 from sim.loop.log import RunLog
+from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
 from sim.results.compare import Difference, SweptRun, differences, pairs_within, swept_run
 from sim.results.metrics import Row
@@ -28,9 +29,6 @@ from traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-CacheSize = str | int | float
-"""A share of all experts ("25%", or 0.25), a number of experts (64), or bytes ("8GiB")."""
 
 TraceLike = Trace | Path | str
 """A trace, or the folder or URL of one."""
@@ -211,8 +209,8 @@ def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> 
 
 def sweep(
     trace: TraceLike,
-    policies: Sequence[Policy] = split_list(defaults.POLICIES),
-    cache_sizes: Sequence[CacheSize] = split_list(defaults.CACHE_SIZES),
+    policies: Sequence[Policy] = defaults.POLICIES,
+    cache_sizes: Sequence[CacheSize] = defaults.CACHE_SIZES,
     *,
     seeds: Sequence[int] | None = None,
     workers: int = 1,
@@ -220,15 +218,16 @@ def sweep(
 ) -> SweepResult:
     """Return what each policy does at each cache size over a trace.
 
-    Other arguments are those of `simulate`. seeds: policies that draw are run once with each. Default: `seed`.
+    policies, cache_sizes: lists, or texts with commas, as commands take them. Other arguments are those of `simulate`.
+    seeds: policies that draw are run once with each. Default: `seed`.
     workers: how many runs at a time. With several, some policies run in processes: a script then needs
     `if __name__ == "__main__":`, as for any use of multiprocessing. Neither number nor order changes a result.
 
     Raises InputError for whatever cannot be run, and for a fault of a policy.
     """
     loaded = load(trace, options)
-    drawn = specs(policies, None, (loaded.setup.seed,) if seeds is None else seeds)
-    asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in cache_sizes])
+    drawn = specs(_listed(policies), None, (loaded.setup.seed,) if seeds is None else seeds)
+    asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
     _prepare(loaded, asked)
     found, requests = grid.played_with_requests(loaded, asked, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
@@ -238,13 +237,15 @@ def load(trace: TraceLike, options: Mapping[str, Any]) -> Loaded:
     """Return a trace with the options of a run. Raise InputError for whatever cannot be used."""
     if unknown := set(options) - set(Options.__annotations__):
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(Options.__annotations__)}")
-    setup = Setup(trace=trace.name if isinstance(trace, Trace) else str(trace), **options)
+    values: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    if values.get("host_memory") is not None:
+        values["host_memory"] = cache_text(values["host_memory"])
+    setup = Setup(trace=trace.name if isinstance(trace, Trace) else str(trace), **values)
     return setup.load(trace if isinstance(trace, Trace) else None)
 
 
-def cache_text(size: CacheSize) -> str:
-    """Return the cache size as text: 0.25 is a share, 64 a number of experts."""
-    return f"{100 * size:.10g}%" if isinstance(size, float) else str(size)
+def _listed(given: Sequence[Any]) -> Sequence[Any]:
+    return split_list(given) if isinstance(given, str) else given
 
 
 def _prepare(loaded: Loaded, asked: grid.Grid) -> None:

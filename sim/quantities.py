@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+CacheSize = str | int | float
+"""A share of all experts ("25%", or 0.25), a number of experts (64), or bytes ("8GiB")."""
+
 UNITS = {
     "": 1,
     "k": 10**3,
@@ -30,6 +33,11 @@ UNITS = {
 _NUMBER = r"(\d{1,19}(?:\.\d{1,19})?)"  # of more digits nothing here is, and Python reads no number of thousands
 _BYTES = re.compile(_NUMBER + r"\s*([kmgt]?i?)b", re.IGNORECASE)
 _SHARE = re.compile(_NUMBER + r"\s*%")
+
+
+def cache_text(size: CacheSize) -> str:
+    """Return a cache size as text: 0.25 is a share, 64 a number of experts."""
+    return f"{100 * size:.10g}%" if isinstance(size, float) else str(size)
 
 
 def parse_whole(text: str) -> int | None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import fields
+from pathlib import Path
 
 import matplotlib.figure
 import numpy as np
@@ -151,11 +152,25 @@ def test_a_policy_is_made_of_a_class_its_options_and_a_prefetcher():
         ({"arrivals": "poisson"}, "need `max_batch`"),
         ({"chunk_bytes": -1}, "chunk_bytes = -1: must be at least 1"),
         ({"hardware": "a50000"}, "unknown hardware profile 'a50000'; did you mean a5000"),
+        ({"hardware": Path("no.toml")}, "no.toml"),
+        ({"policy": None}, "None is not a policy: use a name such as 'lru', a class, or"),
     ],
 )
 def test_errors_are_value_errors_that_name_parameters(trace, options, said):
     with pytest.raises(ValueError, match=said):
-        sim.simulate(trace, "lru", "25%", **options)
+        sim.simulate(trace, **{"policy": "lru", "cache_size": "25%", **options})
+
+
+def test_values_may_be_numbers_and_texts_as_a_command_takes_them(trace):
+    few = trace.head(1)
+    swept = sim.sweep(few, "lru,lfu", "25%,50%", untimed=True)
+    assert swept.frame["cache_experts"].tolist() == [256, 256, 512, 512]
+    assert swept.policies == ["lru", "lfu"]
+    with pytest.raises(ValueError, match="unknown column 'misses'; known: hit_rate"):
+        swept.plot("misses")
+    sizes: list[float | str] = [0.5, "50%"]
+    half, same = (sim.simulate(few, "lru", "25%", host_memory=size, engine="simpy") for size in sizes)
+    assert half.row == same.row
 
 
 def test_an_option_that_there_is_not_is_a_type_error(trace):

@@ -347,6 +347,8 @@ def _part(given: Any, find: Callable[[Any], Any]) -> Part:
     if isinstance(given, type):
         return Part.of(find(given))
     given = read_term(given) if isinstance(given, str) else given
+    if not isinstance(given, Term):
+        raise InputError(f"{given!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")
     cls = find(given.name)
     return Part(cls, _options(cls, given.options), given.name)
 

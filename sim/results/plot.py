@@ -18,6 +18,7 @@ from policies.core.grammar import pieces
 from sim.loop.log import STALLS
 from sim.results.files import write_figures
 from sim.results.metrics import Row, size_text
+from traces.errors import unknown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,6 +65,8 @@ def figure(
     rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str, floor: Sequence[Row] = ()
 ) -> "Figure":
     """One column of the results against cache size. floor: rows below which no policy gets in that column."""
+    if column not in DRAWN:
+        raise unknown("column", column, DRAWN)
     first = rows[0]
     machine = f" on {first['hardware']}" if first["hardware"] else ""
     title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"

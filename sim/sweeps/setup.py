@@ -26,7 +26,7 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.policy_overhead import cost_us
 from sim.profiles.roofline import Roofline, disk_link, host_link
 from sim.profiles.timing import Link, Timing, experts_per_layer
-from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
+from sim.quantities import CacheSize, exceeds, parse_cache_bytes, parse_cache_size, show_bytes
 from sim.results.metrics import Cell
 from traces.errors import InputError
 from traces.reader import HEARD, open_folder
@@ -43,8 +43,8 @@ MOST = 10**9
 class Options(TypedDict, total=False):
     """Options of a run, all with a default: the fields of `Setup` but the trace, which says what each is."""
 
-    hardware: str
-    model_profile: str | None
+    hardware: str | Path
+    model_profile: str | Path | None
     requests: int | None
     warmup_requests: int
     as_decode: bool
@@ -53,8 +53,8 @@ class Options(TypedDict, total=False):
     seed: int
     chunk_bytes: int | None
     predictor_us: float | None
-    host_memory: str | None
-    expert_sizes: str | None
+    host_memory: CacheSize | None
+    expert_sizes: str | Path | None
     max_batch: int | None
     arrivals: str
     arrival_rate: float | None
