@@ -191,9 +191,10 @@ def test_what_commands_warn_of_is_a_warning(trace):
     [
         ([np.zeros((2, 3))], "an array .tokens, layers, k."),
         ([np.zeros((2, 1, 1)), np.zeros((2, 2, 1))], "the same layers and k"),
-        ([np.full((1, 1, 1), 0.5)], "expert ids are integers, not float64"),
+        ([np.full((1, 1, 1), 0.5)], "expert ids are integers below 2..63, not float64"),
         ([np.full((1, 1, 1), 9)], "9 is no id of 8 experts"),
         ([np.zeros((1, 1, 2), int)], "an expert is repeated"),
+        ([np.full((1, 1, 1), 2**64 - 1, np.uint64)], "expert ids are integers below 2..63, not uint64"),
     ],
 )
 def test_arrays_that_are_no_routing_are_refused(experts, said):
@@ -209,6 +210,23 @@ def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
     assert plain.fingerprint != told.fingerprint
     with pytest.raises(traces.InputError, match="an id for each token"):
         traces.Trace.from_arrays(experts, 4, token_ids=ids[:1])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"token_ids": [[1, 2**40], [3]]}, "token_ids are from 0 to below 2..31, or -1"),
+        ({"token_ids": [[1, -2], [3]]}, "token_ids are from 0 to below 2..31, or -1"),
+        ({"token_ids": [[1, 1.5], [3]]}, "token_ids are integers below 2..63, not float64"),
+        ({"prompt_tokens": 1.5}, "prompt_tokens are integers below 2..63, not float64"),
+        ({"prompt_tokens": [1, 1, 1]}, "a number, or one for each of 2 requests"),
+        ({"prompt_tokens": [1, 2]}, "request 1 has 1 tokens, 2 of them in its prompt"),
+        ({"name": "\ud800"}, "name of the trace"),
+    ],
+)
+def test_numbers_that_a_trace_cannot_hold_are_refused(values, said):
+    with pytest.raises(traces.InputError, match=said):
+        traces.Trace.from_arrays([np.zeros((n, 1, 1), int) for n in (2, 1)], 8, **values)
 
 
 def test_a_trace_in_memory_is_the_one_that_was_written(trace, tmp_path):

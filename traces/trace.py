@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
 from traces.errors import InputError
+from traces.facts import text
 from traces.index import Index
 from traces.reader import Folder, Requests, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
@@ -137,23 +138,25 @@ class Trace(OfAModel):
         requests: for each request the ids of its tokens' experts, int[tokens, L, k], ids within a layer, -1 where
         nothing was routed. prompt_tokens: how many tokens of each request are its prompt, which runs as one prefill.
         model: names the model profile that gives the sizes, such as "olmoe-1b-7b". token_ids: for each request the ids
-        of its tokens, int[tokens].
+        of its tokens, int[tokens], -1 where it is withheld.
 
         Raises InputError for arrays that are not the routing of one model.
         """
+        text("name of the trace", name)
         shapes = {array.shape[1:] if array.ndim == 3 else None for array in map(np.asarray, requests)}
         if len(shapes) != 1 or None in shapes:
             raise InputError(f"{name}: each request needs an array [tokens, layers, k], with the same layers and k")
-        ids = np.concatenate([np.asarray(array) for array in requests])
-        if ids.dtype.kind not in "iu":
-            raise InputError(f"{name}: expert ids are integers, not {ids.dtype}")
+        ids = _integers(f"{name}: expert ids", np.concatenate([np.asarray(array) for array in requests]))
         _, L, k = ids.shape
         meta = TraceMeta(model, L, num_experts, k, tuple(f"layers.{layer}" for layer in range(L)), mode="import")
-        if fault := first_fault(ids.astype(np.int64), num_experts):
+        if fault := first_fault(ids, num_experts):
             row, layer, reason = fault
             raise InputError(f"{name}: token row {row}, MoE layer {layer}: {reason}")
         lengths = np.array([len(array) for array in requests], np.int64)
-        prompts = np.broadcast_to(np.asarray(prompt_tokens, np.int64), lengths.shape)
+        asked = _integers(f"{name}: prompt_tokens", prompt_tokens)
+        if asked.shape not in ((), lengths.shape):
+            raise InputError(f"{name}: prompt_tokens needs a number, or one for each of {len(lengths)} requests")
+        prompts = np.broadcast_to(asked, lengths.shape)
         if (wrong := (prompts < 0) | (prompts > lengths)).any():
             i = int(np.argmax(wrong))
             raise InputError(f"{name}: request {i} has {lengths[i]} tokens, {prompts[i]} of them in its prompt")
@@ -162,6 +165,9 @@ class Trace(OfAModel):
         prompt = np.repeat(prompts, lengths)
         if token_ids is not None and [len(told) for told in token_ids] != lengths.tolist():
             raise InputError(f"{name}: token_ids needs an id for each token of each request")
+        told = None if token_ids is None else _integers(f"{name}: token_ids", np.concatenate(token_ids))
+        if told is not None and ((told < -1) | (told >= 1 << 31)).any():
+            raise InputError(f"{name}: token_ids are from 0 to below 2**31, or -1 where they are withheld")
         opens_step = (position == 0) | (position >= np.maximum(prompt, 1))
         decoded = lengths - prompts
         frame = pd.DataFrame(
@@ -184,7 +190,7 @@ class Trace(OfAModel):
             phase=np.where(position < prompt, PREFILL, DECODE).astype(np.uint8),
             position=position.astype(np.uint32),
             step=(np.cumsum(opens_step) - 1).astype(np.uint32),
-            token_id=None if token_ids is None else np.concatenate(token_ids).astype(np.int32),
+            token_id=None if told is None else told.astype(np.int32),
         )
 
     def __repr__(self) -> str:
@@ -314,3 +320,11 @@ PLAYED = ("experts", "phase", "position", "step", "token_id", "lookahead")
 
 FLOATS = {"weights", "gate_probs"}
 """Of these the ones that hold floating-point numbers."""
+
+
+def _integers(what: str, values: Any) -> NDArray[np.int64]:
+    """Return whole numbers as an array; InputError for what holds others."""
+    found = np.asarray(values)
+    if found.dtype.kind not in "iu" or (found.dtype == np.uint64 and found.size and found.max() >= 1 << 63):
+        raise InputError(f"{what} are integers below 2**63, not {found.dtype}")
+    return found.astype(np.int64)
