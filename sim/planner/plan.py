@@ -9,6 +9,7 @@ is so slow that the host would wait for it, the host reads more, until both end 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from os.path import exists  # of any name, however long
+from pathlib import Path
 from typing import Any
 
 from sim import profiles
@@ -21,6 +22,7 @@ from sim.profiles.model_profile import known, model
 from sim.profiles.precision import name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
+from traces.facts import whole
 from traces.files import expanded
 
 CONTEXT = 8192
@@ -170,7 +172,7 @@ class Plan:
 
 
 def plan(
-    model: str,
+    model: str | Path,
     *,
     gpu_memory: str | None = None,
     host_memory: str | None = None,
@@ -188,7 +190,7 @@ def plan(
     unless `precision` names one. Raise InputError for an option that cannot be, and where the model does not fit.
     """
     machine = resources(gpu_memory, host_memory, link, disk, cpu_bandwidth, gpu, gpu_bandwidth)
-    return _planned(*_fit(model, machine, context, precision))
+    return _planned(*_fit(str(model), machine, context, precision))
 
 
 def quick(model: str, context: int = CONTEXT, precision: str | None = None, **machine: str) -> Speed:
@@ -199,9 +201,7 @@ def quick(model: str, context: int = CONTEXT, precision: str | None = None, **ma
 
 def _fit(model: str, machine: Resources, context: int, precision: str | None) -> tuple[Fit, list[str]]:
     """Return the model on the machine, and what to note about its precision. Raise InputError where it does not fit."""
-    if context < 1:
-        raise InputError(f"--context {context}: at least one token")
-    fit = Fit(_model(model, precision), machine, context)
+    fit = Fit(_model(model, precision), machine, whole("--context", context))
     try:
         fit.require()
     except InputError as error:

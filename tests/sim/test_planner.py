@@ -167,7 +167,8 @@ def test_a_small_machine_without_a_gpu_streams_from_the_disk():
         ({"gpu": "RTX 3O90"}, "RTX 3090"),
         ({"gpu": "M3 Max"}, "say how much of it with --gpu-memory"),
         ({**DESKTOP, "precision": "q4"}, "q4_0"),
-        ({**DESKTOP, "context": 0}, "--context 0"),
+        ({**DESKTOP, "context": 0}, "--context is 0; a whole number of at least 1 is needed"),
+        ({**DESKTOP, "context": 1.5}, "--context is 1.5; a whole number"),
     ],
 )
 def test_what_cannot_be_is_said_with_what_is_missing(options, message):
@@ -191,6 +192,7 @@ def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None
     for name in ("a/config.json", "b/config.json", "mine.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(QWEN3))
+    assert plan(tmp_path / "a", precision="q4_k_m", **DESKTOP).model == "a"
     paths = [tmp_path / "a", tmp_path / "a" / "config.json", tmp_path / "b" / "config.json", tmp_path / "mine.json"]
     assert [model(str(path)).name for path in paths] == ["a", "a", "b", "mine"]
 
