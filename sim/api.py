@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import pandas as pd
 
-from policies.core.grammar import split_list
+from policies.core.grammar import policy_title, split_list
 from policies.core.spec import Policy, parse
 from sim import defaults
 from sim.engines import compiling
@@ -113,6 +113,7 @@ class SweepResult:
     def __repr__(self) -> str:
         shown = [column for column in FIGURES if any(row[column] is not None for row in self.rows)]
         table = self.frame[["policy", "cache_experts", "cache_fraction", *shown]]
+        table["policy"] = [policy_title(row["policy"], row["oracle"]) for row in self.rows]
         first = self.rows[0]
         where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
         return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
@@ -266,7 +267,7 @@ def _compared(pairs: Sequence[tuple[RunResult, RunResult]], seed: int) -> Compar
 def _title(row: Row) -> str:
     where = f" on {row['hardware']}" if row["hardware"] else ", untimed"
     cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
-    return f"{row['policy']} with {cache}, {row['model']}{where}"
+    return f"{policy_title(row['policy'], row['oracle'])} with {cache}, {row['model']}{where}"
 
 
 def _figures(row: Row) -> str:

@@ -125,6 +125,8 @@ def test_differences_are_paired_over_requests(trace):
     by_request = fast.requests["hits"] / fast.requests["lookups"] - slow.requests["hits"] / slow.requests["lookups"]
     assert difference.mean == pytest.approx(100 * by_request.mean())
     assert list(fast.compare(slow).frame["baseline"]) == ["lru"]
+    swept = sim.sweep(trace.head(1), ["belady"], ["25%"], untimed=True)
+    assert all(repr(told).count("belady (oracle)") == 1 for told in (fast, fast.compare(slow), swept))
     assert isinstance(fast.plot(), matplotlib.figure.Figure)
 
 

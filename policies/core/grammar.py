@@ -131,6 +131,11 @@ def split_size(text: str, scopes: Container[str]) -> tuple[str, str]:
     return (policy, size) if at and read_scope(size).name not in scopes else (text, "")
 
 
+def policy_title(text: str, oracle: bool) -> str:
+    """Return a policy as results show it: one that sees the future is marked."""
+    return f"{text} (oracle)" if oracle else text
+
+
 def pieces(text: str) -> list[str]:
     """Return the pieces of a policy, before each of which a line may be broken."""
     return re.split(r"(?=[:+@])", text)

@@ -22,6 +22,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from policies.core.grammar import policy_title
 from policies.core.spec import PolicySpec
 from sim.loop.log import RunLog
 from sim.results import files, plot
@@ -49,7 +50,9 @@ WITHIN, ACROSS = "within", "across"
 
 SHIFTS = pa.schema(
     [
-        *[(name, TEXT) for name in ("policy", "trace", "model", "label", "kind", "group_before", "group_after")],
+        ("policy", TEXT),
+        ("oracle", pa.bool_()),
+        *[(name, TEXT) for name in ("trace", "model", "label", "kind", "group_before", "group_after")],
         ("cache_experts", COUNT),
         ("cache_fraction", SHARE),
         *[(name, COUNT) for name in ("warmup", "after", "window", "seed", "requests_needed", "requests_needed_above")],
@@ -210,6 +213,7 @@ class Measured:
     """One shift under one policy."""
 
     policy: str  # as given
+    oracle: bool
     shift: Shift
     window: int
     hit_rates: Float  # [after]
@@ -246,6 +250,7 @@ class Summary:
 
     kind: str
     policy: str
+    oracle: bool
     shifts: int
     censored: int  # shifts that needed more than `last` requests
     last: int
@@ -295,6 +300,7 @@ class Adaptation:
         protocol, shift = self.plan.protocol, one.shift
         return {
             "policy": one.policy,
+            "oracle": one.oracle,
             "trace": loaded.trace.name,
             "model": loaded.trace.meta.model,
             "label": protocol.by,
@@ -322,6 +328,7 @@ def summary(measured: Sequence[Measured]) -> Summary:
     return Summary(
         kind=one.shift.kind,
         policy=one.policy,
+        oracle=one.oracle,
         shifts=len(measured),
         censored=censored,
         last=one.last,
@@ -357,7 +364,8 @@ def adapt(loaded: Loaded, grid: Grid, planned: Plan, workers: int = 1, advance: 
         for policy in policies:
             rates, undisturbed = found[shift, policy], found[Shift(shift.after, shift.after), policy]
             if rates is not None and undisturbed is not None:
-                measured.append(Measured(policy.text, shift, planned.protocol.window, rates, undisturbed))
+                window = planned.protocol.window
+                measured.append(Measured(policy.text, policy.oracle, shift, window, rates, undisturbed))
     return Adaptation(planned, slots, measured, len(done) == len(cells))
 
 
@@ -398,7 +406,8 @@ def figure(found: Adaptation, loaded: Loaded) -> "Figure":
             if measured := found.of(kind, policy):
                 colour, points = plot.look(i)["color"], 100 * np.mean([one.differences for one in measured], axis=0)
                 axes.plot(points, color=colour, linewidth=0.7, alpha=0.4)
-                axes.plot(windows(points, protocol.window), color=colour, linewidth=1.8, label=policy)
+                label = policy_title(policy, measured[0].oracle)
+                axes.plot(windows(points, protocol.window), color=colour, linewidth=1.8, label=label)
         axes.axhline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
         axes.axhline(-100 * TOLERANCE, color=plot.BOUND_COLOUR, linestyle=":", linewidth=1)
         plot.frame(axes, f"{kind}: {len(found.of(kind, found.policies[0]))} shifts", "requests since the shift")

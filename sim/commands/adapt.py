@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from policies.core.grammar import policy_title
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table, written
@@ -105,7 +106,7 @@ def _table(found: "Adaptation") -> "Table":
         cells = [f"{rate:.1%} ({100 * (rate - undisturbed):+.1f})" for rate, undisturbed in rates]
         last = following is None or following.kind != one.kind
         figures = (f"{one.shifts}", _needed(one), f"{one.needed_none:.0%}", *cells)
-        shown.add_row(one.kind, one.policy, *figures, end_section=last)
+        shown.add_row(one.kind, policy_title(one.policy, one.oracle), *figures, end_section=last)
     return shown
 
 

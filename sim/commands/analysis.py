@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from policies.core.grammar import policy_title
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table, written
@@ -122,7 +123,8 @@ def _row(baseline: "SweptRun", cell: "SweptRun", difference: "Difference") -> di
 
 
 def _cell(one: "SweptRun") -> dict[str, object]:
-    return {"folder": str(one.folder), "policy": one.policy, "cache_experts": one.cache_experts}
+    said = {"policy": one.policy, "oracle": one.oracle, "cache_experts": one.cache_experts}
+    return {"folder": str(one.folder), **said}
 
 
 def _misses(found: "Analysis") -> "Table":
@@ -134,7 +136,8 @@ def _misses(found: "Analysis") -> "Table":
         size = f"{split.cache_experts} ({100 * split.cache_fraction:.3g}%)"
         last = following is None or following.cache_experts != split.cache_experts
         hit_rate = f"{1 - split.misses / max(split.lookups, 1):.1%}"
-        shown.add_row(size, split.policy, hit_rate, f"{split.misses:,}", *shares, end_section=last)
+        policy = policy_title(split.policy, split.oracle)
+        shown.add_row(size, policy, hit_rate, f"{split.misses:,}", *shares, end_section=last)
     return shown
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from policies.core.grammar import policy_title
 from traces import console
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def cell_title(row: "Row", machine: str | None) -> str:
     """Return what was run on what."""
     where = f" on {machine}" if machine else ""
     played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
-    policy = f"{row['policy']}{' (oracle)' if row['oracle'] else ''}"
+    policy = policy_title(row["policy"], row["oracle"])
     share = f"{100 * row['cache_fraction']:.3g}%"
     return f"{row['model']}{where}: {policy}, {row['cache_experts']} slots ({share} of the experts); {played}"
 

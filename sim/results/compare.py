@@ -16,7 +16,7 @@ import pandas as pd
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from policies.core.grammar import split_size
+from policies.core.grammar import policy_title, split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
@@ -61,6 +61,7 @@ class SweptRun:
 
     folder: Path
     policy: str
+    oracle: bool
     cache_experts: int
     cache_bytes: int | None
     all_experts: int
@@ -90,20 +91,24 @@ class Difference:
     high: float
     requests: int
     cache_experts: int  # of the cell
+    cell_oracle: bool = False  # whether it sees the future
+    baseline_oracle: bool = False
 
     def sentence(self) -> str:
         """`eamc is 3.2 ms (95%: 2.1 to 4.4) slower per token than lru over 40 requests`."""
         over = f"over {self.requests} requests"
+        cell = policy_title(self.cell, self.cell_oracle)
+        baseline = policy_title(self.baseline, self.baseline_oracle)
         if self.mean == self.low == self.high == 0:
-            return f"{self.cell} and {self.baseline} do not differ in {self.measure.meaning} {over}"
+            return f"{cell} and {baseline} do not differ in {self.measure.meaning} {over}"
         sign = -1 if self.mean < 0 else 1
         low, high = sorted((sign * self.low, sign * self.high))
         size, low_text, high_text = _figures(abs(self.mean), low, high)
         way = self.measure.less if sign < 0 else self.measure.more
         chance = ", which may be chance" if low <= 0 <= high else ""
         return (
-            f"{self.cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {way} than "
-            f"{self.baseline} {over}{chance}"
+            f"{cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {way} than "
+            f"{baseline} {over}{chance}"
         )
 
 
@@ -134,7 +139,7 @@ def read(folder: Path) -> list[SweptRun]:
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
     """Return a run from its row of results and the rows of its requests."""
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
-    said = ("policy", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
+    said = ("policy", "oracle", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
     return SweptRun(
         folder=folder,
         **{name: row[name] for name in said},
@@ -229,8 +234,8 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
         if len(difference) > 1:
             low, high = interval(difference, seed, resamples)
             mean = float(difference.mean())
-            size = cell.cache_experts
-            found.append(Difference(measure, names[1], names[0], mean, low, high, len(difference), size))
+            about = (len(difference), cell.cache_experts, cell.oracle, baseline.oracle)
+            found.append(Difference(measure, names[1], names[0], mean, low, high, *about))
     if not found:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
     return found

@@ -181,7 +181,7 @@ def test_a_cache_in_bytes_is_told_in_experts(disjoint):
 def test_the_mean_of_censored_shifts_is_a_lower_bound_and_they_are_not_dropped():
     def shift(points):
         rates = np.full(len(points), 0.5)
-        return Measured("p", Shift("a", "b", WITHIN), 2, rates + np.array(points) / 100, rates)
+        return Measured("p", False, Shift("a", "b", WITHIN), 2, rates + np.array(points) / 100, rates)
 
     back, later, never = shift([0] * 6), shift([-9, -9, -9, 0, 0, 0]), shift([-9] * 6)
     some, none, all_ = (summary(shifts) for shifts in ([back, later, never], [never], [back, later]))
@@ -379,12 +379,13 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
 
 
 def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
-    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru,eamc", "--warmup", "2")
+    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru,belady", "--warmup", "2")
     more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
     home = Path(routed.setup.trace).parent
     done = moe_sim(*arguments, *more, "told", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "4 shifts by task:" in done.stderr
+    assert done.stdout.count(" belady (oracle) ") == 2  # kinds of shifts
     for kind, name in ((WITHIN, "within MMLU 0-14-43"), (ACROSS, "BIG-bench to MMLU 3-11-24")):
         (line,) = [line for line in done.stdout.splitlines() if name in line]
         assert line.startswith(f"the paper's, {kind} datasets (NLLB, Mixtral, Arctic; its EAMC, its own definition)")
@@ -395,6 +396,8 @@ def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
     answer = json.loads(as_json.stdout)
     assert [row["hit_rates"] for row in answer["shifts"]] == [list(rates) for rates in frame["hit_rates"]]
     assert len(frame) == 4 * 2
+    told = [*answer["summaries"], *answer["shifts"], *frame.to_dict("records")]
+    assert all(row["oracle"] == (row["policy"] == "belady") for row in told)
     assert sum(summary["shifts"] for summary in answer["summaries"]) == 4 * 2
     ids = routed.trace.requests.set_index("id")
     assert all(set(ids.loc[row["requests"], "task"]) == {row["group_after"]} for row in answer["shifts"])

@@ -54,7 +54,7 @@ def home(tmp_path_factory):
 
     sweep("x")
     sweep("fast", "--hardware", "h200")
-    sweep("one", "--cache-sizes", "24", policies="lfu")
+    sweep("one", "--cache-sizes", "24", policies="lfu,belady")
     sweep("untimed", "--untimed", "--cache-sizes", "24", policies="lfu")
     sweep("fewer", "--requests", "4")
     sweep("decode", "--as-decode")
@@ -68,7 +68,7 @@ def played(**columns) -> SweptRun:
     n = len(next(iter(columns.values())))
     table = {"request": [str(i) for i in range(n)], "lookups": 8, "hit_rate": np.nan, "ttft_ms": np.nan}
     requests = pd.DataFrame({**table, "tpot_mean_ms": np.nan, **columns})
-    return SweptRun(Path("x"), "lru", 4, None, 16, None, "t", "decode", 0, True, requests)
+    return SweptRun(Path("x"), "lru", False, 4, None, 16, None, "t", "decode", 0, True, requests)
 
 
 def mean_interval_of_normal(values):
@@ -199,6 +199,15 @@ def test_compare_says_a_sentence_for_each_measure_and_pair(home):
     lines = moe_sim("compare", "x:lru@25%", "x:lru@50%", cwd=home).splitlines()
     assert lines[0].startswith("lru@24 is ")
     assert "higher in hit rate than lru@12 over 6 requests" in lines[0]
+
+
+def test_an_oracle_is_called_one(home):
+    for line in moe_sim("compare", "one", "--policies", "belady,lfu", cwd=home).splitlines():
+        assert line.startswith("lfu is ")
+        assert " than belady (oracle) over 6 requests" in line
+    assert moe_sim("compare", "one:lfu", "one:belady", cwd=home).startswith("belady (oracle) is ")
+    row, *_ = json.loads(moe_sim("compare", "one", "--policies", "belady,lfu", "--json", cwd=home))
+    assert (row["baseline_policy"], row["baseline_oracle"], row["cell_oracle"]) == ("belady", True, False)
 
 
 def test_untimed_cells_are_compared_in_what_they_have(home):
