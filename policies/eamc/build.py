@@ -7,7 +7,7 @@ matched, and there it replaces the oldest.
 
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
-from policies.core.spec import parse
+from policies.core.spec import HALVES, parse
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention, Predictor, observe
 from policies.eamc.matching import REQUEST
 from traces.errors import InputError
@@ -15,9 +15,12 @@ from traces.steps import DECODE, PREFILL, RequestSteps
 from traces.trace import Trace
 
 
-def build(trace: Trace, policy: str) -> Predictor:
-    """The collections of `policy`, as given, after all requests of the trace. InputError if it has none."""
-    predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts))
+def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
+    """The collections of `policy`, as given, after all requests of the trace. InputError if it has none.
+
+    capacity: of these, where the policy does not state it.
+    """
+    predictor = predictor_of(policy, Shape(trace.layers, trace.num_experts), capacity)
     if predictor.options.replacement == "least-used" and trace.aggregate is None:
         for i in range(len(trace.requests)):
             _play(predictor, trace.steps(i))
@@ -31,12 +34,19 @@ def build(trace: Trace, policy: str) -> Predictor:
     return predictor
 
 
-def predictor_of(policy: str, shape: Shape) -> Predictor:
+def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Predictor:
     """What the eamc in `policy` knows, of whichever half. InputError if there is none in it."""
-    for half in parse(policy).build(shape):
-        if isinstance(half, EamcRetention | EamcPrefetcher):
-            return half.predictor
-    raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
+    spec = parse(policy)
+    name = next((half for half in HALVES if getattr(spec, half).cls in (EamcRetention, EamcPrefetcher)), None)
+    if name is None:
+        raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
+    if capacity is not None:
+        option = next(one for one in spec.declared() if one.key == "capacity" and name in one.parts)
+        if option.stated:
+            raise InputError(f"{policy} states its capacity: leave out --capacity {capacity}")
+        spec = spec.with_options({option.name: capacity})
+    predictor: Predictor = getattr(spec, name).build(shape).predictor
+    return predictor
 
 
 def _play(predictor: Predictor, request: RequestSteps) -> None:

@@ -35,9 +35,8 @@ def build(
     from traces.trace import Trace
 
     check_file(out, overwrite)
-    typed = policy if capacity is None else f"{policy}:capacity={capacity}"
     source = Trace.read(trace)
-    saved = build.build(source, typed).saved(source.name)
+    saved = build.build(source, policy, capacity).saved(source.name)
     with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
         saved.write(file)
     held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))

@@ -48,6 +48,13 @@ def test_a_trace_is_learned_shown_and_started_from(moe_sim):
     assert rows["bytes_prefetch"].nunique() == 2
 
 
+@pytest.mark.parametrize("policy", ["eamc@layer", "eamc/layers:n=1", "lru+eamc@layer", "eamc+eamc:matches=2"])
+def test_the_capacity_is_that_of_the_eamc_whatever_stands_beside_it(moe_sim, policy):
+    status, out, err = moe_sim("eamc", "build", "tiny", "--policy", policy, "--capacity", "2", "--out", "two.npz")
+    assert (status, err) == (0, "")
+    assert ", 2 EAMs of decode\n" in out
+
+
 def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
     moe_sim("eamc", "build", "tiny", "--policy", "eamc:split=false", "--out", "all.npz")
     told = json.loads(moe_sim("eamc", "show", "all.npz", "--json")[1])
@@ -68,6 +75,10 @@ def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
         (["build", "tiny", "--policy", "lru", "--out", "x.npz"], "lru learns no EAMs"),
         (["build", "tiny", "--policy", "eamk", "--out", "x.npz"], "did you mean eamc"),
         (["build", "tiny", "--capacity", "0", "--out", "x.npz"], "capacity of at least 1"),
+        (
+            ["build", "tiny", "--policy", "eamc:capacity=3", "--capacity", "2", "--out", "x.npz"],
+            "eamc:capacity=3 states its capacity: leave out --capacity 2",
+        ),
         (["build", "nowhere", "--out", "x.npz"], "nowhere"),
         (["build", "tiny", "--out", "no/such/folder/x.npz"], "cannot write no/such/folder/x.npz"),
         (["show", "file"], "file holds no EAMC"),
