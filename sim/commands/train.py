@@ -60,4 +60,8 @@ def train_stride(
             f"of the choices of the last {tested} requests, {recall(predictor, unseen):.1%} are among the "
             f"{known.top_k} likeliest; the token before had {recall_of_previous(unseen):.1%}",
         )
+    elif tested:
+        console.say(f"no accuracy: the last {tested} requests, which were held out, have no decoded tokens")
+    else:
+        console.say(f"no accuracy: --held-out {held_out:g} of {len(known.requests)} requests is less than one")
     console.say(f"wrote {out}: --policies lru+stride:model={out}")

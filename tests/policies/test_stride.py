@@ -26,6 +26,7 @@ from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
+from traces.trace import concatenate
 from traces.writer import write_trace
 
 
@@ -237,6 +238,17 @@ def test_the_command_trains_tests_and_writes_what_a_sweep_takes(moe_sim, tmp_pat
     sweep = ("--policies", "lru+stride:model=s.npz:n=1,lru", "--cache-sizes", 12, "--workers", 1, "--json")
     code, out, err = moe_sim("sweep", "t", *sweep)
     assert code == 0, err
+
+
+def test_the_command_says_why_it_prints_no_accuracy(moe_sim, tmp_path):
+    decoded = follows(seed=1, tokens=3)
+    prompt = synthetic(requests=1, tokens=0, layers=4, experts=6, top_k=1, seed=0, prompt_tokens=9)
+    prompt = replace(prompt, meta=decoded.meta, requests=prompt.requests.assign(id="prompt"))
+    write_trace(concatenate([decoded, prompt]), tmp_path / "t")
+    _, out, _ = moe_sim("train-stride", "t", "--out", "few.npz")
+    assert f"no accuracy: --held-out 0.1 of {len(decoded.requests) + 1} requests is less than one\n" in out
+    _, out, _ = moe_sim("train-stride", "t", "--out", "prompt.npz", "--held-out", 0.2)
+    assert "no accuracy: the last 1 requests, which were held out, have no decoded tokens\n" in out
 
 
 @pytest.mark.parametrize(
