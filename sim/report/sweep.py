@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from policies.core.grammar import policy_title
 from sim.loop.log import STALLS
 from sim.quantities import show_share
 from sim.report import bounds, recommendation, routing
@@ -209,7 +210,7 @@ def _table(rows: Sequence[Row]) -> Item:
 def _shown(name: str, row: Row) -> Shown:
     """Return a cell of the table, and what it sorts by: None for text."""
     if name == "policy":
-        return (f"{row['policy']}{' (oracle)' if row['oracle'] else ''}", None)
+        return (policy_title(row["policy"], row["oracle"]), None)
     if name == "cache":
         return (size_text(row), row["cache_fraction"])
     if name.startswith("mb_"):
