@@ -365,7 +365,7 @@ def _limit_s(fit: Fit) -> float:
         return max((read + profile.token_bytes) / machine.host_gb_per_s, disk_s) / 1e9
     beyond = _belady(fit, fit.gpu_room)
     elsewhere = _belady(fit, fit.gpu_room + max(fit.host_room, 0.0))
-    gpu, host = machine.gpu_gb_per_s, max(machine.host_gb_per_s, machine.link_gb_per_s)
+    gpu, host = machine.gpu_gb_per_s, machine.host_reads
     own = profile.token_bytes - beyond
     if beyond:  # as much as the GPU reads while the host reads the rest, in the same time
         own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))

@@ -49,6 +49,11 @@ class Resources:
         """Whether there is a GPU."""
         return self.gpu_memory > 0
 
+    @property
+    def host_reads(self) -> float:
+        """GB/s of host memory, for link and CPU together: at least what the link carries."""
+        return max(self.host_gb_per_s, self.link_gb_per_s)
+
     def with_more(self, **more: float) -> "Resources":
         """Return the machine with more of some resources, by the names of the fields."""
         grown = replace(self, **{name: getattr(self, name) + value for name, value in more.items()})

@@ -25,6 +25,9 @@ RESIDENT, SPLIT, CPU, CACHE, DISK = "resident", "split", "cpu", "cache", "disk"
 """Kinds of ways: all on the GPU; experts of whole layers on the CPU; all on the CPU; an expert cache in GPU memory over
 host memory; anything that reads experts from the disk."""
 
+NEXT_TO_NOTHING = 1e-6
+"""GB/s of a CPU to which the link leaves nothing of host memory's bandwidth."""
+
 RUNTIME = "llama.cpp"
 """Whose overheads count: those of a compiled runtime."""
 
@@ -169,7 +172,7 @@ class Way:
 
     def play(self, rates_: Rates | None = None) -> tuple[float, Played]:
         """Return the seconds of a decoded token, and how the first part went."""
-        found = rates_ or rates(self.fit.machine, RUNTIME)
+        found = rates_ or self._rates
         seconds, first = 0.0, None
         for setting, layers, added in self.parts:
             played = self._case(setting, layers).played(found, SIMPY)
@@ -178,6 +181,15 @@ class Way:
             first = first or played
         assert first
         return seconds, first
+
+    @property
+    def _rates(self) -> Rates:
+        """Where link and CPU read host memory at the same time, the CPU has what the link leaves of its bandwidth."""
+        found = rates(self.fit.machine, RUNTIME)
+        if not self.policy.endswith("/split"):
+            return found
+        left = max(self.fit.resources.host_reads - found.link_gb_per_s, NEXT_TO_NOTHING)
+        return replace(found, host_gb_per_s=min(found.host_gb_per_s, left))
 
     @property
     def stand_in(self) -> str:

@@ -15,7 +15,7 @@ from sim.backtest.file import Model
 from sim.planner import errors, published
 from sim.planner.plan import PRECISIONS, Plan, plan, quick
 from sim.planner.resources import GPU_RESERVED, resources
-from sim.planner.ways import TOKENS, Fit, missed_bytes
+from sim.planner.ways import TOKENS, Fit, cached, missed_bytes
 from sim.profiles.model_profile import model
 from tests.support.command import moe_sim
 from tracer import demo
@@ -64,6 +64,22 @@ def test_nothing_beats_the_limit_where_the_host_is_faster_than_the_gpu(monkeypat
     found = plan("mixtral-8x7b", precision="q8_0", host_memory="64GiB", cpu_bandwidth="800GB/s", context=512, **slow)
     assert found.kind == "split"
     assert found.of_limit < 1
+
+
+def test_nothing_beats_the_limit_where_link_and_cpu_read_host_memory_at_once(monkeypatch):
+    """Each with all of its bandwidth, they took 83% of the limit's time."""
+    monkeypatch.setattr("sim.planner.plan._upgrades", lambda *_: ())
+    slow: dict[str, Any] = {"gpu_memory": "3.9GiB", "gpu_bandwidth": "3277GB/s", "link": "7GB/s"}
+    found = plan("gpt-oss-20b", precision="bf16", host_memory="64GiB", cpu_bandwidth="6GB/s measured", **slow)
+    assert found.cache
+    assert 0.9 < found.of_limit < 1
+
+
+@pytest.mark.parametrize(("memory", "helps"), [("50GB/s", True), ("12GB/s", False)])
+def test_a_split_helps_where_the_link_leaves_the_cpu_bandwidth_of_host_memory(memory: str, helps: bool):
+    fit = Fit(Model("gpt-oss-20b"), resources("5GiB", "64GiB", "12GB/s", cpu_bandwidth=memory), 512)
+    seconds = {way.policy: way.play()[0] for way in cached(fit)}
+    assert (seconds["lru/split"] < seconds["lru"]) == helps
 
 
 def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
