@@ -218,7 +218,7 @@ class Case:
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
         timing: Timing = Roofline(hardware, profile)
         if setting.blocking or setting.whole_layers or system.get("blocking"):
-            timing = Blocking(timing, profile.experts, profile.top_k)
+            timing = Blocking(timing, profile.moe_layers, profile.experts, profile.top_k)
         link = FREE if setting.free_copies else host_link(hardware, profile)
         below = host_link(rates.hardware(cpu, disk_link=True), profile) if setting.host_cache else FREE
         return timing, link, below

@@ -44,11 +44,13 @@ class Derived:
 
 @dataclass(frozen=True)
 class Blocking(Derived):
-    """No expert is computed before all of its layer have arrived: their compute comes with the combine.
+    """No expert is computed before all of its layer have arrived: their compute comes behind the layer's combine.
 
-    Of n tokens that choose k of E experts, min(E, n k) are computed, with as many tokens each.
+    So it belongs to the next layer's dense part, or to the head. Of n tokens that choose k of E experts, min(E, n k)
+    are computed, with as many tokens each.
     """
 
+    layers: int
     experts: int
     top_k: int
 
@@ -56,8 +58,16 @@ class Blocking(Derived):
         """Nothing yet."""
         return 0
 
-    def combine_ns(self, tokens: int) -> int:
-        """After the experts' compute, those of the first layer."""
+    def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
+        """After the compute of the experts before; an encoder has none where tokens are decoded, and takes no time."""
+        own, before = (self.timing.dense_ns(at, tokens, context, requests) for at in (layer, max(layer - 1, 0)))
+        return own + (self._computing_ns(tokens, layer - 1) if layer and before else 0)
+
+    def head_ns(self, tokens: int, requests: int = 1) -> int:
+        """After the compute of the last layer's experts."""
+        return self._computing_ns(tokens, self.layers - 1) + self.timing.head_ns(tokens, requests)
+
+    def _computing_ns(self, tokens: int, layer: int) -> int:
         computed = min(self.experts, tokens * self.top_k)
         each = -(-tokens * self.top_k // max(computed, 1))
-        return computed * self.timing.expert_ns(each) + self.timing.combine_ns(tokens)
+        return computed * self.timing.expert_ns(each, layer)

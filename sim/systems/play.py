@@ -251,7 +251,7 @@ def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, 
     if system.zero_copy:
         timing = transforms.ZeroCopy(timing, loaded.link)
     if system.blocking or system.whole_layers:
-        timing = Blocking(timing, loaded.trace.num_experts, loaded.trace.top_k)
+        timing = Blocking(timing, loaded.trace.layers, loaded.trace.num_experts, loaded.trace.top_k)
     if system.preload:
         timing = transforms.Preloaded(timing, setting.mark)
     if system.us_per_layer or system.us_per_token:

@@ -112,7 +112,7 @@ def test_with_copying_back_a_run_that_misses_always_waits_twice_as_long(trace):
 
 def test_blocking_adds_the_compute_of_all_experts_behind_their_transfers(trace):
     steps = trace.steps(0)
-    log = played([steps], Shape(L, E), 1, "lru", Blocking(TIMES, E, K), LINK)
+    log = played([steps], Shape(L, E), 1, "lru", Blocking(TIMES, L, E, K), LINK)
     decoded = log.phase == DECODE
     moving = log.demand_transfers[decoded] * LINK.used_ns(50)
     expected = L * (100 + 11 + K * TIMES.expert_ns(1)) + 13 + moving
@@ -123,7 +123,7 @@ def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_laye
     steps, resident = trace.steps(0), 1
     streamed = transforms.streamed(steps, L, resident)
     link = transforms.of_whole_layers(LINK, E)
-    log = played([streamed], Shape(L, 1), 1, "lru", Blocking(TIMES, E, K), link)
+    log = played([streamed], Shape(L, 1), 1, "lru", Blocking(TIMES, L, E, K), link)
     assert link.expert_bytes == E * 50
     np.testing.assert_array_equal(log.demand_bytes, (L - resident) * E * 50)
     decoded = log.phase == DECODE
@@ -134,7 +134,7 @@ def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_laye
 def test_streaming_ahead_hides_the_compute_of_the_layers_before(trace):
     """Every layer is copied while the one before computes, so where copies take longer they alone count."""
     streamed, link = transforms.streamed(trace.steps(0), L, 0), transforms.of_whole_layers(LINK, E)
-    timing = Blocking(replace(TIMES, dense=1, combine=0, head=0), E, K)
+    timing = Blocking(replace(TIMES, dense=1, combine=0, head=0), L, E, K)
     log = played([streamed], Shape(L, 1), 2, "fifo+oracle:horizon=1", timing, link)
     steady = log.step_ns[2:-1]
     np.testing.assert_array_equal(steady, L * link.used_ns(E * 50))
@@ -171,6 +171,17 @@ def test_an_encoder_has_no_overhead_where_tokens_are_decoded():
     layers = range(profile.moe_layers)
     more = [[slower.dense_ns(i, n, 64) - plain.dense_ns(i, n, 64) for i in layers] for n in (64, 1)]
     assert more == [[1_000] * 12, [0] * 6 + [1_000] * 6]
+
+
+def test_blocking_computes_the_experts_of_an_encoder_in_prefills_alone():
+    profile = model("nllb-moe-54b")
+    plain = Roofline(hardware("h100"), profile)
+    timing = Blocking(plain, 12, 128, 2)
+    for tokens, layers, computed in ((16, 12, 32), (1, 6, 2)):
+        dense = sum(timing.dense_ns(i, tokens, 16) - plain.dense_ns(i, tokens, 16) for i in range(12))
+        more = dense + 12 * (timing.combine_ns(tokens) - plain.combine_ns(tokens))
+        more += timing.head_ns(tokens) - plain.head_ns(tokens)
+        assert more == layers * computed * plain.expert_ns(1)
 
 
 def test_the_dense_part_of_the_first_layers_goes_to_the_cpu():
