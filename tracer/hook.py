@@ -212,7 +212,7 @@ class ExpertsHook:
         if self._ahead:
             self._ahead.check((choice.site, choice.experts) for choice in seen)
 
-    def _ended(self, stack: int, *_: Any) -> None:
+    def _ended(self, stack: int, _: nn.Module, args: Any, output: Any) -> None:
         """The forward pass of a stack has ended: keep what was seen."""
         if self._layers is None:
             self._probed.append(list(self._seen))
@@ -222,26 +222,28 @@ class ExpertsHook:
         if [choice.site for choice in self._seen] != layers:
             _require_each_once(layers, self._seen)
             raise InputError(f"the MoE layers of {_kind(self.model)} run in an order that changes")
-        if layers:
-            self.passes.append(self._read(stack, layers))
+        # a stack whose layers are all dense shows its tokens in what it returns: states [rows, columns, H]
+        tokens = len(self._seen[0].experts) if layers else output[0].shape[:2].numel()
+        self.passes.append(self._read(stack, layers, tokens))
         self._forget()
 
-    def _read(self, stack: int, layers: list[Site]) -> Pass:
-        tokens = len(self._seen[0].experts)
+    def _read(self, stack: int, layers: list[Site], tokens: int) -> Pass:
         for site, index, _ in self._seen:
             if len(index) != tokens or index.shape[1] > self.top_k:
                 raise InputError(
                     f"{site.name} routes {len(index)} tokens to {index.shape[1]} experts each where {layers[0].name} "
                     f"routes {tokens} tokens and {self.top_k} was the most: they cannot be attributed"
                 )
-        ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen])
+        ids, weights = self._sorted([(choice.experts, choice.weights) for choice in self._seen], tokens)
         probs = ahead = None
         if self._gate_probs:
-            read = read_gates([self._gates[s] for s in layers], [self._router_outputs[s] for s in layers], tokens)
+            outputs = [self._router_outputs[site] for site in layers]
+            gates = [self._gates[site] for site in layers]
+            read = read_gates(gates, outputs, tokens) if layers else torch.empty(tokens, 0, self.experts)
             probs = self._placed(stack, read.half(), 0)
         if self._ahead:
             seen = [self._ahead.chosen[site] for site in layers[1:]]
-            ahead = self._placed(stack, self._sorted(seen)[0] if seen else ids[:, :0], -1, skip=1)
+            ahead = self._placed(stack, self._sorted(seen, tokens)[0], -1, skip=1)
         return Pass(
             stack,
             self._placed(stack, ids, -1),
@@ -250,10 +252,10 @@ class ExpertsHook:
             ahead,
         )
 
-    def _sorted(self, choices: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def _sorted(self, choices: list[tuple[Tensor, Tensor]], tokens: int) -> tuple[Tensor, Tensor]:
         """Ids and weights [T, layers, k] of several layers, best expert first; nothing routed: -1 and 0."""
-        index = _stacked([index for index, _ in choices], self.top_k, -1)
-        weights = _stacked([weights for _, weights in choices], self.top_k, 0).float()
+        index = _stacked([index for index, _ in choices], tokens, self.top_k, -1)
+        weights = _stacked([weights for _, weights in choices], tokens, self.top_k, 0).float()
         routed = (index >= 0) & (index < self.experts)
         weights, order = weights.masked_fill(~routed, -torch.inf).sort(dim=-1, descending=True, stable=True)
         ids = torch.where(routed, index, -1).gather(-1, order).to(torch.int32)
@@ -284,8 +286,10 @@ def _require_each_once(sites: list[Site], seen: list[_Choice]) -> None:
         raise InputError(f"{site.name} routes tokens but did not in the first forward pass: it cannot be recorded")
 
 
-def _stacked(layers: list[Tensor], k: int, fill: int) -> Tensor:
+def _stacked(layers: list[Tensor], tokens: int, k: int, fill: int) -> Tensor:
     """Layers [T, at most k] each, maybe on several devices, as [T, layers, k]."""
+    if not layers:
+        return torch.empty(tokens, 0, k)
     if len({(layer.shape[1], layer.device) for layer in layers}) > 1 or layers[0].shape[1] != k:
         device = layers[0].device
         layers = [nn.functional.pad(layer.to(device), (0, k - layer.shape[1]), value=fill) for layer in layers]

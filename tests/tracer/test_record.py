@@ -504,12 +504,16 @@ def test_the_bytes_of_an_expert_are_its_own_alone(tmp_path: Path, architecture: 
     assert recorded(tiny(architecture), tmp_path / "t").meta.expert_bytes == 3 * 32 * 16 * 4
 
 
+@pytest.mark.parametrize("changes", [{}, {"encoder_sparse_step": 0}, {"decoder_sparse_step": 0}])
 @pytest.mark.parametrize("architecture", ["switch_transformers", "nllb_moe"])
-def test_an_encoder_and_its_decoder_share_one_layer_space(tmp_path: Path, architecture: str) -> None:
-    loaded = tiny(architecture)
+def test_an_encoder_and_its_decoder_share_one_layer_space(
+    tmp_path: Path, architecture: str, changes: dict[str, int]
+) -> None:
+    loaded = tiny(architecture, **changes)  # a step of 0: all layers of that stack are dense
     loaded.model.generation_config.decoder_start_token_id = 7
     notes: list[str] = []
-    record(loaded, PROMPTS, tmp_path / "t", Options(5, batch_size=4), on_note=notes.append)
+    options = Options(5, batch_size=4, weights=True, gate_probs=True, lookahead=True)
+    record(loaded, PROMPTS, tmp_path / "t", options, on_note=notes.append)
     trace = Trace.read(tmp_path / "t", EXTRA)
     assert any("prompts run one at a time" in note for note in notes)
     assert trace.token_id is not None
