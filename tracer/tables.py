@@ -70,7 +70,8 @@ def read_table(path: Path, headless: Callable[[list[list[str]]], bool]) -> Table
     if name.endswith((".csv", ".tsv")):
         return Table(_csv(path, text, "\t" if name.endswith(".tsv") else ",", headless))
     if name.endswith(".txt"):
-        return Table([{"prompt": line} for line in text.splitlines() if line.strip()])
+        lines = io.StringIO(text, newline=None)  # str.splitlines would also cut at U+2028 and form feeds
+        return Table([{"prompt": line.removesuffix("\n")} for line in lines if line.strip()])
     raise InputError(f"{path}: prompts are read from {', '.join(ENDINGS)}, also as .gz")
 
 

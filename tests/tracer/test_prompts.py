@@ -77,10 +77,11 @@ def test_usual_columns_are_found_in_every_kind_of_file(tmp_path: Path, ending: s
 
 
 def test_a_text_file_holds_a_prompt_a_line(tmp_path: Path) -> None:
-    (tmp_path / "file.txt").write_text("One?\n\n  Two?\n")
+    (tmp_path / "file.txt").write_bytes("One?\n\n  Two?\r\nThree,\u2028still\x0cthree?".encode())
     assert read_prompts(tmp_path / "file.txt", Columns()) == [
         Prompt("0", "file", "", ("One?",)),
         Prompt("1", "file", "", ("  Two?",)),
+        Prompt("2", "file", "", ("Three,\u2028still\x0cthree?",)),
     ]
 
 
