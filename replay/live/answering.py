@@ -28,9 +28,7 @@ class TextStream:
     def add(self, token: int) -> None:
         """Take the next token."""
         self.tokens.append(token)
-        text = self._loaded.text(self.tokens)
-        if not text.endswith(UNFINISHED):
-            self._tell(text)
+        self._tell(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
     def end(self) -> None:
         """Show what is left."""

@@ -130,6 +130,14 @@ def test_a_stop_string_ends_an_answer_before_it(client: OpenAI, folder: Path, mo
     assert done.choices[0].finish_reason == "stop"
 
 
+def test_a_stop_string_is_seen_in_a_token_that_ends_within_a_letter(
+    client: OpenAI, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadedModel, "text", lambda _, tokens: (b"a.\xc3" * len(tokens)).decode(errors="replace"))
+    done = client.completions.create(model=model, prompt="Hello", max_tokens=1, stop=".")
+    assert (done.choices[0].text, done.choices[0].finish_reason) == ("a", "stop")
+
+
 def test_the_end_of_sequence_counts_as_a_token(
     client: OpenAI, port: int, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
