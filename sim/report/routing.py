@@ -59,7 +59,8 @@ def _similarity(requests: pd.DataFrame, eams: Any) -> Iterator[Item]:
     flat = eams[order].reshape(len(order), -1).astype(np.float64)
     flat /= np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
     cosines = flat @ flat.T
-    title = f"{len(order)} requests, ordered by task ({len(set(labels[order]))})"
+    tasks = set(labels[order]) - {" / "}  # which is no label
+    title = f"{len(order)} requests{f', ordered by task ({len(tasks)})' if tasks else ''}"
     caption = "How alike requests are: bright blocks along the diagonal are tasks whose requests use the same experts."
     yield figure_item(plot.similarity_map(cosines, title), caption)
 

@@ -414,3 +414,14 @@ def test_requests_that_decode_nothing_are_not_in_the_mean_over_requests_that_do(
     assert "2 requests, ordered by task (1)" in str(similarity.svg)
     (nothing,) = routing.items(_results_of(Trace.from_arrays([np.full((2, 1, 2), -1)], 10)))
     assert nothing.text == "Nothing was routed."
+
+
+@pytest.mark.parametrize(
+    ("tasks", "title"),
+    [(["", "", ""], "3 requests"), (["a", "", "b"], "3 requests, ordered by task (2)")],
+)
+def test_requests_without_a_label_are_no_task_of_the_similarity_map(tasks, title):
+    trace = Trace.from_arrays([np.array([[[0, 1]]])] * 3, 10)
+    labelled = replace(trace, requests=trace.requests.assign(dataset="", task=tasks))
+    _, similarity = routing.items(_results_of(labelled))
+    assert f">{title}<" in str(similarity.svg)
