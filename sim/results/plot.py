@@ -113,26 +113,31 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
     return drawing
 
 
-def draw_users(rows: Sequence[Row], folder: Path) -> list[Path]:
+def draw_users(tables: "dict[str, list[Row]]", folder: Path) -> list[Path]:
     """Write users.png where numbers of users differ: throughput and latency against how many requests run at a time."""
-    if len({row["max_batch"] for row in rows} - {None}) < 2:
+    if len({row["max_batch"] for rows in tables.values() for row in rows} - {None}) < 2:
         return []
-    return write_figures({USERS: partial(users, rows)}, folder)
+    return write_figures({USERS: partial(users, tables)}, folder)
 
 
-def users(rows: Sequence[Row]) -> "Figure":
-    """Tokens a second, and the mean time between two tokens of a request, against requests at a time."""
+def users(tables: "dict[str, list[Row]]") -> "Figure":
+    """Tokens a second, and the mean time between two tokens of a request, against requests at a time.
+
+    tables: rows by what they were run on, which labels them where there are several.
+    """
     from matplotlib.figure import Figure
 
     drawing = Figure(figsize=(9, 4.2), layout="constrained")
     columns = {"tokens_per_s": "tokens per second, all requests", "tpot_mean_ms": "mean time per output token (ms)"}
     groups: dict[tuple[str, ...], list[Row]] = {}
-    differ = [name for name in ("trace", "hardware") if len({row[name] for row in rows}) > 1]
-    for row in rows:
-        key = row["policy"], size_text(row), *(str(row[name]) for name in differ)
-        groups.setdefault(key, []).append(row)
+    for source, rows in tables.items():
+        for row in rows:
+            key = row["policy"], size_text(row), *([source] if len(tables) > 1 else [])
+            groups.setdefault(key, []).append(row)
+    everywhere = [{row[name] for rows in tables.values() for row in rows} for name in ("model", "trace")]
+    title = ", ".join(name for names in everywhere if len(names) == 1 for name in names)
     for axes, (column, label) in zip(drawing.subplots(1, 2), columns.items(), strict=True):
-        frame(axes, f"{rows[0]['model']}, {rows[0]['trace']}", "requests at a time")
+        frame(axes, title, "requests at a time")
         axes.set_ylabel(label)
         for i, (told, own) in enumerate(groups.items()):
             points = sorted((row["max_batch"], row[column]) for row in own)

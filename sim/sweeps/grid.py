@@ -193,9 +193,23 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
         written = [folder / RESULTS_FILE]
         rows = [row for found in outcomes for row in found.rows]
         files.write_rows(rows, RESULTS, written[0])
-        plot.draw_users(rows, folder)
+        plot.draw_users(by_source(outcomes), folder)
     store.clear()
     return written
+
+
+def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
+    """Return the rows by what differs of trace and machine: by its name, or as given where several have that name."""
+    found: dict[str, list[Row]] = {}
+    for each in outcomes:
+        told = []
+        for field in ("trace", "hardware"):
+            known = {getattr(one.table.loaded.setup, field): one.rows[0][field] for one in outcomes}
+            given = getattr(each.table.loaded.setup, field)
+            if len(known) > 1:
+                told.append(known[given] if list(known.values()).count(known[given]) == 1 else given)
+        found.setdefault(", ".join(told), []).extend(each.rows)
+    return found
 
 
 def names(tables: Sequence[Table], folder: Path) -> list[str]:

@@ -1,3 +1,4 @@
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 
 from policies.core.policy import ScorePolicy
 from policies.core.spec import parse
+from sim.results import plot
 from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE, Summary
 from sim.sweeps import report, winner
-from sim.sweeps.grid import Grid, Table, grid_of, key, outcome, played, save, sweep
+from sim.sweeps.grid import Grid, Table, by_source, grid_of, key, outcome, played, save, sweep
 from sim.sweeps.setup import Requests, Setup
 from sim.sweeps.store import Store
 from sim.sweeps.winner import Winner
@@ -405,3 +407,12 @@ def test_a_winner_file_with_a_value_of_another_type_is_refused_in_one_line(line,
     with pytest.raises(InputError, match="not what moe-sim sweep writes") as caught:
         winner.read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_traces_of_one_name_are_a_line_each_of_the_figure_of_users(folder, tmp_path):
+    same, other = (shutil.copytree(folder, tmp_path / name) for name in ("there/tiny", "other"))
+    setups = [Setup(trace, max_batch=n, engine="simpy") for trace in (folder, same, other) for n in (1, 2)]
+    tables = by_source([played(setup.load(), grid("lru")) for setup in setups])
+    assert list(tables) == [str(folder), str(same), "other"]
+    lines = plot.users(tables).axes[0].get_lines()
+    assert [np.asarray(line.get_xdata()).tolist() for line in lines] == [[1, 2]] * 6
