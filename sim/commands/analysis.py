@@ -40,11 +40,14 @@ def analyze(
     from sim.analysis.misses import MAKER, NAMES, analyse, save, sentence, to_play
     from sim.sweeps.config import specs
     from sim.sweeps.grid import grid_of
+    from sim.sweeps.report import sizes_note
     from traces.output import claimed
 
     setup = options.setup_of(requests, trace=trace, untimed=True)
     loaded = setup.load()
-    grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_sizes))
+    sizes = split_list(cache_sizes)
+    grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
+    output.note(*sizes_note(loaded, grid, sizes))
     folder = output.folder(setup.trace, "/analysis")
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:

@@ -100,7 +100,7 @@ def sweep(
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
     tables = _tables(made, folder)
-    output.note(*options.taken(defaults), *_surprises(tables))
+    output.note(*options.taken(defaults), *_surprises(tables, made.cache_sizes))
     players = Cluster(scheduler) if scheduler else Local(processes)
     with claimed(folder, MAKER, names(tables, folder)):
         for table in tables:
@@ -205,12 +205,14 @@ def _folders(loaded: "Sequence[Loaded]") -> list[str]:
     return names
 
 
-def _surprises(tables: "list[Table]") -> Iterator[str]:
-    """Yield what the sizes of experts come from, and which policies do less than their names say."""
+def _surprises(tables: "list[Table]", cache_sizes: "Sequence[str]") -> Iterator[str]:
+    """Yield what sizes of experts come from, which caches are not run, and which policies do less than they say."""
     from sim.quantities import show_bytes
     from sim.sweeps import report
 
-    for loaded in {table.loaded.setup.trace: table.loaded for table in tables}.values():
+    for table in {table.loaded.setup.trace: table for table in tables}.values():
+        loaded = table.loaded
+        yield from report.sizes_note(loaded, table.grid, cache_sizes)
         if loaded.profile and not loaded.profile.hub_ids and not loaded.setup.model_profile:
             yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes

@@ -62,6 +62,15 @@ def warnings(loaded: Loaded, grid: Grid) -> list[str]:
     return found
 
 
+def sizes_note(loaded: Loaded, grid: Grid, cache_sizes: Iterable[str]) -> Iterator[str]:
+    """Yield a note on each size, as given, that is not run since it holds as many experts as another one."""
+    held = {loaded.experts_in(room): text for text, room in grid.sizes.items()}
+    for text in dict.fromkeys(cache_sizes):
+        if text not in grid.sizes:
+            experts = loaded.experts_in(loaded.slots(text))
+            yield f"a cache of {text} holds {experts} experts, as many as one of {held[experts]}, which alone is run"
+
+
 def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str]:
     """Yield a note on policies that an untimed run does not run whole."""
     partly = [policy.text for policy in policies if policy.prefetches or policy.uses_host]

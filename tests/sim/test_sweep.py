@@ -75,6 +75,14 @@ def test_an_untimed_run_says_which_policies_it_does_not_run_whole(folder):
     assert not list(report.untimed_note(Setup(folder).load(), policies))
 
 
+def test_a_size_that_holds_as_many_experts_as_another_one_is_not_run_and_said(folder):
+    loaded, sizes = Setup(folder).load(), ["25%", "16", "25.1%", "25%", "50%"]
+    asked = grid_of(loaded, ["lru"], sizes)
+    assert list(asked.sizes) == ["25%", "50%"]
+    notes = [f"a cache of {size} holds 16 experts, as many as one of 25%, which alone is run" for size in sizes[1:3]]
+    assert list(report.sizes_note(loaded, asked, sizes)) == notes
+
+
 def test_results_do_not_depend_on_the_number_of_workers(folder):
     loaded = Setup(folder).load()
     alone, together = (played(loaded, grid("lru,eamc,clock"), workers) for workers in (1, 2))
