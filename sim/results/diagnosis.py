@@ -1,7 +1,7 @@
 """Diagnose a run in one line: the failure signatures of MoE-Infinity (arXiv 2401.14361) in its row.
 
-Misses are the policy's where Belady, at the same size, would have had far fewer, and the working set's where it would
-not. An idle GPU waits for fetches that came too late or were not made early. A busy link carries experts that are
+Misses are the placement's where most are computed on the host, else the policy's where Belady, at the same size, would
+have fetched far fewer, and the working set's where it would not. An idle GPU waits for fetches that came too late or were not made early. A busy link carries experts that are
 never looked up, or holds up what is needed at once. Below the working set of one token no recency helps.
 """
 
@@ -13,7 +13,7 @@ MANY_MISSES = 0.3
 """Share of all lookups below which misses are not reported."""
 
 POLICY_GAP = 0.1
-"""Points of hit rate to Belady above which misses are the policy's."""
+"""Points of fetched misses beyond Belady's above which misses are the policy's."""
 
 IDLE = 0.3
 """Of the time, waiting for weights or for the policy."""
@@ -47,11 +47,15 @@ def _misses(row: Row, best: float | None, demand: float) -> list[str]:
         return []
     late = row["late"] / row["lookups"]
     text = f"{missed:.0%} of lookups miss" + (f", {late:.0%} are late prefetches" if late >= MINOR else "")
+    on_host = row["on_host"] / row["lookups"]
+    if on_host > missed / 2:
+        return [f"{text}, because of the placement: the host computes {on_host:.0%}"]
+    text += f", {on_host:.0%} are computed on the host" if on_host >= MINOR else ""
     if row["phase"] != "prefill" and row["cache_fraction"] < demand:
         return [f"{text}, the cache is below the working set of one token ({demand:.0%})"]
     if best is None:
         return [text]
-    if best - row["hit_rate"] > POLICY_GAP:
+    if best - row["hit_rate"] - on_host > POLICY_GAP:
         return [f"{text}, because of the policy: Belady hits {best:.0%}, not {row['hit_rate']:.0%}"]
     return [f"{text}, because of the cache size: Belady hits {best:.0%}; a larger cache would help"]
 

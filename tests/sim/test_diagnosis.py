@@ -14,6 +14,7 @@ def a_row(**changed):
         "lookups": 1000,
         "misses": 100,
         "late": 0,
+        "on_host": 0,
         "hit_rate": 0.9,
         "bytes_demand": 100,
         "bytes_prefetch": 100,
@@ -48,6 +49,15 @@ def test_misses_are_the_policys_where_belady_has_far_fewer_and_else_the_working_
     assert late.startswith("lru at 16 (25%): 45% of lookups miss, 10% are late prefetches, because of the policy")
     (unknown,) = said(misses=450, hit_rate=0.55, bound=[])
     assert unknown == "lru at 16 (25%): 45% of lookups miss"
+
+
+def test_misses_that_the_host_computes_are_the_placements_and_no_fault_of_the_policy():
+    (placements,) = said(misses=450, on_host=400, hit_rate=0.55, policy="lru/split")
+    assert placements == "lru/split at 16 (25%): 45% of lookups miss, because of the placement: the host computes 40%"
+    (sizes,) = said(misses=450, on_host=200, hit_rate=0.55)
+    assert "45% of lookups miss, 20% are computed on the host, because of the cache size: Belady hits 80%" in sizes
+    (policys,) = said(misses=550, on_host=200, hit_rate=0.45)
+    assert policys.endswith("20% are computed on the host, because of the policy: Belady hits 80%, not 45%")
 
 
 def test_below_one_tokens_demand_that_is_the_reason_but_not_of_a_prefill():
