@@ -28,6 +28,9 @@ METHODS = (
 )
 """All that engines call of a policy."""
 
+NEVER_CALLED = ("on_hit", "on_insert", "on_evict", "victim", "victim_for")
+"""Methods that a `ScorePolicy` inherits and the compiled residency does not call."""
+
 BASES = (Listener, RetentionPolicy, Prefetcher, ScorePolicy)
 KNOWN = ("policies", "abc", "builtins")
 """Packages whose classes are no user's."""
@@ -268,6 +271,11 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not (3, {shape.total}) as ScorePolicy makes it")
     if type(half.rule) is not int or not 0 <= half.rule < NAMES_VICTIMS:
         raise BrokenRuleError(f"its `rule` is {half.rule!r}, none of policies.core.scores")
+    if unheard := [method for method in NEVER_CALLED if getattr(cls, method) is not getattr(ScorePolicy, method)]:
+        raise BrokenRuleError(
+            f"a ScorePolicy is served compiled and its {unheard[0]} is never called: write the scores in `observe`, "
+            "or derive from RetentionPolicy"
+        )
     vars(half)["_built"] = True
 
 

@@ -163,6 +163,10 @@ UNFIT = {
     OPTIONS + "seed: str = 'x'": "option seed is not an int",
     OPTIONS + "seed: bool = True": "option seed is not an int",
     "def observe(self):\n    pass": "TypeError: .*observe",
+    **{
+        f"def {method}(self, *given):\n    pass": f"a ScorePolicy is served compiled and its {method} is never called"
+        for method in ("on_hit", "on_insert", "on_evict", "victim", "victim_for")
+    },
     OBSERVE + "self.keep[0, event.experts] = np.nan": "not all numbers: some are NaN",
     OBSERVE + "self.keep = self.keep * 0.5": "it replaces its array `keep`",
     OBSERVE + "self.keep = np.zeros_like(self.keep)": "it replaces its array `keep`",
