@@ -122,6 +122,7 @@ class Worker:
                     self._answer(job)
 
     def _answer(self, job: Job) -> None:
+        stop_ids = self._loaded.stop_ids  # while it generates, the model's config has none
         shown: list[str] = []
         first: list[float] = []
 
@@ -143,7 +144,7 @@ class Worker:
             taken += 1
             if not first:
                 first.append(time.monotonic() - job.asked)
-            if tokens[0] in self._loaded.stop_ids:
+            if tokens[0] in stop_ids:
                 return
             stream.add(tokens[0])
             whole = "".join(shown)
@@ -162,7 +163,7 @@ class Worker:
                 torch.manual_seed(job.seed)
             runner = Runner(self._loaded, self._live.hook, lambda rows: None, take)
             (answer,) = runner.generate([job.tokens], job.limit, job.sampling)
-            outcome = "stop" if answer.output[-1] in self._loaded.stop_ids else "length"
+            outcome = "stop" if answer.output[-1] in stop_ids else "length"
         except StoppedError:
             outcome = "left" if job.left.is_set() or self._closing else "stop"
         except Exception as error:

@@ -16,6 +16,7 @@ import torch
 import uvicorn
 from openai import OpenAI
 
+from replay.live.model import LiveModel
 from replay.live.opening import How, open_live
 from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
@@ -37,9 +38,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def port(folder: Path) -> Iterator[int]:
-    """A server in this process."""
+def live(folder: Path) -> Iterator[LiveModel]:
     torch.set_num_threads(1)
+    with open_live(How(str(folder), cache_size="5", lanes=1)) as live:
+        yield live
+
+
+@pytest.fixture(scope="module")
+def port(live: LiveModel) -> Iterator[int]:
+    """A server in this process."""
     read = Shard.read
 
     def maybe(self: Shard, offset: int, target: Any) -> None:
@@ -48,7 +55,7 @@ def port(folder: Path) -> Iterator[int]:
             raise InputError("the disk cannot be read: Input/output error")
         read(self, offset, target)
 
-    with pytest.MonkeyPatch.context() as patch, open_live(How(str(folder), cache_size="5", lanes=1)) as live:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Shard, "read", maybe)
         server = Server(live, KEY)
         config = uvicorn.Config(server.app, port=0, log_level="warning", timeout_graceful_shutdown=1)
@@ -110,9 +117,9 @@ def test_answers_are_those_of_the_whole_model(client: OpenAI, folder: Path, mode
 
 def test_a_stream_is_the_same_in_pieces_and_counts_at_its_end(client: OpenAI, folder: Path, model: str) -> None:
     said: Any = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
-    options: Any = {"include_usage": True}
+    options: Any = {"stream_options": {"include_usage": True}}
     pieces = list(
-        client.chat.completions.create(model=model, messages=said, max_tokens=9, stream=True, stream_options=options)
+        client.chat.completions.create(model=model, messages=said, max_tokens=9, temperature=0, stream=True, **options)
     )
     text = "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices)
     assert text == expected(folder, "Hello", 9)
@@ -125,7 +132,7 @@ def test_a_stream_is_the_same_in_pieces_and_counts_at_its_end(client: OpenAI, fo
 def test_a_stop_string_ends_an_answer_before_it(client: OpenAI, folder: Path, model: str) -> None:
     whole = expected(folder, "Hello", 20)
     stop = whole[6:8]
-    done = client.completions.create(model=model, prompt="Hello", max_tokens=20, stop=[stop])
+    done = client.completions.create(model=model, prompt="Hello", max_tokens=20, stop=[stop], temperature=0)
     assert done.choices[0].text == whole[: whole.index(stop)]
     assert done.choices[0].finish_reason == "stop"
 
@@ -138,16 +145,17 @@ def test_a_stop_string_is_seen_in_a_token_that_ends_within_a_letter(
     assert (done.choices[0].text, done.choices[0].finish_reason) == ("a", "stop")
 
 
-def test_the_end_of_sequence_counts_as_a_token(
-    client: OpenAI, port: int, folder: Path, model: str, monkeypatch: pytest.MonkeyPatch
+def test_an_end_of_sequence_counts_as_a_token_and_is_no_text(
+    client: OpenAI, port: int, folder: Path, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     third = expected_ids(folder, "Hello", 3)[2]
-    monkeypatch.setattr(LoadedModel, "stop_ids", [third])
+    monkeypatch.setattr(live.loaded.model.generation_config, "eos_token_id", [third])
     names = ('moe_tokens_total{kind="answer"}', "moe_tpot_seconds_count")
     before = [metric(port, name) for name in names]
-    done = client.completions.create(model=model, prompt="Hello", max_tokens=9)
+    done = client.completions.create(model=model, prompt="Hello", max_tokens=9, temperature=0)
     assert done.usage is not None
     assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("stop", 3)
+    assert done.choices[0].text == expected(folder, "Hello", 2)
     assert [metric(port, name) - was for name, was in zip(names, before, strict=True)] == [3, 2]
 
 
@@ -213,13 +221,14 @@ def failing() -> Iterator[None]:
 
 @pytest.mark.usefixtures("failing")
 def test_a_disk_that_fails_is_told_to_that_client_alone(client: OpenAI, folder: Path, model: str) -> None:
+    asked: Any = {"model": model, "prompt": "Hi", "max_tokens": 5, "temperature": 0}
     wanted = expected(folder, "Hi", 5)
     for stream in (False, True):
         READS[0] = 0
         with pytest.raises(openai.APIError, match="Input/output error"):
             list(client.completions.create(model=model, prompt="What now", max_tokens=9, stream=stream))
         READS[0] = 10**9
-        assert client.completions.create(model=model, prompt="Hi", max_tokens=5).choices[0].text == wanted
+        assert client.completions.create(**asked).choices[0].text == wanted
 
 
 @pytest.mark.usefixtures("failing")
@@ -229,7 +238,7 @@ def test_a_disk_that_fails_in_mid_stream_ends_the_stream_with_the_error(
     received: list[str] = []
 
     def listen() -> None:
-        stream = client.completions.create(model=model, prompt="Hello", max_tokens=200, stream=True)
+        stream = client.completions.create(model=model, prompt="Hello", max_tokens=200, temperature=0, stream=True)
         received.extend(piece.choices[0].text for piece in stream)
 
     READS[0] = 200  # more than a prefill needs
@@ -246,14 +255,15 @@ def test_a_client_that_vanishes_does_not_hold_up_the_next_one(
     client: OpenAI, port: int, folder: Path, model: str, stream: bool
 ) -> None:
     before = metric(port, 'moe_requests_total{outcome="left"}')
-    body = json.dumps({"model": model, "prompt": "Once", "max_tokens": 240, "stream": stream}).encode()
+    asked = {"model": model, "prompt": "Once", "max_tokens": 240, "temperature": 0, "stream": stream}
+    body = json.dumps(asked).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection(("127.0.0.1", port)) as gone:
         gone.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         if stream:
             gone.recv(100)
     wanted = expected(folder, "Hi", 5)
-    assert client.completions.create(model=model, prompt="Hi", max_tokens=5).choices[0].text == wanted
+    assert client.completions.create(model=model, prompt="Hi", max_tokens=5, temperature=0).choices[0].text == wanted
     if stream:
         assert metric(port, 'moe_requests_total{outcome="left"}') == before + 1
 
@@ -263,7 +273,7 @@ def test_several_clients_at_a_time_wait_for_their_turns(client: OpenAI, folder: 
     found: dict[str, str] = {}
 
     def ask(text: str) -> None:
-        found[text] = client.completions.create(model=model, prompt=text, max_tokens=6).choices[0].text
+        found[text] = client.completions.create(model=model, prompt=text, max_tokens=6, temperature=0).choices[0].text
 
     threads = [threading.Thread(target=ask, args=(text,)) for text in wanted]
     for thread in threads:
@@ -305,7 +315,7 @@ def test_metrics_count_requests_tokens_and_lookups(client: OpenAI, port: int, mo
     names = ('moe_tokens_total{kind="answer"}', 'moe_requests_total{outcome="length"}', "moe_tpot_seconds_count")
     before = [metric(port, name) for name in names]
     looked = sum(metric(port, f'moe_lookups_total{{found="{found}"}}') for found in ("hits", "late", "misses"))
-    client.completions.create(model=model, prompt="Hello", max_tokens=7)
+    client.completions.create(model=model, prompt="Hello", max_tokens=7, temperature=0)
     assert [metric(port, name) - was for name, was in zip(names, before, strict=True)] == [7, 1, 6]
     again = sum(metric(port, f'moe_lookups_total{{found="{found}"}}') for found in ("hits", "late", "misses"))
     assert again - looked >= 6 * 3 * 2
