@@ -178,6 +178,7 @@ class Server:
 
     def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
         self._loaded = live.loaded
+        self._config = live.loaded.model.generation_config  # while a request runs, the model has another
         self._key = api_key
         longest = live.loaded.context or 1 << 30
         self.context = min(longest, max_context or longest)
@@ -264,6 +265,11 @@ class Server:
             raise RefusedError(400, "prompt: one text, or one list of token ids")
         return self._ids.known(ids)
 
+    def _sampling(self, asked: Asked) -> Sampling:
+        """Return what is asked for; by default what the model's generation config says, else OpenAI's 1, as vLLM."""
+        found = ((asked.temperature, self._config.temperature), (asked.top_p, self._config.top_p))
+        return Sampling(*(next((value for value in each if value is not None), 1.0) for each in found))
+
     async def _answer(
         self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request
     ) -> Response:
@@ -287,7 +293,7 @@ class Server:
             tokens,
             min(limit or NEW_TOKENS, self.context - len(tokens)),
             lambda piece: _pass_on(loop, pieces, piece),
-            Sampling(asked.temperature or 0.0, 1.0 if asked.top_p is None else asked.top_p),
+            self._sampling(asked),
             asked.seed,
             tuple(text for text in stop if text),
         )

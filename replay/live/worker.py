@@ -159,7 +159,9 @@ class Worker:
         began = len(self._live.rows)
         outcome, end = "error", Piece()
         try:
-            if job.seed is not None:
+            if job.seed is None:
+                torch.seed()  # or answers would depend on the seed that a client before this one has sent
+            else:
                 torch.manual_seed(job.seed)
             runner = Runner(self._loaded, self._live.hook, lambda rows: None, take)
             (answer,) = runner.generate([job.tokens], job.limit, job.sampling)

@@ -145,6 +145,20 @@ def test_a_stop_string_is_seen_in_a_token_that_ends_within_a_letter(
     assert (done.choices[0].text, done.choices[0].finish_reason) == ("a", "stop")
 
 
+def test_what_a_request_does_not_say_is_as_the_model_says_else_one(
+    client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(**said: Any) -> str:
+        return str(client.completions.create(model=model, prompt="Hello", max_tokens=9, **said).choices[0].text)
+
+    assert ask(seed=1) == ask(seed=1, temperature=1, top_p=1) != ask(temperature=0)
+    assert ask(seed=1, top_p=1e-6) == ask(temperature=0)
+    assert len({(ask(seed=1), ask())[1] for _ in range(2)}) == 2, "a seed outlives its request"
+    monkeypatch.setattr(live.loaded.model.generation_config, "temperature", 0.5)
+    monkeypatch.setattr(live.loaded.model.generation_config, "top_p", 0.3)
+    assert ask(seed=1) == ask(seed=1, temperature=0.5, top_p=0.3) != ask(seed=1, temperature=1, top_p=1)
+
+
 def test_an_end_of_sequence_counts_as_a_token_and_is_no_text(
     client: OpenAI, port: int, folder: Path, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
