@@ -1,5 +1,6 @@
 """The command `moe-replay generate`: a model continues with prompts, its experts behind a cache."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -47,12 +48,14 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
+    from policies.core.spec import parse
     from replay import report
     from replay.live.answering import TextStream, answer
     from replay.live.opening import open_live
     from replay.live.prediction import outcome
     from replay.live.prompts import prompts_of, reading_ids
     from replay.warmup import undisturbed
+    from sim.sweeps.config import seeded
     from tracer.answers import Sampling
     from tracer.record import Options
     from traces.writer import check_target
@@ -73,7 +76,8 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    with open_live(opened.how(model, record), partial(progress, quiet=quiet, what="experts")) as live:
+    how = replace(opened.how(model, record), policy=seeded(parse(opened.policy), seed))
+    with open_live(how, partial(progress, quiet=quiet, what="experts")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")

@@ -274,6 +274,12 @@ def test_each_turn_of_a_prompt_is_answered_on_a_line_of_its_own(tmp_path: Path) 
     assert last.split()[:-1] == [str(token) for token in trace.token_id[-3:]], "the last token is not fed back"
 
 
+def test_the_seed_is_of_policies_that_draw_too(tmp_path: Path) -> None:
+    asked = ("--model", saved(tmp_path, "mixtral"), "--token-ids", "5,6", "--max-new-tokens", 2, "--lanes", 1)
+    for policy, drawn in (("random", 7), ("random:seed=3", 3)):
+        assert f", random:seed={drawn}, cache of" in generate(*asked, "--policy", policy, "--seed", 7).stderr
+
+
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
     with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
