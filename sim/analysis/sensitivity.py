@@ -1,11 +1,11 @@
 """What would help most: a cell run again with one parameter at a time a step lower and a step higher.
 
 The parameters are what a simulated run reads: the machine's link, memory, compute and overheads, the cache in slots
-(in bytes where experts differ in size), the size of an expert (in as many slots as before), the policy's own cost, the
-chunk, and every numeric option of the policy. All else stays as it is, the predictor's cost too where an option
-changes. The effect is the change of mean TPOT (TTFT where nothing is decoded); its elasticity is d ln metric / d ln
-parameter, by the difference between the two values that were run, the point itself standing in for one that could not
-be.
+(in bytes where experts differ in size), the size of an expert (of which cache and host memory hold as many as before),
+the policy's own cost, the chunk, and every numeric option of the policy but its seed. All else stays as it is, the
+predictor's cost too where an option changes. The effect is the change of mean TPOT (TTFT where nothing is decoded); its
+elasticity is d ln metric / d ln parameter, by the difference between the two values that were run, the point itself
+standing in for one that could not be.
 """
 
 import math
@@ -322,16 +322,25 @@ def _with_slots(point: Point, slots: float) -> Point:
 
 
 def _with_expert_size(point: Point, megabytes: float) -> Point:
-    """The largest of so many MB; where layers differ, all and the cache's bytes by the same factor."""
-    profile = point.profile
+    """The largest of so many MB; cache and host memory hold as many experts as before.
+
+    Where layers differ, all and the bytes of cache and host memory change by the same factor.
+    """
+    profile, host = point.profile, point.loaded.setup.host_memory
     factor = megabytes * 1e6 / profile.expert_bytes
     sizes = tuple(round(size * factor) for size in profile.layer_expert_bytes)
     parameter = megabytes * 1e6 / profile.expert_parameters
     sized = replace(profile, expert_bytes_per_parameter=parameter, layer_expert_bytes=sizes)
     here = cast(Point, _with(point, "loaded.profile", sized))
-    if here.loaded.sizes is None:
-        return replace(here, slots=point.loaded.experts_in(point.slots))
-    return _with_slots(here, -(-point.slots * sum(sizes) // sum(profile.layer_expert_bytes)))
+    alike = here.loaded.sizes is None
+
+    def resized(room: int) -> int:
+        return point.loaded.experts_in(room) if alike else -(-room * sum(sizes) // sum(profile.layer_expert_bytes))
+
+    if host:
+        room = resized(point.loaded.slots(host))
+        here = cast(Point, _with(here, "loaded.setup.host_memory", str(room) if alike else f"{room}B"))
+    return _with_slots(here, resized(point.slots))
 
 
 def _with_predictor(point: Point, us: float) -> Point:

@@ -218,6 +218,24 @@ def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
     assert min(differing["cache size"].changes) < 0 < max(differing["cache size"].changes)
 
 
+@pytest.mark.parametrize("sizes", [(), (EXPERT_BYTES, EXPERT_BYTES // 2) * 2])
+def test_larger_experts_are_as_many_in_host_memory_as_before(home, sizes):
+    """However it is given, host memory holds half of the experts: reads are as many, of more bytes each."""
+    loaded = Setup(home / "some", engine="simpy", requests=2).load()
+    assert loaded.profile
+    loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
+    everything = 64 * EXPERT_BYTES if loaded.sizes is None else int(loaded.sizes.sum())
+    reads = []
+    for given in ("50%", "32", f"{everything // 2}B"):
+        at = replace(loaded, setup=replace(loaded.setup, host_memory=given))
+        point = point_of(at, parse("lru"), at.slots("25%"))
+        variants = [each for each in plan(point, 0.2)[0] if each.parameter.name == "expert size"]
+        found = sensitivity(point, variants)
+        assert len({row["reads_demand"] for row in (found.row, *(row for _, row in found.variants))}) == 1, given
+        reads.append(found.effects)
+    assert [each[0].changes for each in reads] == [reads[0][0].changes] * 3
+
+
 def test_where_nothing_is_decoded_ttft_counts(home):
     _, found, _ = measured(home, "prompts", slots=16)
     assert found.metric == "ttft_mean_ms"
