@@ -321,6 +321,19 @@ def command(home, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_a_cache_of_experts_of_several_sizes_is_printed_in_experts(command, tmp_path):
+    """Half of all bytes, of layers of 1, 2 and 3 times 6,144 bytes, are 24 experts of mean size."""
+    shape = "hub_ids = []\nmoe_layers = 3\nexperts = 16\ntop_k = 2\nhidden_size = 64\nexpert_intermediate_size = 16\n"
+    rest = "heads = 4\nhead_size = 16\nvocabulary = 64\ndense_bytes_per_parameter = 2.0\n"
+    sizes = "expert_bytes_per_parameter = 2.0\nlayer_expert_bytes = [6144, 12288, 18432]\n"
+    (tmp_path / "sized.toml").write_text(shape + rest + sizes)
+    for given in ("50%", "24", "294912B"):
+        asked = ("--policy", "clock", "--trials", "1", "--untimed", "--model-profile", "sized.toml", "--workers", "1")
+        status, out, err = command(*asked, "--cache-size", given, "--out", given)
+        assert status == 0, err
+        assert "sized, untimed: 24 slots, 1 trials" in " ".join(out.split())
+
+
 ASKED = ("--policy", "eamc", "--search", "capacity=2..40:matches=1|2", "--trials", "6", "--workers", "2")
 
 
