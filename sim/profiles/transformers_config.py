@@ -93,6 +93,10 @@ def fields_of(config: Config, name: str) -> dict[str, Any]:
     expert_size = _size(config, EXPERT_SIZE)
     dense_bytes, expert_bytes = _bytes(config, whole)
     latent = config.get("kv_lora_rank") or 0
+    rope = (config.get("qk_rope_head_dim") or 0) if latent else 0
+    kv_heads = _first(config, KV_HEADS) or 0
+    head_size = (config.get("v_head_dim") if latent else config.get("head_dim")) or hidden // heads
+    kv_values = latent + rope if latent else 2 * (kv_heads or heads) * head_size
     return {
         "name": name,
         "hub_ids": (),
@@ -103,14 +107,14 @@ def fields_of(config: Config, name: str) -> dict[str, Any]:
         "expert_intermediate_size": expert_size,
         "expert_bytes_per_parameter": expert_bytes,
         "heads": heads,
-        "head_size": (config.get("v_head_dim") if latent else config.get("head_dim")) or hidden // heads,
+        "head_size": head_size,
         "vocabulary": _size(config, ("vocab_size",)),
         "dense_bytes_per_parameter": dense_bytes,
-        "kv_heads": _first(config, KV_HEADS) or 0,
+        "kv_heads": kv_heads,
         "kv_latent_size": latent,
-        "rope_head_size": (config.get("qk_rope_head_dim") or 0) if latent else 0,
+        "rope_head_size": rope,
         "query_latent_size": (config.get("q_lora_rank") or 0) if latent else 0,
-        **_windows(config, heads, hidden // heads),
+        **_windows(config, moe, heads, head_size, kv_values),
         "shared_intermediate_size": _shared(config, expert_size),
         "dense_intermediate_size": (_first(config, DENSE_SIZE) or 0) if leading + between + trailing else 0,
         "leading_dense_layers": leading,
@@ -197,27 +201,46 @@ def _stated_bits(quantised: Config, method: str) -> float:
     return max(found) + (SCALES if max(found) < 8 else 0.0)
 
 
-def _windows(config: Config, heads: int, head_size: int) -> dict[str, int]:
-    """Return the window of layers without full attention, and how often that comes, where it comes evenly.
+def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv_values: int) -> dict[str, int]:
+    """Return the window of MoE layers without full attention, and how often that comes, where it comes evenly.
 
-    The state of linear attention, in 32 bits, counts as a window of as many bytes of keys and values, in 16 bits.
+    kv_values: that a token leaves in the KV cache of a layer, of 16 bits. The state of linear attention, of 32 bits,
+    counts as a window of as many bytes.
     """
     kinds, window = config.get("layer_types"), config.get("sliding_window")
+    chunk = _first(config, ("attention_chunk_size",))  # Llama 4
     if interval := _first(config, ("full_attention_interval",)):
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(_size(config, LAYERS))]
-    if not isinstance(kinds, list) or not (full := sum("full" in str(kind) for kind in kinds)):
+        kinds = _repeated("linear_attention", interval, len(moe))
+    elif chunk and not kinds:
+        kinds = _repeated("chunked_attention", _first(config, ("no_rope_layer_interval",)) or 4, len(moe))
+    if not isinstance(kinds, list) or len(kinds) != len(moe):
         return {}
-    every, others = len(kinds) // full, {str(kind) for kind in kinds if "full" not in str(kind)}
-    if ["full" in str(kind) for kind in kinds] != [(i + 1) % every == 0 for i in range(len(kinds))]:
-        return {}
+    own = [str(kind) for kind, has_experts in zip(kinds, moe, strict=True) if has_experts]
+    every = _full_every(own) or _full_every([str(kind) for kind in kinds])
+    others = {kind for kind in own if "full" not in kind}
     if others == {"linear_attention"}:
-        size = _first(config, ("head_dim",)) or head_size
-        sides = (_first(config, (f"linear_{side}_head_dim",)) or size for side in ("key", "value"))
-        state = (_first(config, ("linear_num_value_heads",)) or heads) * prod(sides)
-        window = -(-state // ((_first(config, KV_HEADS) or heads) * size))
+        sides = (
+            _first(config, (f"linear_{side}_head_dim", "linear_head_dim")) or head_size for side in ("key", "value")
+        )
+        state = (_first(config, ("linear_num_value_heads", "linear_num_heads")) or heads) * prod(sides)
+        window = -(-2 * state // kv_values)
+    elif others == {"chunked_attention"}:
+        window = chunk
     elif others != {"sliding_attention"}:
         return {}
-    return {"sliding_window": window, "full_attention_every": every} if isinstance(window, int) else {}
+    return {"sliding_window": window, "full_attention_every": every} if every and isinstance(window, int) else {}
+
+
+def _repeated(kind: str, every: int, layers: int) -> list[str]:
+    """Return the kinds of so many layers, of each `every` the last one with full attention."""
+    return [kind if (i + 1) % every else "full_attention" for i in range(layers)]
+
+
+def _full_every(kinds: Sequence[str]) -> int | None:
+    """Return of how many layers the last has full attention; None where it does not come evenly."""
+    full = ["full" in kind for kind in kinds]
+    every = len(full) // sum(full) if any(full) else 0
+    return every if every and full == [(i + 1) % every == 0 for i in range(len(full))] else None
 
 
 def _shared(config: Config, expert_size: int) -> int:

@@ -262,12 +262,19 @@ def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: P
     assert quick(str(tmp_path / "config.json"), **options) == quick("Qwen/Qwen3-30B-A3B", **options)
 
 
+LINEAR = [*["linear_attention"] * 3, "full_attention"] * 12
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
+
+
 @pytest.mark.parametrize(
     ("changed", "window"),
     [
         ({"full_attention_interval": 4, "head_dim": 256, "num_key_value_heads": 2}, 1024),
-        ({"layer_types": [*["linear_attention"] * 3, "full_attention"] * 12, "head_dim": 256}, 512),
+        ({"layer_types": LINEAR, "head_dim": 256}, 512),
         ({"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "sliding_window": 128}, 128),
+        ({"layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12, "attention_chunk_size": 512}, 512),
+        ({"attention_chunk_size": 512, "no_rope_layers": []}, 512),
+        ({"layer_types": LINEAR, **LATENT, "linear_num_value_heads": None, "linear_num_heads": 8}, 456),
     ],
 )
 def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: Path, changed, window: int):
@@ -275,6 +282,18 @@ def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **linear, **changed}))
     found = model(str(tmp_path))
     assert found.kv_cache_bytes(8192) == (12 * 8192 + 36 * window) * found.kv_bytes
+
+
+def test_chunks_are_the_window_of_layers_with_experts_alone_as_in_the_shipped_profiles(tmp_path: Path):
+    """Of Llama-4-Maverick every other layer has experts, and of those every other one full attention."""
+    chunked = {**QWEN3, "attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8}
+    for name, step in (("llama-4-scout", 1), ("llama-4-maverick", 2)):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({**chunked, "interleave_moe_layer_step": step, "decoder_sparse_step": None}))
+        found, shipped = model(str(path)), model(name)
+        windows = [[each.window_of(layer) for layer in range(each.moe_layers)] for each in (found, shipped)]
+        assert windows[0] == windows[1] == [0 if (i * step + step) % 4 == 0 else 8192 for i in range(48 // step)]
+        assert found.kv_cache_bytes(32768) == shipped.kv_cache_bytes(32768)
 
 
 def test_configs_of_other_architectures_are_read(tmp_path: Path):
