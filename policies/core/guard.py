@@ -24,11 +24,11 @@ from traces.steps import RequestSteps
 
 METHODS = (
     *("foresee", "window", "begin_request", "observe", "propose", "end_request"),
-    *("on_hit", "on_insert", "on_evict", "victim"),
+    *("on_hit", "on_insert", "on_evict", "on_need", "victim"),
 )
 """All that engines call of a policy."""
 
-NEVER_CALLED = ("on_hit", "on_insert", "on_evict", "victim", "victim_for")
+NEVER_CALLED = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
 """Methods that a `ScorePolicy` inherits and the compiled residency does not call."""
 
 BASES = (Listener, RetentionPolicy, Prefetcher, ScorePolicy)

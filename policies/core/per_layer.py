@@ -37,15 +37,12 @@ class PerLayer(RetentionPolicy):
 
     foresee, begin_request, end_request = _of_all("foresee"), _of_all("begin_request"), _of_all("end_request")
     on_hit, on_insert, on_evict = _of_one("on_hit"), _of_one("on_insert"), _of_one("on_evict")
+    on_need = _of_one("on_need")
 
     def observe(self, event: Event) -> None:
         """For the event's layer."""
         self._of[event.layer].observe(event)
 
-    def victim_for(self, expert: int, evictable: Int) -> int:
-        """Of the expert's layer, which is that of all that are offered."""
-        return self._of[expert // self.shape.experts].victim_for(expert, evictable)
-
     def victim(self, evictable: Int) -> int:
-        """The same."""
-        return self.victim_for(int(evictable[0]), evictable)
+        """Of the offered experts' layer, which is one and the same."""
+        return self._of[int(evictable[0]) // self.shape.experts].victim(evictable)

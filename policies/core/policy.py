@@ -199,13 +199,12 @@ class RetentionPolicy(Listener, ABC):
     def on_evict(self, expert: int) -> None:
         """`expert` leaves the cache, by eviction or at the end of a cold request."""
 
+    def on_need(self, expert: int) -> None:
+        """The transfer of `expert` needs a slot and none is free: `victim` is asked next."""
+
     @abstractmethod
     def victim(self, evictable: Int) -> int:
         """The expert to evict. evictable: [n], n >= 1, ascending ids of READY experts that nothing pins."""
-
-    def victim_for(self, expert: int, evictable: Int) -> int:
-        """The same, for the transfer of `expert`: what the residency asks. Few policies make a difference."""
-        return self.victim(evictable)
 
 
 class ScorePolicy(RetentionPolicy):

@@ -309,7 +309,8 @@ class PolicyResidency:
         offered = core.evictable(self.m, partition, False)
         if len(offered) == 0:
             offered = core.evictable(self.m, partition, True)
-        victim = self.policy.victim_for(expert, offered)
+        self.policy.on_need(expert)
+        victim = self.policy.victim(offered)
         if victim not in offered:
             raise ValueError(f"policy {self.policy.name!r} named victim {victim}, which was not offered")
         self.policy.on_evict(victim)

@@ -26,6 +26,7 @@ class ARC(RetentionPolicy):
         self._t1, self._t2, self._b1, self._b2 = List(), List(), List(), List()
         self._slots = 0  # not known before the cache is full
         self._target = 0.0  # p
+        self._returns = False  # whether B2 remembers the expert that needs a slot
 
     def on_hit(self, expert: int, serial: int) -> None:
         """Looked up once more: the most recent of T2."""
@@ -62,14 +63,13 @@ class ARC(RetentionPolicy):
         if self._slots:
             remembered[expert] = None
 
-    def victim_for(self, expert: int, evictable: Int) -> int:
+    def on_need(self, expert: int) -> None:
+        """Whether B2 remembers it decides where T1 is as long as p."""
+        self._returns = expert in self._b2
+
+    def victim(self, evictable: Int) -> int:
         """REPLACE: the least recently used offered expert of the list whose turn it is."""
         offered, t1, t2 = set(evictable.tolist()), self._t1, self._t2
         self._slots = len(t1) + len(t2)
-        returns = expert in self._b2
-        turn, other = (t1, t2) if len(t1) > self._target or (len(t1) == self._target and returns) else (t2, t1)
+        turn, other = (t1, t2) if len(t1) > self._target or (len(t1) == self._target and self._returns) else (t2, t1)
         return next(expert for queue in (turn, other) for expert in queue if expert in offered)
-
-    def victim(self, evictable: Int) -> int:
-        """The same, for an expert that is not remembered."""
-        return self.victim_for(int(evictable[0]), evictable)

@@ -211,7 +211,8 @@ class Both:
     def start(self, expert: int, draw) -> None:
         if len(self.resident) == self.slots:
             offered = sorted(draw(st.sets(st.sampled_from(sorted(self.resident)), min_size=1)))
-            victim = self.policy.victim_for(expert, np.array(offered, np.int64))
+            self.policy.on_need(expert)
+            victim = self.policy.victim(np.array(offered, np.int64))
             assert victim in offered
             assert victim == self.by_hand.victim(offered, expert)
             self.leave(victim)

@@ -33,6 +33,7 @@ HEAD = """import sys
 import time
 import numpy as np
 from policies.core.policy import Options, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.retention.arc import ARC
 from policies.retention.clock import Clock
 class Mine({base}):
 """
@@ -120,6 +121,12 @@ def test_a_victim_inherited_from_a_built_in_policy_is_checked_as_well(tmp_path):
     mine = file_of(tmp_path, "def on_evict(self, expert):\n    raise SystemExit", base="Clock")
     with pytest.raises(PolicyError, match=f"mine.py:{LINES + 2}: SystemExit$"):
         played(mine)
+
+
+def test_the_victim_of_a_policy_derived_from_arc_is_its_own_and_on_need_comes_first(tmp_path):
+    body = "def on_need(self, expert):\n    self.it = expert\ndef victim(self, evictable):\n    {}[self.it, 'x']"
+    with pytest.raises(PolicyError, match=rf"mine.py:{LINES + 4}: KeyError: \(\d+, 'x'\)$"):
+        played(file_of(tmp_path, body, base="ARC"))
 
 
 RAISES = {
