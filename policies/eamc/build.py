@@ -37,7 +37,8 @@ def build(trace: Trace, policy: str, capacity: int | None = None) -> Predictor:
 def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Predictor:
     """What the eamc in `policy` knows, of whichever half. InputError if there is none in it."""
     spec = parse(policy)
-    name = next((half for half in HALVES if getattr(spec, half).cls in (EamcRetention, EamcPrefetcher)), None)
+    learning = (half for half in HALVES if issubclass(getattr(spec, half).cls, EamcRetention | EamcPrefetcher))
+    name = next(learning, None)
     if name is None:
         raise InputError(f"{policy} learns no EAMs: name eamc, with options, or a preset of it")
     if capacity is not None:

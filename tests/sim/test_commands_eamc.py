@@ -55,6 +55,15 @@ def test_the_capacity_is_that_of_the_eamc_whatever_stands_beside_it(moe_sim, pol
     assert ", 2 EAMs of decode\n" in out
 
 
+def test_a_class_derived_from_the_eamc_is_one(moe_sim):
+    Path("mine.py").write_text("from policies.eamc.eamc import EamcPrefetcher\nclass Mine(EamcPrefetcher):\n    pass\n")
+    status, out, _ = moe_sim(
+        *("eamc", "build", "tiny", "--policy", "lru+mine.py:Mine", "--capacity", "2", "--out", "two.npz")
+    )
+    assert status == 0
+    assert "2 EAMs" in out
+
+
 def test_show_tells_the_similarity_of_the_nearest_other_and_the_memory(moe_sim):
     moe_sim("eamc", "build", "tiny", "--policy", "eamc:split=false", "--out", "all.npz")
     told = json.loads(moe_sim("eamc", "show", "all.npz", "--json")[1])
