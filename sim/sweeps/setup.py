@@ -122,14 +122,13 @@ class Setup:
             raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
         if not int(trace.offsets[-1]):
             raise InputError(f"{self.trace} has no tokens: there is nothing to run")
-        if self.untimed:
-            return Loaded(self, trace, None, self._sized(self._profile_if_any(trace)), in_memory)
-        profile = self._sized(model_profile.of_trace(trace.meta, self.model_profile))
-        assert profile
-        if self.as_decode and profile.encoder_moe_layers:
+        profile = self._sized(self._profile(trace))
+        if self.as_decode and profile and profile.encoder_moe_layers:
             raise InputError(
                 f"{profile.name} is an encoder-decoder, and encoders decode nothing: leave `as_decode` out"
             )
+        if self.untimed:
+            return Loaded(self, trace, None, profile, in_memory)
         loaded = Loaded(self, trace, hardware(self.hardware), profile, in_memory)
         loaded.check_memory()
         loaded.users()
@@ -148,10 +147,10 @@ class Setup:
             )
         return replace(profile, layer_expert_bytes=sizes)
 
-    def _profile_if_any(self, trace: Shards | Trace) -> ModelProfile | None:
+    def _profile(self, trace: Shards | Trace) -> ModelProfile | None:
         """Counting needs no sizes: do without them where none are known."""
         sized = trace.meta.hidden_size and trace.meta.expert_intermediate_size and trace.meta.expert_bytes
-        if self.model_profile or sized or model_profile.known(trace.meta.model):
+        if not self.untimed or self.model_profile or sized or model_profile.known(trace.meta.model):
             return model_profile.of_trace(trace.meta, self.model_profile)
         return None
 

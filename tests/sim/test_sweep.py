@@ -152,10 +152,11 @@ def test_untimed_counts_have_no_times(folder):
     assert found.judged_by == "misses"
 
 
-def test_an_encoder_is_not_run_as_decode():
+@pytest.mark.parametrize("untimed", [False, True])
+def test_an_encoder_is_not_run_as_decode(untimed):
     trace = Trace.from_arrays([np.tile([0, 1], (4, 12, 1))], 128, 2, model="nllb-moe-54b")
     with pytest.raises(InputError, match="an encoder-decoder, and encoders decode nothing"):
-        Setup("x", hardware="h100", as_decode=True).load(trace)
+        Setup("x", hardware="h100", as_decode=True, untimed=untimed).load(trace)
     Setup("x", hardware="h100").load(trace)
 
 
