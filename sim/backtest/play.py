@@ -283,5 +283,5 @@ def parsed(case: Case) -> None:
         policy = parse(case.policy)
         if policy.needs_lookahead:
             raise InputError(f"setting: {policy.text} needs what routers would pick early, which no routing here has")
-        if case.row.metric == "bytes read" and case.row.setting.host_cache and case.profile.layer_expert_bytes:
+        if case.row.metric == "bytes read" and case.row.setting.host_cache and case.profile.differing_bytes:
             raise InputError("setting: host_cache: reads of the disk have no bytes where experts differ in size")

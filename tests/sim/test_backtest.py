@@ -332,6 +332,17 @@ def test_without_a_clock_as_many_bytes_are_read_as_with_one(tmp_path, setting):
     assert 0 < read == played.played(rates_of(played), SIMPY).bytes_read
 
 
+def test_where_layers_state_one_size_reads_of_the_disk_are_counted_as_of_a_model_of_that_size(tmp_path):
+    row = {"metric": "bytes read", "unit": "B", "setting": {**CACHED, "host_cache": "75%"}}
+    sizes = {"layer_expert_bytes": [MODEL["expert_bytes"]] * 6}
+    read = [
+        score.backtest([case(tmp_path, **row, model=model).row], SIMPY).results[0].predicted
+        for model in (MODEL, {**MODEL, **sizes})
+    ]
+    assert read[0] == read[1]
+    assert read[0]
+
+
 @pytest.mark.parametrize("policy", ["lru", "lru@layer", "lru+previous:depth=0@layer/host"])
 @pytest.mark.parametrize("hit_rate", [0.3, 0.7, 0.9])
 def test_the_routing_reaches_a_measured_hit_rate(tmp_path, policy, hit_rate):
