@@ -112,8 +112,8 @@ class SweepResult:
 
     def __repr__(self) -> str:
         shown = [column for column in FIGURES if any(row[column] is not None for row in self.rows)]
-        table = self.frame[["policy", "cache_experts", "cache_fraction", *shown]]
-        table["policy"] = [policy_title(row["policy"], row["oracle"]) for row in self.rows]
+        titles = [policy_title(row["policy"], row["oracle"]) for row in self.rows]
+        table = self.frame[["policy", "cache_experts", "cache_fraction", *shown]].assign(policy=titles)
         first = self.rows[0]
         where = f" on {first['hardware']}" if first["hardware"] else ", untimed"
         return f"Sweep of {first['trace']} ({first['model']}{where}):\n{table.to_string(index=False)}"
