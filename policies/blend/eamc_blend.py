@@ -8,23 +8,20 @@ not used then, linear in the evidence that needs no ids of tokens: (1 - q) g. A 
 as an encoder's, is set aside until it runs again: whatever else is worth more. Ties fall to the lower id.
 
 Prefetch, in decode, of the `depth` layers that come next, unless they are set aside, by their experts' chance of use:
-when a step starts and after each layer but the last from the ids of tokens, in the next layer also from what the layer
-before has used (without ids, from that alone), and after the last layer, while the head computes, the first layers of
-the next step, whose token is not known yet, by q. One that the next layer's gate picks ahead of time, if the trace has
-lookahead, has at least the chance with which its picks of that layer have come true. Where the link carries r experts
-while a layer computes, a right guess saves so much of a transfer, and a wrong one delays the next miss and costs a
-slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The head counts as `head` layers.
-Priorities are on the scale of the keep scores, so that a prefetch never takes the place of what is worth as much (rule
-6); each layer further away takes `later` from them.
-
-Ids are believed as long as they foretell better than what is known without them, of the next pass and of upcoming
-layers apart: in one layer of each step both chances are held against what comes (the difference of their squared
-errors, faded by DOUBT a step).
+when a step starts and after each layer but the last from the ids of tokens, in the next layer also from what the
+layer before has used (without ids, from that alone, and in the first layer by q), and after the last layer, while the
+head computes, the first layers of the next step, whose token is not known yet, by q. One that the next layer's gate
+picks ahead of time, if the trace has lookahead, has at least the chance with which its picks of that layer have come
+true. Where the link carries r experts while a layer computes, a right guess saves so much of a transfer, and a wrong
+one delays the next miss and costs a slot, `wrong` transfers in all: it pays from a chance of wrong / (wrong + r). The
+head counts as `head` layers. Priorities are on the scale of the keep scores, so that a prefetch never takes the place
+of what is worth as much (rule 6); each layer further away takes `later` from them.
 
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
 
-All weights are fitted by `python -m policies.blend.fit`; policies/README.md tells what was left out. Causal; an event
-costs O(E * k) for its layer and the next ones.
+All weights begin as `python -m policies.blend.fit` fitted them and learn from the run (`policies.blend.learning`), so
+that ids that foretell nothing soon count nothing. policies/README.md tells what was left out. Causal; an event costs
+O(E * k) for its layer and the next ones.
 """
 
 from dataclasses import dataclass
