@@ -20,6 +20,7 @@ import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay import cli, report, run
+from replay.calibration import measure
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS
@@ -189,14 +190,20 @@ def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predict
     assert {name: row["predictions"]["a5000"][name] for name in RESULTS.names} == predicted
 
 
-def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_what_ships(command) -> None:
+def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_what_ships(
+    command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure, "policy_ns", lambda run, device: 123_456)
     row = json.loads(command("--device", "cpu", "--policy", "eamc", "--requests", "1", "--json")[1])
     named = {name: each["hardware"] for name, each in row["predictions"].items()}
     assert named == {"this machine as measured": "this machine as measured", "a5000": "a5000"}
     here, there = row["predictions"]["this machine as measured"], row["predictions"]["a5000"]
-    assert row["predictor_us"] == here["predictor_us"] > 0
-    shipped = Setup(trace=str(demo_trace())).load().predictor_us(parse("eamc"))
-    assert there["predictor_us"] == pytest.approx(shipped, abs=0.0005)
+    assert row["predictor_us"] == here["predictor_us"] == 123.456
+    loaded = Setup(trace=str(demo_trace())).load()
+    events = loaded.trace.layers * len(Requests(loaded.trace)[0].tokens)
+    for each in (here, there):  # every event pays (rule 14)
+        assert 1_000 * each["stall_predictor_ms"] == pytest.approx(each["predictor_us"] * events)
+    assert there["predictor_us"] == pytest.approx(loaded.predictor_us(parse("eamc")), abs=0.0005)
 
 
 def test_a_policy_whose_cost_nobody_knows_is_told(command, tmp_path: Path) -> None:
