@@ -185,8 +185,8 @@ class Pump:
 
     def cut(self) -> None:
         """`--cold`: discard what is under way."""
-        self._busy_ns = self.busy_ns()
         self._device.discard_copies()
+        self._busy_ns = self.busy_ns()  # where copies cannot be stopped, the link was busy until they had ended
         self.in_flight.clear()
         self._flying_bytes = 0
         self._owes_tail, self.computing = False, 0

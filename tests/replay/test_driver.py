@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from policies.core.policy import Shape
+from policies.core.residency import NO_EXPERT
 from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
@@ -14,7 +15,7 @@ from sim.loop.device import Completion, Kind
 from sim.loop.driver import Driver, LoopObserver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 from sim.loop.pump import Transfer
-from sim.loop.run import Run
+from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
@@ -112,6 +113,24 @@ def test_without_prefetch_the_order_of_completions_decides_nothing_but_time(poli
         log = play(plan, AnyOrder(Watch(shape, 10, 64, tail_bytes=4), seed))
         np.testing.assert_array_equal(log.misses, expected.misses)
         np.testing.assert_array_equal(log.evictions, expected.evictions)
+
+
+class Unstoppable(SimpyDevice):
+    """A copy that is under way ends before it is forgotten, as on threads and GPUs."""
+
+    def discard_copies(self) -> None:
+        while self._copies.jobs or self._arriving != NO_EXPERT:
+            self.next_completion()
+
+
+def test_the_link_is_busy_until_what_cold_discards_has_ended() -> None:
+    link = Link(0, 1, 1, expert_bytes=400)
+    requests = Requests(synthetic(requests=9, tokens=3, layers=3, experts=8, top_k=2, seed=5))
+    timing = FixedTiming(30, 20, 0, 10, 10)
+    plan = gpu_run(requests, Shape(3, 8), 12, parse("lru+all"), timing, link, cold=True)
+    log = play(plan, Unstoppable(timing, link))
+    transfers = int(log.demand_transfers.sum() + log.prefetch_transfers.sum())
+    assert 0 <= transfers * 400 - log.link_busy_ns.sum() < 400, "but for a transfer that the run's end cuts off"
 
 
 def test_each_step_is_reported_as_it_ends() -> None:
