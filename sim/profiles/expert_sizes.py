@@ -37,13 +37,13 @@ class _Layer:
     own: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # expert -> bytes of its own tensors
 
 
-def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
+def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArray[np.int64]:
     """Return the bytes of one expert of each MoE layer, int64[L], in the order of execution (encoder first).
 
     path: a .gguf file (of a split model any of its files), a .safetensors file, or a folder of safetensors files with
     or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a layer share
     in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
-    missing one, and where no experts are found or those of a layer differ in size.
+    missing one, and where no experts are found, those of a layer differ in size or are not as many as `experts`.
     """
     path = expanded(path)
     layers: dict[str, _Layer] = defaultdict(_Layer)
@@ -56,17 +56,19 @@ def expert_bytes_by_layer(path: Path | str) -> NDArray[np.int64]:
     if not layers:
         raise InputError(f"{path} holds no tensors of experts: is it an MoE model?")
     with located(str(path)):
-        return np.array([_expert_bytes(name, layers[name]) for name in sorted(layers, key=_order)], np.int64)
+        return np.array([_expert_bytes(name, layers[name], experts) for name in sorted(layers, key=_order)], np.int64)
 
 
-def _expert_bytes(name: str, layer: _Layer) -> int:
-    """Return the bytes of one expert of a layer."""
+def _expert_bytes(name: str, layer: _Layer, experts: int | None) -> int:
+    """Return the bytes of one expert of a layer, which has so many if that is known."""
     counts = {tensor.shape[0] for tensor in layer.fused if len(tensor.shape) >= 3}
     if layer.own:
         counts.add(len(layer.own))
     if len(counts) != 1 or 0 in counts:
         found = ", ".join(map(str, sorted(counts))) or "in a matrix of all of them"
         raise InputError(f"the number of experts of {name} is unclear: {found}")
+    if experts not in (None, *counts):
+        raise InputError(f"{name} has {counts.pop()} experts, not {experts}")
     if len(set(layer.own.values())) > 1:
         smallest, largest = min(layer.own.values()), max(layer.own.values())
         raise InputError(f"the experts of {name} differ in size: {smallest} to {largest} bytes")

@@ -140,7 +140,7 @@ class Setup:
             return profile
         if profile is None:
             raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
-        sizes = tuple(expert_bytes_by_layer(Path(self.expert_sizes)).tolist())
+        sizes = tuple(expert_bytes_by_layer(Path(self.expert_sizes), profile.experts).tolist())
         if len(sizes) != profile.moe_layers:
             raise InputError(
                 f"{self.expert_sizes} has {len(sizes)} MoE layers, {profile.name} has {profile.moe_layers}"

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from sim.profiles.expert_sizes import expert_bytes_by_layer
+from sim.profiles.model_profile import model
 from sim.profiles.safetensors_files import INDEX
+from sim.sweeps.setup import Setup
+from traces import demo_trace
 from traces.errors import InputError
 
 Gguf = dict[str, tuple[tuple[int, ...], str]]
@@ -199,6 +203,13 @@ def test_experts_that_differ_within_a_layer_and_unclear_numbers_are_refused(tmp_
     save_file({f"{prefix}.mlp.w1": np.zeros((32, 8), np.float16)}, tmp_path / "b.safetensors")
     with pytest.raises(InputError, match=r"number of experts of model\.layers\.0\.mlp is unclear"):
         expert_bytes_by_layer(tmp_path / "b.safetensors")
+
+
+def test_a_file_of_a_model_with_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", fused(0, 4, "Q6_K"))
+    assert expert_bytes_by_layer(path, 4).tolist() == expert_bytes_by_layer(path).tolist()
+    with pytest.raises(InputError, match=r"a\.gguf: blk\.0 has 4 experts, not 8"):
+        Setup(str(demo_trace()), untimed=True, expert_sizes=str(path))._sized(replace(model("olmoe-1b-7b"), experts=8))
 
 
 def test_experts_without_bytes_are_refused(tmp_path: Path) -> None:
