@@ -189,6 +189,8 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
 
 def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
     """A line for each cell of one mode; errors are predicted / measured - 1."""
+    from sim.results.metrics import size_text
+
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
     shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
     shown.title, shown.title_justify = cells[0]["mode"], "left"
@@ -198,7 +200,7 @@ def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
         noise = "" if cell["noise"] is None else f"\n({cell['noise']:.1%} apart)"
         shown.add_row(
             cell["policy"],
-            f"{cell['cache_fraction']:.1%}",
+            size_text(cell),
             f"{cell['predicted']['tpot_mean_ms']:,.4g}",
             f"{cell['measured']['tpot_mean_ms']:,.4g}{noise}",
             _percent(off["tpot_mean"]),
@@ -213,10 +215,12 @@ def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
 
 def ranking_line(ranking: "Row") -> str:
     """How the policies of one size and mode are ordered."""
+    from sim.results.metrics import size_text
+
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
     pairs = f"{ranking['pairs_as_measured']} of {ranking['pairs_that_differ']} pairs"
     noise = "" if ranking["noise"] is None else f" by more than {ranking['noise']:.1%}"
-    where = f"{ranking['cache_fraction']:.1%}, {ranking['mode']}"
+    where = f"{size_text(ranking)}, {ranking['mode']}"
     if not ranking["pairs_that_differ"]:
         return f"{where}: no two of {ranking['policies']} policies differ{noise}"
     return f"{where}: {correlation} over {ranking['policies']} policies; {pairs} that differ{noise} are in order"
@@ -240,7 +244,9 @@ def off_by(cell: "Row") -> float:
 
 def named(cell: "Row") -> str:
     """Policy, cache and mode."""
-    return f"{cell['policy']}, {cell['cache_experts']} experts ({cell['cache_fraction']:.3g} of all), {cell['mode']}"
+    from sim.results.metrics import cell_text
+
+    return f"{cell_text(cell)}, {cell['mode']}"
 
 
 def _percent(share: float | None) -> str:

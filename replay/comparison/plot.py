@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from sim.results.files import write_figure
-from sim.results.metrics import Row
+from sim.results.metrics import Row, cell_text
 from sim.results.plot import BOUND_COLOUR, COLOURS, frame
 from traces.errors import InputError
 from traces.files import plain
@@ -55,16 +55,11 @@ def figure(cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> "Figure":
     return drawing
 
 
-def name_of(cell: Row) -> str:
-    """Policy, cache and mode in a line."""
-    return f"{cell['policy']}, {cell['cache_fraction']:.3g} of all, {cell['mode']}"
-
-
 def _residuals(axes: "Axes", cell: Row, tokens: pd.DataFrame) -> None:
     residual = (tokens["predicted_ns"] - tokens["measured_ns"]) / 1e6
     axes.plot(range(len(residual)), residual, ".", color=COLOURS[0], markersize=2.5)
     axes.axhline(0, color=BOUND_COLOUR, linewidth=0.8)
-    frame(axes, f"{name_of(cell)}\nTPOT mean {cell['errors']['tpot_mean']:+.1%}", "", fontsize=7)
+    frame(axes, f"{cell_text(cell)}, {cell['mode']}\nTPOT mean {cell['errors']['tpot_mean']:+.1%}", "", fontsize=7)
     axes.tick_params(labelsize=7)
 
 

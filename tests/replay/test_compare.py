@@ -393,6 +393,7 @@ def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_l
     assert found["hardware"]["name"] == "a5000"
     assert found["device"] == "virtual"
     assert (tmp_path / "here/residuals.png").read_bytes().startswith(b"\x89PNG")
+    assert [out.count(size) >= 6 for size in ("32 (10%)", "80 (25%)", "160 (50%)")] == [True] * 3
     last = out.splitlines()[-1]
     assert re.search(r"worst: .*TPOT mean predicted ([\d.]+) ms, measured \1 ms \(\+0\.0%\)", last)
     assert {"compare.json", "residuals.png", "tokens", MARKER} == {path.name for path in (tmp_path / "here").iterdir()}
@@ -464,7 +465,7 @@ def test_a_cell_that_fails_is_recorded_the_others_are_played_and_it_alone_is_pla
     arguments = ("--device", "virtual", *SMALL, "--out", "here")
     status, out, err = command(*arguments)
     assert status == 1
-    assert "2 of 4 cells failed, the first: lru, 80 experts (0.25 of all), closed-loop: the device is stuck" in err
+    assert "2 of 4 cells failed, the first: lru, 80 (25%), closed-loop: the device is stuck" in err
     assert "failed: lru" in out
     assert [one.get("error") for one in read(tmp_path / "here")["cells"]] == ["the device is stuck"] * 2 + [None] * 2
     assert played == ["lru", "lru", "fifo", "fifo"]
