@@ -204,6 +204,15 @@ def test_arrays_that_are_no_routing_are_refused(experts, said):
         traces.Trace.from_arrays(experts, 8)
 
 
+def test_arrays_of_a_trace_may_be_of_several_types_and_empty():
+    types = {2: np.uint64, 1: np.int64, 0: np.int8}
+    experts = [np.full((n, 2, 1), n % 2, kind) for n, kind in types.items()]
+    trace = traces.Trace.from_arrays(experts, 4, token_ids=[np.array([1, 2]), np.array([3]), np.array([])])
+    assert trace.experts.ravel().tolist() == [0, 0, 0, 0, 1, 1]
+    assert trace.token_id is not None
+    assert trace.token_id.tolist() == [1, 2, 3]
+
+
 def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
     experts, ids = [np.zeros((n, 2, 1), np.int64) for n in (3, 2)], [np.array([7, 8, 9]), np.array([5, -1])]
     plain, told = traces.Trace.from_arrays(experts, 4), traces.Trace.from_arrays(experts, 4, token_ids=ids)
@@ -219,6 +228,7 @@ def test_a_trace_of_arrays_may_hold_ids_of_tokens() -> None:
     [
         ({"token_ids": [[1, 2**40], [3]]}, "token_ids are from 0 to below 2..31, or -1"),
         ({"token_ids": [[1, -2], [3]]}, "token_ids are from 0 to below 2..31, or -1"),
+        ({"token_ids": [[[1], [1]], [[3]]]}, "an id for each token"),
         ({"token_ids": [[1, 1.5], [3]]}, "token_ids are integers below 2..63, not float64"),
         ({"prompt_tokens": 1.5}, "prompt_tokens are integers below 2..63, not float64"),
         ({"prompt_tokens": [1, 1, 1]}, "a number, or one for each of 2 requests"),

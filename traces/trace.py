@@ -146,7 +146,7 @@ class Trace(OfAModel):
         shapes = {array.shape[1:] if array.ndim == 3 else None for array in map(np.asarray, requests)}
         if len(shapes) != 1 or None in shapes:
             raise InputError(f"{name}: each request needs an array [tokens, layers, k], with the same layers and k")
-        ids = _integers(f"{name}: expert ids", np.concatenate([np.asarray(array) for array in requests]))
+        ids = np.concatenate([_integers(f"{name}: expert ids", array) for array in requests])
         _, L, k = ids.shape
         meta = TraceMeta(model, L, num_experts, k, tuple(f"layers.{layer}" for layer in range(L)), mode="import")
         if fault := first_fault(ids, num_experts):
@@ -163,11 +163,14 @@ class Trace(OfAModel):
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         position = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
         prompt = np.repeat(prompts, lengths)
-        if token_ids is not None and [len(told) for told in token_ids] != lengths.tolist():
-            raise InputError(f"{name}: token_ids needs an id for each token of each request")
-        told = None if token_ids is None else _integers(f"{name}: token_ids", np.concatenate(token_ids))
-        if told is not None and ((told < -1) | (told >= 1 << 31)).any():
-            raise InputError(f"{name}: token_ids are from 0 to below 2**31, or -1 where they are withheld")
+        told = None
+        if token_ids is not None:
+            by_request = [_integers(f"{name}: token_ids", each) for each in token_ids]
+            if [each.shape for each in by_request] != [(length,) for length in lengths]:
+                raise InputError(f"{name}: token_ids needs an id for each token of each request")
+            told = np.concatenate(by_request)
+            if ((told < -1) | (told >= 1 << 31)).any():
+                raise InputError(f"{name}: token_ids are from 0 to below 2**31, or -1 where they are withheld")
         opens_step = (position == 0) | (position >= np.maximum(prompt, 1))
         decoded = lengths - prompts
         frame = pd.DataFrame(
@@ -325,6 +328,6 @@ FLOATS = {"weights", "gate_probs"}
 def _integers(what: str, values: Any) -> NDArray[np.int64]:
     """Return whole numbers as an array; InputError for what holds others."""
     found = np.asarray(values)
-    if found.dtype.kind not in "iu" or (found.dtype == np.uint64 and found.size and found.max() >= 1 << 63):
+    if found.size and (found.dtype.kind not in "iu" or found.max() >= 1 << 63):
         raise InputError(f"{what} are integers below 2**63, not {found.dtype}")
     return found.astype(np.int64)
