@@ -30,6 +30,7 @@ Phases = Literal["prefill", "decode", "both"]
 class OfAModel:
     """What a trace says of its model's shape."""
 
+    name: str
     meta: TraceMeta
 
     @property
@@ -46,6 +47,11 @@ class OfAModel:
     def top_k(self) -> int:
         """k: experts that a token may choose in a layer."""
         return self.meta.top_k
+
+    def require_sequences(self) -> None:
+        """Raise InputError for a trace that holds EAMs only."""
+        if self.meta.mode == AGGREGATE:
+            raise InputError(f"{self.name} holds EAMs only, no sequences that could be run: its source counted tokens")
 
 
 @dataclass(frozen=True, eq=False, repr=False)

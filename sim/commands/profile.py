@@ -43,6 +43,8 @@ def build(
 
     check_file(out, overwrite)
     opened = [Shards.open(str(trace)) for trace in traces]
+    for each in opened:
+        each.require_sequences()
     if as_decode:
         opened = [each.as_decode() if each.phases != "decode" else each for each in opened]
     shapes = [(each.layers, each.num_experts) for each in opened]

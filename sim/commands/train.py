@@ -44,6 +44,7 @@ def train_stride(
         raise InputError(f"--held-out {held_out}: a share of the requests, 0 or more and below 1")
     check_file(out, overwrite)
     known = Trace.read(trace)
+    known.require_sequences()
     if as_decode:
         known = known.as_decode()
     tested = int(held_out * len(known.requests))

@@ -30,7 +30,6 @@ from sim.quantities import CacheSize, exceeds, parse_cache_bytes, parse_cache_si
 from sim.results.metrics import Cell
 from traces.errors import InputError
 from traces.reader import HEARD, open_folder
-from traces.schema import AGGREGATE
 from traces.shards import Shards
 from traces.steps import RequestSteps
 from traces.trace import Trace
@@ -112,8 +111,7 @@ class Setup:
         return self._load(Shards.open(self.trace) if trace is None else trace, trace is not None)
 
     def _load(self, trace: Shards | Trace, in_memory: bool) -> "Loaded":
-        if trace.meta.mode == AGGREGATE:
-            raise InputError(f"{self.trace} holds EAMs only, no sequences that could be run: its source counted tokens")
+        trace.require_sequences()
         if self.requests is not None:
             trace = trace.head(self.requests)
         if self.as_decode:

@@ -15,6 +15,7 @@ from sim.cli import main
 from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
+from traces.importers import Options, import_dump
 from traces.output import LOCK, MARKER, claim, only_writer
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -45,6 +46,16 @@ def test_a_sweep_prints_a_table_and_says_which_defaults_it_took(home):
     written = {file.name for file in (home / "results" / "tiny").iterdir()}
     tables = {"results.parquet", "requests.parquet", "winner.toml", "sweep.toml"}
     assert written == tables | {"hit_rate.png", "tpot.png", MARKER}
+
+
+@pytest.mark.parametrize("typed", ["sweep counts", "train-stride counts --out x", "profile build counts --out x"])
+def test_a_trace_without_sequences_is_refused_as_one(typed, tmp_path):
+    (tmp_path / "counts.csv").write_text("0,0\n0,1\n1,1\n")
+    counts = import_dump(tmp_path / "counts.csv", None, Options(phase="decode", experts=4, top_k=1))[0]
+    write_trace(counts, tmp_path / "counts")
+    done = moe_sim(*typed.split(), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "counts holds EAMs only, no sequences that could be run" in done.stderr
 
 
 def test_a_size_larger_than_the_model_is_all_experts_and_the_table_has_sizes_as_typed(home):
