@@ -1,12 +1,16 @@
 """Every command and code block of README.md and docs runs, or says why not.
 
 A block runs in a folder of its own with those before it on the page. A page marks a block that does not run with the
-line `<!-- not run by tests: REASON -->` before it. The package pages have tests of their own.
+line `<!-- not run by tests: REASON -->` before it, and one that runs only where the published routing is with
+`<!-- run by slow tests: REASON -->`. The package pages have tests of their own, but for blocks with that line.
 """
 
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +24,11 @@ from traces import Trace, demo_trace
 from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared" / "traces"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SLOW = "run by slow tests"
 BLOCK = re.compile(
-    r"(?:^<!-- not run by tests: (?P<reason>[^\n]+) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
+    rf"(?:^<!-- (?P<mark>not run by tests|{SLOW}): [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
 MAINS = {"moe-sim": sim.cli.main, "moe-trace": tracer.cli.main, "moe-replay": replay.cli.main}
 DATA = {"text", "toml", "json", "yaml"}
@@ -30,13 +36,13 @@ DATA = {"text", "toml", "json", "yaml"}
 
 
 class Block(NamedTuple):
-    reason: str | None
+    mark: str | None
     kind: str
     text: str
 
 
 def blocks(page: Path) -> list[Block]:
-    return [Block(*found.group("reason", "kind", "text")) for found in BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    return [Block(*found.group("mark", "kind", "text")) for found in BLOCK.finditer(page.read_text(encoding="utf-8"))]
 
 
 def commands(text: str) -> list[list[str]]:
@@ -49,7 +55,7 @@ def runnable(page: Path) -> list[Block]:
     """The blocks that run: Python, and those of which every line is a command of ours."""
     found = []
     for block in blocks(page):
-        if block.reason or block.kind in DATA or is_picture(block):
+        if block.mark or block.kind in DATA or is_picture(block):
             continue
         if block.kind == "python" or all(words[0] in MAINS for words in commands(block.text)):
             found.append(block)
@@ -87,7 +93,7 @@ def is_picture(block: Block) -> bool:
 def test_every_block_runs_or_says_why_not(page):
     runs = runnable(page)
     for block in blocks(page):
-        assert block in runs or block.reason or block.kind in DATA or is_picture(block), block.text
+        assert block in runs or block.mark or block.kind in DATA or is_picture(block), block.text
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.stem)
@@ -103,3 +109,19 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         for words in commands(block.text):
             done = run(MAINS[words[0]], *words[1:], cwd=tmp_path)
             assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
+def test_the_blocks_over_the_published_routing_run(tmp_path):
+    """In one folder, page after page; `pytest -s` shows the figures, to compare with those of the pages."""
+    for file in SHARED.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    pages = [*PAGES, *(ROOT / package / "README.md" for package in ("policies", "tracer"))]
+    marked = [block for page in pages for block in blocks(page) if block.mark == SLOW]
+    for words in [words for block in marked for words in commands(block.text)]:
+        print(shlex.join(words), flush=True)
+        module = ["-m", MAINS[words[0]].__module__.partition(".")[0]] if words[0] in MAINS else []
+        command = [sys.executable, *module, *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True)
+        assert done.returncode == 0, shlex.join(words)
