@@ -79,6 +79,7 @@ def adapt(
     total = to_play(grid, planned)
     shifts, runs, names = len(planned.shifts), len(planned.runs), ", ".join(spec.text for spec in grid.policies)
     output.note(f"{shifts} shifts by {by}: {runs} runs each under {names}; {total:,} requests to run")
+    output.note(*report.untimed_note(loaded, grid.policies))
     with claimed(folder, MAKER, [*NAMES, INTERRUPTED]):
         with progress(total, output.quiet) as advance:
             found = measure(loaded, grid, planned, options.processes(workers), advance)

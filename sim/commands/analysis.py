@@ -38,6 +38,7 @@ def analyze(
     """
     from policies.core.grammar import split_list
     from sim.analysis.misses import MAKER, NAMES, analyse, save, sentence, to_play
+    from sim.sweeps import report
     from sim.sweeps.config import specs
     from sim.sweeps.grid import grid_of
     from sim.sweeps.report import sizes_note
@@ -49,6 +50,7 @@ def analyze(
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
     output.note(*sizes_note(loaded, grid, sizes))
     folder = output.folder(setup.trace, "/analysis")
+    output.note(*report.untimed_note(loaded, grid.policies))
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
             found = analyse(loaded, grid, advance)

@@ -379,12 +379,13 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
 
 
 def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
-    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru,belady", "--warmup", "2")
+    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru/host,belady", "--warmup", "2")
     more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
     home = Path(routed.setup.trace).parent
     done = moe_sim(*arguments, *more, "told", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "4 shifts by task:" in done.stderr
+    assert "of lru/host only the eviction policy counts" in done.stderr
     assert done.stdout.count(" belady (oracle) ") == 2  # kinds of shifts
     for kind, name in ((WITHIN, "within MMLU 0-14-43"), (ACROSS, "BIG-bench to MMLU 3-11-24")):
         (line,) = [line for line in done.stdout.splitlines() if name in line]

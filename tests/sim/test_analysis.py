@@ -140,8 +140,11 @@ def test_the_plot_has_both_curves_the_demand_and_a_point_for_each_other_cell(loa
 
 
 def test_analyze_answers_first_and_writes_beside_the_results_of_sweeps(home):
-    done = moe_sim("analyze", "both", "--policies", "lru,belady", "--cache-size", "25%", "--requests", "2", cwd=home)
+    done = moe_sim(
+        "analyze", "both", "--policies", "lru/host,belady", "--cache-size", "25%", "--requests", "2", cwd=home
+    )
     assert done.returncode == 0, done.stderr
+    assert "of lru/host only the eviction policy counts" in done.stderr
     assert done.stdout.startswith("At 12 slots (25%) it is ")
     for heading in (" belady (oracle) ", "compulsory", "used again after", "SRP", "SCH"):
         assert heading in done.stdout
