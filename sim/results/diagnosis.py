@@ -84,7 +84,7 @@ def _idle(row: Row) -> list[str]:
 def _link(row: Row) -> list[str]:
     prefetched = row["bytes_prefetch"] or 0
     moved = (row["bytes_demand"] or 0) + prefetched
-    wasted = min(row["bytes_wasted"] or 0, prefetched)  # not what was prefetched in the warm-up
+    wasted = min(row["bytes_wasted"] or 0, prefetched)  # what is above that, the warm-up had prefetched
     if not moved or wasted / moved < WASTED:
         return []
     return [f"{wasted / moved:.0%} of the bytes moved were wasted prefetches"]
