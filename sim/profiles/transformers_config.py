@@ -202,7 +202,7 @@ def _stated_bits(quantised: Config, method: str) -> float:
 
 
 def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv_values: int) -> dict[str, int]:
-    """Return the window of MoE layers without full attention, and how often that comes, where it comes evenly.
+    """Return the window of MoE layers that keep no more than that, and how often one that keeps all comes.
 
     kv_values: that a token leaves in the KV cache of a layer, of 16 bits. The state of linear attention, of 32 bits,
     counts as a window of as many bytes.
@@ -215,20 +215,22 @@ def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv
         kinds = _repeated("chunked_attention", _first(config, ("no_rope_layer_interval",)) or 4, len(moe))
     if not isinstance(kinds, list) or len(kinds) != len(moe):
         return {}
-    own = [str(kind) for kind, has_experts in zip(kinds, moe, strict=True) if has_experts]
-    every = _full_every(own) or _full_every([str(kind) for kind in kinds])
-    others = {kind for kind in own if "full" not in kind}
-    if others == {"linear_attention"}:
+    kinds = list(map(str, kinds))
+    own = [kind for kind, has_experts in zip(kinds, moe, strict=True) if has_experts]
+    bounded = {kind for kind in own if any(word in kind for word in ("sliding", "chunked", "linear"))}
+    if len(bounded) != 1:
+        return {}
+    (kind,) = bounded
+    if "linear" in kind:
         sides = (
             _first(config, (f"linear_{side}_head_dim", "linear_head_dim")) or head_size for side in ("key", "value")
         )
         state = (_first(config, ("linear_num_value_heads", "linear_num_heads")) or heads) * prod(sides)
         window = -(-2 * state // kv_values)
-    elif others == {"chunked_attention"}:
+    elif "chunked" in kind:
         window = chunk
-    elif others != {"sliding_attention"}:
-        return {}
-    return {"sliding_window": window, "full_attention_every": every} if every and isinstance(window, int) else {}
+    every = _full_every([one != kind for one in own], [one != kind for one in kinds])
+    return {"sliding_window": window, "full_attention_every": every} if isinstance(window, int) and every > 1 else {}
 
 
 def _repeated(kind: str, every: int, layers: int) -> list[str]:
@@ -236,11 +238,13 @@ def _repeated(kind: str, every: int, layers: int) -> list[str]:
     return [kind if (i + 1) % every else "full_attention" for i in range(layers)]
 
 
-def _full_every(kinds: Sequence[str]) -> int | None:
-    """Return of how many layers the last has full attention; None where it does not come evenly."""
-    full = ["full" in kind for kind in kinds]
-    every = len(full) // sum(full) if any(full) else 0
-    return every if every and full == [(i + 1) % every == 0 for i in range(len(full))] else None
+def _full_every(own: Sequence[bool], all_layers: Sequence[bool]) -> int:
+    """Return of how many MoE layers one keeps all: the last of each so many of these or of all layers, else rounded."""
+    for full in (own, all_layers):
+        every = full.index(True) + 1 if any(full) else len(full) + 1
+        if list(full) == [(i + 1) % every == 0 for i in range(len(full))]:
+            return every
+    return round(len(own) / max(sum(own), 1))
 
 
 def _shared(config: Config, expert_size: int) -> int:

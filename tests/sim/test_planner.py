@@ -262,26 +262,33 @@ def test_a_transformers_config_gives_the_plan_of_the_shipped_profile(tmp_path: P
     assert quick(str(tmp_path / "config.json"), **options) == quick("Qwen/Qwen3-30B-A3B", **options)
 
 
-LINEAR = [*["linear_attention"] * 3, "full_attention"] * 12
+LINEAR, SLIDING, CHUNKED = (
+    [*[f"{kind}_attention"] * 3, "full_attention"] * 12 for kind in ("linear", "sliding", "chunked")
+)
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 128}
 
 
 @pytest.mark.parametrize(
-    ("changed", "window"),
+    ("changed", "window", "full"),
     [
-        ({"full_attention_interval": 4, "head_dim": 256, "num_key_value_heads": 2}, 1024),
-        ({"layer_types": LINEAR, "head_dim": 256}, 512),
-        ({"layer_types": [*["sliding_attention"] * 3, "full_attention"] * 12, "sliding_window": 128}, 128),
-        ({"layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12, "attention_chunk_size": 512}, 512),
-        ({"attention_chunk_size": 512, "no_rope_layers": []}, 512),
-        ({"layer_types": LINEAR, **LATENT, "linear_num_value_heads": None, "linear_num_heads": 8}, 456),
+        ({"full_attention_interval": 4, "head_dim": 256, "num_key_value_heads": 2}, 1024, 12),
+        ({"full_attention_interval": 5, "head_dim": 256, "num_key_value_heads": 2}, 1024, 9),
+        ({"layer_types": LINEAR, "head_dim": 256}, 512, 12),
+        ({"layer_types": LINEAR, **LATENT, "linear_num_value_heads": None, "linear_num_heads": 8}, 456, 12),
+        ({"layer_types": SLIDING, "sliding_window": 128}, 128, 12),
+        ({"layer_types": SLIDING[::-1], "sliding_window": 128}, 128, 12),
+        ({"layer_types": ["sliding"] * 48, "sliding_window": 128}, 128, 0),
+        ({"layer_types": ["indexed", *["sliding"] * 4] * 3 + ["sliding"] * 33, "sliding_window": 128}, 128, 3),
+        ({"layer_types": [*["full"] * 3, "sliding"] * 12, "sliding_window": 128}, 128, 48),
+        ({"layer_types": CHUNKED, "attention_chunk_size": 512}, 512, 12),
+        ({"attention_chunk_size": 512, "no_rope_layers": []}, 512, 12),
     ],
 )
-def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: Path, changed, window: int):
+def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: Path, changed, window: int, full: int):
     linear = {"linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **linear, **changed}))
     found = model(str(tmp_path))
-    assert found.kv_cache_bytes(8192) == (12 * 8192 + 36 * window) * found.kv_bytes
+    assert found.kv_cache_bytes(8192) == (full * 8192 + (48 - full) * window) * found.kv_bytes
 
 
 def test_chunks_are_the_window_of_layers_with_experts_alone_as_in_the_shipped_profiles(tmp_path: Path):
