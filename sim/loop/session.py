@@ -178,11 +178,6 @@ class Session:
         while self._tokens or (self._host and self._host.tokens):
             self.handle(self.device.next_completion())
 
-    def finish_compute(self) -> None:
-        """Handle completions until the compute stream has ended all that it was given."""
-        while self._tokens or self._computing:
-            self.handle(self.device.next_completion())
-
     def wait_until(self, ns: int) -> None:
         """Handle completions until the clock shows `ns`."""
         self.device.wake_at(ns)

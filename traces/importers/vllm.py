@@ -20,8 +20,6 @@ from traces.importers.dump import Dump, Sequence, each_file, integers, join
 from traces.importers.plain import load_npy
 from traces.importers.source import Source
 
-FIELDS = ("routed_experts", "prompt_routed_experts")
-
 
 def read(source: Source) -> Dump:
     """Read a .npy of one request, a folder of them, or answers. Raises InputError."""
