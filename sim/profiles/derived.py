@@ -59,9 +59,10 @@ class Blocking(Derived):
         return 0
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """After the compute of the experts before; an encoder has none where tokens are decoded, and takes no time."""
-        own, before = (self.timing.dense_ns(at, tokens, context, requests) for at in (layer, max(layer - 1, 0)))
-        return own + (self._computing_ns(tokens, layer - 1) if layer and before else 0)
+        """After the experts of the layer before, if that runs: an encoder's takes no time where tokens are decoded."""
+        own = self.timing.dense_ns(layer, tokens, context, requests)
+        before = self.timing.dense_ns(layer - 1, tokens, context, requests) if layer else 0
+        return own + (self._computing_ns(tokens, layer - 1) if before else 0)
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """After the compute of the last layer's experts."""
