@@ -11,6 +11,7 @@ import pyarrow as pa
 from rich import box
 from rich.table import Table
 
+from policies.core.grammar import policy_title
 from replay.run import Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
@@ -189,7 +190,8 @@ def title(outcome: Outcome) -> str:
     machine = row["device_name"] or f"a logical clock for {row['hardware']}"
     cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
     played = f"{row['requests']} requests of {row['trace']}, {row['tokens']:,} tokens"
-    return f"{row['model']} on {row['device']} ({machine}), {row['policy']}, cache of {cache}: {played}"
+    policy = policy_title(row["policy"], row["oracle"])
+    return f"{row['model']} on {row['device']} ({machine}), {policy}, cache of {cache}: {played}"
 
 
 def last_line(outcome: Outcome) -> str:

@@ -140,10 +140,11 @@ def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> N
     assert run.first_steps(loaded, 10**9) is loaded
 
 
-@pytest.mark.parametrize("policy", ["lru", "clock"])
-def test_a_policy_is_predicted_whether_the_compiled_engine_plays_it_or_not(command, policy: str) -> None:
+@pytest.mark.parametrize(("policy", "titled"), [("lru", "lru"), ("clock", "clock"), ("belady", "belady (oracle)")])
+def test_a_policy_is_predicted_whether_the_compiled_engine_plays_it_or_not(command, policy: str, titled: str) -> None:
     status, out, _ = command("--policy", policy, "--device", "virtual", "--requests", "1")
     assert status == 0
+    assert f", {titled}, cache of " in out
     assert out.splitlines()[-1].startswith("predicted for a5000: TPOT mean")
 
 
