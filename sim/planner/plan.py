@@ -2,8 +2,8 @@
 
 What is expected is what compiled runtimes have flags for today (`ways.today`); an expert cache is set beside it. The
 physical limit reads each byte that a token needs once, at the bandwidth that a data sheet states, from the tier where
-Belady's optimal policy would have it, all tiers at the same time and nothing else taking time. Where the GPU's memory
-is so slow that the host would wait for it, the host reads more, until both end at the same time.
+Belady's optimal policy would have it, all tiers at the same time and nothing else taking time. Where the host would
+wait for the GPU's memory, also because that holds all experts, the host reads more, until both end at the same time.
 """
 
 from collections.abc import Mapping
@@ -367,7 +367,7 @@ def _limit_s(fit: Fit) -> float:
     elsewhere = _belady(fit, fit.gpu_room + max(fit.host_room, 0.0))
     gpu, host = machine.gpu_gb_per_s, machine.host_reads
     own = profile.token_bytes - beyond
-    if beyond:  # as much as the GPU reads while the host reads the rest, in the same time
+    if fit.host_room > 0:  # as much as the GPU reads while the host reads the rest, in the same time
         own = min(own, max(0.0, (gpu * profile.token_bytes - host * read) / (gpu + host)))
     times = [(read + own) / gpu, (profile.token_bytes - own) / host]
     return max(*times, elsewhere / machine.disk_gb_per_s if elsewhere else 0.0) / 1e9

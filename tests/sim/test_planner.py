@@ -13,7 +13,7 @@ from sim import profiles
 from sim.backtest import file
 from sim.backtest.file import Model
 from sim.planner import errors, published
-from sim.planner.plan import PRECISIONS, Plan, plan, quick
+from sim.planner.plan import PRECISIONS, Plan, _limit_s, plan, quick
 from sim.planner.resources import GPU_RESERVED, resources
 from sim.planner.ways import TOKENS, Fit, cached, missed_bytes
 from sim.profiles.model_profile import model
@@ -73,6 +73,16 @@ def test_nothing_beats_the_limit_where_link_and_cpu_read_host_memory_at_once(mon
     found = plan("gpt-oss-20b", precision="bf16", host_memory="64GiB", cpu_bandwidth="6GB/s measured", **slow)
     assert found.cache
     assert 0.9 < found.of_limit < 1
+
+
+def test_the_limit_does_not_fall_where_the_gpu_holds_the_last_experts_too():
+    """Host memory may still be read at the same time: with all of the model there, both bandwidths add up."""
+    machine: dict[str, Any] = {"host_memory": "32GiB", "gpu_bandwidth": "1000GB/s", "cpu_bandwidth": "100GB/s"}
+    fits = [Fit(Model("gpt-oss-20b"), resources(memory, **machine), 512) for memory in ("12GiB", "24GiB")]
+    some, everything = (1 / _limit_s(fit) for fit in fits)
+    assert fits[0].host_layers > fits[1].host_layers == 0
+    assert everything == pytest.approx(1100e9 / (fits[1].fixed_bytes + fits[1].profile.token_bytes))
+    assert some <= everything
 
 
 @pytest.mark.parametrize(("memory", "helps"), [("50GB/s", True), ("12GB/s", False)])
