@@ -27,8 +27,8 @@ SAMPLE = 2_000
 class Reuse:
     """Agreement of tokens that follow each other in a request and phase, by layer and then averaged.
 
-    The share of a token's experts that the token before it chose in the same layer; `chance` is what routing
-    at random would give (k / E).
+    The share of a token's experts that the token before it chose in the same layer, if it chose any there: of an
+    encoder-decoder, the decoder's first token has none before it. `chance` is what random routing would give (k / E).
     """
 
     share: float | None  # None if no two tokens with routed experts are adjacent
@@ -131,16 +131,17 @@ def _tasks(trace: Trace) -> NDArray[np.int64]:
 
 
 def _reuse(trace: Trace, phase: int) -> float | None:
-    """Mean over (adjacent tokens, layer) of |experts in common| / k."""
+    """Mean over (adjacent tokens, layer that the first one uses) of |experts in common| / k."""
     request = np.repeat(np.arange(len(trace.requests)), np.diff(trace.offsets))
     here = trace.phase == phase
     second = np.flatnonzero((request[1:] == request[:-1]) & here[1:] & here[:-1]) + 1
-    common = 0
+    common = routed = 0
     for rows in np.array_split(second, max(1, len(second) // 4096)):
         now, before = trace.experts[rows], trace.experts[rows - 1]
         for j in range(trace.top_k):
             common += int(np.count_nonzero((before == now[..., j : j + 1]) & (before != trace.sentinel)))
-    routed = int(np.count_nonzero(trace.experts[second] != trace.sentinel))
+        uses = (before != trace.sentinel).any(axis=2, keepdims=True)
+        routed += int(np.count_nonzero((now != trace.sentinel) & uses))
     return common / routed if routed else None
 
 

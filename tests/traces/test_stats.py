@@ -36,6 +36,16 @@ def test_reuse_is_the_share_of_a_tokens_experts_that_the_token_before_chose() ->
     assert reuse.chance == 2 / 16
 
 
+def test_the_first_token_of_a_decoder_has_none_before_it_whose_experts_it_could_choose() -> None:
+    decoder = TRACE.experts.copy()
+    first = TRACE.offsets[:-1] + 4  # the last of a prompt
+    decoder[:, 2] = TRACE.sentinel
+    decoder[first] = TRACE.sentinel
+    alone = statistics(replace(TRACE, experts=decoder))["prefill"].reuse
+    decoder[first, 2] = TRACE.experts[first, 2]
+    assert statistics(replace(TRACE, experts=decoder))["prefill"].reuse == alone
+
+
 def test_requests_of_one_task_have_more_similar_eams() -> None:
     similarity = statistics(TRACE)["decode"].similarity
     assert similarity.within_task is not None
