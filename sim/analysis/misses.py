@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from policies.core.grammar import policy_title
 from policies.core.policy import Int
 from policies.core.spec import PolicySpec
 from policies.core.stack_distances import lru_misses
@@ -216,11 +217,11 @@ def figure(found: Analysis, loaded: Loaded) -> "Figure":
         sizes = 100 * np.arange(total + 1) / total
         axes.plot(sizes, 1 - found.lru / lookups, color=plot.COLOURS[0], linewidth=1.6, label="lru")
         axes.plot(sizes, 1 - found.belady / lookups, **plot.BOUND)
-        others = dict.fromkeys(split.policy for split in found.splits if split.policy not in CURVED)
-        for i, policy in enumerate(others, start=1):
+        others = {split.policy: split.oracle for split in found.splits if split.policy not in CURVED}
+        for i, (policy, oracle) in enumerate(others.items(), start=1):
             points = [split for split in found.splits if split.policy == policy]
             shares, rates = [100 * one.cache_fraction for one in points], [1 - one.misses / lookups for one in points]
-            axes.plot(shares, rates, **plot.look(i), linestyle="", label=policy)
+            axes.plot(shares, rates, **plot.look(i), linestyle="", label=plot.wrapped(policy_title(policy, oracle)))
         if loaded.trace.phases != "prefill":
             axes.axvline(100 * found.demand / total, **plot.DEMAND)
         axes.set(xlim=(0, 100), ylim=(0, 1))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
+from policies.core.grammar import policy_title
 from policies.core.spec import Option, Policy, PolicySpec, parse
 from sim.profiles.model_profile import ModelProfile
 from sim.results import files, plot
@@ -274,9 +275,8 @@ def figure(found: Sensitivity) -> "Figure":
     axes.axvline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
     axes.set_yticks(range(len(shown)), [effect.parameter.name for effect in shown])
     axes.invert_yaxis()
-    title = (
-        f"{row['model']} on {row['hardware']}, {row['trace']}, {row['policy']} at {100 * row['cache_fraction']:.3g}%"
-    )
+    policy, share = policy_title(row["policy"], row["oracle"]), f"{100 * row['cache_fraction']:.3g}%"
+    title = f"{row['model']} on {row['hardware']}, {row['trace']}, {policy} at {share}"
     plot.frame(axes, title, f"change of {plot.DRAWN[found.metric][1].removesuffix(' (ms)')} (%)", grid="x")
     axes.set_axisbelow(True)
     axes.spines["left"].set_visible(False)

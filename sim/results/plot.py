@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from policies.core.grammar import pieces
+from policies.core.grammar import pieces, policy_title
 from sim.loop.log import STALLS
 from sim.results.files import write_figures
 from sim.results.metrics import Row, size_text
@@ -71,10 +71,10 @@ def figure(
     machine = f" on {first['hardware']}" if first["hardware"] else ""
     title = f"{first['model']}{machine}, {first['trace']}, {first['requests']} requests"
     with against_size(DRAWN[column][1], title) as (drawing, axes):
-        policies = list(dict.fromkeys(row["policy"] for row in rows if row["policy"] != "belady"))
-        for i, policy in enumerate(policies):
+        policies = {row["policy"]: row["oracle"] for row in rows if row["policy"] != "belady"}
+        for i, (policy, oracle) in enumerate(policies.items()):
             points = _points([row for row in rows if row["policy"] == policy], column)
-            axes.plot(*points, **look(i), label=wrapped(policy), linewidth=1.6)
+            axes.plot(*points, **look(i), label=wrapped(policy_title(policy, oracle)), linewidth=1.6)
         if bound:
             axes.plot(*_points(bound, column), **BOUND, marker=".")
         if floor:
@@ -132,7 +132,8 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
     groups: dict[tuple[str, ...], list[Row]] = {}
     for source, rows in tables.items():
         for row in rows:
-            key = row["policy"], size_text(row), *([source] if len(tables) > 1 else [])
+            policy = policy_title(row["policy"], row["oracle"])
+            key = policy, size_text(row), *([source] if len(tables) > 1 else [])
             groups.setdefault(key, []).append(row)
     everywhere = [{row[name] for rows in tables.values() for row in rows} for name in ("model", "trace")]
     title = ", ".join(name for names in everywhere if len(names) == 1 for name in names)

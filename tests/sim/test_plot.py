@@ -8,6 +8,7 @@ def rows(policy, **columns):
     return [
         {
             "policy": policy,
+            "oracle": "oracle" in policy,
             "phase": "decode",
             "model": "m",
             "hardware": "a5000",
@@ -36,9 +37,9 @@ def test_counts_are_not_drawn(tmp_path):
 
 
 def test_each_policy_is_a_line_over_ascending_sizes_and_belady_the_bound():
-    drawn = figure([*rows("lru"), *rows("eamc"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
+    drawn = figure([*rows("lru"), *rows("lru+oracle1"), *rows("belady")], rows("belady"), 0.1, "tpot_mean_ms")
     lines = {line.get_label(): line for line in drawn.axes[0].get_lines()}
-    assert list(lines) == ["lru", "eamc", "belady (bound)", "working set of one token"]
+    assert list(lines) == ["lru", "lru+oracle1 (oracle)", "belady (bound)", "working set of one token"]
     assert np.asarray(lines["lru"].get_xdata()).tolist() == pytest.approx([10, 25, 50])
     assert np.asarray(lines["lru"].get_ydata()).tolist() == [90, 75, 50]
 
