@@ -2,6 +2,7 @@
 
 The floor of a token is the longer of computing with every expert at hand, and moving what Belady would miss in decoding
 alone, at the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together.
+What the CPU computes takes no slot: Belady's misses with one slot more, which those would pass through, are fewer still.
 What a prefill or the requests that warm up leave in the cache costs a token nothing: that may be any experts.
 """
 
@@ -40,7 +41,8 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     rate = 1 / (loaded.link.ns_per_byte_num / loaded.link.ns_per_byte_den * loaded.link.expert_bytes)
     if on_host:
         rate += 1 / timing.host_ns(1)
-    moving = {row["cache_experts"]: int(misses[row["cache_experts"]]) / tokens / rate for row in sizes}
+    room = {row["cache_experts"]: min(row["cache_experts"] + on_host, len(misses) - 1) for row in sizes}
+    moving = {experts: int(misses[slots]) / tokens / rate for experts, slots in room.items()}
     return [_row(row, tpot_mean_ms=max(computing, moving[row["cache_experts"]]) / 1e6) for row in sizes]
 
 

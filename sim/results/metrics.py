@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from policies.core.grammar import policy_title
 from sim.loop.log import STALLS, Int, RunLog
 from sim.results.provenance import commit
 from traces import facts
@@ -318,8 +319,8 @@ def size_text(row: Row | pd.Series) -> str:
 
 
 def cell_text(row: Row) -> str:
-    """Return a cell's policy and cache size."""
-    return f"{row['policy']}, {size_text(row)}"
+    """Return a cell's policy, marked if it sees the future, and cache size."""
+    return f"{policy_title(row['policy'], row['oracle'])}, {size_text(row)}"
 
 
 def _ratio(part: float, whole: float) -> float | None:

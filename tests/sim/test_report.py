@@ -143,6 +143,29 @@ def test_what_decoded_tokens_do_not_compute_is_not_in_the_floor():
         assert 0.5 * row["tpot_mean_ms"] < floor <= row["tpot_mean_ms"]
 
 
+def test_what_the_host_computes_takes_no_slot_in_the_floor():
+    """A cache that leaves misses to the host keeps what one that takes each of them in has to evict."""
+    rng = np.random.default_rng(0)
+    chosen = np.stack([np.zeros((100, 3), int), rng.integers(1, 8, (100, 3))], axis=2)
+    trace = Trace.from_arrays([chosen], 8)
+    meta = replace(trace.meta, hidden_size=4096, expert_intermediate_size=4096, expert_bytes=6 * 4096**2)
+    loaded = Setup("x", predictor_us=0.0, engine="simpy").load(replace(trace, meta=meta))
+    assert loaded.profile
+    assert loaded.hardware
+    instant: dict[str, Any] = {
+        "memory_bandwidth_gb_per_s": 1e5,
+        "compute_tflop_per_s": 1e5,
+        "host_compute_tflop_per_s": 1e3,
+    }
+    instant |= dict.fromkeys(("link_latency_us", "launch_us", "framework_us_per_layer", "host_hop_us"), 0.001)
+    hardware = replace(loaded.hardware, **instant, link_bandwidth_gb_per_s=24.0, host_memory_bandwidth_gb_per_s=160.0)
+    here = replace(loaded, hardware=hardware, profile=replace(loaded.profile, vocabulary=1, heads=1, head_size=1))
+    policy = "lru+popular:n=1/host"
+    row = summarise(here.log(policy, 2), here.cell(policy, 2), here.trace.requests)[0]
+    floor = bounds.floor(here, [row], on_host=row["on_host"] > 0)[0]["tpot_mean_ms"]
+    assert 0.5 * row["tpot_mean_ms"] < floor <= row["tpot_mean_ms"]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_in_a_browser_it_opens_without_errors_sorts_and_draws(swept, tmp_path):
     assert CHROMIUM
