@@ -54,21 +54,24 @@ class Lengths:
         return float((self.cluster[1:] == self.cluster[:-1]).mean()) if len(self.cluster) > 1 else 1.0
 
     def of_length(self, prompt: int | None, decode: int | None) -> "Lengths":
-        """Return them with so many tokens of prompt and decode in each request; None: as they are."""
+        """Return them with so many tokens of prompt and decode in each request, without those left empty; None: as
+        they are.
+        """
         changed = self
         if prompt is not None:
             same = np.full_like(self.prefill_rows, prompt)
             changed = replace(changed, prompt_tokens=same, prefill_rows=same)
         if decode is not None:
             changed = replace(changed, decode_rows=np.full_like(self.decode_rows, decode))
-        return changed
+        kept = changed.prefill_rows + changed.decode_rows > 0
+        arrays = ("prompt_tokens", "prefill_rows", "decode_rows", "cluster")
+        return replace(changed, **{name: getattr(changed, name)[kept] for name in arrays})
 
     def draw(self, requests: int, rng: np.random.Generator) -> NDArray[np.int64]:
         """Return the numbers of `requests` of them: mostly one from the cluster of the one before, as often as here."""
         stay = self.stay
-        other = len(self.names) > 1
-        repeat = sum((np.bincount(self.cluster) / len(self.cluster)) ** 2) if other else 1.0
-        jump = 1 - max(0.0, (stay - repeat) / (1 - repeat)) if other else 0.0  # a jump may end where it began
+        repeat = sum((np.bincount(self.cluster) / len(self.cluster)) ** 2)
+        jump = 1 - max(0.0, (stay - repeat) / (1 - repeat)) if repeat < 1 else 0.0  # a jump may end where it began
         drawn = np.empty(requests, np.int64)
         for i in range(requests):
             if i == 0 or rng.random() < jump:

@@ -1,6 +1,7 @@
 """`moe-trace synth` as it is typed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ from tests.support.command import Run
 from tracer.shapes import PROFILES, shape_of
 from traces import demo_trace, fit
 from traces.errors import InputError
+from traces.synthetic import synthetic
 from traces.trace import Trace
+from traces.writer import write_trace
 
 
 def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_trace: Run, tmp_path: Path) -> None:
@@ -70,6 +73,18 @@ def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:
     assert trace.experts.shape == (64 * 11, 3, 5)
     assert trace.requests["prompt_tokens"].unique().tolist() == [7]
     assert trace.requests["output_tokens"].unique().tolist() == [5]
+
+
+def test_requests_that_lose_their_prompts_and_decoded_nothing_are_not_drawn(moe_trace: Run, tmp_path: Path) -> None:
+    real = synthetic(6, 3, 2, 6, 2, seed=0, prompt_tokens=2)
+    cut = np.arange(len(real.experts)) % 5 < np.where(np.arange(len(real.experts)) < 25, 2, 5)  # 5 requests of prompts
+    held = {name: getattr(real, name)[cut] for name in ("experts", "phase", "position", "step")}
+    requests = real.requests.assign(output_tokens=[0, 0, 0, 0, 0, 4])
+    offsets = np.concatenate([[0], np.cumsum(cut)])[real.offsets].astype(np.int64)
+    write_trace(replace(real, requests=requests, offsets=offsets, **held), tmp_path / "real")
+    given = ("--like", tmp_path / "real", "--prompt-tokens", 0, "--requests", 4, "--out", tmp_path / "a")
+    assert moe_trace("synth", *given).returncode == 0
+    assert np.diff(Trace.read(tmp_path / "a").offsets).tolist() == [3] * 4
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,9 @@ def synth(
         )
     fitted = fit(real)
     lengths = fitted.lengths.of_length(prompt_tokens, decode_tokens)
-    tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
-    if not tokens:
+    if not len(lengths.cluster):
         raise InputError("no token is left: raise --prompt-tokens or --decode-tokens")
+    tokens = settings["requests"] * float((lengths.prefill_rows + lengths.decode_rows).mean())
     if tokens > MOST_TOKENS:
         raise InputError(
             f"a trace of {tokens:.3g} tokens is not made, as it is made in memory: lower --requests, --prompt-tokens "
