@@ -2,7 +2,7 @@
 
 The floor of a token is the longer of computing with every expert at hand, and moving what Belady would miss in decoding
 alone, at the link's bandwidth without latencies; where a policy computes misses on the CPU, at link and CPU together.
-What the CPU computes takes no slot: Belady's misses with one slot more, which those would pass through, are fewer still.
+What the CPU computes takes no slot: Belady misses no more with one more slot, through which all that would pass.
 What a prefill or the requests that warm up leave in the cache costs a token nothing: that may be any experts.
 """
 
