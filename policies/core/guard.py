@@ -17,8 +17,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from policies.core import scores
 from policies.core.policy import Event, Float, Int, Listener, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
-from policies.core.scores import NAMES_VICTIMS
 from traces.errors import InputError
 from traces.steps import RequestSteps
 
@@ -267,10 +267,13 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
     keep: Any = half.keep
     if not isinstance(keep, np.ndarray) or keep.dtype != np.float64 or not keep.flags.carray or keep.ndim != 2:
         raise BrokenRuleError("its `keep` is not the writable float64[3, L*E] that ScorePolicy makes: write into that")
-    if len(keep) < 3 or keep.shape[1] != shape.total:
-        raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not (3, {shape.total}) as ScorePolicy makes it")
-    if type(half.rule) is not int or not 0 <= half.rule < NAMES_VICTIMS:
+    if type(half.rule) is not int or not 0 <= half.rule < scores.NAMES_VICTIMS:
         raise BrokenRuleError(f"its `rule` is {half.rule!r}, none of policies.core.scores")
+    rows, maker = (scores.ROWS, "its `rule` needs") if half.rule in scores.WITH_OPTION else (3, "ScorePolicy makes")
+    if len(keep) < rows or keep.shape[1] != shape.total:
+        raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not ({rows}, {shape.total}) as {maker} it")
+    if half.rule == scores.LFU_AGED and not keep[scores.OPTION, 0] >= 1:
+        raise BrokenRuleError(f"its counts halve every {keep[scores.OPTION, 0]} events (`keep[OPTION]`): 1 or more")
     if unheard := [method for method in NEVER_CALLED if getattr(cls, method) is not getattr(ScorePolicy, method)]:
         raise BrokenRuleError(
             f"a ScorePolicy is served compiled and its {unheard[0]} is never called: write the scores in `observe`, "

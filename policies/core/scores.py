@@ -14,6 +14,8 @@ NONE, LRU, FIFO, LFU, LFU_PERFECT, LFU_AGED, LRFU, VISITS = range(8)
 NAMES_VICTIMS = 8  # there are no scores: the policy names its victims in Python
 
 OPTION, CLOCK, ROWS = 3, 4, 5  # rows of `keep`; its third is the residency's
+WITH_OPTION = LFU_AGED, LRFU, VISITS
+"""Rules that need all ROWS; compiled code does not look whether they are there."""
 
 
 @compiled

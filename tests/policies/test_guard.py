@@ -152,6 +152,7 @@ def test_what_a_policy_raises_is_one_line_with_its_place(where, fault, tmp_path)
 BEGIN = "def __init__(self, shape, options):\n    super().__init__(shape, options)\n    "
 OPTIONS = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    "
 OBSERVE = "def observe(self, event):\n    "
+RULE = "from policies.core import scores\nrule = scores."
 FORESEE = "def foresee(self, requests, per_access):\n    "
 COPY = ".what a policy is given is read-only: copy an array"
 
@@ -162,6 +163,8 @@ UNFIT = {
     BEGIN + "self.keep = self.keep[:2]": "its `keep` has the shape",
     BEGIN + "self.keep.flags.writeable = False": "its `keep` is not the writable",
     "rule = 99": "its `rule` is 99",
+    **{RULE + rule: r"not \(5, 12\) as its `rule` needs it" for rule in ("LFU_AGED", "LRFU", "VISITS")},
+    RULE + "LFU_AGED\n" + BEGIN + "self.keep = np.zeros((5, 12))": "its counts halve every 0.0 events",
     "Options = 5": "TypeError: 'int' object is not callable",
     OPTIONS + "a: object = None": "option a has no default that",
     OPTIONS + "a: int = 1\n    def __post_init__(self):\n        1 / 0": "ZeroDivisionError",
