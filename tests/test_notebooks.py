@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom on what ships with the project, and is committed with what it shows."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -14,6 +15,14 @@ LARGEST = 300_000
 def _figures(notebook: nbformat.NotebookNode) -> int:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return sum("image/svg+xml" in output.get("data", {}) for output in outputs)
+
+
+def _numbers(notebook: nbformat.NotebookNode) -> list[str]:
+    """All that its texts and tables show."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    told = [output.get("data", {}).get("text/plain", "") for output in outputs]
+    told += [output["text"] for output in outputs if output.get("name") == "stdout"]
+    return re.findall(r"\d+\.?\d*", "\n".join(told))
 
 
 def test_the_questions_are_all_there():
@@ -38,8 +47,8 @@ def test_a_notebook_is_a_question_with_its_outputs_and_small(path):
     [pytest.param(path, marks=() if path.stem.startswith(QUICK) else pytest.mark.slow) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
-def test_a_notebook_runs_from_top_to_bottom(path, tmp_path):
+def test_a_notebook_runs_from_top_to_bottom_and_shows_the_same_again(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    shown = _figures(notebook)
+    shown = _figures(notebook), _numbers(notebook)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert _figures(notebook) == shown
+    assert (_figures(notebook), _numbers(notebook)) == shown
