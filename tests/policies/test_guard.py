@@ -175,7 +175,7 @@ UNFIT = {
     "def observe(self):\n    pass": "TypeError: .*observe",
     **{
         f"def {method}(self, *given):\n    pass": f"a ScorePolicy is served compiled and its {method} is never called"
-        for method in ("on_hit", "on_insert", "on_evict", "victim", "victim_for")
+        for method in ("on_hit", "on_insert", "on_evict", "on_need", "victim")
     },
     OBSERVE + "self.keep[0, event.experts] = np.nan": "not all numbers: some are NaN",
     OBSERVE + "self.keep = self.keep * 0.5": "it replaces its array `keep`",
