@@ -198,6 +198,7 @@ def transfers(
 ) -> tuple[int, int]:
     """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
 
+    Where noise makes that no shorter, no latency is told apart: larger experts would take no time.
     Of experts from all over the store, as a run asks for them: a few of them, again and again, may come faster.
     paces: gets those of a device that reports its own, which is asked between the transfers.
     """
@@ -206,7 +207,7 @@ def transfers(
     whole = _transfer_ns(meter, expert_bytes, experts, places, paces)
     _pumped(meter.device, expert_bytes, places, range(places))
     moving = (whole - part) * expert_bytes // max(1, expert_bytes - part_bytes)
-    return max(whole, 1), max(whole, 1) - min(max(moving, 1), max(whole, 1))
+    return max(whole, 1), max(whole - moving, 0) if moving > 0 else 0
 
 
 def _transfer_ns(meter: Meter, size: int, experts: int, places: int, paces: list[Pace] | None = None) -> int:

@@ -67,9 +67,9 @@ class MeasuredModel:
         return MeasuredTiming(self, predictor_ns, host)
 
     def link(self, chunk_bytes: int | None = None) -> Link:
-        """The link as it carries this model's experts: exact at a whole one."""
-        moving_ns = self.transfer_ns - self.latency_ns
-        return Link(self.latency_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
+        """The link as it carries this model's experts: exact at a whole one, which takes 1 ns at least to move."""
+        moving_ns = max(self.transfer_ns - self.latency_ns, 1)
+        return Link(self.transfer_ns - moving_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
 
 
 @dataclass(frozen=True)

@@ -119,6 +119,14 @@ def found_of(*models: measured.MeasuredModel, rates=(RATES, RATES)) -> Found:
     )
 
 
+def test_a_disk_whose_transfers_are_all_latency_has_a_profile() -> None:
+    found = found_of(replace(MODEL, latency_ns=1_000))
+    found.facts["lanes"] = 2
+    written = tomllib.loads(profile(found))
+    assert written["disk_bandwidth_gb_per_s"] == written["link_bandwidth_gb_per_s"] == MODEL.expert_bytes
+    assert written["disk_latency_us"] == 0.999
+
+
 def test_the_medians_of_passes_keep_their_shape_and_whole_numbers() -> None:
     passes = [{"a": (1, 2.0), "b": [[4]], "c": "x"}, {"a": (3, 3.0), "b": [[9]], "c": "y"}]
     assert middle(passes) == {"a": (2, 2.5), "b": [[6]], "c": "x"}

@@ -423,6 +423,13 @@ def test_transfers_are_timed_with_experts_from_all_over_the_store() -> None:
     assert sorted(asked[-5:]) == [0, 1, 2, 3, 4], "at the end each slot holds its own"
 
 
+def test_where_half_an_expert_takes_as_long_as_a_whole_one_no_latency_is_told_apart() -> None:
+    """Two passes like that gave a profile of a disk without any time for a byte: its bandwidth was a division by 0."""
+    latency = replace(LINK, latency_ns=700, ns_per_byte_num=0)
+    assert transfers(Meter(SimpyDevice(TIMING, latency)), LINK.expert_bytes, experts=10, places=5) == (700, 0)
+    assert transfers(Meter(SimpyDevice(TIMING, LINK)), LINK.expert_bytes, experts=10, places=5)[1] == LINK.latency_ns
+
+
 class SlowToSubmit(SimpyDevice):
     """Alone, experts take 90 ns longer each than in the loop: the host cannot submit them as fast."""
 
