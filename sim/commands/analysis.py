@@ -41,16 +41,14 @@ def analyze(
     from sim.sweeps import report
     from sim.sweeps.config import specs
     from sim.sweeps.grid import grid_of
-    from sim.sweeps.report import sizes_note
     from traces.output import claimed
 
     setup = options.setup_of(requests, trace=trace, untimed=True)
     loaded = setup.load()
     sizes = split_list(cache_sizes)
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
-    output.note(*sizes_note(loaded, grid, sizes))
+    output.note(*report.sizes_note(loaded, grid, sizes), *report.untimed_note(loaded, grid.policies))
     folder = output.folder(setup.trace, "/analysis")
-    output.note(*report.untimed_note(loaded, grid.policies))
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
             found = analyse(loaded, grid, advance)
