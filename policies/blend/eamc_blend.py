@@ -20,7 +20,7 @@ of what is worth as much (rule 6); each layer further away takes `later` from th
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
 
 All weights begin as `python -m policies.blend.fit` fitted them and learn from the run (`policies.blend.learning`), so
-that ids that foretell nothing soon count nothing. policies/README.md tells what was left out. Causal; an event costs
+that ids that foretell nothing soon count nothing. policies/README.md says what was left out. Causal; an event costs
 O(E * k) for its layer and the next ones.
 """
 

@@ -198,7 +198,7 @@ def transfers(
 ) -> tuple[int, int]:
     """A whole expert's time, and what of it is latency by the time of half an expert; fills the slots.
 
-    Where noise makes that no shorter, no latency is told apart: larger experts would take no time.
+    Where noise makes that no shorter, none of it counts as latency, or larger experts would take no longer.
     Of experts from all over the store, as a run asks for them: a few of them, again and again, may come faster.
     paces: gets those of a device that reports its own, which is asked between the transfers.
     """

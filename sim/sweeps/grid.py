@@ -202,13 +202,13 @@ def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
     """Return the rows by what differs of trace and machine: by its name, or as given where several have that name."""
     found: dict[str, list[Row]] = {}
     for each in outcomes:
-        told = []
+        parts = []
         for field in ("trace", "hardware"):
             known = {getattr(one.table.loaded.setup, field): one.rows[0][field] for one in outcomes}
             given = getattr(each.table.loaded.setup, field)
             if len(known) > 1:
-                told.append(known[given] if list(known.values()).count(known[given]) == 1 else given)
-        found.setdefault(", ".join(told), []).extend(each.rows)
+                parts.append(known[given] if list(known.values()).count(known[given]) == 1 else given)
+        found.setdefault(", ".join(parts), []).extend(each.rows)
     return found
 
 

@@ -254,7 +254,7 @@ class Held:
 class ResidencyTracks:
     """A track for each slot, and counters of what waits for the link.
 
-    A slot's slices say which expert has it, from the start of its transfer to its eviction, loading told from ready.
+    A slot's slices say which expert has it, from the start of its transfer to its eviction, and when it is ready.
     """
 
     def __init__(
