@@ -561,17 +561,21 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_trace(tmp_path: Path) -
         assert len(Trace.read(tmp_path / str(n)).requests) % 3 == 0
 
 
+COUNTED = pa.proxy_memory_pool(pa.default_memory_pool())
+"""For as long as the process runs: arrays return their memory to it, also those that outlive the test."""
+
+
 @pytest.mark.parametrize("column", ["id", "dataset", "task", "mode"])
 def test_a_long_text_is_refused_without_a_copy_for_each_row(folder: Path, column: str) -> None:
     long = "x" * 3_000_000
     rewrite(folder / REQUESTS, lambda table: pa.concat_tables([with_column(column, lambda old: [long] * 3)(table)] * 9))
-    usual, counted = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
-    pa.set_memory_pool(counted)
+    usual = pa.default_memory_pool()
+    pa.set_memory_pool(COUNTED)
     try:
         refuses(folder, f"{column!r} holds a text of 3000000 characters: shorten it to 4096")
     finally:
         pa.set_memory_pool(usual)
-    assert counted.max_memory() < 50_000_000
+    assert COUNTED.max_memory() < 50_000_000
 
 
 def test_a_long_id_is_not_written(tmp_path: Path) -> None:
