@@ -31,16 +31,19 @@ class Part:
 
     name: as it is written: registered, `my_file.py:MyPolicy`, or the class's own. Another process imports the class
     again; that of a user's file it loads by the name.
+    stated: the options that were given, also those given as they are by default: a run's seed changes only a seed that
+    was not, and a search only options that were not.
     """
 
     cls: type[Any]
     options: Any = field(hash=False)
     name: str = field(compare=False)
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, policy: type[Listener | Scope | Placement], /, **options: Any) -> "Part":
         """Return a class with these options over its defaults. Raise InputError for an option that it has not."""
-        return cls(policy, _options(policy, options.items()), policy.name)
+        return cls(policy, _options(policy, options.items()), policy.name, frozenset(options))
 
     @property
     def values(self) -> dict[str, Any]:
@@ -50,10 +53,10 @@ class Part:
 
     @property
     def term(self) -> Term:
-        """The canonical text: the options that differ from the defaults."""
+        """The canonical text: the options that were stated or differ from the defaults."""
         default = Part.of(self.cls).values
-        changed = ((key, value_text(value)) for key, value in self.values.items() if value != default[key])
-        return Term(self.name, tuple(changed))
+        written = ((key, value) for key, value in self.values.items() if key in self.stated or value != default[key])
+        return Term(self.name, tuple((key, value_text(value)) for key, value in written))
 
     @property
     def importable(self) -> bool:
@@ -63,7 +66,8 @@ class Part:
 
     def having(self, options: Mapping[str, Any]) -> "Part":
         """Return the same class with these options changed. Raise InputError for what it refuses."""
-        return replace(self, options=_options(self.cls, {**self.values, **options}.items()))
+        changed = _options(self.cls, {**self.values, **options}.items())
+        return replace(self, options=changed, stated=self.stated | options.keys())
 
     def build(self, shape: Shape) -> Any:
         """Return a fresh instance of a half, guarded if it is a user's own (`policies.core.guard`)."""
@@ -71,8 +75,8 @@ class Part:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if file_and_class(self.name):
-            return _read_again, (Term(self.name, tuple(self.values.items())),)
-        return Part, (self.cls, self.options, self.name)
+            return _read_again, (Term(self.name, tuple(self.values.items())), self.stated)
+        return Part, (self.cls, self.options, self.name, self.stated)
 
 
 Half = str | type[Listener | Scope | Placement] | Part
@@ -127,7 +131,8 @@ class PolicySpec:
     @classmethod
     def _canonical(cls, evict: Part, prefetch: Part, scope: Part, placement: Part) -> "PolicySpec":
         one = _alike(evict, prefetch) if registry.is_pair(evict.name) else prefetch == NO_PREFETCH
-        halves = (evict.term,) if one else (evict.term, prefetch.term)
+        both = replace(evict, stated=evict.stated | prefetch.stated)
+        halves = (both.term,) if one else (evict.term, prefetch.term)
         others = (None if part == default else part.term for part, default in ((scope, GLOBAL), (placement, FETCHED)))
         return cls(evict, prefetch, scope, placement, Expression(halves, *others))
 
@@ -350,16 +355,16 @@ def _part(given: Any, find: Callable[[Any], Any]) -> Part:
     if not isinstance(given, Term):
         raise InputError(f"{given!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")
     cls = find(given.name)
-    return Part(cls, _options(cls, given.options), given.name)
+    return Part(cls, _options(cls, given.options), given.name, frozenset(key for key, _ in given.options))
 
 
-def _read_again(term: Term) -> Part:
+def _read_again(term: Term, stated: frozenset[str]) -> Part:
     """Return the half of a user's file in another process; of a file that no longer has it, one without content.
 
     An error here would end that process without a message: whoever compares `PolicySpec.files` reports it.
     """
     try:
-        return _part(term, user_file.load)
+        return replace(_part(term, user_file.load), stated=stated)
     except InputError:
         return Part(Listener, Listener.Options(), term.name)
 

@@ -15,7 +15,8 @@ from policies.core.grammar import Expression, Term, pieces, read, split_list, sp
 from policies.core.guard import PolicyError
 from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.scope import SCOPES
-from policies.core.spec import Part, PolicySpec, parse, text_of
+from policies.core.spec import Part, PolicySpec, make_policy, parse, text_of
+from sim.sweeps.config import seeded
 from traces.errors import InputError
 
 
@@ -108,8 +109,25 @@ def test_equal_policies_decide_alike_whatever_was_typed():
     assert parse("pre-gated") == parse("fifo+oracle:horizon=1")
     assert str(parse("pre-gated:horizon=2@layer")) == "fifo+oracle:horizon=2@layer"
     assert parse("eamc:capacity=120").text == "eamc:capacity=120"
-    assert str(parse("eamc:capacity=120")) == "eamc"
+    assert str(parse("eamc+eamc:capacity=120")) == "eamc:capacity=120"
     assert str(PolicySpec.of("eamc")) == "eamc+none"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        make_policy("random:seed=0", prefetch="popular"),
+        make_policy(MyPolicy, seed=0, prefetch="popular"),
+        PolicySpec.of(Part.of(MyPolicy, seed=0), MyPrefetch),
+        parse("random:seed=0+popular").without_prefetch(),
+        pickle.loads(pickle.dumps(parse(str(parse("random:seed=0"))))),
+    ],
+    ids=str,
+)
+def test_an_option_that_is_given_as_it_is_by_default_is_stated(spec):
+    assert "seed=0" in spec.text
+    assert [option.name for option in spec.declared() if option.stated] == ["seed"]
+    assert seeded(spec, 7).seed == 0
 
 
 def test_a_class_is_a_policy_wherever_a_name_is():
