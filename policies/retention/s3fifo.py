@@ -11,6 +11,7 @@ least one slot and takes an expert also if it has but one, where libCacheSim, be
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from fractions import Fraction
 
 from policies.core.policy import Int, Options, RetentionPolicy, Shape, bounded
 from policies.core.registry import retention
@@ -85,7 +86,9 @@ class S3FIFO(RetentionPolicy):
     def _first_full(self) -> None:
         """A victim is asked for when every slot is taken: what did not fit the small queue is in the main one."""
         slots = len(self._small) + len(self._main)
-        small_slots = max(1, int(slots * self._shares.small))
-        self._main_slots, self._ghost_slots = slots - small_slots, int(slots * self._shares.ghost)
+        shares = (Fraction(str(share)) for share in (self._shares.small, self._shares.ghost))  # 100 * 0.29 is below 29
+        small_slots, self._ghost_slots = (int(slots * share) for share in shares)
+        small_slots = max(1, small_slots)
+        self._main_slots = slots - small_slots
         for expert in list(self._small)[small_slots:]:
             self._main[expert] = self._small.pop(expert)

@@ -1,5 +1,6 @@
 """The command `moe-sim train-stride`: the learned predictor that the prefetcher `stride` reads."""
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -47,7 +48,7 @@ def train_stride(
     known.require_sequences()
     if as_decode:
         known = known.as_decode()
-    tested = int(held_out * len(known.requests))
+    tested = int(Fraction(str(held_out)) * len(known.requests))  # the float 0.29 times 100 is below 29
     tokens = Tokens.of(known.head(len(known.requests) - tested))
     with replacing(out, overwrite=overwrite) as part:
         with progress(tokens.layers, quiet, "layers trained") as advance:

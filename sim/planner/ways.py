@@ -240,7 +240,7 @@ def cached(fit: Fit) -> list[Way]:
     common = Setting(policy="lru", cache=f"{room}B", context=fit.context, tokens=TOKENS)
     if fit.missing_bytes:
         common = replace(common, host_cache=f"{int(fit.host_room)}B")
-    experts = int(room / fit.experts_bytes * profile.moe_layers * profile.experts)
+    experts = room * profile.moe_layers * profile.experts // fit.experts_bytes
     kind = DISK if fit.missing_bytes else CACHE
     return [
         Way(kind, policy, fit, experts, ((replace(common, policy=policy), profile.moe_layers, True),))

@@ -251,6 +251,12 @@ def test_the_command_says_why_it_prints_no_accuracy(moe_sim, tmp_path):
     assert "no accuracy: the last 1 requests, which were held out, have no decoded tokens\n" in out
 
 
+def test_the_command_holds_out_the_share_of_the_requests_that_is_written(moe_sim, tmp_path):
+    write_trace(synthetic(requests=100, tokens=1, layers=2, experts=2, top_k=1, seed=0), tmp_path / "t")
+    _, out, _ = moe_sim("train-stride", "t", "--out", "s.npz", "--epochs", 1, "--held-out", 0.29)
+    assert "of the choices of the last 29 requests" in out
+
+
 @pytest.mark.parametrize(
     ("typed", "says"),
     [

@@ -92,6 +92,13 @@ def test_a_split_helps_where_the_link_leaves_the_cpu_bandwidth_of_host_memory(me
     assert (seconds["lru/split"] < seconds["lru"]) == helps
 
 
+def test_a_cache_has_as_many_experts_as_its_bytes_hold():
+    fit = Fit(Model("deepseek-v2-lite"), resources("8GiB", "64GiB"), 512)
+    memory = int(GPU_RESERVED + fit.fixed_bytes) + 30 * fit.profile.expert_bytes
+    full = replace(fit, resources=replace(fit.resources, gpu_memory=memory))
+    assert {way.gpu_experts for way in cached(full)} == {30}
+
+
 def test_a_model_that_fits_the_gpu_needs_no_host_and_no_cache():
     found = plan("qwen3-30b-a3b", precision="q4_k_m", gpu="RTX 3090")
     assert (found.kind, found.cache, found.host_bytes, found.vllm) == ("resident", None, 0, ("--max-model-len 8192",))
