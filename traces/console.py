@@ -102,7 +102,7 @@ def main(app: typer.Typer, name: str) -> NoReturn:
     except typer.TyperException as error:
         _refuse_use(name, error)
     except InputError as error:
-        fail(name, str(error), 2)
+        fail(name, _with_addresses(str(error)), 2)
     except ModuleNotFoundError as error:
         absent = missing(error.name or "", name)
         if absent is None:
@@ -141,6 +141,15 @@ def _refuse_use(name: str, error: Any) -> NoReturn:
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else name
     fail(name, f"{reason[0].lower()}{reason[1:]}; see {command} --help", error.exit_code)
+
+
+def _with_addresses(text: str) -> str:
+    """Return a message with each address as it was typed: a path has made `s3:/bucket` of `s3://bucket`."""
+    for argument in sys.argv[1:]:
+        address = argument.partition("=")[2] if argument.startswith("--") else argument
+        if "://" in address:
+            text = text.replace(str(Path(address)), address)
+    return text
 
 
 def _unwritable(error: UnicodeEncodeError) -> str:

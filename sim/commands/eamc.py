@@ -18,7 +18,7 @@ eamc = typer.Typer(help="Past EAMs as a file, for eamc to start from.", no_args_
 @eamc.command()
 @options.expanded
 def build(
-    trace: Annotated[Path, typer.Argument(help="Folder of a trace; one of EAMs alone will do.")],
+    trace: Annotated[str, typer.Argument(help="Folder or URL of a trace; one of EAMs alone will do.")],
     out: Annotated[Path, typer.Option(help="File to write, as in eamc.npz.")],
     policy: Annotated[str, typer.Option(help="eamc with options, or a preset of it.")] = "eamc",
     capacity: Annotated[int | None, typer.Option(help="EAMs kept for each phase; else the policy's.")] = None,

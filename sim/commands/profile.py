@@ -22,7 +22,7 @@ def _commands() -> None:
 @profile.command()
 @options.expanded
 def build(
-    traces: Annotated[list[Path], typer.Argument(help="Folders of traces of one model, learned in order.")],
+    traces: Annotated[list[str], typer.Argument(help="Folders or URLs of traces of one model, learned in order.")],
     out: Annotated[Path, typer.Option(help="File to write, as in model.profile.npz.")],
     start: Annotated[Path | None, typer.Option(help="A profile to continue.")] = None,
     as_decode: Annotated[bool, typer.Option("--as-decode", help="Run prefills token by token.")] = False,
@@ -42,7 +42,7 @@ def build(
     from traces.shards import Shards
 
     check_file(out, overwrite)
-    opened = [Shards.open(str(trace)) for trace in traces]
+    opened = [Shards.open(trace) for trace in traces]
     for each in opened:
         each.require_sequences()
     if as_decode:

@@ -16,7 +16,7 @@ from traces.errors import InputError
 
 @options.expanded
 def train_stride(
-    trace: Annotated[Path, typer.Argument(help="Folder of a trace.")],
+    trace: Annotated[str, typer.Argument(help="Folder or URL of a trace.")],
     out: Annotated[Path, typer.Option(help="File for the predictor.")],
     stride: Annotated[int, typer.Option(help="Layers ahead that are predicted.")] = 1,
     back: Annotated[int, typer.Option(help="Latest layers that a prediction reads, as many as there are.")] = 8,

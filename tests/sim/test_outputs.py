@@ -128,10 +128,10 @@ def test_links_that_lead_in_a_circle_are_one_line(home):
 
 
 def test_an_address_is_no_folder_here(home):
-    refused(moe_sim(*SWEEP[:-1], "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
-    refused(moe_sim("run", "tiny", "-q", "--timeline", "s3://bucket/x", cwd=home), "s3:/bucket/x is an address")
+    refused(moe_sim(*SWEEP[:-1], "s3://bucket/x", cwd=home), "s3://bucket/x is an address")
+    refused(moe_sim("run", "tiny", "-q", "--timeline", "s3://bucket/x", cwd=home), "s3://bucket/x is an address")
     cut = run(tracer.cli.main, "slice", "tiny", "--out", "s3://bucket/x", "--requests", "0:1", cwd=home)
-    refused(cut, "s3:/bucket/x is an address")
+    refused(cut, "s3://bucket/x is an address")
     assert not (home / "s3:").exists()
 
 

@@ -18,7 +18,7 @@ Prefix = Annotated[bool, typer.Option("--prefix-ids", help="Put the trace's name
 
 
 def cat(
-    traces: Annotated[list[Path], typer.Argument(help="Traces of one model, in the order wanted.")],
+    traces: Annotated[list[str], typer.Argument(help="Folders or URLs of traces of one model, in the order wanted.")],
     out: Into,
     prefix_ids: Prefix = False,
     overwrite: Overwrite = False,

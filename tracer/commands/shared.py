@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 RECORDED = Path("traces/recorded")
 
-TraceArgument = Annotated[Path, typer.Argument(help="A trace: a folder with requests.parquet and routing/.")]
+TraceArgument = Annotated[str, typer.Argument(help="A trace: a folder with requests.parquet and routing/, or its URL.")]
 Out = Annotated[Path | None, typer.Option(help="Folder of the trace.", show_default="traces/recorded/NAME")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace that is already there.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only errors.")]
