@@ -21,6 +21,10 @@ def _none() -> Any:
     return field(default=0, metadata=profiles.MAY_BE_ZERO)
 
 
+WEIGHTS = (".gguf", ".safetensors")
+"""Files that state sizes of experts (`sim.profiles.expert_sizes`), and not all that a profile needs."""
+
+
 @dataclass(frozen=True)
 class ModelProfile:
     """An MoE transformer: an encoder's MoE layers, if any, before its decoder's."""
@@ -188,6 +192,11 @@ def model(text: str) -> ModelProfile:
             profiles.check(profile)
     else:
         path = profiles.find("models", "model", text)
+        if path.suffix in WEIGHTS:
+            raise InputError(
+                f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
+                "profile in TOML, or a shipped model (moe-sim models lists them)"
+            )
         profile = profiles.read(ModelProfile, path)
     if profile.top_k > profile.experts:
         raise InputError(f"{path}: top_k {profile.top_k} is above {profile.experts} experts")

@@ -236,6 +236,13 @@ def test_a_model_that_is_no_path_is_refused(model):
         plan(model, **DESKTOP)
 
 
+@pytest.mark.parametrize("name", ["model.gguf", "model.safetensors"])
+def test_a_file_of_weights_is_no_model_profile(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"GGUF\x03")
+    with pytest.raises(InputError, match=rf"{name} holds weights: name its transformers config \(config.json"):
+        plan(tmp_path / name, **DESKTOP)
+
+
 def test_layers_without_experts_count_in_llama_cpps_numbers():
     found = plan("deepseek-v3", precision="q4_k_m", gpu="RTX 3090", host_memory="512GiB")
     n = int(found.llama_cpp[0].split("--n-cpu-moe ")[1].split()[0])
