@@ -22,7 +22,7 @@ from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
-from sim.profiles.timing import FixedTiming, Link, Timing
+from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
 from sim.quantities import parse_bytes
 from traces.errors import InputError, located
 from traces.steps import DECODE, RequestSteps
@@ -200,11 +200,14 @@ class Case:
         users = Users(setting.batch) if setting.batch > 1 else None
         timing, link, below = self._times(rates) if rates else (NO_TIME, FREE, FREE)
         host = Tier(self._host_room, None, self._link(below)) if setting.host_cache else None
-        link = self._link(link)
-        return gpu_run(self.requests, self.shape, self.room, self.policy, timing, link, host=host, users=users)
+        link, shape, top_k = self._link(link), self.shape, self.profile.top_k
+        window = experts_per_layer(timing, link, shape.layers, top_k)
+        if setting.blocking or setting.whole_layers or overheads_of(self.row.system).get("blocking"):
+            timing = Blocking(timing, shape.layers, shape.experts, top_k)
+        return gpu_run(self.requests, shape, self.room, self.policy, timing, link, False, window, host, users)
 
     def _times(self, rates: Rates) -> tuple[Timing, Link, Link]:
-        """Return durations, the link to the cache, and the link below host memory."""
+        """Return durations with each expert computed by itself, the link to the cache, and that below host memory."""
         setting, profile = self.row.setting, self.profile
         cpu = setting.all_on == "cpu" or not rates.gpu_gb_per_s
         disk = setting.misses_from == "disk" or (cpu and setting.misses_from != "host" and not self.static)
@@ -216,9 +219,7 @@ class Case:
             moved_us = 2 * WHOLE * profile.expert_parameters / rates.gpu_gb_per_s / 1e3
             rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
-        timing: Timing = Roofline(hardware, profile)
-        if setting.blocking or setting.whole_layers or system.get("blocking"):
-            timing = Blocking(timing, profile.moe_layers, profile.experts, profile.top_k)
+        timing = Roofline(hardware, profile)
         link = FREE if setting.free_copies else host_link(hardware, profile)
         below = host_link(rates.hardware(cpu, disk_link=True), profile) if setting.host_cache else FREE
         return timing, link, below

@@ -179,7 +179,9 @@ class Played:
             shape, slots = Shape(shape.layers, 1), buffers
         if first:
             requests = transforms.Changed(requests, first=first)
-        window = experts_per_layer(timing, link, shape.layers, min(loaded.trace.top_k, shape.experts))
+        window = experts_per_layer(timing, link, shape.layers, loaded.trace.top_k)
+        if system.blocking or system.whole_layers:
+            timing = Blocking(timing, loaded.trace.layers, loaded.trace.num_experts, loaded.trace.top_k)
         host = _host(setting, model) if system.mmap else None
         run = gpu_run(requests, shape, slots, spec, timing, link, experts_per_layer=window, host=host)
         return cls(system, setting, spec, run, resident, host_layers, len(first))
@@ -242,6 +244,7 @@ def _policy(system: System, setting: Setting, host_layers: int) -> PolicySpec:
 
 
 def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, host_layers: int) -> Timing:
+    """Return the durations of each part where each expert is computed by itself."""
     assert loaded.hardware
     assert loaded.profile
     timing = loaded.timing(spec)
@@ -250,8 +253,6 @@ def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, 
         timing = transforms.FirstLayersElsewhere(timing, cpu, host_layers)
     if system.zero_copy:
         timing = transforms.ZeroCopy(timing, loaded.link)
-    if system.blocking or system.whole_layers:
-        timing = Blocking(timing, loaded.trace.layers, loaded.trace.num_experts, loaded.trace.top_k)
     if system.preload:
         timing = transforms.Preloaded(timing, setting.mark)
     if system.us_per_layer or system.us_per_token:

@@ -382,6 +382,17 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_budget_is_of_what_the_link_carries_while_a_layer_computes(tmp_path, blocking):
+    played = case(tmp_path, setting={"policy": "lru+popular:budget=0.5", "cache": "50%", "blocking": blocking})
+    assert seconds(played)
+    gpu = played.run(rates_of(played)).gpu
+    timing = Roofline(rates_of(played).hardware(cpu=False, disk_link=False), played.profile)
+    computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(6)) / 6
+    computing += 4 * timing.expert_ns(1) + timing.combine_ns(1)
+    assert gpu.experts_per_layer == computing / gpu.link.used_ns(gpu.link.expert_bytes)
+
+
 def test_policies_hear_the_ids_of_tokens_of_a_trace(tmp_path):
     made = synthetic(1, tokens=3, layers=2, experts=4, top_k=2, seed=0)
     write_trace(replace(made, token_id=np.array([7, 8, 9], np.int32)), tmp_path / "told")

@@ -119,6 +119,15 @@ def test_blocking_adds_the_compute_of_all_experts_behind_their_transfers(trace):
     np.testing.assert_array_equal(log.step_ns[decoded], expected)
 
 
+@pytest.mark.parametrize("changed", [{"blocking": True}, {"whole_layers": True, "buffers": 1}])
+def test_the_link_carries_as_much_in_a_layer_whose_experts_are_computed_together(home, changed):
+    """The experts of the last layer too are computed in their layer's time."""
+    alone = replace(systems()["mixtral-offloading"], blocking=False)
+    found = [Played.of(each, setting_of(home, size="50%")).run.gpu for each in (alone, replace(alone, **changed))]
+    times = [(gpu.experts_per_layer or 0) * gpu.link.used_ns(gpu.link.expert_bytes) for gpu in found]
+    assert times[0] == pytest.approx(times[1])
+
+
 def test_whole_layers_move_all_their_bytes_each_token_but_those_of_resident_layers(trace):
     steps, resident = trace.steps(0), 1
     streamed = transforms.streamed(steps, L, resident)
