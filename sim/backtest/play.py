@@ -282,7 +282,7 @@ def parsed(case: Case) -> None:
     """Raise InputError if the row's policy is invalid, or its figure is not counted."""
     with located(case.row.where):
         policy = parse(case.policy)
-        if policy.needs_lookahead:
-            raise InputError(f"setting: {policy.text} needs what routers would pick early, which no routing here has")
+        if policy.needs_lookahead and not (case.row.setting.trace and all(one.lookahead for one in case.requests)):
+            raise InputError(f"setting: {policy.text} needs a trace with what routers pick early (column lookahead)")
         if case.row.metric == "bytes read" and case.row.setting.host_cache and case.profile.differing_bytes:
             raise InputError("setting: host_cache: reads of the disk have no bytes where experts differ in size")

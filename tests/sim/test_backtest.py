@@ -130,7 +130,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
             {"machine": {"gpu": "L4"}, "setting": {"policy": "lru", "cache": "0", "misses_from": "disk"}},
             "disk_gb_per_s",
         ),
-        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs what routers would pick early"),
+        ({"setting": {"policy": "lru+gate", "cache": "50%"}}, "lru+gate needs a trace with what routers pick early"),
         (
             {"fit": True, "machine": {"gpu": "L4", "fit_parameter": "disk_gb_per_s"}, "setting": {"all_on": "gpu"}},
             "from which disk_gb_per_s follows, which is to be fitted",
@@ -380,6 +380,17 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     played = case(tmp_path, setting={**CACHED, "trace": str(tmp_path / "short.npz"), "batch": 2})
     found = played.played(rates_of(played), SIMPY)
     assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
+
+
+def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_picks(tmp_path):
+    made = synthetic(2, tokens=6, layers=6, experts=16, top_k=4, seed=1)
+    setting = {"policy": "lru+gate", "cache": "50%", "trace": str(tmp_path / "t")}
+    path = written(tmp_path, {**ROW, "metric": "hit rate", "unit": "%", "value": 50.0, "setting": setting})
+    write_trace(made, tmp_path / "t")
+    with pytest.raises(InputError, match=r"lru\+gate needs a trace with what routers pick early"):
+        score.backtest(file.read(path), SIMPY)
+    write_trace(replace(made, lookahead=made.experts), tmp_path / "t", overwrite=True)
+    assert (score.backtest(file.read(path), SIMPY).results[0].predicted or 0) > 0.5
 
 
 @pytest.mark.parametrize("blocking", [False, True])
