@@ -156,6 +156,8 @@ def _block(row: "Row") -> str:
 
 def _more(row: "Row", elapsed: float) -> dict[str, str]:
     """What the host, the disk and several users did, where there are any."""
+    from sim.results.metrics import users_text
+
     lines = {}
     if row["on_host"]:
         share = _share(row["on_host"], row["misses"])
@@ -164,9 +166,9 @@ def _more(row: "Row", elapsed: float) -> dict[str, str]:
     if reads := row["reads_demand"] + row["reads_prefetch"]:
         lines["disk"] = f"{reads:,} reads, {row['reads_prefetch']:,} of them prefetches, busy "
         lines["disk"] += f"{_share(row['disk_busy_ms'], elapsed)} of the time"
-    if row["max_batch"]:
+    if users := users_text(row):
         figures = ", ".join(f"{name} {row[f'queue_{name}_ms']:,.2f}" for name in ("mean", "p99", "max"))
-        lines["queue ms"] = f"{figures}; {row['max_batch']} requests at a time, arrivals {row['arrivals']}"
+        lines["queue ms"] = f"{figures}; {users}"
     return lines
 
 

@@ -37,6 +37,7 @@ def sensitivity(
     from sim.analysis.sensitivity import MAKER, NAMES, plan, point_of, save
     from sim.analysis.sensitivity import sensitivity as measure
     from sim.engines import compiling
+    from sim.results.metrics import users_text
     from traces.output import claimed
 
     share = _share(step)
@@ -53,8 +54,8 @@ def sensitivity(
         with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
             found = measure(point, variants, options.processes(workers), advance)
         files = save(found, folder)
-    title = f"{cell_title(found.row, found.row['hardware'])}; {METRICS[found.metric]} "
-    title += milliseconds(found.row[found.metric])
+    users, figure = users_text(found.row), f"{METRICS[found.metric]} {milliseconds(found.row[found.metric])}"
+    title = "; ".join(filter(None, (cell_title(found.row, found.row["hardware"]), users, figure)))
     output.show(
         lambda: _as_json(found, left_out),
         lambda: (title, _table(found), *_notes(found, left_out), written(files, folder)),

@@ -323,6 +323,14 @@ def cell_text(row: Row) -> str:
     return f"{policy_title(row['policy'], row.get('oracle', False))}, {size_text(row)}"
 
 
+def users_text(row: Row) -> str:
+    """Return how many requests a cell runs at a time, and when they arrive; nothing where they run one by one."""
+    if not row["max_batch"]:
+        return ""
+    rate = f" at {row['arrival_rate']:g} a second" if row["arrival_rate"] else ""
+    return f"{row['max_batch']} requests at a time, arrivals {row['arrivals']}{rate}"
+
+
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 

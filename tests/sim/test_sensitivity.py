@@ -12,7 +12,7 @@ import pytest
 
 from policies.core.grammar import value_text
 from policies.core.spec import parse
-from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, plan, point_of, save, sensitivity
+from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, point_of, save, sensitivity
 from sim.cli import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
@@ -359,6 +359,14 @@ def test_bad_input_is_one_line_and_nothing_is_written(command, home, tmp_path, a
     assert err.startswith("moe-sim: error: ")
     assert err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_titles_name_the_users_and_when_they_arrive(command, home):
+    asked = (home / "every", "--policy", "lru", "--cache-size", "50%", "--hardware", home / "link.toml", "--step", "1%")
+    _, out, err = command(*asked, "--max-batch", 2, "--arrival-rate", 2.5, "--workers", 1)
+    assert "; 2 requests at a time, arrivals poisson at 2.5 a second; TPOT ms " in out, err
+    _, found, _ = measured(home, "every", hardware=str(home / "link.toml"), max_batch=2)
+    assert figure(found).axes[0].get_title().endswith("\n2 requests at a time, arrivals closed")
 
 
 def test_an_option_that_a_half_does_not_have_is_no_option():
