@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from policies.core.grammar import policy_title
 from replay.commands.device_options import DeviceOptions, ReplayOptions
 from sim import defaults
 from sim.commands import options
@@ -199,7 +200,7 @@ def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
         of_ceiling = (f"{rate / ceiling_gb_per_s:.0%}" if rate else "-",) if ceiling_gb_per_s else ()
         noise = "" if cell["noise"] is None else f"\n({cell['noise']:.1%} apart)"
         shown.add_row(
-            cell["policy"],
+            policy_title(cell["policy"], cell["oracle"]),
             size_text(cell),
             f"{cell['predicted']['tpot_mean_ms']:,.4g}",
             f"{cell['measured']['tpot_mean_ms']:,.4g}{noise}",

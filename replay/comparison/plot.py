@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from policies.core.grammar import policy_title
 from sim.results.files import write_figure
 from sim.results.metrics import Row, cell_text
 from sim.results.plot import BOUND_COLOUR, COLOURS, frame
@@ -66,9 +67,10 @@ def _residuals(axes: "Axes", cell: Row, tokens: pd.DataFrame) -> None:
 def _scatter(below: "SubFigure", cells: Sequence[Row], tokens: Sequence[pd.DataFrame]) -> None:
     """A colour for each policy; on the line the prediction is exact."""
     axes = below.subplots()
-    policies = list(dict.fromkeys(cell["policy"] for cell in cells))
-    for cell, played in zip(cells, tokens, strict=True):
-        colour = COLOURS[policies.index(cell["policy"]) % len(COLOURS)]
+    titles = [policy_title(cell["policy"], cell["oracle"]) for cell in cells]
+    policies = list(dict.fromkeys(titles))
+    for title, played in zip(titles, tokens, strict=True):
+        colour = COLOURS[policies.index(title) % len(COLOURS)]
         axes.plot(played["predicted_ns"] / 1e6, played["measured_ns"] / 1e6, ".", color=colour, markersize=2.5)
     for place, policy in enumerate(policies):
         axes.plot([], [], "o", color=COLOURS[place % len(COLOURS)], label=policy)

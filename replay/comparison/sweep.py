@@ -196,6 +196,7 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
         "trace": loaded.trace.name,
         "phase": loaded.trace.phases,
         "policy": policy.text,
+        "oracle": policy.oracle,
         "options": policy.options(),
         "mode": mode,
         "cache_fraction": choice.slots / loaded.all_experts,

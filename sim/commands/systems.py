@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from policies.core.grammar import policy_title
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table
@@ -143,9 +144,8 @@ def _table(found: "list[Prediction]") -> "Table":
         if each.tpot_mean_ms is None:
             continue
         times = (each.tpot_mean_ms, each.tpot_p99_ms or 0.0, each.idle_ms or 0.0)
-        shown.add_row(
-            each.system.name, *(f"{ms:,.1f}" for ms in times), f"{each.hit_rate:.1%}", f"{each.mb_per_token:,.0f}"
-        )
+        figures = [*(f"{ms:,.1f}" for ms in times), f"{each.hit_rate:.1%}", f"{each.mb_per_token:,.0f}"]
+        shown.add_row(policy_title(each.system.name, each.oracle), *figures)
     return shown
 
 

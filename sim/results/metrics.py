@@ -320,7 +320,7 @@ def size_text(row: Row | pd.Series) -> str:
 
 def cell_text(row: Row) -> str:
     """Return a cell's policy, marked if it sees the future, and cache size."""
-    return f"{policy_title(row['policy'], row.get('oracle', False))}, {size_text(row)}"
+    return f"{policy_title(row['policy'], row['oracle'])}, {size_text(row)}"
 
 
 def users_text(row: Row) -> str:

@@ -45,6 +45,7 @@ class Prediction:
 
     system: System
     policy: str | None = None  # as given
+    oracle: bool = False  # whether the policy sees which experts come; not where whole layers come in their order
     tpot_mean_ms: float | None = None
     tpot_p99_ms: float | None = None
     idle_ms: float | None = None  # of the GPU, a token
@@ -205,6 +206,7 @@ class Played:
         return Prediction(
             system=self.system,
             policy=self.spec.text,
+            oracle=self.spec.oracle and not self.system.whole_layers,
             tpot_mean_ms=float(ns.mean()) / 1e6,
             tpot_p99_ms=float(np.percentile(ns, 99)) / 1e6,
             idle_ms=(float(log.stall_ns[counted].sum(axis=1).mean()) + self._cpu_dense_ns(first)) / 1e6,

@@ -19,11 +19,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 
 from policies.core.spec import parse
 from replay import cli
 from replay.calibration.measure import Around, Measurement, middle
 from replay.calibration.pace import DIFFER, NOISE, Factors, Pace
+from replay.comparison import plot
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell
 from replay.comparison.errors import DECIDED
@@ -397,6 +399,17 @@ def test_the_command_writes_the_record_tokens_and_a_picture_and_says_the_worst_l
     last = out.splitlines()[-1]
     assert re.search(r"worst: .*TPOT mean predicted ([\d.]+) ms, measured \1 ms \(\+0\.0%\)", last)
     assert {"compare.json", "residuals.png", "tokens", MARKER} == {path.name for path in (tmp_path / "here").iterdir()}
+
+
+def test_a_policy_that_sees_the_future_is_marked(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels: list[str] = []
+    monkeypatch.setattr(plot, "write_figure", lambda drawn, _: labels.extend(map(Text.get_text, drawn.findobj(Text))))
+    asked = ("--requests", "1", "--cache-sizes", "25%", "--policies", "lru,belady", "--modes", "lockstep")
+    status, out, err = command("--device", "virtual", *asked, "--out", "here")
+    assert status == 0, err
+    assert [one["oracle"] for one in read(tmp_path / "here")["cells"]] == [False, True]
+    assert re.findall(r"^ *(belady.*?)  ", out, re.MULTILINE) == ["belady (oracle)"]
+    assert {label.split(",")[0] for label in labels if "belady" in label} == {"belady (oracle)"}
 
 
 SMALL = ("--requests", "2", "--cache-sizes", "25%", "--policies", "lru,fifo")

@@ -258,6 +258,15 @@ def test_the_streaming_rows_of_the_docs_are_what_the_command_prints(moe_sim_syst
         assert float(found[1].replace(",", "")) == pytest.approx(row["tpot_mean_ms"], rel=0.01)
 
 
+def test_a_system_that_sees_the_future_is_marked_and_one_that_streams_layers_is_not(moe_sim_systems, home):
+    asked = (home / "tiny", "--systems", "pre-gated,deepspeed", "--cache-size", "50%", "--engine", "simpy")
+    _, out, err = moe_sim_systems(*asked)
+    assert re.findall(r"(pre-gated|deepspeed)(?: \(oracle\))?  ", out) == ["pre-gated", "deepspeed"], err
+    assert out.count("(oracle)") == out.count("pre-gated (oracle)") == 1
+    _, out, _ = moe_sim_systems(*asked, "--json")
+    assert [one["oracle"] for one in json.loads(out)["systems"]] == [True, False]
+
+
 def test_the_shipped_trace_works(moe_sim_systems):
     code, out, told = moe_sim_systems("--requests", 1, "--systems", "vllm,ktransformers", "--engine", "simpy")
     assert code == 0
