@@ -226,6 +226,14 @@ def test_a_terminal_of_no_columns_is_printed_to() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\n", "b: error: c\n")
 
 
+@pytest.mark.parametrize(("package", "threads"), [("tracer", "0"), ("sim", "x"), ("replay", "")])
+def test_threads_of_which_numba_can_start_none_are_refused_in_one_line(package: str, threads: str) -> None:
+    ended = command(package, "--help", NUMBA_NUM_THREADS=threads)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    reason = f"error: the environment variable NUMBA_NUM_THREADS is {threads!r}: unset it, or set it to 1\n"
+    assert ended.stderr.partition(": ")[2] == reason
+
+
 def test_a_backend_that_matplotlib_does_not_know_is_no_matter(tmp_path: Path) -> None:
     asked = ["sweep", demo_trace(), "--requests", "1", "--untimed", "--policies", "lru", "--cache-sizes", "50%"]
     asked += ["--workers", "1", "--out", tmp_path]
