@@ -185,10 +185,16 @@ class Layer:
     """A transformer layer but for its routed experts; `routed`: it has some, thus a router and perhaps shared ones."""
 
     def __init__(
-        self, profile: ModelProfile, source: Source, number: int, positions: int, moe_layer: int, routed: bool
+        self,
+        profile: ModelProfile,
+        source: Source,
+        number: int,
+        positions: int,
+        moe_layer: int,
+        routed: bool,
+        window: int,
     ) -> None:
         H, name, encoder = profile.hidden_size, f"layers.{number}", profile.encoder_moe_layers
-        window = profile.window_of(moe_layer)
         self.top_k = profile.top_k
         self.attention = (
             LatentAttention(profile, source, f"{name}.self_attn", positions)
@@ -234,11 +240,11 @@ class Stack:
         number = 0
         for moe_layer in range(profile.moe_layers + 1):  # the last stretch has no router
             last = moe_layer == profile.moe_layers
-            plain = profile.trailing_dense_layers if last else profile.dense_layers_before_each
-            plain += 0 if moe_layer else profile.leading_dense_layers
-            routed = [False] * plain + [True] * (not last)
+            windows = [0] * profile.trailing_dense_layers if last else profile.windows_up_to(moe_layer)
+            routed = [False] * (len(windows) - (not last)) + [True] * (not last)
             layers = [
-                Layer(profile, source, number + place, positions, moe_layer, kind) for place, kind in enumerate(routed)
+                Layer(profile, source, number + place, positions, moe_layer, *kind)
+                for place, kind in enumerate(zip(routed, windows, strict=True))
             ]
             self.stretches.append(layers)
             number += len(layers)

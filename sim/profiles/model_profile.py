@@ -54,6 +54,7 @@ class ModelProfile:
     dense_matrices: int = 3
     leading_dense_layers: int = _none()
     dense_layers_before_each: int = _none()  # each MoE layer
+    dense_sliding_window: int = _none()  # of those before each MoE layer; 0: none
     trailing_dense_layers: int = _none()
     layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
     kv_bytes_per_value: float = _none()  # 0: as the dense weights
@@ -119,12 +120,15 @@ class ModelProfile:
         """
         return self.sliding_window if (layer + 1) % self.full_attention_every else 0
 
+    def windows_up_to(self, layer: int) -> list[int]:
+        """Return the window, 0 for none, of each layer from behind the MoE layer before `layer` up to this."""
+        leading = 0 if layer else self.leading_dense_layers
+        return [0] * leading + [self.dense_sliding_window] * self.dense_layers_before_each + [self.window_of(layer)]
+
     def kv_cache_bytes(self, context: int) -> float:
         """Return the bytes of the KV cache of all layers; layers with a sliding window keep no more than that."""
-        layers = self.moe_layers * (1 + self.dense_layers_before_each)
-        layers += self.leading_dense_layers + self.trailing_dense_layers
-        windowed = sum(self.window_of(layer) > 0 for layer in range(self.moe_layers))
-        kept = (layers - windowed) * context + windowed * min(context, self.sliding_window)
+        windows = [window for layer in range(self.moe_layers) for window in self.windows_up_to(layer)]
+        kept = sum(min(context, window or context) for window in windows) + self.trailing_dense_layers * context
         return kept * self.kv_bytes
 
     @property

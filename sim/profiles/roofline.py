@@ -4,6 +4,7 @@ Rules 11 and 12 of docs/contract.md. A machine on which the model was measured g
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -48,7 +49,7 @@ def _link(gb_per_s: float, latency_us: float, model: ModelProfile, chunk_bytes: 
 class _Stretch:
     """Layers' dense parts in a row."""
 
-    layers: int  # each with its attention
+    windows: Sequence[int]  # of the attention of each layer; 0: none
     parameters: int  # of all of them, read once and multiplied with every token
     kernels: int
 
@@ -65,13 +66,13 @@ class Roofline:
         self.hardware, self.model = hardware, model
         self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
         self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
-        self._trailing = self._plain(model.trailing_dense_layers)
+        self._trailing = self._plain([0] * model.trailing_dense_layers)
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Attention over `context`, shared experts and router, and the layers without experts before them."""
         if layer < self.model.encoder_moe_layers and context > tokens:
             return 0
-        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, self.model.window_of(layer), requests))
+        return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, requests))
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
         """The expert's weights are read once, from GPU memory."""
@@ -100,38 +101,39 @@ class Roofline:
         """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
         weights = self.model.vocabulary * self.model.hidden_size
         vocabulary = self._slower(self.model.head_bytes, 2 * weights * requests)
-        trailing = self._stretch_ns(self._trailing, tokens, tokens, window=0)
+        trailing = self._stretch_ns(self._trailing, tokens, tokens)
         framework = self.hardware.framework_us_per_token * 1_000
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
 
     def _before_router(self, layer: int) -> _Stretch:
         """What the compute stream does from one MoE layer's combine to the next one's router."""
         model = self.model
-        leading = 0 if layer else model.leading_dense_layers
-        plain = self._plain(leading + model.dense_layers_before_each)
+        windows = model.windows_up_to(layer)
+        plain = self._plain(windows[:-1])
         own = model.attention_parameters + model.moe_layer_parameters
         shared_kernels = DENSE_KERNELS if model.shared_intermediate_size else 0
         kernels = ATTENTION_KERNELS + ROUTER_KERNELS + shared_kernels
         decoder = 0 < model.encoder_moe_layers <= layer
-        crossing = model.attention_parameters * (plain.layers + 1) if decoder else 0
-        return _Stretch(plain.layers + 1, plain.parameters + own + crossing, plain.kernels + kernels)
+        crossing = model.attention_parameters * len(windows) if decoder else 0
+        return _Stretch(windows, plain.parameters + own + crossing, plain.kernels + kernels)
 
-    def _plain(self, layers: int) -> _Stretch:
+    def _plain(self, windows: Sequence[int]) -> _Stretch:
         """Layers without experts."""
         each = self.model.attention_parameters + self.model.dense_layer_parameters
-        return _Stretch(layers, layers * each, layers * (ATTENTION_KERNELS + DENSE_KERNELS))
+        return _Stretch(windows, len(windows) * each, len(windows) * (ATTENTION_KERNELS + DENSE_KERNELS))
 
-    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, window: int, requests: int = 1) -> float:
-        """Weights and KV caches are read once; a token attends to at most `window` tokens before it, of its request."""
-        model = self.model
-        seen = min(context, window * requests or context)
+    def _stretch_ns(self, stretch: _Stretch, tokens: int, context: int, requests: int = 1) -> float:
+        """Weights and KV caches are read once; a token attends to its request's tokens before it, in each window."""
+        model, windows = self.model, stretch.windows
+        seen = sum(min(context, window * requests or context) for window in windows)
         mean = context / requests
-        attended = min(mean - (tokens / requests - 1) / 2, window or mean)  # by the mean token of the step
+        before = mean - (tokens / requests - 1) / 2  # of the mean token of the step
+        attended = sum(min(before, window or mean) for window in windows)
         weights = stretch.parameters * model.dense_bytes_per_parameter * model.dense_scale
-        read = weights + stretch.layers * model.kv_bytes * seen
+        read = weights + model.kv_bytes * seen
         pair = 2 * model.heads * (2 * model.head_size + model.rope_head_size)  # query x key, weight x value
-        flop = 2 * stretch.parameters * tokens + stretch.layers * pair * tokens * attended
-        framework = stretch.layers * self.hardware.framework_us_per_layer * 1_000
+        flop = 2 * stretch.parameters * tokens + pair * tokens * attended
+        framework = len(windows) * self.hardware.framework_us_per_layer * 1_000
         return self._slower(read, flop) + self._launched(stretch.kernels) + framework
 
     def _slower(self, read_bytes: float, flop: float) -> float:

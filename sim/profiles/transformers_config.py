@@ -202,7 +202,8 @@ def _stated_bits(quantised: Config, method: str) -> float:
 
 
 def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv_values: int) -> dict[str, int]:
-    """Return the window of MoE layers that keep no more than that, and how often one that keeps all comes.
+    """Return the window of MoE layers that keep no more than that, how often one that keeps all comes, and the window
+    of the layers between them, where all have it.
 
     kv_values: that a token leaves in the KV cache of a layer, of 16 bits. The state of linear attention, of 32 bits,
     counts as a window of as many bytes.
@@ -230,7 +231,16 @@ def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv
     elif "chunked" in kind:
         window = chunk
     every = _full_every([one != kind for one in own], [one != kind for one in kinds])
-    return {"sliding_window": window, "full_attention_every": every} if isinstance(window, int) and every > 1 else {}
+    if not isinstance(window, int) or every < 2:
+        return {}
+    leading, between, trailing = _dense_layers(moe)
+    plain = [one for one, has_experts in zip(kinds, moe, strict=True) if not has_experts]
+    all_have_it = between and set(plain[leading : len(plain) - trailing]) == {kind}
+    return {
+        "sliding_window": window,
+        "full_attention_every": every,
+        "dense_sliding_window": window if all_have_it else 0,
+    }
 
 
 def _repeated(kind: str, every: int, layers: int) -> list[str]:

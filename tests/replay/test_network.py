@@ -257,6 +257,14 @@ def test_even_layers_have_the_sliding_window() -> None:
     assert (min(differs[1]), max(differs[1])) == (5, 149)
 
 
+def test_layers_without_experts_have_their_own_window() -> None:
+    between = replace(MIXED, sliding_window=100, dense_sliding_window=100)
+    stack = made(between, META)._stack
+    assert stack
+    windows = [[getattr(layer.attention, "window", None) for layer in stretch] for stretch in stack.stretches]
+    assert windows == [[0, 100, 100], [100, 0], [0, 0]]
+
+
 @pytest.mark.parametrize("profile", ALL, ids=lambda profile: profile.name)
 @pytest.mark.parametrize("dense", ["real", "none"])
 def test_activations_stay_finite_and_of_one_size_through_many_steps(profile: ModelProfile, dense: str) -> None:

@@ -315,8 +315,8 @@ def test_layers_without_full_attention_keep_no_more_than_their_window(tmp_path: 
     assert found.kv_cache_bytes(8192) == (full * 8192 + (48 - full) * window) * found.kv_bytes
 
 
-def test_chunks_are_the_window_of_layers_with_experts_alone_as_in_the_shipped_profiles(tmp_path: Path):
-    """Of Llama-4-Maverick every other layer has experts, and of those every other one full attention."""
+def test_chunks_are_the_window_of_layers_as_in_the_shipped_profiles(tmp_path: Path):
+    """Of Llama-4-Maverick every other layer has experts, and of those every other one full attention; no other has."""
     chunked = {**QWEN3, "attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8}
     for name, step in (("llama-4-scout", 1), ("llama-4-maverick", 2)):
         path = tmp_path / f"{name}.json"
@@ -325,6 +325,7 @@ def test_chunks_are_the_window_of_layers_with_experts_alone_as_in_the_shipped_pr
         windows = [[each.window_of(layer) for layer in range(each.moe_layers)] for each in (found, shipped)]
         assert windows[0] == windows[1] == [0 if (i * step + step) % 4 == 0 else 8192 for i in range(48 // step)]
         assert found.kv_cache_bytes(32768) == shipped.kv_cache_bytes(32768)
+        assert shipped.kv_cache_bytes(32768) == (12 * 32768 + 36 * 8192) * shipped.kv_bytes
 
 
 def test_configs_of_other_architectures_are_read(tmp_path: Path):

@@ -84,6 +84,16 @@ def test_a_sliding_window_bounds_every_second_layer():
     assert timing.dense_ns(1, 1, 128) < timing.dense_ns(1, 1, 100_000)
 
 
+def test_layers_without_experts_have_their_own_window():
+    profile = model("llama-4-maverick")
+    timing = Roofline(BARE, profile)
+    more = profile.kv_bytes * 1_000 / BARE.memory_bandwidth_gb_per_s
+    assert [timing.dense_ns(layer, 1, 21_000) - timing.dense_ns(layer, 1, 20_000) for layer in (0, 1)] == [
+        0,
+        pytest.approx(more, abs=1),
+    ]
+
+
 def test_deepseeks_first_layer_is_charged_to_its_first_moe_layer():
     profile = model("deepseek-v2-lite")
     timing = Roofline(BARE, profile)
