@@ -11,7 +11,7 @@ from sim.report import bounds, recommendation, routing
 from sim.report.elements import Item, Section, Shown, figure_item, made
 from sim.report.inputs import Results
 from sim.results import diagnosis, plot
-from sim.results.metrics import RESULTS, Row, cell_text, size_text
+from sim.results.metrics import RESULTS, Row, cell_text, size_text, users_text
 from sim.sweeps import winner
 
 BARS = 24
@@ -58,9 +58,9 @@ def sections(sweep: Results, several: bool) -> Iterator[Section]:
 
 def _run(sweep: Results) -> str:
     first = sweep.rows[0]
-    users = f", {first['max_batch']} requests at a time" if first["max_batch"] else ""
+    users = f", {users}" if (users := users_text(first)) else ""
     where = f" on {first['hardware']}" if first["hardware"] else ", counted without a clock"
-    policies = ", ".join(dict.fromkeys(row["policy"] for row in sweep.rows))
+    policies = ", ".join(dict.fromkeys(policy_title(row["policy"], row["oracle"]) for row in sweep.rows))
     sizes = ", ".join(dict.fromkeys(size_text(row) for row in sweep.rows))
     code = dict.fromkeys(str(row["commit"]) for row in sweep.rows if row["commit"])
     return (
@@ -110,7 +110,7 @@ _CAPTIONS = {
 def _ranking(sweep: Results) -> Iterator[Item]:
     """Yield each policy's difference to the best one, with paired bootstrap intervals over requests."""
     by, cells, found = winner.metric(sweep.rows), recommendation.runs(sweep), {}
-    oracles = {row["policy"] for row in sweep.rows if row["oracle"]}
+    oracles = _oracles(sweep)
     rows = {(row["policy"], row["cache_experts"]): row for row in sweep.rows}
     texts = []
     for slots in dict.fromkeys(cell.cache_experts for cell in cells):
@@ -139,8 +139,12 @@ def _ranking(sweep: Results) -> Iterator[Item]:
     yield Item("list", "\n".join(texts))
 
 
+def _oracles(sweep: Results) -> set[str]:
+    return {row["policy"] for row in sweep.rows if row["oracle"]}
+
+
 def _latencies(sweep: Results) -> Iterator[Item]:
-    requests = sweep.requests
+    requests, oracles = sweep.requests, _oracles(sweep)
     if requests is None or not len(requests):
         yield Item("text", "There are no rows of requests.")
         return
@@ -149,7 +153,8 @@ def _latencies(sweep: Results) -> Iterator[Item]:
         panels: dict[str, dict[str, plot.Float]] = {}
         for (_, policy), part in timed.groupby(["cache_experts", "policy"], sort=False):
             title = f"{size_text(part.iloc[0])} of the experts"
-            panels.setdefault(title, {})[str(policy)] = part[column].to_numpy(np.float64)
+            label = policy_title(str(policy), policy in oracles)
+            panels.setdefault(title, {})[label] = part[column].to_numpy(np.float64)
         if panels:
             yield figure_item(plot.distributions(panels, unit), "Share of the requests that take at most so long.")
     if timed.empty and requests["tpot_mean_ms"].isna().all():

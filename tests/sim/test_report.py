@@ -404,11 +404,14 @@ def test_a_column_of_a_replay_that_holds_something_else_is_said_where_it_is_show
 
 
 def test_a_sweep_of_several_tables_is_read_table_by_table(tmp_path):
-    assert _sweep(tmp_path, "--requests", 2, "--max-batch", "1,2", "--policies", "lru").returncode == 0
+    assert _sweep(tmp_path, "--requests", 2, "--max-batch", "1,2", "--policies", "lru,belady").returncode == 0
     text, problems = _page(tmp_path / "sweep")
     assert problems == []
     assert "with 2 requests at a time, run" in text
     assert text.count("What was run (users-") == 2
+    assert "2 requests at a time, arrivals closed; policies lru, belady (oracle); " in text
+    assert ">belady (oracle)<" in text
+    assert ">belady<" not in text
     assert text.count("moe-sim sweep --config") == 1
 
 
