@@ -46,6 +46,12 @@ class Sampling:
             raise InputError(f"--top-p {top_p} is for sampling: give a --temperature above 0, or leave it out")
         return cls(temperature, top_p)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of transformers' `generate`."""
+        drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        return drawn if self.temperature else {"do_sample": False}
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -75,7 +81,6 @@ class Runner:
     def generate(self, prompts: Sequence[Tokens], limit: int, sampling: Sampling) -> list[Answer]:
         """Let the model answer until its end of sequence or for `limit` tokens; raises InputError."""
         ids, mask = self._padded(prompts, left=True)
-        drawn = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
         config = _config(
             max_new_tokens=limit,
             num_beams=1,
@@ -83,7 +88,7 @@ class Runner:
             disable_compile=True,
             eos_token_id=self.loaded.stop_ids or None,
             pad_token_id=self.loaded.pad_id,
-            **(drawn if sampling.temperature > 0 else {"do_sample": False}),
+            **sampling.settings,
             **self.loaded.starts,
         )
         model = self.loaded.model

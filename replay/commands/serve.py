@@ -39,6 +39,7 @@ def serve(
     """
     try:
         from replay.live.listening import Listener, listen
+        from replay.live.sampling import unused
         from replay.live.server import Server
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
@@ -56,6 +57,8 @@ def serve(
     ):
         for note in live.loaded.notes:
             console.warn(note)
+        if names := unused(live.loaded.model.generation_config):
+            console.warn(f"{live.loaded.name}: of its generation config, {', '.join(names)} will not be used")
         server = Server(live, api_key, max_context)
 
         def started() -> None:

@@ -24,8 +24,8 @@ from starlette.types import Message as Event
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import TokenIds, reading_ids
+from replay.live.sampling import Sampled, require_sampling
 from replay.live.worker import ClosedError, Job, Piece, Worker
-from tracer.answers import Sampling
 from traces.errors import InputError
 
 NEW_TOKENS = 256
@@ -50,14 +50,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "response_format": ({"type": "text"},),
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
-    "top_k": (-1, 0),
-    "min_p": (0,),
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "stop_token_ids": ([],),
@@ -83,15 +80,13 @@ def _asks_nothing(name: str, value: object) -> bool:
     return value is None or value in same
 
 
-class Asked(BaseModel):
+class Asked(Sampled):
     """What both kinds of requests share."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -179,6 +174,7 @@ class Server:
     def __init__(self, live: LiveModel, api_key: str | None = None, max_context: int | None = None) -> None:
         self._loaded = live.loaded
         self._config = live.loaded.model.generation_config  # while a request runs, the model has another
+        require_sampling(self._config, self._loaded.name)
         self._key = api_key
         longest = live.loaded.context or 1 << 30
         self.context = min(longest, max_context or longest)
@@ -265,11 +261,6 @@ class Server:
             raise RefusedError(400, "prompt: one text, or one list of token ids")
         return self._ids.known(ids)
 
-    def _sampling(self, asked: Asked) -> Sampling:
-        """Return what is asked for; by default what the model's generation config says, else OpenAI's 1, as vLLM."""
-        found = ((asked.temperature, self._config.temperature), (asked.top_p, self._config.top_p))
-        return Sampling(*(next((value for value in each if value is not None), 1.0) for each in found))
-
     async def _answer(
         self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request
     ) -> Response:
@@ -293,7 +284,7 @@ class Server:
             tokens,
             min(limit or NEW_TOKENS, self.context - len(tokens)),
             lambda piece: _pass_on(loop, pieces, piece),
-            self._sampling(asked),
+            asked.sampling(self._config),
             asked.seed,
             tuple(text for text in stop if text),
         )

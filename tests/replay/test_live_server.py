@@ -15,9 +15,11 @@ import pytest
 import torch
 import uvicorn
 from openai import OpenAI
+from transformers import GenerationConfig
 
 from replay.live.model import LiveModel
 from replay.live.opening import How, open_live
+from replay.live.sampling import unused
 from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
 from tests.support.live_models import saved, whole_model
@@ -157,6 +159,61 @@ def test_what_a_request_does_not_say_is_as_the_model_says_else_one(
     monkeypatch.setattr(live.loaded.model.generation_config, "temperature", 0.5)
     monkeypatch.setattr(live.loaded.model.generation_config, "top_p", 0.3)
     assert ask(seed=1) == ask(seed=1, temperature=0.5, top_p=0.3) != ask(seed=1, temperature=1, top_p=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"repetition_penalty": 1.5, "do_sample": False},
+        {"temperature": 3.0, "top_k": 4},
+        {"temperature": 2.0, "min_p": 0.2, "repetition_penalty": 1.3},
+        {"temperature": 3.0, "top_k": 9, "top_p": 0.8},
+    ],
+)
+def test_answers_are_drawn_as_transformers_draws_them_with_that_generation_config(
+    client: OpenAI, live: LiveModel, folder: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    own = {"do_sample": True, "top_k": 0, **config}
+    ids = torch.tensor([list(b"Hello")])
+    torch.manual_seed(1)
+    whole = whole_model(folder).generate(ids, max_new_tokens=20, eos_token_id=256, **own)[0, 5:].tolist()
+    wanted = byte_tokenizer().decode(whole, skip_special_tokens=True)
+    said = {name: value for name, value in config.items() if name != "do_sample"}
+    asked: Any = {"model": folder.name, "prompt": "Hello", "max_tokens": 20, "seed": 1}
+    if not own["do_sample"]:
+        asked["temperature"] = 0
+    assert client.completions.create(**asked, extra_body=said).choices[0].text == wanted
+    for name, value in said.items():
+        monkeypatch.setattr(live.loaded.model.generation_config, name, value)
+    assert client.completions.create(**asked).choices[0].text == wanted
+    neutral = {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "repetition_penalty": 1}
+    greedy = client.completions.create(**asked | {"extra_body": neutral}).choices[0].text
+    assert greedy == expected(folder, "Hello", 20) != wanted
+
+
+@pytest.mark.parametrize(
+    ("held", "why"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0: use 1"),
+        ({"top_k": "5"}, "top_k: Input should be a valid integer"),
+        ({"top_k": -2}, "top_k -2: use 0"),
+        ({"min_p": 1.5}, "min_p 1.5: use a number"),
+        ({"temperature": float("nan")}, "temperature nan: use 0"),
+    ],
+)
+def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
+    live: LiveModel, monkeypatch: pytest.MonkeyPatch, held: dict[str, Any], why: str
+) -> None:
+    for name, value in held.items():
+        monkeypatch.setattr(live.loaded.model.generation_config, name, value)
+    with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: {why}"):
+        Server(live)
+
+
+def test_what_a_generation_config_holds_and_is_not_used_is_named() -> None:
+    held = GenerationConfig(no_repeat_ngram_size=3, num_beams=4, typical_p=1.0, top_k=20, do_sample=True, max_length=20)
+    assert unused(held) == ["no_repeat_ngram_size", "num_beams"]
+    assert unused(GenerationConfig()) == []
 
 
 def test_an_end_of_sequence_counts_as_a_token_and_is_no_text(
