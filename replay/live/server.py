@@ -110,13 +110,27 @@ class Part(BaseModel):
 class Message(BaseModel):
     """What somebody has said."""
 
+    model_config = ConfigDict(extra="allow")
+
     role: str
     content: str | list[Part]
+    name: str | None = None
 
     @property
     def text(self) -> str:
         """All of it."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def for_template(self) -> dict[str, str]:
+        """What chat templates know."""
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": self.role, "content": self.text, **named}
+
+    @property
+    def not_served(self) -> list[str]:
+        """What else it has, such as calls of tools, and this server would leave out; clients send empty ones along."""
+        return [name for name, value in (self.model_extra or {}).items() if value not in (None, [], {}, "")]
 
 
 class ChatAsked(Asked):
@@ -124,6 +138,13 @@ class ChatAsked(Asked):
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def not_served(self) -> list[str]:
+        """Also of the messages."""
+        return super().not_served + [
+            f"messages.{place}.{name}" for place, message in enumerate(self.messages) for name in message.not_served
+        ]
 
 
 class CompletionAsked(Asked):
@@ -245,8 +266,7 @@ class Server:
     def _chat_tokens(self, asked: ChatAsked) -> list[int]:
         if self._loaded.tokenizer is None:
             raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
-        said = [{"role": message.role, "content": message.text} for message in asked.messages]
-        return self._loaded.chat_tokens(said)
+        return self._loaded.chat_tokens([message.for_template for message in asked.messages])
 
     def _prompt_tokens(self, asked: CompletionAsked) -> list[int]:
         prompt = asked.prompt

@@ -284,6 +284,22 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(
     assert done.usage.total_tokens <= 256
 
 
+def test_names_reach_the_chat_template_and_what_else_a_message_has_is_refused(
+    client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for said in messages %}{{ said.name }}:{{ said.content }}{% endfor %}"
+    monkeypatch.setattr(live.loaded.tokenizer, "chat_template", template)
+    empty: dict[str, Any] = {"tool_calls": None, "annotations": [], "refusal": None, "audio": None}
+    said: Any = [{"role": "user", "content": "Hi", "name": "Ann", **empty}]
+    done = client.chat.completions.create(model=model, messages=said, max_tokens=1)
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == len("Ann:Hi")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match=r"not served here: messages\.1\.tool_calls;"):
+        client.chat.completions.create(model=model, messages=said, max_tokens=1)
+
+
 @pytest.fixture
 def failing() -> Iterator[None]:
     yield
