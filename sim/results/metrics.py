@@ -102,7 +102,7 @@ REQUESTS = pa.schema(
 _COUNTED = (
     *("tokens", *_LOOKED_UP, "on_host", "reads_demand", "reads_prefetch"),
     *("demand_bytes", "prefetch_bytes", "wasted_bytes", "prefetch_transfers", "prefetch_used"),
-    *("step_ns", "link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
+    *("link_busy_ns", "compute_busy_ns", "host_busy_ns", "disk_busy_ns"),
 )
 """Columns of a log that are summed over a run."""
 
@@ -149,6 +149,7 @@ class Summary:
         self._labels = requests
         self._expert_bytes = 0
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
+        self._elapsed_ns = 0
         self._latency_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
         self._played = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
         self._begun = np.empty(0, np.int64)  # requests
@@ -167,6 +168,9 @@ class Summary:
         self._expert_bytes = log.expert_bytes
         for name in _COUNTED:
             self._sums[name] += int(getattr(log, name)[counted].sum())
+        # one after another, requests wait also for what a real host does between two of their steps
+        elapsed = log.step_ns if self._cell.max_batch else rows.latency_ns
+        self._elapsed_ns += int(elapsed[counted].sum())
         for cause, ns in zip(STALLS, log.stall_ns[counted].sum(axis=0).tolist(), strict=True):
             self._sums[f"stall_{cause}"] += ns
         self._unused += int((log.prefetch_transfers - log.prefetch_used - log.prefetch_wasted)[~counted].sum())
@@ -266,7 +270,7 @@ class Summary:
             **{f"{each}_busy_ms": self._sums[f"{each}_busy_ns"] / 1e6 for each in ("link", "compute", "host", "disk")},
             **self._queues(),
             "overlap": 1 - exposed / busy if busy else None,
-            "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._sums["step_ns"]),
+            "tokens_per_s": _ratio(self._sums["tokens"] * 1e9, self._elapsed_ns),
         }
 
     def _queues(self) -> Row:

@@ -97,6 +97,14 @@ def test_tpot_is_over_decoded_tokens_and_ttft_over_prefills():
     assert row["tokens_per_s"] == pytest.approx(10 / 0.2)
 
 
+def test_what_a_host_does_between_two_steps_is_in_the_tpot_and_in_tokens_per_second():
+    log, between = a_log(), np.array([0, 4, 4, 4, 0, 4]) * 1_000_000
+    late = replace(log.by_request, latency_ns=log.by_request.latency_ns + between)
+    before, row = rows()[0], rows(replace(log, by_request=late))[0]
+    assert row["tpot_mean_ms"] == pytest.approx(before["tpot_mean_ms"] + 16 / 5)
+    assert row["tokens_per_s"] == pytest.approx(10 / 0.216)
+
+
 def test_stalls_add_up_to_the_gpus_idle_time_and_exposed_transfers_are_no_overlap():
     row, _ = rows()
     causes = ["predictor", "demand", "late", "behind_prefetch", "slot"]
