@@ -22,7 +22,7 @@ from replay.calibration.measure import Measurement, middle, one_pass, policy_ns,
 from replay.calibration.parts import top_k
 from replay.calibration.rates import Rates, host_gib, rates
 from replay.devices.gpu import Gpu
-from replay.model.network import dtype_of
+from replay.model.network import expert_dtype_of
 from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
 from replay.warmup import undisturbed
 from sim.loop.device import Device
@@ -147,7 +147,7 @@ def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str, sto
     """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
     assert profile
-    dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+    expert_dtype_of(profile)
     size = profile.expert_bytes
     wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
     if device == "cuda":

@@ -41,6 +41,7 @@ def store(
     """
     from replay.devices.expert_file import Fill, stride_of, write
     from replay.devices.store import Stamps
+    from replay.model.network import expert_dtype_of
     from replay.model.weights import Checkpoint
     from sim.profiles.model_profile import model
     from traces import console
@@ -49,6 +50,7 @@ def store(
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
     check_file(file, overwrite)
     profile = model(model_profile)
+    expert_dtype_of(profile)  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
     distinct = experts if dedup is None else dedup
     if not 1 <= distinct <= experts:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
-from replay.model.network import dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import header_of
 from sim.quantities import show_bytes
@@ -124,7 +123,6 @@ def write(
     holds, at least 1. told: is called after each. Raise InputError, with `advice`, where the disk has no room, and
     without `overwrite` where a file is there by then.
     """
-    dtype_of(profile.expert_bytes_per_parameter, "an expert's")  # what replay cannot multiply is not worth writing
     experts = profile.moe_layers * profile.experts
     size, stride = profile.expert_bytes, stride_of(profile.expert_bytes)
     facts = Facts(FORMAT, profile.name, weights, experts, distinct, size, "0" * 8 * distinct)

@@ -22,7 +22,7 @@ from replay.devices.lanes import knee, rates
 from replay.devices.launches import Launches
 from replay.devices.pinning import REQUIRE, pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
-from replay.model.network import Network, dtype_of
+from replay.model.network import Network, expert_dtype_of
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
 from sim.profiles.model_profile import ModelProfile
@@ -133,7 +133,7 @@ def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: Gpu | None =
     takes what fits of it.
     """
     profile = needs.profile
-    dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+    expert_dtype_of(profile)
     checkpoint = Checkpoint(needs.weights, profile) if needs.weights else None
     if needs.device == "cuda" and gpu is None:
         gpu = Gpu()

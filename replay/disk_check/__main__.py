@@ -12,7 +12,7 @@ from replay.comparison.record import ERROR, Record
 from replay.comparison.summary import in_words
 from replay.devices.device_facts import machine_name
 from replay.disk_check.check import TOKENS, Check
-from replay.model.network import dtype_of
+from replay.model.network import expert_dtype_of
 from sim.profiles import model_profile
 from sim.results.metrics import Row
 from traces import console
@@ -51,7 +51,7 @@ def check(
     if not names:
         raise InputError(f"--only names no model: take some of {', '.join(TOKENS)}")
     for name in names:
-        dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
+        expert_dtype_of(model_profile.model(name))
     began = time.monotonic()
     path = out if out.suffix == ".json" else out / f"disk-{date.today()}.json"
     check_file(path, overwrite=True)  # the record says itself whether it is one, and whether it continues

@@ -13,7 +13,7 @@ from policies.core.grammar import split_list
 from replay.comparison.record import ERROR, Record
 from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
-from replay.model.network import dtype_of
+from replay.model.network import expert_dtype_of
 from sim.profiles import model_profile
 from traces import console
 from traces.errors import InputError
@@ -53,7 +53,7 @@ def check(
     if not names:
         raise InputError(f"--only names no model: take some of {', '.join(SHORT_TOKENS)}")
     for name in names:
-        dtype_of(model_profile.model(name).expert_bytes_per_parameter, f"{name}: an expert's")
+        expert_dtype_of(model_profile.model(name))
     if not torch.cuda.is_available():
         raise InputError("make gpu-check needs a GPU, and torch finds none; the CPU is compared by moe-replay compare")
     gpu, began = Gpu(), time.monotonic()

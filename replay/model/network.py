@@ -42,7 +42,7 @@ class Network:
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
         self.profile = profile
-        self.expert_dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+        self.expert_dtype = expert_dtype_of(profile)
         dtype = dtype_of(profile.dense_bytes_per_parameter, "a dense")
         self.router_weight = 1 / profile.top_k
         self._positions = -(-max(max_context, max_tokens) // BUCKET) * BUCKET
@@ -128,6 +128,13 @@ def expert_output(weights: Weights, tokens: torch.Tensor, matrices: int) -> torc
     """One expert on tokens [n, H] -> [n, H]; three matrices: down(silu(gate) * up), two: down(relu(up))."""
     first, down = weights
     return functional.linear(activated(first, tokens, matrices), down)
+
+
+def expert_dtype_of(profile: ModelProfile) -> torch.dtype:
+    """Return the type of an expert's weights. Raise InputError for experts that replay does not multiply."""
+    if profile.differing_bytes:
+        raise InputError(f"{profile.name} has experts of several sizes, which moe-replay does not run: simulate them")
+    return dtype_of(profile.expert_bytes / profile.expert_parameters, f"{profile.name}: an expert's")
 
 
 def dtype_of(bytes_per_parameter: float, whose: str) -> torch.dtype:

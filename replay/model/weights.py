@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from replay.model.network import dtype_of
+from replay.model.network import expert_dtype_of
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import files_of
 from traces.errors import InputError, located
@@ -45,7 +45,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path, profile: ModelProfile) -> None:
         self.folder, self.profile = folder, profile
-        self._dtype = dtype_of(profile.expert_bytes_per_parameter, "an expert's")
+        self._dtype = expert_dtype_of(profile)
         self._files = _open(folder)
         places: set[str] = set()
         matrices: set[str] = set()
