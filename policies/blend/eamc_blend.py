@@ -369,7 +369,7 @@ def propose(own: Blend, event: Event, ids: Int, priorities: Float) -> int:
         return 0
     known, layer = own.known, event.layer
     L, E = known.after.shape[1], known.after.shape[3]
-    if layer > 0 and own.layers[RAN, layer] == own.numbers[STEPS]:  # what did not run says nothing
+    if layer > 0:
         for seat in event.seats:
             learn_ahead(known, own.parameters, seat, layer)
         _judge_gate(own, event)

@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policies.blend import tokens
-from policies.blend.tokens import BEFORE, MATCH, MATCHED, ROW, Tokens, no_tokens
+from policies.blend.tokens import BEFORE, LENGTH, MATCH, MATCHED, ROW, Tokens, no_tokens
 from policies.core.compiled import compiled
 from policies.core.policy import Float, Int, Shape
 
@@ -67,6 +67,7 @@ class Evidence(NamedTuple):
     after: Chances  # [3, L, E, E] of one expert, how often another came
     tokens: Float  # [seats, L*E] of each request so far
     used: Int  # [seats, 3, L, E + 1] by request two passes of the layer before, one, and in this one; last, how many
+    latest: Int  # [seats, L] by request how many tokens it had decoded at the layer's latest pass, that one included
     ids: Tokens
 
 
@@ -74,13 +75,15 @@ def nothing_known(shape: Shape) -> Evidence:
     """The start of a run."""
     L, E, seats = shape.layers, shape.experts, shape.seats
     after, used = np.zeros((3, L, E, E), np.float32), np.zeros((seats, 3, L, E + 1), np.int64)
-    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used, no_tokens(shape))
+    latest = np.zeros((seats, L), np.int64)
+    return Evidence(np.zeros((ROWS, L * E)), after, np.zeros((seats, L * E)), used, latest, no_tokens(shape))
 
 
 def begin_request(known: Evidence, seat: int) -> None:
     """Reset the request's own counts."""
     known.tokens[seat] = 0
     known.used[seat] = 0
+    known.latest[seat] = 0
     tokens.begin_request(known.ids, seat)
 
 
@@ -112,6 +115,8 @@ def open_pass(known: Evidence, p: Float, seat: int, layer: int, passes: float, l
             _fade(known.after[PASS, layer, now[i]], p[FOLLOW_RATE])
     before[E] = now[E] if learns else 0
     now[E] = 0
+    if learns:
+        known.latest[seat, layer] = known.ids.request[seat, LENGTH]
 
 
 @compiled
@@ -137,8 +142,10 @@ def use(known: Evidence, p: Float, seat: int, layer: int, e: int, share: float, 
 
 @compiled
 def learn_ahead(known: Evidence, p: Float, seat: int, layer: int) -> None:
-    """Of a decoded token: what `layer` used has followed what the layer before it used."""
-    E = known.after.shape[3]
+    """Of a decoded token: what `layer` used has followed what the layer before it used, if it ran both."""
+    E, token = known.after.shape[3], known.ids.request[seat, LENGTH]
+    if known.latest[seat, layer - 1] != token or known.latest[seat, layer] != token:
+        return
     before, now = known.used[seat, 2, layer - 1], known.used[seat, 2, layer]
     for i in range(before[E]):
         row = known.after[LAYER, layer - 1, before[i]]
@@ -189,14 +196,14 @@ def _lifts(seen: Float, eps: float) -> None:
 
 
 @compiled
-def _sum_after(after: Chances, used: Int, popular: Float, out: Float) -> None:
-    """out[e]: how often e came after the experts in `used`, summed over these; after none of them, what is popular."""
-    if used[len(used) - 1] == 0:
+def _sum_after(after: Chances, used: Int, n: int, popular: Float, out: Float) -> None:
+    """out[e]: how often e came after the first n experts in `used`, summed over these; after none, what is popular."""
+    if n == 0:
         for e in range(len(out)):
             out[e] = popular[e]
         return
     out[:] = 0.0
-    for i in range(used[len(used) - 1]):
+    for i in range(n):
         row = after[used[i]]
         for e in range(len(out)):
             out[e] += row[e]
@@ -261,8 +268,8 @@ def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: 
         fast[e], slow[e], since[e] = average[e], slower[e], passes - latest[e]
         popular[e] = (seen[e] + 0.01) * even
         request[e] = own[e] + prior * popular[e]
-    _sum_after(known.after[PASS, layer], used, popular, followers)
-    _sum_after(known.after[TWO, layer], before, popular, second)
+    _sum_after(known.after[PASS, layer], used, used[E], popular, followers)
+    _sum_after(known.after[TWO, layer], before, before[E], popular, second)
     for lifts in (fast, slow, request, followers, second):
         _lifts(lifts, p[EPS])
     near_log(since, 1.0, 1.0)
@@ -273,10 +280,11 @@ def weigh(known: Evidence, p: Float, seat: int, layer: int, top_k: int, behind: 
 
 @compiled
 def weigh_ahead(known: Evidence, p: Float, seat: int, layer: int, out: Float) -> None:
-    """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which has just routed."""
-    E = len(out)
+    """Fill `out` [E] with the evidence AHEAD on the layer after `layer`, which the token at hand has run or skipped."""
+    E, used = len(out), known.used[seat, 2, layer]
     popular = known.rows[POPULAR, (layer + 1) * E : (layer + 2) * E]
-    _sum_after(known.after[LAYER, layer], known.used[seat, 2, layer], popular, out)
+    n = used[E] if known.latest[seat, layer] == known.ids.request[seat, LENGTH] else 0
+    _sum_after(known.after[LAYER, layer], used, n, popular, out)
     _lifts(out, p[EPS])
 
 

@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 
 from policies.blend import tokens
-from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
-from policies.blend.evidence import AGAIN_HERE, AGAIN_PASSES, AHEAD, BLIND, HERE, KINDS, NEXT, SETTINGS
+from policies.blend.eamc_blend import PARAMETERS, BlendOptions, BlendPrefetcher, BlendRetention
+from policies.blend.evidence import (
+    AGAIN_HERE,
+    AGAIN_PASSES,
+    AHEAD,
+    BLIND,
+    HERE,
+    KINDS,
+    NEXT,
+    POPULAR,
+    SETTINGS,
+    weigh_ahead,
+)
+from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
 from policies.blend.fit import fit_chance, fit_time, samples
 from policies.blend.learning import WEIGHT
 from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
@@ -209,6 +221,38 @@ def test_what_pays_in_the_next_layers_is_proposed_at_its_worth(seed: int, wrong:
                 expected[layer * E + e] = -no_use(odds) * g - distance
     assert dict(zip(proposed.tolist(), priorities.tolist(), strict=True)) == pytest.approx(expected, rel=1e-5)
     assert wrong < 1 or len(expected) < 2 * E
+
+
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_a_layer_that_a_token_skips_neither_follows_nor_is_followed(skipped: int) -> None:
+    steps = random_steps(6, 30)
+    for step in steps[::3]:
+        step[skipped] = []
+    policy = BlendRetention(Shape(L, E), BlendOptions())
+    fetcher = BlendPrefetcher.beside(policy)
+    policy.begin_request(0, 0)
+    for event in events(steps):
+        policy.observe(event)
+        fetcher.propose(event)
+    follow = np.zeros((E, E))
+    for step in steps:
+        for before in step[0]:
+            for e in range(E):
+                follow[before, e] += AHEAD_RATE * ((e in step[1]) - follow[before, e]) if step[1] else 0
+    np.testing.assert_allclose(policy.state.known.after[FOLLOWS_AHEAD, 0], follow, rtol=1e-5)
+
+
+def test_after_a_layer_that_the_token_skips_the_next_is_expected_to_use_what_is_popular() -> None:
+    steps = random_steps(7, 12)
+    policy = BlendRetention(Shape(L, E), BlendOptions())
+    fetcher = BlendPrefetcher.beside(policy)
+    policy.begin_request(0, 0)
+    for event in events([*steps, [[]]]):
+        policy.observe(event)
+        fetcher.propose(event)
+    found, popular = np.empty(E), policy.state.known.rows[POPULAR, E : 2 * E]
+    weigh_ahead(policy.state.known, PARAMETERS, 0, 0, found)
+    assert found == pytest.approx([log(x * E / popular.sum() + EPS) for x in popular])
 
 
 def test_ids_count_as_much_as_they_foretell() -> None:
