@@ -151,7 +151,7 @@ def _learn_times(fits: Float, kept: Float, waits: Int) -> None:
     for e in range(kept.shape[1]):
         if waits[e] == 1:
             continue
-        missing = np.log(float(waits[e] if waits[e] else HORIZON)) - weights[CONSTANT]
+        missing = np.log(float(min(waits[e] or HORIZON, HORIZON))) - weights[CONSTANT]
         for kind in range(BLIND):
             missing -= weights[kind] * kept[kind, e]
         for kind in range(BLIND):

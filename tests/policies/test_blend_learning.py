@@ -88,6 +88,20 @@ def test_times_come_to_what_least_squares_say_of_all_that_has_waited():
     assert np.array_equal(weights(own)[:TIME], WEIGHTS[:TIME])
 
 
+def test_a_wait_longer_than_the_horizon_counts_as_the_horizon():
+    """Evidence stays longer where its place is not needed again: after a prefill, or a layer that is skipped."""
+    rng = np.random.default_rng(3)
+    evidence, later = rng.normal(size=(BLIND, E)), rng.normal(size=(BLIND, E))
+    late, never = learning.nothing_learned(Shape(1, E)), learning.nothing_learned(Shape(1, E))
+    for own, used in ((late, [3]), (never, [])):
+        learning.keep(own, evidence, 0, 0)
+        for _ in range(HORIZON + 20):
+            learning.pass_on(own, 0, np.array([], np.int64), True)
+        learning.pass_on(own, 0, np.array(used, np.int64), True)
+        learning.keep(own, later, 0, 2 * HORIZON)
+    assert np.array_equal(weights(late), weights(never))
+
+
 @pytest.mark.parametrize("told", [(1, 0, 0), (0, 1, 0), (0, 0, 1), None])
 def test_a_pass_that_was_not_asked_about_teaches_nothing(told):
     own = learning.nothing_learned(Shape(2, E))
