@@ -1,8 +1,10 @@
 """FINDINGS.md says what its tables hold, and the tables are what the traces give."""
 
+import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -45,6 +47,16 @@ def test_the_tables_hold_no_routing(held):
     for table in held.values():
         assert all(table[name].map(type).isin([str, int, float, bool]).all() for name in table.columns)
     assert not any(name in table.columns for table in held.values() for name in ("expert", "experts", "layer"))
+
+
+@pytest.mark.parametrize("name", [studies.GPT_OSS, studies.DEEPSEEK])
+def test_traces_are_read_with_the_ids_of_their_tokens(name, tmp_path):
+    file, ids = tmp_path / f"{studies.FILES[name]}.npz", np.arange(7, dtype=np.int32)
+    np.savez(file, experts=np.arange(42).reshape(7, 3, 2) % 5, offsets=[0, 4, 7])
+    np.savez(file.with_name(f"{file.stem}-tokens.npz"), token_ids=ids)
+    file.with_suffix(".json").write_text(json.dumps({"phase": "prefill", "experts": 5, "requests": [{}, {}]}))
+    trace, _ = studies.read(tmp_path, name)
+    assert np.array_equal(np.concatenate([trace.steps(i).token_ids for i in range(2)]), ids)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from policies.core.stack_distances import lru_misses
 from sim import sweep
 from sim.analysis.curves import Accesses, belady_misses
 from traces.importers import import_dump
+from traces.importers.source import Options
 from traces.stats import statistics
 from traces.steps import DECODE
 from traces.trace import Trace
@@ -36,9 +37,10 @@ HALVES = {GPT_OSS: range(205, 409), DEEPSEEK: range(250, 500)}
 
 
 def read(folder: Path, name: str) -> tuple[Trace, pd.DataFrame]:
-    """Return a trace, decoded token by token, and what its source says of each request: loop, cut, category."""
+    """Return a trace with ids of tokens, decoded token by token, and what its source says of each request."""
     path = folder / f"{FILES[name]}.npz"
-    trace = import_dump(path, path.with_suffix(".json"), None)[0]
+    ids = Options(token_ids=folder / f"{FILES[name]}-tokens.npz")
+    trace = import_dump(path, path.with_suffix(".json"), ids)[0]
     trace = trace if trace.phases == "decode" else trace.as_decode()
     requests = json.loads(path.with_suffix(".json").read_text("utf-8"))["requests"]
     listed = requests if isinstance(requests, list) else [{} for _ in range(requests)]

@@ -160,7 +160,7 @@ python -m benchmarks.findings           # this text and its figures alone
 - **DeepSeek-V2-Lite**: {ds} prompts, {ds_tokens:,} tokens, 26 x 64, top-6 (ngavhane/moe-beyond), from 250 on, run
   token by token: the model did not write these tokens. `eamc-blend` was fitted on the other prompts, too.
 
-What the ids of tokens add to `eamc-blend` is in
+`eamc-blend` is given the ids of the tokens; what they add is in
 [policies/README.md](policies/README.md#eamc-blend-and-what-it-is-made-of).
 
 One cache for all layers, kept between requests; A5000 profile, policy overhead included. Intervals are 95%
