@@ -5,6 +5,7 @@ under the entry point group `moe_expert_cache.policies`, each naming a module wh
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
@@ -67,11 +68,25 @@ def prefetcher(name: str, oracle: bool = False) -> Callable[[P], P]:
 
 def _register(table: dict[str, Any], name: str, oracle: bool) -> Callable[[Any], Any]:
     def register(cls: Any) -> Any:
+        taken = [_source(held[name]) for held in (_retention, _prefetch) if name in held]
+        taken += ["a preset"] * (preset(name) is not None)
+        if other := next((source for source in taken if source != _source(cls)), ""):
+            raise InputError(f"{name!r} names a policy of {_source(cls)} and {other}: register one by another name")
         cls.name, cls.oracle = name, oracle
         table[name] = cls
         return cls
 
     return register
+
+
+def _source(cls: type) -> str:
+    """Return the file that defines a class: the halves of a pair are of one, and one that has changed is run again."""
+    return getattr(sys.modules.get(cls.__module__), "__file__", None) or cls.__module__
+
+
+def preset(name: str) -> Preset | None:
+    """Return the preset of that name, if there is one."""
+    return next((preset for preset in PRESETS if preset.name == name), None)
 
 
 @prefetcher("none")
@@ -139,11 +154,6 @@ def placement(name: str | type[Placement]) -> type[Placement]:
     if name not in PLACEMENTS:
         raise unknown("placement", name, PLACEMENTS)
     return PLACEMENTS[name]
-
-
-def preset(name: str) -> Preset | None:
-    """Return the preset of that name, if there is one."""
-    return next((preset for preset in PRESETS if preset.name == name), None)
 
 
 def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetcher]]]:

@@ -1,5 +1,8 @@
+import os
+
 import pytest
 
+from policies.core import registry
 from policies.core.catalog import available
 from policies.core.policy import Shape
 from policies.core.spec import parse
@@ -63,3 +66,29 @@ def test_every_policy_is_listed_with_its_summary_and_oracles_are_marked():
     assert parse("belady").oracle
     assert parse("lru+oracle1").oracle
     assert not parse("eamc").oracle
+
+
+@pytest.mark.parametrize(("kind", "name"), [("retention", "lru"), ("prefetcher", "lru"), ("retention", "fiddler")])
+def test_a_file_cannot_give_its_policy_the_name_of_another(kind, name, tmp_path):
+    base = {"retention": "ScorePolicy", "prefetcher": "Prefetcher"}[kind]
+    imports = f"from policies.core.policy import {base}\nfrom policies.core.registry import {kind}\n"
+    before = parse("lru")
+    (tmp_path / "mine.py").write_text(f"{imports}@{kind}({name!r})\nclass Mine({base}):\n    pass\n")
+    with pytest.raises(InputError, match=f"mine.py:3: cannot be imported: .*'{name}' names a policy of .*mine.py and "):
+        parse(f"{tmp_path / 'mine.py'}:Mine")
+    assert parse("lru") == before
+
+
+def test_a_file_that_registers_a_pair_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
+    retention, prefetch = registry.tables()
+    monkeypatch.setattr(registry, "_retention", dict(retention))
+    monkeypatch.setattr(registry, "_prefetch", dict(prefetch))
+    file = tmp_path / "pair.py"
+    head = "from policies.core.policy import Prefetcher, ScorePolicy\nfrom policies.core import registry\n"
+    keeper = "@registry.retention('of-two-halves')\nclass Keeps(ScorePolicy):\n    pass\n"
+    fetcher = "@registry.prefetcher('of-two-halves')\nclass Fetches(Prefetcher):\n    pass\n"
+    for n in (1, 2):
+        file.write_text(head + keeper + fetcher)
+        os.utime(file, (n, n))
+        kept = parse(f"{file}:Keeps").evict.cls
+        assert parse("of-two-halves").evict.cls is kept
