@@ -147,6 +147,16 @@ def test_a_policy_is_made_of_a_class_its_options_and_a_prefetcher():
         policies.make_policy("lru", alpha=1)
 
 
+def test_two_policies_of_one_name_are_refused(trace):
+    one, other, lru = (type(name, (policies.ScorePolicy,), {}) for name in ("Mine", "Mine", "lru"))
+    with pytest.raises(traces.InputError, match="two different policies are called Mine"):
+        sim.sweep(trace, [one, other], ["25%"], untimed=True)
+    with pytest.raises(traces.InputError, match="there is another policy called lru: give the class another name"):
+        sim.sweep(trace, [lru], ["25%"], untimed=True)
+    with pytest.raises(traces.InputError, match="another policy called markov"):
+        policies.make_policy("lru", prefetch=type("markov", (policies.Prefetcher,), {}))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

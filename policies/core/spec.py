@@ -350,7 +350,10 @@ def _part(given: Any, find: Callable[[Any], Any]) -> Part:
         find(given.cls)
         return given
     if isinstance(given, type):
-        return Part.of(find(given))
+        part = Part.of(find(given))
+        if registry.names_another(part.cls):
+            raise InputError(f"there is another policy called {part.name}: give the class another name")
+        return part
     given = read_term(given) if isinstance(given, str) else given
     if not isinstance(given, Term):
         raise InputError(f"{given!r} is not a policy: use a name such as 'lru', a class, or what make_policy returns")

@@ -108,14 +108,22 @@ class Config:
 
 
 def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
-    """Return all policies, each once; `scope` is of those that name none. InputError for one that there is not."""
+    """Return all policies, each once; `scope` is of those that name none.
+
+    Raise InputError for one that there is not, and for two that results would call the same.
+    """
+    named: dict[str, PolicySpec] = {}
     found = (
         seeded(parse(each) if scope is None else parse(each).within(scope), seed)
         for policy in policies
         for each in (alternatives(policy) if isinstance(policy, str) else [policy])
         for seed in seeds
     )
-    return list({spec.text: spec for spec in found}.values())
+    for spec in found:
+        same = named.setdefault(spec.text, spec)
+        if (same.evict.cls, same.prefetch.cls) != (spec.evict.cls, spec.prefetch.cls):
+            raise InputError(f"two different policies are called {spec.text}: give one of the classes another name")
+    return list(named.values())
 
 
 def seeded(policy: PolicySpec, seed: int) -> PolicySpec:
