@@ -128,6 +128,11 @@ class Kernel(NamedTuple):
     end_request: Callable[[Any, int], None] | None = None  # (state, seat), not compiled
 
 
+def _place(cls: type, attribute: str) -> int:
+    """Return which of the classes that `cls` is made of defines an attribute, in the order of resolution."""
+    return next((place for place, each in enumerate(cls.__mro__) if attribute in vars(each)), len(cls.__mro__))
+
+
 class Listener:
     """What retention and prefetch have in common: they hear of requests and of events.
 
@@ -137,7 +142,7 @@ class Listener:
     name: ClassVar[str]
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
-    observes: bool = True  # False: `observe` is never called, and no Event is made for it
+    observes: bool = True  # False: `observe` is never called; a class that defines it anew has True unless it says so
     starts_from: ClassVar[str] = ""  # the option that names a file that `save` wrote; none: it saves nothing
     kernel: ClassVar[Kernel | None] = None
     state: Any
@@ -148,13 +153,16 @@ class Listener:
         super().__init_subclass__(**arguments)
         if "name" not in vars(cls):
             cls.name = cls.__name__
+        for method, switch in ("observe", "observes"), ("propose", "proposes"):
+            if _place(cls, method) < _place(cls, switch):
+                setattr(cls, switch, True)
 
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         """`state`: what another half has begun."""
         self.shape = shape
         self.options = options
+        self._state_is_shared = state is not None
         if self.kernel:
-            self.observes = self.kernel.observe is not None
             self.state = self.kernel.start(shape, options) if state is None else state
             if self.kernel.observe:
                 self._observe = from_python(self.kernel.observe)
@@ -170,7 +178,7 @@ class Listener:
     def begin_request(self, request: int, seat: int) -> None:
         """A request takes `seat`, a place in the batch that is free; `request` is its ordinal in the run."""
         kernel = type(self).kernel  # an attribute of that name may be a user's own
-        if kernel and kernel.begin_request and self.observes:
+        if kernel and kernel.begin_request and not self._state_is_shared:
             kernel.begin_request(self.state, seat)
 
     def observe(self, event: Event) -> None:
@@ -179,7 +187,7 @@ class Listener:
     def end_request(self, seat: int) -> None:
         """The last step of the request in `seat` has ended: the time to learn from it."""
         kernel = type(self).kernel
-        if kernel and kernel.end_request and self.observes:
+        if kernel and kernel.end_request and not self._state_is_shared:
             kernel.end_request(self.state, seat)
 
     def save(self, file: BinaryIO, source: str) -> None:
@@ -247,7 +255,7 @@ class Prefetcher(Listener):
     def __init__(self, shape: Shape, options: object, state: object = None) -> None:
         super().__init__(shape, options, state)
         if self.kernel:
-            self.observes = self.observes and state is None
+            self.observes = self.observes and not self._state_is_shared
             self._ids, self._priorities = np.empty(shape.total, np.int64), np.empty(shape.total)
 
     @classmethod

@@ -40,4 +40,5 @@ class Gate(Prefetcher):
 
     Options = Limits
     needs_lookahead = True
+    observes = False
     kernel = Kernel(begin, propose=propose)

@@ -52,4 +52,5 @@ class All(Prefetcher):
     """Every expert of the next layers, in the order of execution."""
 
     Options = AllOptions
+    observes = False
     kernel = Kernel(begin, propose=propose)

@@ -121,6 +121,7 @@ class Oracle(Foreseeing):
     """The experts of the next events of the request, known ahead (oracle)."""
 
     Options = OracleOptions
+    observes = False
     kernel = Kernel(begin, propose=propose)
 
 
@@ -129,4 +130,5 @@ class NextLayerOracle(Foreseeing):
     """The next layer's experts, known one layer ahead (oracle)."""
 
     Options = Limits
+    observes = False
     kernel = Kernel(begin, propose=propose_layer)

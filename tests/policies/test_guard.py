@@ -33,8 +33,13 @@ HEAD = """import sys
 import time
 import numpy as np
 from policies.core.policy import Options, Prefetcher, RetentionPolicy, ScorePolicy
+from policies.core.registry import NoPrefetch
+from policies.eamc.eamc import EamcRetention
+from policies.prefetch.layer_stream import All
+from policies.prefetch.popular import Popular
 from policies.retention.arc import ARC
 from policies.retention.clock import Clock
+from policies.retention.lru import LRU
 class Mine({base}):
 """
 LINES = HEAD.count("\n")
@@ -319,6 +324,33 @@ def test_a_policy_leaves_the_process_as_it_was(body, said, home, tmp_path):
     assert ("rude.py:" if "def " not in body else f"rude.py:{LINES + 1}: ") in done.stderr
     assert said in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+FAILS = "def {}(self, event):\n    1 / 0"
+KERNEL = "from policies.core.policy import Kernel\nkernel = Kernel(lambda shape, options: []"
+
+
+@pytest.mark.parametrize(
+    ("base", "body"),
+    [
+        *((base, FAILS.format("observe")) for base in ("LRU", "Clock", "All", "NoPrefetch")),
+        ("NoPrefetch", FAILS.format("propose")),
+        ("ScorePolicy", f"{KERNEL})\n{FAILS.format('observe')}"),
+        ("ScorePolicy", f"{KERNEL}, begin_request=lambda state, seat: 1 / 0)"),
+    ],
+)
+def test_a_hook_that_the_base_class_does_without_is_called(base, body, tmp_path):
+    mine = file_of(tmp_path, body, base)
+    with pytest.raises(PolicyError, match="ZeroDivisionError"):
+        played(f"lru+{mine}" if base in ("All", "NoPrefetch") else mine)
+
+
+def test_a_hook_of_a_class_that_is_mixed_in_is_called(tmp_path):
+    mine = file_of(tmp_path, FAILS.format("observe"), "object")
+    with open(mine.removesuffix(":Mine"), "a") as file:
+        file.write("class Mixed(Mine, LRU):\n    pass\n")
+    with pytest.raises(PolicyError, match="ZeroDivisionError"):
+        played(mine.replace(":Mine", ":Mixed"))
 
 
 @pytest.mark.parametrize("when", [BEGIN, OBSERVE])
