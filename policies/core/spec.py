@@ -7,6 +7,7 @@ keeps the text that it was made from, for results to show; two specs are equal i
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Set
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,8 +71,11 @@ class Part:
         return replace(self, options=changed, stated=self.stated | options.keys())
 
     def build(self, shape: Shape) -> Any:
-        """Return a fresh instance of a half, guarded if it is a user's own (`policies.core.guard`)."""
-        return guard.built(self.cls, lambda: self.cls(shape, self.options), shape)
+        """Return a fresh instance of a half, guarded if it is a user's own (`policies.core.guard`).
+
+        Its options are a copy: what a policy writes into them lasts for a run.
+        """
+        return guard.built(self.cls, lambda: self.cls(shape, copy(self.options)), shape)
 
     def __reduce__(self) -> tuple[Any, ...]:
         if file_and_class(self.name):

@@ -353,6 +353,13 @@ def test_a_hook_of_a_class_that_is_mixed_in_is_called(tmp_path):
         played(mine.replace(":Mine", ":Mixed"))
 
 
+def test_what_a_policy_writes_into_its_options_lasts_for_a_run(tmp_path):
+    body = f"{OPTIONS}a: int = 0\ndef begin_request(self, *_):\n    self.options.a += 1"
+    policy = parse(file_of(tmp_path, body, "ScorePolicy"))
+    policy.build(SHAPE)[0].begin_request(0, 0)
+    assert policy.evict.values == {"a": 0}
+
+
 @pytest.mark.parametrize("when", [BEGIN, OBSERVE])
 def test_an_attribute_may_be_called_kernel(when, tmp_path):
     plain = played(file_of(tmp_path, when + "self.other = np.ones(3)", "ScorePolicy", "plain.py"))
