@@ -238,6 +238,19 @@ class ScorePolicy(RetentionPolicy):
         if self._observe:
             self._observe(self.state, self.keep, event)
 
+    def on_hit(self, expert: int, serial: int) -> None:
+        """Not called by engines."""
+        self._require_no_rule()
+
+    def on_insert(self, expert: int, serial: int, start: int) -> None:
+        """Not called by engines."""
+        self._require_no_rule()
+
+    def _require_no_rule(self) -> None:
+        """Raise TypeError for a policy that another one calls, where it cannot keep its scores up to date."""
+        if self.rule:
+            raise TypeError(f"{self.name} has a rule, which only a cache of its own applies: derive from it")
+
     def victim(self, evictable: Int) -> int:
         """The definition; the residency does the same over its slots, compiled."""
         order = np.lexsort((evictable, self.keep[1, evictable], self.keep[0, evictable]))

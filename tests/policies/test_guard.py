@@ -360,6 +360,18 @@ def test_what_a_policy_writes_into_its_options_lasts_for_a_run(tmp_path):
     assert policy.evict.values == {"a": 0}
 
 
+def test_a_policy_with_a_rule_cannot_decide_within_another(tmp_path):
+    body = """def __init__(self, shape, options):
+    super().__init__(shape, options)
+    self.lru = LRU(shape, options)
+def on_insert(self, *given):
+    self.lru.on_insert(*given)
+def victim(self, evictable):
+    return self.lru.victim(evictable)"""
+    with pytest.raises(PolicyError, match="lru has a rule, which only a cache of its own applies: derive from it"):
+        played(file_of(tmp_path, body))
+
+
 @pytest.mark.parametrize("when", [BEGIN, OBSERVE])
 def test_an_attribute_may_be_called_kernel(when, tmp_path):
     plain = played(file_of(tmp_path, when + "self.other = np.ones(3)", "ScorePolicy", "plain.py"))
