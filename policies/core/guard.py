@@ -8,19 +8,17 @@ arrays that it is given are read-only. Built-in policies have no guard and pay n
 import inspect
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from operator import attrgetter
 from traceback import walk_tb
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from policies.core import scores
-from policies.core.policy import Event, Float, Int, Listener, Prefetcher, Requests, RetentionPolicy, ScorePolicy, Shape
+from policies.core.given import ReadOnly, event_fault, read_only, read_only_array
+from policies.core.policy import Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
-from traces.steps import RequestSteps
 
 METHODS = (
     *("foresee", "window", "begin_request", "observe", "propose", "end_request"),
@@ -78,7 +76,7 @@ def built(cls: type, make: Callable[[], Any], shape: Shape) -> Any:
         cls.keep = _KEEP  # type: ignore[assignment]
     half = called(cls, "__init__", make)
     called(cls, "__init__", lambda: _check(half, cls, shape))
-    called(cls, "__init__", lambda: _guard(half, cls, shape.total))
+    called(cls, "__init__", lambda: _guard(half, cls, shape))
     return half
 
 
@@ -285,18 +283,36 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
 # The guard
 
 
-def _guard(half: Any, cls: type, total: int) -> None:
+def _guard(half: Any, cls: type, shape: Shape) -> None:
     """Put a guard around each method of an instance that does anything."""
     own = own_classes(cls)
     own_kernel = any("kernel" in vars(each) for each in own)
     latest: list[Event] = []
     guards: dict[str, Callable[..., Any]] = {}
 
+    def heard(event: Event) -> Event:
+        """The event, which compiled functions take as it is."""
+        if not latest or latest[0] is not event:
+            latest[:] = [event]
+        return event
+
     def protect(event: Event) -> Event:
         """The same event for both calls, as an event that cannot be written into."""
-        if not latest or latest[0] is not event:
-            latest[:] = event, read_only(event)
+        heard(event)
+        if len(latest) < 2:
+            latest.append(read_only(event))
         return latest[1]
+
+    def handed(function: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled function for a class of a user's, which may hand on another event than it heard."""
+
+        def call(*given: Any) -> Any:
+            made = (each for each in given if isinstance(each, Event) and not any(each is event for event in latest))
+            if fault := next(filter(None, (event_fault(each, shape) for each in made)), None):
+                raise BrokenRuleError(f"it hands on {fault}")
+            return function(*given)
+
+        return call
 
     def checked(call: Callable[..., Any]) -> Callable[..., Any]:
         """The same call, after which the methods must be those of before and the scores numbers."""
@@ -317,9 +333,9 @@ def _guard(half: Any, cls: type, total: int) -> None:
         if method == "foresee":
             return lambda requests, per_access: call(ReadOnly(requests), per_access)
         if method == "observe":
-            return (lambda event: call(protect(event))) if owned else call
+            return lambda event: call((protect if owned else heard)(event))
         if method == "propose":
-            return lambda event: _proposal(call(protect(event) if owned else event), total)
+            return lambda event: _proposal(call((protect if owned else heard)(event)), shape.total)
         return (lambda evictable: _victim(call, evictable)) if method == "victim" else call
 
     for method in METHODS:
@@ -328,6 +344,9 @@ def _guard(half: Any, cls: type, total: int) -> None:
         if definer and (always or type(half).kernel or definer not in BASES):
             guards[method] = _guarded(cls, method, guard(method, definer in own or own_kernel))
     vars(half).update(guards)
+    for name in ("_observe", "_propose"):
+        if name in vars(half):
+            vars(half)[name] = handed(getattr(type(half).kernel, name[1:]))
 
 
 def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
@@ -340,49 +359,8 @@ def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
 
 def _victim(call: Callable[[Int], Any], evictable: Int) -> int:
     """Return the checked victim."""
-    answer = call(_view(evictable))
+    answer = call(read_only_array(evictable))
     if isinstance(answer, bool) or not isinstance(answer, int | np.integer) or answer not in evictable:
         shown = int(answer) if isinstance(answer, np.integer) else repr(answer)
         raise BrokenRuleError(f"it named victim {shown}, which was not offered: answer one of the ids in `evictable`")
     return int(answer)
-
-
-def read_only(event: Event) -> Event:
-    """Return the event with views that cannot be written into; arrays that are one in the event are one here."""
-    together = [*map(_view, event[3:8])]
-    if event.own_experts is event.experts:
-        return Event(*event[:3], *together, *together[:2], *map(_view, event[10:]))
-    return Event(*event[:3], *together, *map(_view, event[8:]))
-
-
-def _view(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a view that cannot be made writeable."""
-    return np.asarray(memoryview(array).toreadonly())  # type: ignore[arg-type]
-
-
-class ReadOnly(Sequence[RequestSteps]):
-    """The routing of a run, of arrays that cannot be written into."""
-
-    def __init__(self, requests: Requests) -> None:
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    @overload
-    def __getitem__(self, i: int) -> RequestSteps: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
-    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
-        found = self._requests[i]
-        return _steps(found) if isinstance(found, RequestSteps) else [_steps(each) for each in found]
-
-
-def _steps(request: RequestSteps) -> RequestSteps:
-    return _arrays_read_only(replace(request, lookahead=request.lookahead and _arrays_read_only(request.lookahead)))
-
-
-def _arrays_read_only(holder: T) -> T:
-    """Return a dataclass with read-only views of its arrays."""
-    arrays = {name: _view(value) for name, value in vars(holder).items() if isinstance(value, np.ndarray)}
-    return replace(holder, **arrays)  # type: ignore[type-var]

@@ -360,6 +360,19 @@ def test_what_a_policy_writes_into_its_options_lasts_for_a_run(tmp_path):
     assert policy.evict.values == {"a": 0}
 
 
+@pytest.mark.parametrize("change", ["counts=event.counts * 1.0", "experts=event.experts[::-1].copy()", "layer=2"])
+def test_an_event_that_compiled_functions_cannot_take_is_refused(change, tmp_path):
+    mine = file_of(tmp_path, f"def observe(self, event):\n    super().observe(event._replace({change}))", "Popular")
+    with pytest.raises(PolicyError, match=f"mine.py:{LINES + 2}: it hands on an event "):
+        played(f"lru+{mine}")
+
+
+def test_an_event_may_be_made_anew(tmp_path):
+    body = "def observe(self, event):\n    super().observe(event._replace(experts=event.experts.copy()))"
+    plain, mine = (file_of(tmp_path, b, "EamcRetention", f"{n}.py") for n, b in enumerate(("pass", body)))
+    assert played(mine) == played(plain) != []
+
+
 def test_a_policy_with_a_rule_cannot_decide_within_another(tmp_path):
     body = """def __init__(self, shape, options):
     super().__init__(shape, options)
