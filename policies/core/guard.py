@@ -20,14 +20,11 @@ from policies.core.given import ReadOnly, event_fault, read_only, read_only_arra
 from policies.core.policy import Event, Float, Int, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from traces.errors import InputError
 
-METHODS = (
-    *("foresee", "window", "begin_request", "observe", "propose", "end_request"),
-    *("on_hit", "on_insert", "on_evict", "on_need", "victim"),
-)
-"""All that engines call of a policy."""
-
-NEVER_CALLED = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
-"""Methods that a `ScorePolicy` inherits and the compiled residency does not call."""
+OF_BOTH = ("foresee", "begin_request", "observe", "end_request")
+OF_PREFETCHERS = ("window", "propose")
+OF_KEEPERS = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
+METHODS = (*OF_BOTH, *OF_PREFETCHERS, *OF_KEEPERS)
+"""All that engines call of policies: of a `ScorePolicy`, which the compiled residency serves, none of the last five."""
 
 BASES = (Listener, RetentionPolicy, Prefetcher, ScorePolicy)
 KNOWN = ("policies", "abc", "builtins")
@@ -251,7 +248,8 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(
             f"it has no {' and no '.join(lacks)}: let its __init__ call super().__init__(shape, options)"
         )
-    for method in METHODS:
+    _check_heard(cls)
+    for method in _heard(cls):
         definer = next((each for each in cls.__mro__ if method in vars(each)), None)
         if method in vars(half) or (definer and inspect.isdatadescriptor(vars(definer)[method])):
             raise BrokenRuleError(f"its `{method}` is not a method of its class: define it there, with `def`")
@@ -272,12 +270,33 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not ({rows}, {shape.total}) as {maker} it")
     if half.rule == scores.LFU_AGED and not keep[scores.OPTION, 0] >= 1:
         raise BrokenRuleError(f"its counts halve every {keep[scores.OPTION, 0]} events (`keep[OPTION]`): 1 or more")
-    if unheard := [method for method in NEVER_CALLED if getattr(cls, method) is not getattr(ScorePolicy, method)]:
-        raise BrokenRuleError(
-            f"a ScorePolicy is served compiled and its {unheard[0]} is never called: write the scores in `observe`, "
-            "or derive from RetentionPolicy"
-        )
     vars(half)["_built"] = True
+
+
+def _heard(cls: type) -> tuple[str, ...]:
+    """Return the methods that engines call of instances of `cls`."""
+    if issubclass(cls, Prefetcher):
+        return (*OF_BOTH, *OF_PREFETCHERS)
+    return OF_BOTH if issubclass(cls, ScorePolicy) else (*OF_BOTH, *OF_KEEPERS)
+
+
+def _check_heard(cls: type[Listener]) -> None:
+    """Raise BrokenRuleError where a user's class defines a method that is called of others alone."""
+    own = own_classes(cls)
+    for method in METHODS:
+        if method in _heard(cls) or not any(callable(vars(each).get(method)) for each in own):
+            continue
+        if issubclass(cls, ScorePolicy) and method in OF_KEEPERS:
+            raise BrokenRuleError(
+                f"a ScorePolicy is served compiled and its {method} is never called: write the scores in `observe`, "
+                "or derive from RetentionPolicy"
+            )
+        kind = "Prefetcher" if method in OF_PREFETCHERS else "RetentionPolicy"
+        raise BrokenRuleError(
+            f"its {method} is never called, only that of a {kind}: write a class for that, or rename it"
+        )
+    if not cls.oracle and any("foresee" in vars(each) for each in own):
+        raise BrokenRuleError("its `foresee` is told the future: declare `oracle = True` in its class")
 
 
 # The guard

@@ -65,6 +65,8 @@ def checked(cls: Any, name: str) -> type[Listener]:
     """Return `cls`, which goes by `name`. Raise InputError where it is no policy that could run."""
     if not _is_policy(cls):
         raise InputError(f"{name} is neither a RetentionPolicy nor a Prefetcher (policies.core.policy)")
+    if issubclass(cls, RetentionPolicy) and issubclass(cls, Prefetcher):
+        raise InputError(f"{name} is an eviction policy and a prefetcher in one: write a class for each")
     if inspect.isabstract(cls):
         raise InputError(f"{name} does not define {', '.join(sorted(cls.__abstractmethods__))}")
     policy: type[Listener] = cls

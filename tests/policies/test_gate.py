@@ -13,7 +13,7 @@ from policies.checker import check_policy
 from policies.core.events import RequestEvents
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
-from policies.core.spec import parse
+from policies.core.spec import PolicySpec, parse
 from sim.engines.simpy_engine import simulate
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
@@ -129,6 +129,7 @@ def test_a_gate_that_is_always_right_plays_as_the_oracle_of_the_next_layer():
 TOO_EARLY = """
 from policies.core.policy import NOTHING, Prefetcher
 class TooEarly(Prefetcher):
+    oracle = True
     def foresee(self, requests, per_access):
         self.requests = requests
     def begin_request(self, request, seat):
@@ -141,7 +142,8 @@ class TooEarly(Prefetcher):
 """
 
 
-def test_the_kit_catches_a_prefetcher_that_reads_a_pick_before_it_is_made(tmp_path):
+def test_the_kit_catches_a_prefetcher_that_reads_a_pick_before_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(PolicySpec, "oracle", False)
     (tmp_path / "early.py").write_text(TOO_EARLY)
     failures = check_policy(f"lru+{tmp_path / 'early.py'}:TooEarly").failures
     assert any("changes a decision before it" in failure for failure in failures), failures

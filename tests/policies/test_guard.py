@@ -138,7 +138,7 @@ RAISES = {
     "in __init__": "def __init__(self, shape, options):\n    super().__init__(shape, options)\n    1 / 0",
     "in observe": "def observe(self, event):\n    if event.serial > 3:\n        1 / 0",
     "in begin_request": "def begin_request(self, request, seat):\n    if request == 1:\n        1 / 0",
-    "in foresee": "def foresee(self, requests, per_access):\n    for request in requests:\n        1 / 0",
+    "in foresee": "oracle = True\ndef foresee(self, requests, per_access):\n    for _ in requests:\n        1 / 0",
     "in end_request": "def end_request(self, seat):\n    def helper():\n        1 / 0\n    helper()",
 }
 
@@ -158,7 +158,7 @@ BEGIN = "def __init__(self, shape, options):\n    super().__init__(shape, option
 OPTIONS = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    "
 OBSERVE = "def observe(self, event):\n    "
 RULE = "from policies.core import scores\nrule = scores."
-FORESEE = "def foresee(self, requests, per_access):\n    "
+FORESEE = "oracle = True\ndef foresee(self, requests, per_access):\n    "
 COPY = ".what a policy is given is read-only: copy an array"
 
 UNFIT = {
@@ -203,6 +203,8 @@ UNFIT = {
     OBSERVE + "sys.stdout = None": "closes or replaces standard output",
     OBSERVE + "from traces.errors import InputError\n    raise InputError('no')": "no$",
     "class Odd(Exception):\n    __traceback__ = None\n" + OBSERVE + "raise Mine.Odd": "Odd$",
+    FORESEE.replace("True", "False") + "pass": "its `foresee` is told the future: declare `oracle = True`",
+    "def propose(self, event):\n    pass": "its propose is never called, only that of a Prefetcher",
     FORESEE + "requests[0].experts[:] = 0": "ValueError: assignment destination is read-only",
     FORESEE + "requests[:1][0].counts[:] = 0": "ValueError: assignment destination is read-only",
 }

@@ -183,6 +183,8 @@ class Fetches(Prefetcher):
     pass
 class Forgot(RetentionPolicy):
     pass
+class Both(ScorePolicy, Prefetcher):
+    pass
 class Neither:
     pass
 class Switch(ScorePolicy):
@@ -204,6 +206,7 @@ class Bare(ScorePolicy):
         ("mine.py", "needs the class named as well, as in mine.py:Keeps"),
         ("mine.py:Kepes", "unknown class 'Kepes'; did you mean Keeps"),
         ("mine.py:Neither", "neither a RetentionPolicy nor a Prefetcher"),
+        ("mine.py:Both", "mine.py:Both is an eviction policy and a prefetcher in one: write a class for each"),
         ("mine.py:Forgot", "does not define victim"),
         ("mine.py:Fetches", "name what to keep as well, as in lru+mine.py:Fetches"),
         ("lru+mine.py:Keeps", "cannot stand after a +"),
