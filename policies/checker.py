@@ -27,7 +27,7 @@ import numpy as np
 import typer
 
 from policies.core.events import RequestEvents
-from policies.core.guard import BrokenRuleError, PolicyError, own_classes, proposal_fault
+from policies.core.guard import THIRD_ROW, BrokenRuleError, PolicyError, own_classes, proposal_fault
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
 from policies.core.runner import PolicyRunner
@@ -195,9 +195,7 @@ class Drive:
         if not np.shares_memory(keeper.keep, self._residency.keep):
             raise RuleError("it replaces its array `keep`: the residency holds the first one, so write into it")
         if not np.array_equal(keeper.keep[PRIORITY], queued):
-            raise RuleError(
-                "it writes into the third row of `keep`, which is the residency's: scores are the first two"
-            )
+            raise RuleError(THIRD_ROW)
         if not np.isfinite(keeper.keep[:2]).all():
             raise RuleError("its keep scores are not all finite")
 

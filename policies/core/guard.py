@@ -26,6 +26,10 @@ OF_KEEPERS = ("on_hit", "on_insert", "on_evict", "on_need", "victim")
 METHODS = (*OF_BOTH, *OF_PREFETCHERS, *OF_KEEPERS)
 """All that engines call of policies: of a `ScorePolicy`, which the compiled residency serves, none of the last five."""
 
+NO_SCORES = np.empty(0)
+
+THIRD_ROW = "it writes into the third row of `keep`, or behind it, which are not its own: scores are the first two"
+
 BASES = (Listener, RetentionPolicy, Prefetcher, ScorePolicy)
 KNOWN = ("policies", "abc", "builtins")
 """Packages whose classes are no user's."""
@@ -237,6 +241,9 @@ DECLARED: dict[str, type] = {
 }
 """Attributes in which a policy describes itself, and their types."""
 
+OF_THE_CLASS = ("name", "oracle", "needs_lookahead", "starts_from")
+"""Those of them that are read before there is an instance."""
+
 
 def _check(half: Any, cls: type, shape: Shape) -> None:
     """Raise BrokenRuleError for an instance that engines cannot use."""
@@ -258,6 +265,8 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
     for name, kind in DECLARED.items():
         if not isinstance(declared := getattr(half, name, kind()), kind):
             raise BrokenRuleError(f"its `{name}` is of type {type(declared).__name__}, not {kind.__name__}")
+        if name in OF_THE_CLASS and declared != getattr(cls, name, kind()):
+            raise BrokenRuleError(f"its `{name}` differs from its class's: declare it there")
     if not isinstance(half, ScorePolicy):
         return
     keep: Any = half.keep
@@ -270,6 +279,8 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
         raise BrokenRuleError(f"its `keep` has the shape {keep.shape}, not ({rows}, {shape.total}) as {maker} it")
     if half.rule == scores.LFU_AGED and not keep[scores.OPTION, 0] >= 1:
         raise BrokenRuleError(f"its counts halve every {keep[scores.OPTION, 0]} events (`keep[OPTION]`): 1 or more")
+    if any("listed" in vars(each) for each in own_classes(cls)):
+        raise BrokenRuleError("it declares `listed`, which is for policies of this project: leave it out")
     vars(half)["_built"] = True
 
 
@@ -302,11 +313,18 @@ def _check_heard(cls: type[Listener]) -> None:
 # The guard
 
 
+def _said(half: Any) -> dict[str, Any]:
+    """Return what engines have read of a policy when a run begins."""
+    names = [*DECLARED, "rule"] if isinstance(half, ScorePolicy) else DECLARED
+    return {name: getattr(half, name, None) for name in names}
+
+
 def _guard(half: Any, cls: type, shape: Shape) -> None:
     """Put a guard around each method of an instance that does anything."""
     own = own_classes(cls)
     own_kernel = any("kernel" in vars(each) for each in own)
     latest: list[Event] = []
+    said = _said(half)
     guards: dict[str, Callable[..., Any]] = {}
 
     def heard(event: Event) -> Event:
@@ -337,10 +355,15 @@ def _guard(half: Any, cls: type, shape: Shape) -> None:
         """The same call, after which the methods must be those of before and the scores numbers."""
 
         def call_and_check(*given: Any) -> Any:
+            others = half.keep[2:].copy() if isinstance(half, ScorePolicy) else NO_SCORES
             answer = call(*given)
             for method, guarded in guards.items():
                 if vars(half).get(method) is not guarded:
                     raise BrokenRuleError(f"it replaces its method `{method}`: choose what to do inside of it")
+            if changed := [name for name, value in _said(half).items() if value != said[name]]:
+                raise BrokenRuleError(f"it changes its `{changed[0]}` during the run: set it in __init__")
+            if isinstance(half, ScorePolicy) and not np.array_equal(half.keep[2:], others):
+                raise BrokenRuleError(THIRD_ROW)
             if isinstance(half, ScorePolicy) and np.isnan(half.keep[:2].min()):
                 raise BrokenRuleError("its keep scores are not all numbers: some are NaN")
             return answer

@@ -205,6 +205,13 @@ UNFIT = {
     "class Odd(Exception):\n    __traceback__ = None\n" + OBSERVE + "raise Mine.Odd": "Odd$",
     FORESEE.replace("True", "False") + "pass": "its `foresee` is told the future: declare `oracle = True`",
     "def propose(self, event):\n    pass": "its propose is never called, only that of a Prefetcher",
+    "listed = True": "it declares `listed`",
+    BEGIN + "self.oracle = True": "its `oracle` differs from its class's",
+    BEGIN + "self.needs_lookahead = True": "its `needs_lookahead` differs from its class's",
+    OBSERVE + "self.rule = 1": "it changes its `rule` during the run",
+    OBSERVE + "self.observes = False": "it changes its `observes` during the run",
+    OBSERVE + "self.keep[:] = event.serial": "it writes into the third row of `keep`",
+    RULE + "LFU_AGED\n" + BEGIN + "self.keep = np.ones((5, 12))\n" + OBSERVE + "self.keep[3, 0] = 0": "or behind it",
     FORESEE + "requests[0].experts[:] = 0": "ValueError: assignment destination is read-only",
     FORESEE + "requests[:1][0].counts[:] = 0": "ValueError: assignment destination is read-only",
 }
