@@ -6,6 +6,7 @@ What a runtime and an operating system need beside the model is reserved; each a
 import math
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sim.backtest.file import Machine
 from sim.backtest.machine import gpu_data_sheet, table
@@ -83,7 +84,7 @@ def resources(
 ) -> Resources:
     """Return the machine of options as given. Raise InputError for what cannot be read, or where nothing is stated."""
     assumed: list[str] = []
-    sheet = gpu_data_sheet(gpu) if gpu else {}
+    sheet = _data_sheet(gpu) if gpu else {}
     memory = _memory(gpu_memory, "--gpu-memory")
     if gpu_memory is None and gpu:
         if not sheet.get("memory_gib"):
@@ -92,6 +93,10 @@ def resources(
     host = _memory(host_memory, "--host-memory")
     if not memory and not host:
         raise InputError("a machine without memory: give --gpu-memory 12GiB, --host-memory 32GiB or both")
+    if not memory and (gpu or gpu_bandwidth):
+        raise InputError("a GPU without memory: give --gpu-memory 12GiB, or leave --gpu and --gpu-bandwidth out")
+    if not host and cpu_bandwidth:
+        raise InputError("--cpu-bandwidth without host memory: give --host-memory 32GiB, or leave it out")
     reads, like = 0.0, ""
     if memory:
         reads, like = _gpu_reads(memory, sheet, gpu_bandwidth)
@@ -113,6 +118,13 @@ def resources(
 
 def _memory(text: str | None, option: str) -> int:
     return 0 if text is None or text.strip() in ("", "0") else parse_bytes(text, option)
+
+
+def _data_sheet(gpu: str) -> dict[str, Any]:
+    try:
+        return gpu_data_sheet(gpu)
+    except InputError as error:
+        raise InputError(f"{error} (for another GPU, give --gpu-memory and --gpu-bandwidth)") from error
 
 
 def _gpu_reads(memory: int, sheet: dict[str, object], stated: str | None) -> tuple[float, str]:
