@@ -4,8 +4,10 @@ A row of hit rates or bytes needs no machine: it is run on one where nothing tak
 the cache, is not counted, nor are a few after it.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
@@ -259,13 +261,16 @@ class Case:
 
 
 def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:
-    """`25%`, `64` experts or `8GiB`; 0 is possible."""
+    """`25%` (of equal experts the nearest whole number, halves up), `64` experts or `8GiB`; 0 is possible."""
     text = text.strip()
     if text.endswith("%"):
         share = _number(text[:-1], text)
         if not 0 <= share <= 100:
             raise InputError(f"setting: a cache of {text}: a share is 0% to 100%")
-        return share / 100 * everything
+        if profile.differing_bytes:
+            return share / 100 * everything
+        experts = Fraction(str(share)) * profile.moe_layers * profile.experts / 100
+        return math.floor(experts + Fraction(1, 2)) * profile.expert_bytes
     if text.replace(".", "", 1).isdigit():
         return _number(text, text) * everything / profile.moe_layers / profile.experts
     return parse_bytes(text, "setting: cache")

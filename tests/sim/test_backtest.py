@@ -382,6 +382,11 @@ def test_the_speed_of_a_batch_counts_the_requests_that_run(tmp_path):
     assert score.figure(played.row, found) == pytest.approx(5e9 / found.log.step_ns.sum())
 
 
+def test_a_share_of_all_experts_is_the_nearest_whole_number_of_them(tmp_path):
+    rooms = {share: case(tmp_path, setting={"policy": "lru", "cache": share}).room for share in ("37%", "36%", "6.25%")}
+    assert rooms == {"37%": 36, "36%": 35, "6.25%": 6}, "35.52, 34.56 and 6 of 96"
+
+
 def test_a_policy_that_asks_routers_early_is_run_where_the_trace_holds_their_picks(tmp_path):
     made = synthetic(2, tokens=6, layers=6, experts=16, top_k=4, seed=1)
     setting = {"policy": "lru+gate", "cache": "50%", "trace": str(tmp_path / "t")}
