@@ -128,13 +128,13 @@ def _title(search: "Search", found: "Found") -> str:
 
 def _table(found: "Found") -> "Table":
     """The policy as given, and the best on the first half; of these the first alone was run on the second."""
-    from policies.core.grammar import value_text
+    from policies.core.grammar import policy_title, value_text
+    from policies.core.spec import parse
 
     metric = METRICS[found.metric]
     shown = table("options", *[f"{metric}, {half} half" for half in ("first", "second")], gap=1, fold=True)
-    shown.add_row(
-        f"{found.typed.policy} as given", _figure(found.typed.first, found), _figure(found.typed.second, found)
-    )
+    policy = policy_title(found.typed.policy, parse(found.typed.policy).oracle)
+    shown.add_row(f"{policy} as given", _figure(found.typed.first, found), _figure(found.typed.second, found))
     for trial in found.leaders(LEADERS):
         first = _figure(trial.value, found, found.typed.first)
         best = trial.policy == found.best.policy

@@ -14,12 +14,13 @@ import pytest
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.cli import main
+from sim.commands.tune import _table
 from sim.sweeps import config
 from sim.sweeps.grid import play_cell
 from sim.sweeps.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
-from sim.tuning.tune import MAKER, Halves, Search, save, tune
+from sim.tuning.tune import MAKER, Found, Halves, Judged, Search, save, tune
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError
@@ -319,6 +320,13 @@ def command(home, tmp_path, monkeypatch, capsys):
         return ended.value.code, told.out, told.err
 
     return run
+
+
+@pytest.mark.parametrize(("policy", "titled"), [("lru+oracle", "lru+oracle (oracle)"), ("lru+markov", "lru+markov")])
+def test_a_policy_that_sees_the_future_is_marked(policy, titled):
+    given = Judged(policy, 1.0, 1.0)
+    (shown,) = _table(Found("tpot_mean_ms", [], given, given)).columns[0].cells
+    assert shown == f"{titled} as given"
 
 
 def test_a_cache_of_experts_of_several_sizes_is_printed_in_experts(command, tmp_path):
