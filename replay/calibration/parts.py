@@ -63,9 +63,8 @@ def parts_alone(meter: Meter, run: Run, most_tokens: int, name: str, paces: list
         first_dense=first_dense,
         dense=dense,
         expert=_curve(meter, sizes, experts, together),
-        combine=_curve(
-            meter, sizes, lambda tokens, _: device.combine(tokens)
-        ),  # of the experts: it takes their sum away
+        # Of the experts: it takes their sum away.
+        combine=_curve(meter, sizes, lambda tokens, _: device.combine(0, tokens, tokens)),
         head=_curve(meter, sizes, lambda tokens, _: device.head(tokens)),
     )
 

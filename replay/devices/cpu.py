@@ -197,9 +197,10 @@ class CpuDevice(LinkThreads):
             self._multiply(Completion(Kind.EXPERT, expert), work)
 
     @timed
-    def combine(self, tokens: int) -> None:
-        """Add up."""
-        self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens))
+    def combine(self, layer: int, tokens: int, context: int) -> None:
+        """Add up, in a layer that runs."""
+        runs = self._network.profile.runs(layer, tokens, context)
+        self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens) if runs else None)
 
     @timed
     def head(self, tokens: int, requests: int = 1) -> None:

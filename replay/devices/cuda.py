@@ -108,9 +108,10 @@ class CudaDevice(Device):
                 self._launch([work])
 
     @timed
-    def combine(self, tokens: int) -> None:
-        """Add up."""
-        self._compute.run(self._launches.combine if tokens == 1 else partial(self._network.combine, tokens))
+    def combine(self, layer: int, tokens: int, context: int) -> None:
+        """Add up, in a layer that runs."""
+        if self._network.profile.runs(layer, tokens, context):
+            self._compute.run(self._launches.combine if tokens == 1 else partial(self._network.combine, tokens))
         self._mark(self._compute, self._computes, Completion(Kind.COMBINE))
 
     @timed

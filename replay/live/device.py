@@ -64,7 +64,7 @@ class LiveDevice(LinkThreads):
         """One after another, each when it has landed."""
         self.works.append(works)
 
-    def combine(self, tokens: int) -> None:
+    def combine(self, layer: int, tokens: int, context: int) -> None:
         """Nothing."""
 
     def head(self, tokens: int, requests: int = 1) -> None:

@@ -556,7 +556,6 @@ def play_steps(
     if len(run.tiers):
         most_evictions = 2 * most_evictions + L * E
     while step < S and n[EVICTED] + most_evictions <= len(run.evictions) and n[NOW] < admit_at:
-        combine_ns = durations.combine[step]
         if plan.at_start:
             proposed = decide_at_start(run, plan, states, routing, step)
             core.propose(m, keep, plan.ids[:proposed], plan.priorities[:proposed])
@@ -616,8 +615,8 @@ def play_steps(
                 while n[HOST_LEFT]:
                     wait(run)
                 n[WAITING_SINCE] = NOT_WAITING
-            if combine_ns:
-                advance(run, n[NOW] + combine_ns, COMPUTE)
+            if durations.combine[step, layer]:
+                advance(run, n[NOW] + durations.combine[step, layer], COMPUTE)
         advance(run, n[NOW] + durations.head[step], COMPUTE)
         rows[step, CLOCK] = n[NOW]
         for cause in range(len(stall)):

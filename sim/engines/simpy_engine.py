@@ -112,7 +112,7 @@ class SimpyDevice(Device):
         self._piece_job = cache(
             lambda expert, first, last: (Completion(Kind.COPY, expert), link.used_ns(last) - link.used_ns(first), LINK)
         )
-        self._combine_ns, self._head_ns = lru_cache(timing.combine_ns), lru_cache(timing.head_ns)
+        self._head_ns = lru_cache(timing.head_ns)
         self.predictor_takes_time = timing.predictor_ns > 0
         self._link_process = self.env.process(self._link())
         self.env.process(self._compute())
@@ -182,9 +182,9 @@ class SimpyDevice(Device):
             append(job(expert, tokens))
         self._computes.wake()
 
-    def combine(self, tokens: int) -> None:
+    def combine(self, layer: int, tokens: int, context: int) -> None:
         """Once an event."""
-        self._computes.put((COMBINED, self._combine_ns(tokens), COMPUTE))
+        self._computes.put((COMBINED, self._timing.combine_ns(tokens, layer, context), COMPUTE))
 
     def head(self, tokens: int, requests: int = 1) -> None:
         """Once a step."""

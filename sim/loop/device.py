@@ -92,8 +92,8 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def combine(self, tokens: int) -> None:
-        """Compute the weighted sum of the experts' outputs."""
+    def combine(self, layer: int, tokens: int, context: int) -> None:
+        """Compute the weighted sum of the outputs of the experts of MoE layer `layer`; ends as COMBINE."""
 
     @abstractmethod
     def head(self, tokens: int, requests: int = 1) -> None:

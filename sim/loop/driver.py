@@ -154,7 +154,7 @@ class Driver:
             session.route(step, layer)
             session.finish_event()
             session.submitting(Kind.COMBINE)
-            device.combine(tokens)
+            device.combine(layer, tokens, context)
         session.submitting(Kind.HEAD)
         device.head(tokens, requests)
         session.until(Kind.HEAD)

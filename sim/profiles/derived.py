@@ -33,9 +33,9 @@ class Derived:
         """One expert on the host."""
         return self.timing.host_ns(tokens, layer)
 
-    def combine_ns(self, tokens: int) -> int:
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
         """After the experts."""
-        return self.timing.combine_ns(tokens)
+        return self.timing.combine_ns(tokens, layer, context)
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """After the last layer."""

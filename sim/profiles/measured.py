@@ -99,7 +99,7 @@ class MeasuredTiming:
         """One expert among top-k; of a single token with its launch."""
         return max(0, _on_curve(self.model.expert, tokens) + (self.model.launch_ns if tokens == 1 else 0))
 
-    def combine_ns(self, tokens: int) -> int:
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
         """Once an event."""
         return _on_curve(self.model.combine, tokens)
 

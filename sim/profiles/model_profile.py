@@ -120,6 +120,10 @@ class ModelProfile:
         """
         return self.sliding_window if (layer + 1) % self.full_attention_every else 0
 
+    def runs(self, layer: int, tokens: int, context: int) -> bool:
+        """Return whether a step runs MoE layer `layer`: an encoder's run where all of the context is the step's."""
+        return layer >= self.encoder_moe_layers or context <= tokens
+
     def windows_up_to(self, layer: int) -> list[int]:
         """Return the window, 0 for none, of each layer from behind the MoE layer before `layer` up to this."""
         leading = 0 if layer else self.leading_dense_layers

@@ -70,7 +70,7 @@ class Roofline:
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Attention over `context`, shared experts and router, and the layers without experts before them."""
-        if layer < self.model.encoder_moe_layers and context > tokens:
+        if not self.model.runs(layer, tokens, context):
             return 0
         return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, requests))
 
@@ -91,8 +91,10 @@ class Roofline:
         reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s
         return math.ceil(max(reading, flop / (self.hardware.host_compute_tflop_per_s * 1_000)))
 
-    def combine_ns(self, tokens: int) -> int:
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
         """Read k rows a token, write one."""
+        if not self.model.runs(layer, tokens, context):
+            return 0
         row = self.model.hidden_size * self.model.dense_bytes_per_parameter
         moved = tokens * (self.model.top_k + 1) * row
         return math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))

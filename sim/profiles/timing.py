@@ -44,8 +44,8 @@ class Timing(Protocol):
         """One expert of `layer` on `tokens` tokens, on the host."""
         ...
 
-    def combine_ns(self, tokens: int) -> int:
-        """The weighted sum of the experts' outputs, once an event."""
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
+        """The weighted sum of the experts' outputs of `layer`, once an event; context: as for `dense_ns`."""
         ...
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
@@ -59,7 +59,7 @@ class Durations(NamedTuple):
     dense: Int  # [S, L] before each router
     expert: Int  # [L, most + 1] one expert on the GPU, by its tokens
     host: Int  # [L, most + 1] on the host; [0, 0] where it computes none
-    combine: Int  # [S] of each event of the step
+    combine: Int  # [S, L] after each layer's experts
     head: Int  # [S]
 
 
@@ -73,8 +73,8 @@ class DurationTables:
         self._timing = timing
         self._layers = layers
         self._places: dict[tuple[int, int, int], int] = {}  # of (tokens, context, requests) in the tables
-        self._steps: list[list[int]] = []  # of each: every layer's dense part, combine, head
-        self._table: Int = np.empty((0, layers + 2), np.int64)
+        self._steps: list[list[int]] = []  # of each: every layer's dense part, every layer's combine, head
+        self._table: Int = np.empty((0, 2 * layers + 1), np.int64)
         self._expert = np.zeros((layers, 1), np.int64)
         self._host = np.zeros((layers if host else 0, 1 if host else 0), np.int64)
 
@@ -92,7 +92,8 @@ class DurationTables:
         if self._host.size:
             self._host = self._extended(self._host, self._timing.host_ns, most)
         found = self._table[[self._places[step] for step in steps]]
-        dense, combine, head = (np.ascontiguousarray(part) for part in (found[:, :-2], found[:, -2], found[:, -1]))
+        L = self._layers
+        dense, combine, head = (np.ascontiguousarray(part) for part in (found[:, :L], found[:, L:-1], found[:, -1]))
         return Durations(dense, self._expert, self._host, combine, head)
 
     def _extended(self, table: Int, ns: Callable[[int, int], int], most: int) -> Int:
@@ -103,7 +104,8 @@ class DurationTables:
     def _of_step(self, tokens: int, context: int, requests: int) -> list[int]:
         timing = self._timing
         dense = [timing.dense_ns(layer, tokens, context, requests) for layer in range(self._layers)]
-        return [*dense, timing.combine_ns(tokens), timing.head_ns(tokens, requests)]
+        combine = [timing.combine_ns(tokens, layer, context) for layer in range(self._layers)]
+        return [*dense, *combine, timing.head_ns(tokens, requests)]
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ class FixedTiming:
         """A constant, and so much more a token."""
         return self.host + self.host_per_token * tokens
 
-    def combine_ns(self, tokens: int) -> int:
-        """The same for all tokens."""
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
+        """The same for all tokens, layers and contexts."""
         return self.combine
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:

@@ -74,12 +74,12 @@ def _computing_ns(loaded: Loaded, timing: Timing, experts: float, on_host: bool)
     An encoder's layers compute nothing. on_host: GPU and CPU compute experts together.
     """
     assert loaded.profile
-    L = loaded.trace.layers
-    dense = sum(timing.dense_ns(layer, 1, 1) for layer in range(loaded.profile.encoder_moe_layers, L))
+    layers = range(loaded.profile.encoder_moe_layers, loaded.trace.layers)
+    dense = sum(timing.dense_ns(layer, 1, 1) for layer in layers)
     rate = 1 / timing.expert_ns(1)
     if on_host:
         rate += 1 / timing.host_ns(1)
-    return dense + experts / rate + L * timing.combine_ns(1) + timing.head_ns(1)
+    return dense + experts / rate + len(layers) * timing.combine_ns(1) + timing.head_ns(1)
 
 
 def _decoded(steps: RequestSteps) -> RequestSteps:

@@ -67,6 +67,16 @@ def test_a_copy_or_a_compute_that_never_ends_is_told_in_one_line_with_what_it_wa
     go_on.set()
 
 
+def test_in_decoding_an_encoders_experts_have_no_sum(monkeypatch):
+    summed: list[int] = []
+    with device(4, dataclasses.replace(PROFILE, encoder_moe_layers=1)) as made:
+        monkeypatch.setattr(made._network, "combine", summed.append)
+        for layer, tokens, context in ((0, 5, 5), (0, 1, 6), (1, 1, 6)):
+            made.combine(layer, tokens, context)
+            made.next_completion()
+    assert summed == [5, 1]
+
+
 def replay(slots: int, policy: str, top_k: int = K, cold: bool = False, chunks: int = 4, prompt: int = 5) -> RunLog:
     """Every expert is compared with its stamp before and after each of its computes (verify)."""
     trace = synthetic(4, 10, layers=L, experts=E, top_k=top_k, seed=1, prompt_tokens=prompt)

@@ -142,9 +142,9 @@ class SlowHost(SimpyDevice):
         self._answer()
         super().experts(works)
 
-    def combine(self, tokens: int) -> None:
+    def combine(self, layer: int, tokens: int, context: int) -> None:
         self._answer()
-        super().combine(tokens)
+        super().combine(layer, tokens, context)
 
     def _answer(self) -> None:
         if self._answering:
@@ -204,7 +204,7 @@ class Asynchronous(Device):
             took = sum(self._timing.expert_ns(tokens) for _, _, tokens in group)
             self._submit("compute", [Completion(Kind.EXPERT, expert) for expert, _, _ in group], took)
 
-    def combine(self, tokens: int) -> None:
+    def combine(self, layer: int, tokens: int, context: int) -> None:
         self._submit("compute", [Completion(Kind.COMBINE)], self._timing.combine_ns(tokens))
 
     def head(self, tokens: int, requests: int = 1) -> None:

@@ -193,7 +193,8 @@ def test_duration_tables_hold_the_timings_own_values_stretch_after_stretch(host:
         steps = list(zip(request.tokens.tolist(), request.context.tolist(), strict=True))
         dense = [[timing.dense_ns(layer, *step, users) for layer in range(3)] for step in steps]
         np.testing.assert_array_equal(found.dense, np.array(dense, np.int64).reshape(-1, 3))
-        assert found.combine.tolist() == [timing.combine_ns(tokens) for tokens, _ in steps]
+        combine = [[timing.combine_ns(tokens, layer, context) for layer in range(3)] for tokens, context in steps]
+        assert found.combine.tolist() == combine
         assert found.head.tolist() == [timing.head_ns(tokens, users) for tokens, _ in steps]
         for table, ns in ((found.expert, timing.expert_ns), (found.host, timing.host_ns))[: 1 + host]:
             assert table.shape[1] > most

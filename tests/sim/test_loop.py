@@ -117,7 +117,7 @@ def live(run: Run, device: Device, between: Callable[[Session], None] = lambda s
                 session.finish_event()
                 between(session)
                 session.submitting(Kind.COMBINE)
-                device.combine(tokens)
+                device.combine(layer, tokens, int(request.context[number]))
             session.submitting(Kind.HEAD)
             device.head(tokens)
             session.until(Kind.HEAD)

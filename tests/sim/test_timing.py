@@ -114,6 +114,8 @@ def test_an_encoder_takes_no_time_while_decoding():
     assert timing.dense_ns(0, tokens=64, context=64) > 0
     assert timing.dense_ns(0, tokens=1, context=65) == 0
     assert timing.dense_ns(12, tokens=1, context=65) > 0
+    assert [timing.combine_ns(1, layer, 65) > 0 for layer in (0, 11, 12)] == [False, False, True]
+    assert timing.combine_ns(64, 0, 64) == timing.combine_ns(64) > 0
 
 
 @pytest.mark.parametrize("name", profiles.names("models"))

@@ -135,7 +135,7 @@ class AnyOrder(Device):
             self.watch.expert(expert, slot)
             self._compute.append(Completion(Kind.EXPERT, expert))
 
-    def combine(self, tokens: int) -> None:
+    def combine(self, layer: int, tokens: int, context: int) -> None:
         self._compute.append(Completion(Kind.COMBINE))
 
     def head(self, tokens: int, requests: int = 1) -> None:

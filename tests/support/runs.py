@@ -177,8 +177,8 @@ class Lopsided(FixedTiming):
     def host_ns(self, tokens: int, layer: int = 0) -> int:
         return super().host_ns(tokens) + layer % 3
 
-    def combine_ns(self, tokens: int) -> int:
-        return self.combine * tokens
+    def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
+        return self.combine * tokens + (layer + context) % 2
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         return self.head + tokens // 2 + requests - 1
