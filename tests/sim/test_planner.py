@@ -234,7 +234,7 @@ def test_a_config_gives_its_model_the_name_of_its_folder(tmp_path: Path) -> None
     assert [model(str(path)).name for path in paths] == ["a", "a", "b", "mine"]
 
 
-@pytest.mark.parametrize("model", ["~nobody/config.json", "x" * 5000])
+@pytest.mark.parametrize("model", ["~nobody/config.json", "x" * 5000, Path("none")])
 def test_a_model_that_is_no_path_is_refused(model):
     with pytest.raises(InputError, match="unknown model profile"):
         plan(model, **DESKTOP)
