@@ -127,9 +127,12 @@ class ComputeTrack:
         self.ended = end
 
     def stalled(self, cause: str, began: int, ended: int, args: Args) -> None:
-        """The stream waits; one slice for as long as the cause, and what is on the link, stay the same."""
+        """The stream waits; one slice for as long as the cause, and what is on the link, stay the same.
+
+        Where a real host did something else in between, it is another one.
+        """
         name = f"stall: {cause}"
-        if self._parts and (self._parts[-1][0], self._parts[-1][3]) == (name, args):
+        if self._parts and (self._parts[-1][0], *self._parts[-1][2:]) == (name, began, args):
             began = self._parts.pop()[1]
         self._parts.append((name, began, ended, args))
         self.ended = ended

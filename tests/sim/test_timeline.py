@@ -20,7 +20,7 @@ from sim.engines import simpy_engine
 from sim.loop.log import STALLS, Ended, RunLog, joined
 from sim.loop.run import Run
 from sim.timeline import simulated
-from sim.timeline.file import Timeline, writing
+from sim.timeline.file import ComputeTrack, Timeline, writing
 from sim.timeline.window import WHOLE, Window
 from tests.support.logs import assert_logs_equal
 from tests.support.runs import Drawn, draw_run, draw_tiers_run
@@ -45,6 +45,21 @@ def watch(run: Drawn, window: Window = WHOLE, slots: bool = True) -> tuple[Shown
 
     logs = run.on(play)
     return Shown(parsed(f"[{file.getvalue()}]")), logs
+
+
+def test_stalls_are_one_slice_unless_the_host_did_something_between_them() -> None:
+    file = io.StringIO()
+    timeline = Timeline(file)
+    track = ComputeTrack(timeline, timeline.process("measured"))
+    timeline.open(0)
+    track.begin(0)
+    track.layer(0, 0)
+    for began, ended in ((0, 2_000), (2_000, 3_000), (7_000, 8_000)):
+        track.stalled("demand", began, ended, {})
+    track.until(8_000, 9_000, "head", {})
+    track.end("decode 0", {})
+    found = [event for event in parsed(f"[{file.getvalue()}]") if event["name"] == "stall: demand"]
+    assert [(event["ts"], event["dur"]) for event in found] == [(0, 3), (7, 1)]
 
 
 def drawn(seed: int) -> Drawn:
