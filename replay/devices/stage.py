@@ -106,10 +106,7 @@ class Stage:
                 device.prepare(contexts)
                 yield device
                 if not self.network.finite():
-                    why = "try another --seed"
-                    if folder := self.needs.weights:
-                        why = f"the checkpoint in {folder} does not fit, or is damaged"
-                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {why}")
+                    raise InputError(f"the network's output is not finite, its figures are worth nothing: {self._why}")
             finally:
                 device.close()
         except (torch.OutOfMemoryError, MemoryError):
@@ -117,6 +114,16 @@ class Stage:
         except torch.AcceleratorError as error:
             told = str(error).splitlines()[0]
             raise InputError(f"the GPU reports an error, and the run cannot continue: {told}") from error
+
+    @property
+    def _why(self) -> str:
+        """What may have made the output infinite. Raise InputError where a file of experts was changed meanwhile."""
+        if isinstance(self.store, ExpertFile):
+            self.store.require_unchanged()
+            return f"with --verify, experts in {self.store.path} are compared with their checksums"
+        if folder := self.needs.weights:
+            return f"the checkpoint in {folder} does not fit, or is damaged"
+        return "try another --seed"
 
     def _require_gpu_memory(self, needed_bytes: float, what: str) -> None:
         if self.gpu is None:

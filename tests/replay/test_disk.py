@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -278,6 +279,18 @@ def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path
         assert isinstance(opened, CpuDevice)
         assert opened.pool.shape == (3, stride_of(SIZE))
         assert opened.pool.ctypes.data % PAGE == 0
+
+
+def test_output_that_is_not_finite_is_blamed_on_the_file_of_experts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Network, "finite", lambda _: False)
+    path = made(tmp_path / "file")
+    needs = Needs(PROFILE, "disk", most_tokens=2, most_context=4, store=path, lanes=1, threads=1)
+    changed = partial(os.utime, path, ns=(1, 1))
+    for act, told in ((list, f"not finite.*with --verify, experts in {path}"), (changed, f"{path} was changed while")):
+        with pytest.raises(InputError, match=told), open_stage(needs) as stage, stage.device(3, [1]):
+            act()
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: object) -> tuple[int, str]:
