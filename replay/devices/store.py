@@ -171,9 +171,9 @@ def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_byt
     """InputError before the system runs out of memory, which would end the process without a word."""
     free = available_memory_bytes()
     if free is not None and needed_bytes > free - reserve_bytes:
-        raise InputError(
-            f"{what} needs {show_bytes(needed_bytes)}, but {show_bytes(free)} of host memory are free: {advice}"
-        )
+        beside = f" beside {show_bytes(reserve_bytes)} for all else" if reserve_bytes else ""
+        needed = f"{what} needs {show_bytes(needed_bytes)}{beside}"
+        raise InputError(f"{needed}, but {show_bytes(free)} of host memory are free: {advice}")
 
 
 def available_memory_bytes() -> int | None:

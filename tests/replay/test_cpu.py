@@ -230,6 +230,13 @@ def test_too_little_host_memory_is_refused_before_it_is_taken(monkeypatch: pytes
         pass
 
 
+def test_a_refusal_for_lack_of_memory_says_what_is_kept_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "available_memory_bytes", lambda: 600_000_000)
+    told = r"slots needs 403 MB beside 537 MB for all else, but 600 MB of host memory are free: take fewer"
+    with pytest.raises(InputError, match=told):
+        store_module.require_host_memory(403e6, "slots", "take fewer", reserve_bytes=537_000_000)
+
+
 def test_stores_of_two_models_lie_over_one_memory_and_share_buffers_where_it_is_short() -> None:
     memory = HostMemory(6, 1_024, seed=2)
     small, large = HostStore(memory, 100, 500), HostStore(memory, 4, 1_500)
