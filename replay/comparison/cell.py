@@ -77,7 +77,7 @@ class CellOutcome:
     measured: Played  # of several runs the one in the middle, by TPOT mean
     predicted: Played
     predicted_without_host: Row | None  # None: the timing knows no host
-    noise: float | None  # (greatest - least) / mean TPOT mean of several runs; None of a single one
+    means_ms: tuple[float, ...]  # TPOT means of all runs, ascending
     decider: Decider | None = None  # of a run in lockstep: the decisions
     interval_ms: tuple[float, float] | None = None  # TPOT mean as predicted, as far as its errors go
     calibrations_ms: tuple[float, float] | None = None  # TPOT mean as predicted by the calibration before, and after
@@ -87,6 +87,12 @@ class CellOutcome:
     def decoded(self) -> NDArray[np.bool_]:
         """bool[S]: the decode steps that count."""
         return decoded_steps(self.choice, self.measured.log)
+
+    @property
+    def noise(self) -> float | None:
+        """(greatest - least) / mean TPOT mean of several runs; None of a single one."""
+        middle = mean(self.means_ms)
+        return (self.means_ms[-1] - self.means_ms[0]) / middle if len(self.means_ms) > 1 and middle else None
 
     @property
     def errors(self) -> dict[str, float]:
@@ -151,6 +157,7 @@ class CellOutcome:
             "errors": self.errors,
             "divergence": self.divergence,
             "noise": self.noise,
+            "tpot_means_ms": self.means_ms,
             "predicted_interval_ms": self.interval_ms,
             "predicted_by_calibrations_ms": self.calibrations_ms,
             "calibrations_disagree": self.disagreement,
@@ -218,17 +225,16 @@ def play_cell(
             played = play_on(choice, run, device, script, pausing(device, paces, on_step or _silent))
             return replace(played, paces=tuple(paces))
 
-    def mean_ns(played: Played) -> float:
-        return float(latencies(played.log)[decoded].mean())
+    def mean_ms(played: Played) -> float:
+        return float(latencies(played.log)[decoded].mean()) / 1e6
 
-    plays = sorted([play_once() for _ in range(repeat)], key=mean_ns)
-    means = [mean_ns(played) for played in plays]
+    plays = sorted([play_once() for _ in range(repeat)], key=mean_ms)
     return CellOutcome(
         choice=choice,
         measured=plays[(repeat - 1) // 2],
         predicted=predicted,
         predicted_without_host=_without_host(choice, timing, link, script),
-        noise=(means[-1] - means[0]) / mean(means) if repeat > 1 and mean(means) else None,
+        means_ms=tuple(map(mean_ms, plays)),
         decider=script,
     )
 

@@ -453,7 +453,9 @@ def test_on_the_cpu_both_modes_have_the_simulators_structure(on_the_cpu: tuple[P
         assert measured["tpot_mean_ms"] > 0
         assert measured["host_us_per_layer"] > 0
         assert one["host_experts"] == 320
-        assert one["noise"] >= 0
+        low, high = one["tpot_means_ms"]
+        assert one["noise"] == pytest.approx((high - low) / (high + low) * 2)
+        assert one["measured"]["tpot_mean_ms"] == pytest.approx(low)
         assert one["predicted_without_host"]["tpot_mean_ms"] > 0
         if mode == LOCKSTEP and policy != "eamc":  # demand alone: what is not scripted cannot happen
             assert measured["misses"] == predicted["misses"]
