@@ -133,7 +133,8 @@ def _ranking(sweep: Results) -> Iterator[Item]:
     figure = plot.ranking(found, policies, f"{measure.meaning} ({measure.unit}), less the best policy's")
     caption = (
         "Paired differences over requests, with 95% bootstrap intervals. An interval that reaches the dashed line may "
-        "be chance. The intervals take requests as independent, which a warm cache makes them a little less."
+        "be chance, and so may all of fewer than six requests. The intervals take requests as independent, which a "
+        "warm cache makes them a little less."
     )
     yield figure_item(figure, caption)
     yield Item("list", "\n".join(texts))

@@ -3,7 +3,9 @@
 Two cells that ran the same requests of the same trace are compared request by request, so that what requests
 differ in among themselves cancels out. The interval is the percentile bootstrap's (Efron 1979): requests are drawn
 again, with replacement, and the middle 95% of the means taken. It says how far the mean would move with other requests
-of this kind, as if they were independent; a cache that stays warm between them makes them a little less so.
+of this kind, as if they were independent; a cache that stays warm between them makes them a little less so. Of few
+requests it is too narrow: where differences follow a normal law it holds their mean in 85% of cases with five requests,
+in 90% with ten and in 93% with twenty.
 """
 
 import math
@@ -29,6 +31,10 @@ CONFIDENCE = 0.95
 RESAMPLES = 10_000
 RESAMPLES_OF_A_TABLE = 2_000
 DRAWN_AT_ONCE = 2**22
+
+FEWEST = 6
+"""Requests that tell a difference from chance: with n of them chance gives all the same sign in 2 of 2^n cases."""
+FEW = f", which may be chance: it takes {FEWEST} requests to tell"
 
 Float = NDArray[np.float64]
 
@@ -105,7 +111,7 @@ class Difference:
         low, high = sorted((sign * self.low, sign * self.high))
         size, low_text, high_text = _figures(abs(self.mean), low, high)
         way = self.measure.less if sign < 0 else self.measure.more
-        chance = ", which may be chance" if low <= 0 <= high else ""
+        chance = ", which may be chance" if low <= 0 <= high else FEW if self.requests < FEWEST else ""
         return (
             f"{cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {way} than "
             f"{baseline} {over}{chance}"
@@ -244,7 +250,7 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
 def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:
     """Return those of `others` that are not worse than `best` beyond the noise, by a column of results.
 
-    That is: the interval of the paired difference over requests reaches 0. Two requests are needed to tell.
+    That is: the interval of the paired difference over requests reaches 0, or there are too few of them to tell.
     """
     measure = OF_A_REQUEST[judged_by]
     sign = -1 if measure == "hit_rate" else 1
@@ -253,7 +259,7 @@ def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> li
     for other in others:
         worse = sign * (other.requests[measure].to_numpy(np.float64) - mine)
         worse = worse[~np.isnan(worse)]
-        if len(worse) < 2 or interval(worse, resamples=RESAMPLES_OF_A_TABLE)[0] <= 0:
+        if len(worse) < FEWEST or interval(worse, resamples=RESAMPLES_OF_A_TABLE)[0] <= 0:
             found.append(other)
     return found
 

@@ -87,7 +87,10 @@ def shown(outcome: Outcome) -> Iterator[str | Table]:
     yield _title(outcome)
     yield _table(outcome, marks)
     if EQUAL in marks.values():
-        yield f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+        few = outcome.rows[0]["requests"] < compare.FEWEST
+        told = f"; it takes {compare.FEWEST} requests to tell" if few else ""
+        noise = f"the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+        yield f"{EQUAL}: not worse than the least beyond {noise}{told}"
 
 
 def _title(outcome: Outcome) -> str:

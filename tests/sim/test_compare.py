@@ -20,6 +20,7 @@ from sim.results.compare import (
     SweptRun,
     choose,
     differences,
+    indistinct,
     interval,
     pairs_across,
     read,
@@ -159,6 +160,18 @@ def test_a_request_that_lacks_a_measure_is_left_out_of_it():
 )
 def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sentence):
     assert Difference(measure, "eamc", "lru", mean, low, high, 40, 16).sentence() == sentence
+
+
+@pytest.mark.parametrize(("requests", "told"), [(2, False), (5, False), (6, True)])
+def test_fewer_than_six_requests_cannot_tell_a_difference_from_chance(requests, told):
+    """Even if all are worse: five have one sign by chance in 2 of 32 cases, six in 2 of 64."""
+    best = played(tpot_mean_ms=np.ones(requests))
+    worse = played(tpot_mean_ms=np.full(requests, 2.0))
+    assert indistinct(best, [worse], "tpot_mean_ms") == ([] if told else [worse])
+    (found,) = differences(best, worse)
+    assert found.sentence().endswith(
+        f"over {requests} requests" + ("" if told else ", which may be chance: it takes 6 requests to tell")
+    )
 
 
 def test_a_cell_is_named_by_folder_policy_and_size(home, monkeypatch):
