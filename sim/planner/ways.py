@@ -152,7 +152,7 @@ class Fit:
     @property
     def precision(self) -> str:
         """As asked for, or as the model was published."""
-        own = "mixed" if self.profile.differing_bytes else name_of(self.profile.expert_bytes_per_parameter)
+        own = "mixed" if self.profile.differing_bytes else name_of(self.profile.expert_width)
         return self.model.precision or own
 
 

@@ -74,6 +74,13 @@ class ModelProfile:
         return round(self.expert_parameters * self.expert_bytes_per_parameter)
 
     @property
+    def expert_width(self) -> float:
+        """Bytes of a parameter of a routed expert; of the largest, where layers differ."""
+        if self.layer_expert_bytes:
+            return self.expert_bytes / self.expert_parameters
+        return self.expert_bytes_per_parameter
+
+    @property
     def differing_bytes(self) -> tuple[int, ...]:
         """Of an expert of each MoE layer, where they differ (rule 19); empty where all are of one size."""
         return self.layer_expert_bytes if len(set(self.layer_expert_bytes)) > 1 else ()

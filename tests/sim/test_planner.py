@@ -160,6 +160,13 @@ def test_a_gpu_that_is_not_used_makes_nothing_faster():
     assert quick("olmoe-1b-7b", gpu="RTX 4090", gpu_memory="1GiB", **without) == quick("olmoe-1b-7b", **without)
 
 
+def test_the_precision_is_that_of_the_sizes_that_a_profile_states(tmp_path: Path):
+    shipped, profile = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b")
+    sizes = [profile.expert_parameters * 17 // 16] * profile.moe_layers  # 8.5 bits
+    (tmp_path / "sized.toml").write_text(f"{shipped}\nlayer_expert_bytes = {sizes}\n")
+    assert Fit(Model("sized", str(tmp_path / "sized.toml")), resources("8GiB", "8GiB"), 1).precision == "q8_0"
+
+
 def test_precisions_of_a_mixed_file_are_lower_than_the_file_not_than_its_largest_experts(tmp_path: Path):
     shipped, profile = profiles.find("models", "model", "olmoe-1b-7b").read_text(), model("olmoe-1b-7b")
     size = profile.expert_bytes
