@@ -293,6 +293,14 @@ def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
     assert "The trace is not there" in text
 
 
+def test_the_physical_floor_is_explained_only_where_it_is_drawn(swept, whole, monkeypatch):
+    """Not where experts differ in size, with several users or over a disk, for example."""
+    assert "The physical floor is" in whole
+    monkeypatch.setattr(elements, "svg_of", lambda figure: None)
+    monkeypatch.setattr(bounds, "floor", lambda *_: [])
+    assert "The physical floor is" not in _page(swept)[0]
+
+
 def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
     text, problems = _page(swept, tmp_path / "replay")
     assert any("there is no such folder" in problem for problem in problems)
