@@ -276,7 +276,7 @@ def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
 @compiled
 def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
     """Learn what request number r chose of `layer`, from `first` to `last`; score its experts up to number `upto`."""
-    known, numbers, seat, decode = own.known, own.numbers, event.seats[r], event.phase == DECODE
+    known, numbers, seat, decode = own.known, own.numbers, event.seats[r], own.numbers[DECODES] != 0
     experts, counts = event.own_experts[first:last], event.own_counts[first:last]
     if decode:
         show(own.learning, layer, numbers[STEPS], seat, experts)

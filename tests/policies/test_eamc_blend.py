@@ -436,6 +436,25 @@ def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() 
     np.testing.assert_allclose(pieces.keep[0, :passed], whole.keep[0, :passed], rtol=1e-6)
 
 
+def test_told_one_by_one_a_prefill_asks_nothing_either() -> None:
+    """Its last layer is known to be over when the first decoded token begins."""
+    policy = BlendRetention(Shape(L, E), BlendOptions())
+    policy.foresee([], per_access=True)
+
+    def play(step: int, phase: int, layers: range) -> None:
+        for layer in layers:
+            policy.observe(alone(phase, layer, step, np.array([layer * E]), np.ones(1, np.int64)))
+
+    policy.begin_request(0, 0)
+    play(0, DECODE, range(L))
+    policy.begin_request(1, 0)
+    play(0, PREFILL, range(L))
+    asked, kept = policy.state.learning.asked.copy(), policy.state.learning.waits[:, E].copy()
+    play(1, DECODE, range(1))
+    np.testing.assert_array_equal(policy.state.learning.asked, asked)
+    np.testing.assert_array_equal(policy.state.learning.waits[:, E], kept)
+
+
 def test_what_may_still_be_used_in_the_event_is_not_scored_as_past() -> None:
     policy = BlendRetention(Shape(1, E), BlendOptions())
     policy.foresee([], per_access=True)
