@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from sim.backtest.file import Model
 from sim.profiles.model_profile import ModelProfile, known, model
-from sim.profiles.precision import bytes_per_parameter
+from sim.profiles.precision import bytes_per_parameter, canonical
 from traces.errors import InputError
 
 WHOLE = ("q", "iq", "bf16", "fp16", "f16", "fp8", "fp32", "int8")
@@ -20,7 +20,7 @@ def profile_of(given: Model) -> ModelProfile:
         each = given.file_gb * 1e9 / base.parameters
         base = base.at(each, each)
     if given.precision:
-        whole = given.precision.lower().removeprefix("ud-").startswith(WHOLE)
+        whole = canonical(given.precision).startswith(WHOLE)
         base = base.at(bytes_per_parameter(given.precision), bytes_per_parameter(given.precision) if whole else None)
     if given.dense_precision:
         base = base.at(dense=bytes_per_parameter(given.dense_precision))

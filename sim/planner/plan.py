@@ -19,7 +19,7 @@ from sim.planner import errors, flags, ways
 from sim.planner.resources import GPU_RESERVED, Resources, described, resources
 from sim.planner.ways import DISK, RUNTIME, Fit, Way
 from sim.profiles.model_profile import known, model
-from sim.profiles.precision import name_of
+from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
 from traces.facts import whole
@@ -226,9 +226,10 @@ def _model(text: str, precision: str | None) -> Model:
     profile = shipped or model(text)
     if profile.encoder_moe_layers:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
-    experts = precision or name_of(profile.expert_bytes_per_parameter)
+    stated = canonical(precision) if precision else ""
+    experts = stated or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
-    return Model(profile.name, shipped.name if shipped else text, precision or "", dense)
+    return Model(profile.name, shipped.name if shipped else text, stated, dense)
 
 
 def _fits(fit: Fit) -> bool:

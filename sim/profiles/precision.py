@@ -12,12 +12,17 @@ def _bits() -> dict[str, float]:
     return tomllib.loads((Path(__file__).parent / "precisions.toml").read_text("utf-8"))
 
 
-def bytes_per_parameter(name: str) -> float:
-    """Return the bytes of one parameter at a precision such as `bf16` or `Q4_K_M`; InputError with near names."""
+def canonical(name: str) -> str:
+    """Return the table's name of a precision such as `bf16` or `UD-Q4_K_M`; InputError with near names."""
     key = name.strip().lower().replace("-", "_").replace(" ", "_").removeprefix("ud_")
     if key not in _bits():
         raise unknown("precision", name, _bits())
-    return _bits()[key] / 8
+    return key
+
+
+def bytes_per_parameter(name: str) -> float:
+    """Return the bytes of one parameter at a precision. Raise InputError as `canonical` does."""
+    return _bits()[canonical(name)] / 8
 
 
 def name_of(bytes_per_parameter: float) -> str:

@@ -226,6 +226,13 @@ def test_a_model_that_does_not_fit_as_published_is_planned_at_the_next_precision
     assert replace(found, notes=()) == replace(plan("olmoe-1b-7b", precision="q6_k", **LAPTOP), notes=())
 
 
+@pytest.mark.parametrize(
+    ("name", "odd", "plain"), [("gpt-oss-20b", "MXFP4", "mxfp4"), ("qwen3-30b-a3b", " UD_Q4_K_M", "q4_k_m")]
+)
+def test_a_precision_means_the_same_however_it_is_spelled(name, odd, plain):
+    assert quick(name, precision=odd, **DESKTOP) == quick(name, precision=plain, **DESKTOP)
+
+
 def test_an_unknown_model_is_told_the_near_ones():
     with pytest.raises(InputError, match="qwen3-30b-a3b"):
         plan("qwen3-30b-a3", **DESKTOP)
