@@ -30,6 +30,9 @@ UNITS = {
     "ti": 2**40,
 }
 
+SLOWEST_GB_PER_S = 0.001
+"""Of a link, a disk or memory: slower values are taken as typos."""
+
 _NUMBER = r"(\d{1,19}(?:\.\d{1,19})?)"  # of more digits nothing here is, and Python reads no number of thousands
 _BYTES = re.compile(_NUMBER + r"\s*([kmgt]?i?)b", re.IGNORECASE)
 _SHARE = re.compile(_NUMBER + r"\s*%")
@@ -58,13 +61,13 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def parse_gb_per_s(text: str, what: str) -> float:
-    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else and for less than 1kB/s."""
+    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else and for less than 1MB/s."""
     size, slash, unit = text.strip().partition("/")
     if not slash or unit.strip().lower() not in ("s", "sec") or not _BYTES.fullmatch(size.strip()):
         raise InputError(f"{what} {text!r} is no bandwidth: write it as 25GB/s or 3500MB/s")
     found = parse_bytes(size, what) / 1e9
-    if found < 1e-6:
-        raise InputError(f"{what} {text!r}: must be at least 1kB/s")
+    if found < SLOWEST_GB_PER_S:
+        raise InputError(f"{what} {text!r}: must be at least 1MB/s")
     return found
 
 

@@ -15,6 +15,7 @@ from sim import profiles
 from sim.profiles import measured
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
+from sim.quantities import SLOWEST_GB_PER_S
 from traces.errors import InputError
 
 
@@ -23,10 +24,6 @@ def _facts(key: str, value: object) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise InputError(f"{key}: must be a table, headed [calibration]")
-
-
-SLOWEST = 0.001
-"""GB/s of a link or a disk: slower values are taken as typos."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,8 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for key in ("link_bandwidth_gb_per_s", "disk_bandwidth_gb_per_s"):
-            if getattr(self, key) < SLOWEST:
-                raise InputError(f"{key} is below {SLOWEST}: no link and no disk is so slow")
+            if getattr(self, key) < SLOWEST_GB_PER_S:
+                raise InputError(f"{key} is below {SLOWEST_GB_PER_S}: no link and no disk is so slow")
 
     @property
     def host_expert_bandwidth_gb_per_s(self) -> float:
