@@ -101,6 +101,8 @@ def sweep(
     folder = output.out or _free(Path("results"), name, output)
     tables = _tables(made, folder)
     output.note(*options.taken(defaults), *_surprises(tables, made.cache_sizes))
+    if seeds is not None and not made.seeds_count:
+        output.note("--seeds has no effect: no policy draws random numbers, but for those that name a seed themselves")
     players = Cluster(scheduler) if scheduler else Local(processes)
     with claimed(folder, MAKER, names(tables, folder)):
         for table in tables:

@@ -74,6 +74,12 @@ class Config:
         """The policies, each once, in the order of the rows. InputError for one that there is not."""
         return specs(self.policies, self.scope, self.seeds)
 
+    @property
+    def seeds_count(self) -> bool:
+        """Whether a policy draws from the seeds: one that draws, and names none of its own."""
+        with_0, with_1 = (specs(self.policies, self.scope, (seed,)) for seed in (0, 1))
+        return [each.text for each in with_0] != [each.text for each in with_1]
+
     def setups(self) -> Iterator[Setup]:
         """One for each trace, machine and number of users."""
         own = {

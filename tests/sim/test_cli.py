@@ -257,6 +257,14 @@ def test_an_unfinished_sweep_is_not_lost_unasked(home, tmp_path):
     assert not left.exists()
 
 
+@pytest.mark.parametrize(("policies", "said"), [("lru,random:seed=7", True), ("lru,random", False)])
+def test_seeds_that_no_policy_draws_from_are_said_to_have_no_effect(home, tmp_path, policies, said):
+    asked = ["sweep", home / "tiny", "--untimed", "--cache-sizes", "50%", "--workers", "1"]
+    done = moe_sim(*asked, "--policies", policies, "--seeds", "1,2", "--out", "o", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("--seeds has no effect" in done.stderr) is said
+
+
 def test_a_config_file_and_what_a_sweep_writes_beside_its_results_play_the_same(home, tmp_path):
     (tmp_path / "my.toml").write_text(
         f'traces = ["{home / "tiny"}"]\npolicies = ["random", "eamc:capacity=2|3"]\ncache_sizes = ["50%"]\n'
