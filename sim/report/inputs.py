@@ -3,7 +3,8 @@
 What is missing or made by another version is a sentence of the page, never its end.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -99,16 +100,17 @@ class Results:
 
 
 def read(folders: Iterable[Path]) -> list[Results]:
-    """Return the results of these folders, and of the folders in one that holds several sweeps."""
-    return [results for folder in folders for results in _below(folder)]
+    """Return the results of these folders, and of the folders in one that holds several sweeps; each folder once."""
+    places: dict[str, Path] = {}
+    for folder in folders:
+        for each in _tables(folder):
+            places.setdefault(os.path.realpath(each), each)
+    return list(map(_read, places.values()))
 
 
-def _below(folder: Path) -> Iterator[Results]:
+def _tables(folder: Path) -> list[Path]:
     below = sorted(file.parent for file in folder.glob(f"*/{RESULTS_FILE}"))
-    if not (folder / REQUESTS_FILE).exists() and below:
-        yield from map(_read, below)
-    else:
-        yield _read(folder)
+    return below if below and not (folder / REQUESTS_FILE).exists() else [folder]
 
 
 def _read(folder: Path) -> Results:

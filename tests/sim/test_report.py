@@ -421,6 +421,8 @@ def test_a_sweep_of_several_tables_is_read_table_by_table(tmp_path):
     assert ">belady (oracle)<" in text
     assert ">belady<" not in text
     assert text.count("moe-sim sweep --config") == 1
+    again = (tmp_path / "sweep" / "users-1", tmp_path / "sweep" / ".." / "sweep" / "users-2")
+    assert len(inputs.read([tmp_path / "sweep", *again])) == 2
 
 
 def test_a_cache_that_is_no_number_is_refused(copy):
