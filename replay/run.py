@@ -97,8 +97,9 @@ class Choice:
         if self.device == "virtual" and (given := [option for option, value in ignored.items() if value]):
             raise InputError(f"{given[0]}: the virtual device moves and computes nothing; leave it out")
         self._check_disk()
-        if self.nvtx and self.device != "cuda":
-            raise InputError(f"`nvtx` needs the device cuda, not {self.device}")
+        of_a_gpu = {"`nvtx`": self.nvtx, f"`pin` {self.pin}": self.pin != REQUIRE}
+        if self.device != "cuda" and (given := [option for option, value in of_a_gpu.items() if value]):
+            raise InputError(f"{given[0]} needs the device cuda, not {self.device}")
 
     def _check_disk(self) -> None:
         """InputError for options of another device, and for numbers of threads that there cannot be."""

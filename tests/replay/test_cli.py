@@ -528,6 +528,7 @@ def test_a_disk_that_is_full_when_a_run_resumes_loses_no_step(tmp_path: Path) ->
         (("--min-gb-per-s", "nan"), "--min-gb-per-s nan: must be above 0"),
         (("--min-gb-per-s", "-1"), "must be above 0"),
         (("--nvtx",), "--nvtx needs the device cuda"),
+        (("--pin", "best-effort"), "--pin best-effort needs the device cuda"),
         (("--resume",), "a run on a logical clock takes seconds: leave it out"),
     ],
 )
