@@ -248,6 +248,12 @@ def setup_of(*groups: object, **others: Any) -> "Setup":
     return Setup(**{"trace": str(demo_trace()), "hardware": HARDWARE, **setup_fields(*groups, **others)})
 
 
+def require_clock(untimed: bool, hardware: str | None) -> None:
+    """Raise InputError for hardware of an untimed run."""
+    if untimed and hardware is not None:
+        raise InputError("--untimed counts without a clock: it cannot have --hardware")
+
+
 def processes(workers: int | None) -> int:
     """Return the number of processes. Raise InputError for none and for too many."""
     if workers is not None and not 1 <= workers <= MOST_WORKERS:

@@ -96,6 +96,7 @@ def sweep(
     )
     asked = {**(read(config) if config else {}), **given}
     made, defaults = _with_defaults(asked)
+    options.require_clock(made.untimed, hardware)
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)

@@ -58,6 +58,7 @@ def tune(
     from sim.tuning.tune import tune as run
     from traces.output import claimed
 
+    options.require_clock(untimed, cell.hardware)
     setup = options.setup_of(cell, timed, untimed=untimed, predictor_us=predictor_us)
     folder = output.folder(setup.trace, "/tune")
     halves = Halves.of(setup)

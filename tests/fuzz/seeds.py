@@ -162,7 +162,7 @@ def texts(folder: Path) -> Iterator[tuple[str, bytes]]:
     yield "backtest-toml", (Path(backtest.__file__).parent / "colibri.toml").read_bytes()
     yield "backtest-toml", (Path(backtest.__file__).parent / "disk.toml").read_bytes()
     write_trace(TINY, folder / "tiny")
-    asked = ("--policies", "lru,eamc:capacity=100|300", "--cache-sizes", "25%,8", "--hardware", "a5000", "--untimed")
+    asked = ("--policies", "lru,eamc:capacity=100|300", "--cache-sizes", "25%,8", "--untimed")
     ended = moe_sim("sweep", folder / "tiny", *asked, "--out", "out", "--quiet", cwd=folder)
     assert ended.returncode == 0, ended.stderr
     for name in ("sweep", "winner"):

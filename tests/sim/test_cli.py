@@ -141,6 +141,7 @@ def test_evict_and_prefetch_combine(home):
         (["tiny", "--requests", "9"], "cannot give the first 9"),
         (["tiny", "--predictor-us", "nan"], "--predictor-us nan: must be at least 0 and finite"),
         (["tiny", "--workers", "0"], "--workers must be at least 1"),
+        (["tiny", "--untimed", "--hardware", "nothing"], "--untimed counts without a clock: it cannot have --hardware"),
         (["tiny", "--seeds", "x"], "--seeds 'x': a seed is a whole number"),
         (["tiny", "--workers", "9" * 20], "--workers must be at least 1 and at most 1,024"),
         (["tiny", "--seeds", "9" * 5000], "a seed is a whole number"),

@@ -401,6 +401,7 @@ def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
         (["--search", "distance=1..x"], "'x' is not a number"),
         (["--cache-size", "0"], "a cache of 0 is impossible"),
         (["--requests", "1"], "has 1 request"),
+        (["--untimed", "--hardware", "a500"], "--untimed counts without a clock: it cannot have --hardware"),
         (["--hardware", "a500"], "unknown hardware profile 'a500'"),
         (["--policy", "lru+gate"], "has no lookahead column"),
     ],
