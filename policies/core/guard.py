@@ -69,7 +69,7 @@ def called(cls: type, name: str, call: Callable[[], T]) -> T:
     return _guarded(cls, name, call)() if own_classes(cls) else call()
 
 
-def built(cls: type, make: Callable[[], Any], shape: Shape) -> Any:
+def built(cls: type[Listener], make: Callable[[], Any], shape: Shape) -> Any:
     """Return the half that `make` makes of `cls`, guarded if that is a user's own. Raise PolicyError."""
     if not own_classes(cls):
         return make()
@@ -245,7 +245,7 @@ OF_THE_CLASS = ("name", "oracle", "needs_lookahead", "starts_from")
 """Those of them that are read before there is an instance."""
 
 
-def _check(half: Any, cls: type, shape: Shape) -> None:
+def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
     """Raise BrokenRuleError for an instance that engines cannot use."""
     if not isinstance(half, cls):
         raise BrokenRuleError(f"it makes {type(half).__name__} instead of {cls.__name__}")
@@ -267,6 +267,10 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
             raise BrokenRuleError(f"its `{name}` is of type {type(declared).__name__}, not {kind.__name__}")
         if name in OF_THE_CLASS and declared != getattr(cls, name, kind()):
             raise BrokenRuleError(f"its `{name}` differs from its class's: declare it there")
+    if cls.starts_from and cls.save is Listener.save:
+        raise BrokenRuleError(f"it starts from a file, by `starts_from = {cls.starts_from!r}`, and has no `save`")
+    if cls.starts_from and not isinstance(getattr(half.options, cls.starts_from, None), str):
+        raise BrokenRuleError(f"its `starts_from` is {cls.starts_from!r}, which is no option that holds a text")
     if not isinstance(half, ScorePolicy):
         return
     keep: Any = half.keep
@@ -284,11 +288,12 @@ def _check(half: Any, cls: type, shape: Shape) -> None:
     vars(half)["_built"] = True
 
 
-def _heard(cls: type) -> tuple[str, ...]:
-    """Return the methods that engines call of instances of `cls`."""
+def _heard(cls: type[Listener]) -> tuple[str, ...]:
+    """Return the methods that are called of instances of `cls`."""
+    both = (*OF_BOTH, "save") if cls.starts_from else OF_BOTH
     if issubclass(cls, Prefetcher):
-        return (*OF_BOTH, *OF_PREFETCHERS)
-    return OF_BOTH if issubclass(cls, ScorePolicy) else (*OF_BOTH, *OF_KEEPERS)
+        return (*both, *OF_PREFETCHERS)
+    return both if issubclass(cls, ScorePolicy) else (*both, *OF_KEEPERS)
 
 
 def _check_heard(cls: type[Listener]) -> None:
@@ -319,7 +324,7 @@ def _said(half: Any) -> dict[str, Any]:
     return {name: getattr(half, name, None) for name in names}
 
 
-def _guard(half: Any, cls: type, shape: Shape) -> None:
+def _guard(half: Any, cls: type[Listener], shape: Shape) -> None:
     """Put a guard around each method of an instance that does anything."""
     own = own_classes(cls)
     own_kernel = any("kernel" in vars(each) for each in own)
@@ -380,7 +385,7 @@ def _guard(half: Any, cls: type, shape: Shape) -> None:
             return lambda event: _proposal(call((protect if owned else heard)(event)), shape.total)
         return (lambda evictable: _victim(call, evictable)) if method == "victim" else call
 
-    for method in METHODS:
+    for method in _heard(cls):
         definer = next((each for each in cls.__mro__ if method in vars(each)), None)
         always = method in ("propose", "victim") or (method == "end_request" and isinstance(half, ScorePolicy))
         if definer and (always or type(half).kernel or definer not in BASES):

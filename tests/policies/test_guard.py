@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -159,6 +160,7 @@ OPTIONS = "from dataclasses import dataclass\n@dataclass\nclass Options:\n    "
 OBSERVE = "def observe(self, event):\n    "
 RULE = "from policies.core import scores\nrule = scores."
 FORESEE = "oracle = True\ndef foresee(self, requests, per_access):\n    "
+SAVE = "def save(self, file, source):\n    file.write('text')"
 COPY = ".what a policy is given is read-only: copy an array"
 
 UNFIT = {
@@ -212,6 +214,8 @@ UNFIT = {
     OBSERVE + "self.observes = False": "it changes its `observes` during the run",
     OBSERVE + "self.keep[:] = event.serial": "it writes into the third row of `keep`",
     RULE + "LFU_AGED\n" + BEGIN + "self.keep = np.ones((5, 12))\n" + OBSERVE + "self.keep[3, 0] = 0": "or behind it",
+    "starts_from = 'file'": "starts from a file, by `starts_from = 'file'`, and has no `save`",
+    OPTIONS + "file: int = 1\nstarts_from = 'file'\n" + SAVE: "which is no option that holds a text",
     FORESEE + "requests[0].experts[:] = 0": "ValueError: assignment destination is read-only",
     FORESEE + "requests[:1][0].counts[:] = 0": "ValueError: assignment destination is read-only",
 }
@@ -367,6 +371,13 @@ def test_what_a_policy_writes_into_its_options_lasts_for_a_run(tmp_path):
     policy = parse(file_of(tmp_path, body, "ScorePolicy"))
     policy.build(SHAPE)[0].begin_request(0, 0)
     assert policy.evict.values == {"a": 0}
+
+
+def test_a_policy_that_cannot_save_what_it_learned_is_told_so(tmp_path):
+    mine = file_of(tmp_path, f"{OPTIONS}file: str = ''\nstarts_from = 'file'\n{SAVE}", "ScorePolicy")
+    keeper, _ = parse(mine).build(SHAPE)
+    with pytest.raises(PolicyError, match=f"mine.py:{LINES + 7}: TypeError: a bytes-like object is required"):
+        keeper.save(BytesIO(), "a trace")
 
 
 @pytest.mark.parametrize("change", ["counts=event.counts * 1.0", "experts=event.experts[::-1].copy()", "layer=2"])
