@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from operator import attrgetter
+from threading import current_thread, main_thread
 from traceback import walk_tb
 from typing import Any, TypeVar
 
@@ -108,7 +109,7 @@ def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
                 if isinstance(answer, NOT_RUN):
                     raise BrokenRuleError(f"its `{name}` is a generator or a coroutine: what it holds never runs")
                 return answer
-        except (KeyboardInterrupt, PolicyError):
+        except PolicyError:
             raise
         except InputError as error:
             place = _raised(cls, error)
@@ -116,6 +117,8 @@ def _guarded(cls: type, name: str, call: Callable[..., T]) -> Callable[..., T]:
                 raise
             raise PolicyError(f"{place[0]}:{place[1]}: {text_of(error)}") from error
         except BaseException as error:  # a policy that exits would end a sweep without a word
+            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():  # Ctrl-C reaches no other
+                raise
             raise _fault(cls, name, error) from error
 
     return guarded

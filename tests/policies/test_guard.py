@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -371,6 +372,15 @@ def test_what_a_policy_writes_into_its_options_lasts_for_a_run(tmp_path):
     policy = parse(file_of(tmp_path, body, "ScorePolicy"))
     policy.build(SHAPE)[0].begin_request(0, 0)
     assert policy.evict.values == {"a": 0}
+
+
+def test_an_interruption_of_a_thread_is_the_policys_own(tmp_path):
+    body = "def begin_request(self, *_):\n    raise KeyboardInterrupt"
+    keeper, _ = parse(file_of(tmp_path, body, "ScorePolicy")).build(SHAPE)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(PolicyError, match="KeyboardInterrupt"):
+        pool.submit(keeper.begin_request, 0, 0).result()
+    with pytest.raises(KeyboardInterrupt):
+        keeper.begin_request(0, 0)
 
 
 def test_a_policy_that_cannot_save_what_it_learned_is_told_so(tmp_path):
