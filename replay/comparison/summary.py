@@ -1,8 +1,8 @@
 """What several cells say together: how exact their predictions are, and how policies are ordered."""
 
 from collections.abc import Sequence
-from math import sqrt
-from statistics import fmean, median
+from math import hypot, sqrt
+from statistics import median
 
 from replay.comparison import errors
 from sim.results.metrics import Row
@@ -22,7 +22,7 @@ def accuracy(cells: Sequence[Row]) -> Row | None:
         return None
     off = [abs(cell["errors"]["tpot_mean"]) for cell in predicted]
     apart = [each for cell in predicted if (each := cell.get("calibrations_disagree")) is not None]
-    noise = sqrt(fmean(each**2 for each in apart)) if apart else None
+    noise = hypot(*apart) / sqrt(len(apart)) if apart else None
     return {
         "cells": len(off),
         "within_5_percent": sum(each <= EXACT for each in off),

@@ -127,6 +127,11 @@ class ModelProfile:
         """
         return self.sliding_window if (layer + 1) % self.full_attention_every else 0
 
+    @property
+    def layers_without_experts(self) -> int:
+        """Before, between and behind the MoE layers."""
+        return self.leading_dense_layers + self.moe_layers * self.dense_layers_before_each + self.trailing_dense_layers
+
     def runs(self, layer: int, tokens: int, context: int) -> bool:
         """Return whether a step runs MoE layer `layer`: an encoder's run where all of the context is the step's."""
         return layer >= self.encoder_moe_layers or context <= tokens
@@ -172,8 +177,7 @@ class ModelProfile:
     @property
     def _layers_parameters(self) -> int:
         """Of all layers, without routed experts."""
-        without = self.leading_dense_layers + self.moe_layers * self.dense_layers_before_each
-        without += self.trailing_dense_layers
+        without = self.layers_without_experts
         parameters = self.moe_layers * self.moe_layer_parameters + without * self.dense_layer_parameters
         return parameters + (self.moe_layers + without) * self.attention_parameters
 
@@ -223,6 +227,8 @@ def model(text: str) -> ModelProfile:
         raise InputError(f"{path}: expert_bytes_per_parameter {width} leaves an expert no bytes")
     if not profile.kv_latent_size and profile.heads % (profile.kv_heads or profile.heads):
         raise InputError(f"{path}: {profile.heads} heads cannot share {profile.kv_heads} kv_heads")
+    if (layers := profile.moe_layers + profile.layers_without_experts) > transformers_config.MOST_LAYERS:
+        raise InputError(f"{path}: it has {layers} layers, more than {transformers_config.MOST_LAYERS}")
     if profile.encoder_moe_layers >= profile.moe_layers:
         raise InputError(f"{path}: encoder_moe_layers leaves no MoE layer to the decoder")
     return profile

@@ -366,6 +366,9 @@ def test_accuracy_counts_cells_within_5_percent_and_within_what_calibrations_dis
     assert found is not None
     assert found["calibrations_disagree"] == pytest.approx(math.sqrt(0.002))
     assert found["within_noise"] == 2
+    far = accuracy([dict(cells[0], calibrations_disagree=1e200)])
+    assert far is not None
+    assert far["calibrations_disagree"] == 1e200
     assert in_words(found).startswith("1 of 5 TPOT means are predicted within 5%, 2 within 5% or 1.5 times")
 
 

@@ -209,6 +209,7 @@ def test_sizes_by_layer_are_one_for_each_layer(tmp_path):
     [
         ("expert_bytes_per_parameter = 2.0", "expert_bytes_per_parameter = 1e-9", "1e-09 leaves an expert no bytes"),
         ("moe_layers = 16", "moe_layers = 100001", "moe_layers = 100001: must be at least 1, at most 100000"),
+        ("vocabulary = ", "dense_layers_before_each = 9999\nvocabulary = ", "it has 160000 layers, more than 100000"),
         ("heads = 16", "heads = 16\nkv_heads = 64", "16 heads cannot share 64 kv_heads"),
         ("heads = 16", "heads = 16\nkv_heads = 3", "16 heads cannot share 3 kv_heads"),
     ],
