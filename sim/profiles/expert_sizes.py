@@ -43,7 +43,8 @@ def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArr
     path: a .gguf file (of a split model any of its files), a .safetensors file, or a folder of safetensors files with
     or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a layer share
     in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
-    missing one, and where no experts are found, those of a layer differ in size or are not as many as `experts`.
+    missing one, for a tensor in two files, and where no experts are found, those of a layer differ in size or are not as
+    many as `experts`.
     """
     path = expanded(path)
     layers: dict[str, _Layer] = defaultdict(_Layer)
@@ -98,9 +99,12 @@ def _expert_tensors(path: Path) -> Iterator[tuple[StoredTensor, re.Match[str]]]:
         files, name, read = [path], SAFETENSORS_NAME, tensors_of
     else:
         raise InputError(f"{path} is neither .gguf nor .safetensors: expert sizes are read from these two")
+    file_of: dict[str, Path] = {}
     for file in files:
         for tensor in read(file):
             if match := name.match(tensor.name):
+                if (first := file_of.setdefault(tensor.name, file)) is not file:
+                    raise InputError(f"{tensor.name} is in {first} and in {file}: name the file of the model")
                 yield tensor, match
 
 

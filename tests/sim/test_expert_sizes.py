@@ -212,6 +212,13 @@ def test_a_file_of_a_model_with_another_number_of_experts_is_refused(tmp_path: P
         Setup(str(demo_trace()), untimed=True, expert_sizes=str(path))._sized(replace(model("olmoe-1b-7b"), experts=8))
 
 
+def test_a_model_that_is_in_a_folder_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("consolidated.safetensors", "weights.safetensors"):
+        save_file({"layers.0.experts.0.up.weight": np.zeros(4, np.uint8)}, tmp_path / name)
+    with pytest.raises(InputError, match=r"experts\.0\.up\.weight is in .*consolidated.* and in .*weights"):
+        expert_bytes_by_layer(tmp_path)
+
+
 def test_experts_without_bytes_are_refused(tmp_path: Path) -> None:
     save_file({"layers.0.experts.0.up.weight": np.zeros(0, np.uint8)}, tmp_path / "a.safetensors")
     with pytest.raises(InputError, match=r"a\.safetensors: the experts of layers\.0 have no bytes"):
