@@ -43,8 +43,8 @@ def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArr
     path: a .gguf file (of a split model any of its files), a .safetensors file, or a folder of safetensors files with
     or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a layer share
     in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
-    missing one, for a tensor in two files, and where no experts are found, those of a layer differ in size or are not as
-    many as `experts`.
+    missing one, for a tensor in two files, and where no experts are found, those of a layer differ in size or are not
+    as many as `experts`.
     """
     path = expanded(path)
     layers: dict[str, _Layer] = defaultdict(_Layer)
