@@ -1,6 +1,5 @@
 """Every notebook runs from top to bottom on what ships with the project, and is committed with what it shows."""
 
-import re
 from pathlib import Path
 
 import nbformat
@@ -17,12 +16,11 @@ def _figures(notebook: nbformat.NotebookNode) -> int:
     return sum("image/svg+xml" in output.get("data", {}) for output in outputs)
 
 
-def _numbers(notebook: nbformat.NotebookNode) -> list[str]:
-    """All that its texts and tables show."""
+def _texts(notebook: nbformat.NotebookNode) -> list[str]:
+    """Return the texts and tables that it shows, without warnings, which name files of the kernel."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    told = [output.get("data", {}).get("text/plain", "") for output in outputs]
-    told += [output["text"] for output in outputs if output.get("name") == "stdout"]
-    return re.findall(r"\d+\.?\d*", "\n".join(told))
+    shown = [output.get("data", {}).get("text/plain", "") for output in outputs]
+    return shown + [output["text"] for output in outputs if output.get("name") == "stdout"]
 
 
 def test_the_questions_are_all_there():
@@ -49,6 +47,21 @@ def test_a_notebook_is_a_question_with_its_outputs_and_small(path):
 )
 def test_a_notebook_runs_from_top_to_bottom_and_shows_the_same_again(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
-    shown = _figures(notebook), _numbers(notebook)
+    shown = _figures(notebook), _texts(notebook)
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert (_figures(notebook), _numbers(notebook)) == shown
+    assert (_figures(notebook), _texts(notebook)) == shown
+
+
+@pytest.mark.parametrize(("requests", "shown"), [("4", (1, 1)), ("1", None)])
+def test_the_shift_fits_a_trace_of_few_requests(requests, shown, monkeypatch):
+    monkeypatch.setenv("MOE_REQUESTS", requests)
+    notebook = nbformat.read(next(path for path in NOTEBOOKS if path.stem.startswith("4_")), as_version=4)
+    names: dict[str, object] = {}
+    options, groups, shift = [cell.source for cell in notebook.cells if cell.cell_type == "code"][:3]
+    exec(f"{options}\nPOLICIES = ['lru']\n{groups}", names)
+    if shown is None:
+        with pytest.raises(ValueError, match="1 requests are too few for a shift"):
+            exec(shift, names)
+    else:
+        exec(shift, names)
+        assert (names["WARMUP"], names["AFTER"]) == shown
