@@ -16,7 +16,7 @@ from sim.engines.engine import AUTO, SIMPY, check, simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.facts import parse_json
 from traces.files import plain
 from traces.steps import DECODE, PREFILL, RequestSteps
@@ -68,11 +68,18 @@ LEAST_OF_TIERS = {
 LISTS_OF_TIERS = {"layer_bytes": "L", "arrival_ns": "requests", "prefill": "requests"}
 """Lists that they add, and what has an item of each."""
 
+OTHERS = ("chunk_bytes", "evict", "prefetch", "placement", "cold", "requests", "expected")
+"""The keys that are neither, and the result that an engine is compared with."""
+
 MOST = 2**53
 
 
 def check_case(case: dict[str, Any]) -> None:
     """Compiled code trusts its input, so a case is checked first. KeyError or ValueError, saying what is wrong."""
+    known = {*LEAST, *LEAST_OF_TIERS, *LISTS_OF_TIERS, *OTHERS}
+    for key in case:
+        if key not in known:
+            raise unknown("key", key, known)
     given = {key: lowest for key, lowest in LEAST_OF_TIERS.items() if case.get(key) is not None}
     least = LEAST | given | ({} if case["chunk_bytes"] is None else {"chunk_bytes": 1})
     if case.get("capacity_bytes") is not None:
@@ -86,17 +93,20 @@ def check_case(case: dict[str, Any]) -> None:
                 raise ValueError(f"{key} needs {wanted} items, not {len(case[key])}")
     for ns in case.get("arrival_ns") or ():
         _check("arrival_ns", ns, 0)
+    for flag in case.get("prefill") or ():
+        _check_flag("prefill", flag)
     sizes = case.get("layer_bytes") or [case["expert_bytes"]]
     for sized, count in (("capacity_bytes", "slots"), ("host_capacity_bytes", "host_slots")):
         if case.get("layer_bytes") and case.get(sized) is None and case.get(count) is not None:
             raise ValueError(f"{count}: where layer_bytes differ, give {sized}")
+        if not case.get("layer_bytes") and case.get(sized) is not None:
+            raise ValueError(f"{sized} needs layer_bytes: give them, or {count}")
     for size in sizes:
         _check("layer_bytes", size, 1)
     for key in ("capacity_bytes", "host_capacity_bytes"):
         if case.get(key) is not None and case[key] < max(sizes):
             raise ValueError(f"{key} {case[key]} holds no expert of {max(sizes)} bytes")
-    if type(case["cold"]) is not bool:
-        raise ValueError(f"cold must be true or false, not {case['cold']!r}")
+    _check_flag("cold", case["cold"])
     for steps in case["requests"]:
         for step in steps:
             if len(step) != case["L"]:
@@ -114,6 +124,11 @@ def check_case(case: dict[str, Any]) -> None:
 def _check(key: str, value: object, lowest: int) -> None:
     if type(value) is not int or not lowest <= value <= MOST:
         raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {value!r}")
+
+
+def _check_flag(key: str, value: object) -> None:
+    if type(value) is not bool:
+        raise ValueError(f"{key} must be true or false, not {value!r}")
 
 
 def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:

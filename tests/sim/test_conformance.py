@@ -60,6 +60,10 @@ def test_a_case_by_hand():
         ({"expert_bytes": 0}, "expert_bytes must be"),
         ({"cold": 1}, "cold must be"),
         ({"evict": "lruu"}, "did you mean lru"),
+        ({"placment": "host"}, "unknown key 'placment'; did you mean placement"),
+        ({"capacity_bytes": 40}, "capacity_bytes needs layer_bytes: give them, or slots"),
+        ({"host_capacity_bytes": 40}, "host_capacity_bytes needs layer_bytes: give them, or host_slots"),
+        ({"max_batch": 1, "prefill": ["false"]}, "prefill must be true or false"),
     ],
 )
 def test_what_is_no_case_is_refused_with_its_number(wrong, says, tmp_path):
