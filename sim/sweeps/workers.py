@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Generic, Protocol, TypeVar
 
+from policies.core import user_file
 from policies.core.spec import PolicySpec
 from sim.engines import compiling, engine
 from sim.interrupts import interrupts_later
@@ -30,7 +31,7 @@ from sim.profiles.model_profile import ModelProfile
 from sim.results.provenance import sources
 from sim.sweeps.setup import Loaded, Setup
 from traces import console
-from traces.errors import InputError
+from traces.errors import InputError, located
 from traces.location import absolute
 
 Advance = Callable[[int], None]
@@ -321,6 +322,9 @@ def _as_read(
     """A cell in another process, of the trace and the policies that the one which asks for it has read."""
     for policy in (each for each in arguments if isinstance(each, PolicySpec)):
         for name, content in policy.files.items():
+            if content is None:
+                with located(f"{name} is not run by another process"):
+                    user_file.load(name)  # raises why it could not be read
             if content != files[name]:
                 raise InputError(f"{name} was changed, or what it imports, since the run began")
     return play(_on(setup, fingerprint, machine), *arguments, advance)

@@ -99,12 +99,18 @@ def test_a_trace_that_another_one_replaces_is_not_run_by_other_processes(tmp_pat
         list(Local(2).results(tasks, lambda requests: None))
 
 
-EDITS = {"another": "size = 1", "half_saved": "def (", "without_the_class": "pass\n\n\ndel Mine"}
+EDITS = {
+    "another": ("size = 1", "was changed, or what it imports, since the run began"),
+    "half_saved": ("def (", "half_saved.py:5: cannot be imported: SyntaxError"),
+    "without_the_class": ("pass\n\n\ndel Mine", "has no class Mine"),
+    "on_another_path": ("pass\n\n\nimport beside", "it stands beside the file: set PYTHONPATH to"),
+}
 
 
 def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_path, capfd):
     tasks = {}
-    for name, body in {"as_it_was": "pass", **EDITS}.items():
+    (tmp_path / "beside.py").touch()
+    for name, (body, _) in {"as_it_was": ("pass", ""), **EDITS}.items():
         mine = tmp_path / f"{name}.py"
         mine.write_text("from policies.retention.lru import LRU\n\n\nclass Mine(LRU):\n    pass\n")
         tasks[name] = Task(loaded, process_of_cell, (parse(f"{mine}:Mine"),), False)
@@ -113,8 +119,7 @@ def test_a_policy_file_that_is_edited_is_not_run_by_other_processes(loaded, tmp_
         cells = {name: pool.submit(workers._in_process, *task.elsewhere) for name, task in tasks.items()}
         assert cells.pop("as_it_was").result() != os.getpid()
         for name, cell in cells.items():
-            told = rf"{name}.py:Mine was changed, or what it imports, since the run began"
-            with pytest.raises(InputError, match=told):
+            with pytest.raises(InputError, match=rf"{name}\.py:Mine .*{EDITS[name][1]}"):
                 cell.result()
     assert "Traceback" not in capfd.readouterr().err
 
