@@ -63,7 +63,8 @@ def event_fault(event: Event, shape: Shape) -> str | None:
     fits = (
         START <= event.layer < L
         and event.phase in (PREFILL, DECODE)
-        and requests == len(event.steps) == len(ends) - 1
+        and 0 < requests == len(event.steps) == len(ends) - 1
+        and (event.phase == PREFILL or len(event.token_ids) in (0, requests))
         and (np.diff(ends, prepend=0, append=len(event.own_experts)) >= 0).all()
         and ((event.seats >= 0) & (event.seats < shape.seats)).all()
         and (event.steps >= 0).all()

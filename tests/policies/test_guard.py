@@ -390,7 +390,13 @@ def test_a_policy_that_cannot_save_what_it_learned_is_told_so(tmp_path):
         keeper.save(BytesIO(), "a trace")
 
 
-@pytest.mark.parametrize("change", ["counts=event.counts * 1.0", "experts=event.experts[::-1].copy()", "layer=2"])
+NO_REQUESTS = (
+    "**dict.fromkeys(('seats', 'steps', 'own_experts', 'own_counts'), event.seats[:0]), offsets=event.offsets[:1]"
+)
+CHANGES = ["counts=event.counts * 1.0", "experts=event.experts[::-1].copy()", "layer=2", "token_ids=np.arange(2)"]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, NO_REQUESTS])
 def test_an_event_that_compiled_functions_cannot_take_is_refused(change, tmp_path):
     mine = file_of(tmp_path, f"def observe(self, event):\n    super().observe(event._replace({change}))", "Popular")
     with pytest.raises(PolicyError, match=f"mine.py:{LINES + 2}: it hands on an event "):
