@@ -314,7 +314,8 @@ def _check_heard(cls: type[Listener]) -> None:
         raise BrokenRuleError(
             f"its {method} is never called, only that of a {kind}: write a class for that, or rename it"
         )
-    if not cls.oracle and any("foresee" in vars(each) for each in own):
+    foresees = any("foresee" in vars(each) for each in own) or any(getattr(base, "oracle", 0) for base in cls.__mro__)
+    if foresees and not cls.oracle:
         raise BrokenRuleError("its `foresee` is told the future: declare `oracle = True` in its class")
 
 

@@ -55,13 +55,13 @@ P = TypeVar("P", bound=type[Prefetcher])
 
 
 def retention(name: str, oracle: bool = False) -> Callable[[R], R]:
-    """Register an eviction policy under `name`; `oracle` marks one that sees the future."""
+    """Register an eviction policy under `name`; `oracle` marks one that sees the future, as its class may."""
 
     return _register(_retention, name, oracle)
 
 
 def prefetcher(name: str, oracle: bool = False) -> Callable[[P], P]:
-    """Register a prefetcher under `name`; `oracle` marks one that sees the future."""
+    """Register a prefetcher under `name`; `oracle` marks one that sees the future, as its class may."""
 
     return _register(_prefetch, name, oracle)
 
@@ -72,7 +72,7 @@ def _register(table: dict[str, Any], name: str, oracle: bool) -> Callable[[Any],
         taken += ["a preset"] * (preset(name) is not None)
         if other := next((source for source in taken if source != _source(cls)), ""):
             raise InputError(f"{name!r} names a policy of {_source(cls)} and {other}: register one by another name")
-        cls.name, cls.oracle = name, oracle
+        cls.name, cls.oracle = name, oracle or cls.oracle
         table[name] = cls
         return cls
 

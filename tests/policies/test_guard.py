@@ -40,6 +40,7 @@ from policies.eamc.eamc import EamcRetention
 from policies.prefetch.layer_stream import All
 from policies.prefetch.popular import Popular
 from policies.retention.arc import ARC
+from policies.retention.belady import Belady
 from policies.retention.clock import Clock
 from policies.retention.lru import LRU
 class Mine({base}):
@@ -407,6 +408,11 @@ def test_an_event_may_be_made_anew(tmp_path):
     body = "def observe(self, event):\n    super().observe(event._replace(experts=event.experts.copy()))"
     plain, mine = (file_of(tmp_path, b, "EamcRetention", f"{n}.py") for n, b in enumerate(("pass", body)))
     assert played(mine) == played(plain) != []
+
+
+def test_a_policy_that_derives_from_an_oracle_is_one(tmp_path):
+    with pytest.raises(PolicyError, match="its `foresee` is told the future: declare `oracle = True`"):
+        played(file_of(tmp_path, "oracle = False", "Belady"))
 
 
 def test_a_policy_with_a_rule_cannot_decide_within_another(tmp_path):

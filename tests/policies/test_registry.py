@@ -4,9 +4,10 @@ import pytest
 
 from policies.core import registry
 from policies.core.catalog import available
-from policies.core.policy import Shape
+from policies.core.policy import ScorePolicy, Shape
 from policies.core.spec import parse
 from policies.eamc.eamc import EamcPrefetcher, EamcRetention
+from policies.retention.belady import Belady
 from traces.errors import InputError
 
 
@@ -77,6 +78,18 @@ def test_a_file_cannot_give_its_policy_the_name_of_another(kind, name, tmp_path)
     with pytest.raises(InputError, match=f"mine.py:3: cannot be imported: .*'{name}' names a policy of .*mine.py and "):
         parse(f"{tmp_path / 'mine.py'}:Mine")
     assert parse("lru") == before
+
+
+@pytest.mark.parametrize("said", ["", "oracle = True"])
+def test_a_registered_class_that_sees_the_future_is_an_oracle(said, monkeypatch):
+    monkeypatch.setattr(registry, "_retention", dict(registry.tables()[0]))
+    base = ScorePolicy if said else Belady
+
+    @registry.retention("sees-all")
+    class Mine(base):
+        exec(said)
+
+    assert parse("sees-all").oracle
 
 
 def test_a_file_that_registers_a_pair_is_read_again_when_it_has_changed(tmp_path, monkeypatch):
