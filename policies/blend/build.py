@@ -30,4 +30,4 @@ def build(traces: Sequence[tuple[str, Requests]], shape: Shape, start: Path | No
                     runner.propose(event)
             runner.end_request()
             ordinal += 1
-    return profile_of(runner.retention, ", ".join(name for name, _ in traces))
+    return profile_of(runner.retention, *(name for name, _ in traces))

@@ -494,12 +494,12 @@ def _add(
     return n
 
 
-def profile_of(half: Listener, source: str) -> Profile:
-    """Return what a half of `eamc-blend` has learned, from `source` and from what it started with."""
+def profile_of(half: Listener, *sources: str) -> Profile:
+    """Return what a half of `eamc-blend` has learned, from `sources` and from what it started with."""
     assert isinstance(half.options, BlendOptions)
     start = half.options.profile
     before = Profile.read(start).traces if start else ()
-    return Profile(half.shape, (*before, source), learned(half.state))
+    return Profile(half.shape, (*before, *sources), learned(half.state))
 
 
 @retention("eamc-blend")

@@ -40,6 +40,7 @@ def test_learning_on_from_a_file_ends_as_learning_without_a_break(trace, tmp_pat
     whole = build([("both", requests)], SHAPE)
 
     assert on.traces == ("first", "second")
+    assert build([("first", []), ("second", [])], SHAPE).traces == ("first", "second")
     assert whole.learned["passes"].any()
     assert (whole.learned["fits"] != build([("none", [])], SHAPE).learned["fits"]).any()
     for name, array in whole.learned.items():
