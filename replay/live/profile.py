@@ -11,8 +11,11 @@ from traces.output import check_file, replacing
 
 def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     """Return the policy as it starts from what `file` holds, if that is there. Raise InputError for one that cannot."""
-    if file and not any(half.cls.starts_from for half in (policy.evict, policy.prefetch)):
+    saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
+    if file and not saving:
         raise InputError(f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do")
+    if file and saving == 2 and not policy.shares:
+        raise InputError(f"--profile: both halves of {policy.text} save what they learn, and a profile is of one")
     if file:
         check_file(file, overwrite=True)  # better now than when all is learned
     if not file or not file.exists():

@@ -608,3 +608,9 @@ def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None
 def test_a_profile_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot write"):
         starting_from(parse("eamc"), tmp_path / "missing" / "profile.npz")
+
+
+@pytest.mark.parametrize("policy", ["eamc+eamc-blend", "eamc:capacity=9+eamc"])
+def test_a_profile_is_not_of_two_halves_that_learn_apart(policy: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"both halves of .* save what they learn, and a profile is of one"):
+        starting_from(parse(policy), tmp_path / "profile.npz")
