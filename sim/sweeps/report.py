@@ -1,6 +1,6 @@
 """What a sweep says on the terminal: warnings before it, a table after it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -83,14 +83,19 @@ def untimed_note(loaded: Loaded, policies: Iterable[PolicySpec]) -> Iterator[str
 
 def shown(outcome: Outcome) -> Iterator[str | Table]:
     """What was run on what, the table, and what its marks mean. The results of `outcome` are on disk."""
-    marks = _marks(outcome)
+    played = compare.read(outcome.table.folder)
+    marks = _marks(outcome, played)
     yield _title(outcome)
     yield _table(outcome, marks)
     if EQUAL in marks.values():
-        few = outcome.rows[0]["requests"] < compare.FEWEST
-        told = f"; it takes {compare.FEWEST} requests to tell" if few else ""
-        noise = f"the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
-        yield f"{EQUAL}: not worse than the least beyond {noise}{told}"
+        yield equal_note(played[0], outcome.judged_by)
+
+
+def equal_note(cell: compare.SweptRun, judged_by: str) -> str:
+    """Return what EQUAL means in a sweep of which `cell` is one."""
+    few = cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST
+    told = f"; it takes {compare.FEWEST} requests to tell" if few else ""
+    return f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests){told}"
 
 
 def _title(outcome: Outcome) -> str:
@@ -126,9 +131,8 @@ def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
     return shown
 
 
-def _marks(outcome: Outcome) -> dict[tuple[int, str], str]:
+def _marks(outcome: Outcome, played: Sequence[compare.SweptRun]) -> dict[tuple[int, str], str]:
     """What stands beside a size and policy: BEST, or EQUAL for each of several that requests cannot tell apart."""
-    played = compare.read(outcome.table.folder)
     causal = {(row["cache_experts"], row["policy"]) for row in outcome.rows if not row["oracle"]}
     marks = {}
     for winner in outcome.winners:

@@ -26,6 +26,7 @@ from sim.results.compare import (
     read,
     split_name,
 )
+from sim.sweeps import report
 from sim.sweeps.store import Store
 from tests.support.tiny import SIZES
 from traces.errors import InputError
@@ -172,6 +173,11 @@ def test_fewer_than_six_requests_cannot_tell_a_difference_from_chance(requests, 
     assert found.sentence().endswith(
         f"over {requests} requests" + ("" if told else ", which may be chance: it takes 6 requests to tell")
     )
+
+
+def test_requests_that_decode_nothing_do_not_help_to_tell():
+    cell = played(tpot_mean_ms=np.array([1.0] * 5 + [np.nan] * 3))
+    assert report.equal_note(cell, "tpot_mean_ms").endswith("it takes 6 requests to tell")
 
 
 def test_a_cell_is_named_by_folder_policy_and_size(home, monkeypatch):
