@@ -147,7 +147,8 @@ def _with_addresses(text: str) -> str:
     """Return a message with each address as it was typed: a path has made `s3:/bucket` of `s3://bucket`."""
     for argument in sys.argv[1:]:
         address = argument.partition("=")[2] if argument.startswith("--") else argument
-        if "://" in address:
+        scheme, url, _ = address.partition("://")
+        if scheme and url:
             text = text.replace(str(Path(address)), address)
     return text
 

@@ -265,3 +265,16 @@ def test_a_name_that_is_not_utf8_is_to_be_changed(tmp_path: Path) -> None:
     said = command("tracer", "validate", tmp_path / "t", PYTHONUTF8="1")
     assert said.returncode == 2
     assert "the name 'routing/part-\\udcff.parquet' is not UTF-8: rename it" in said.stderr
+
+
+def test_an_argument_that_names_no_scheme_is_no_address(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    def act(given: str) -> None:
+        raise InputError(f"{given} is no number: use 64")
+
+    monkeypatch.setattr(sys, "argv", ["act", "://"])
+    with pytest.raises(SystemExit):
+        console.main(app, "act")
+    assert capsys.readouterr().err == "act: error: :// is no number: use 64\n"
