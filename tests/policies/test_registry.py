@@ -80,15 +80,10 @@ def test_a_file_cannot_give_its_policy_the_name_of_another(kind, name, tmp_path)
     assert parse("lru") == before
 
 
-@pytest.mark.parametrize("said", ["", "oracle = True"])
-def test_a_registered_class_that_sees_the_future_is_an_oracle(said, monkeypatch):
+@pytest.mark.parametrize("cls", [type("Derived", (Belady,), {}), type("Says", (ScorePolicy,), {"oracle": True})])
+def test_a_registered_class_that_sees_the_future_is_an_oracle(cls, monkeypatch):
     monkeypatch.setattr(registry, "_retention", dict(registry.tables()[0]))
-    base = ScorePolicy if said else Belady
-
-    @registry.retention("sees-all")
-    class Mine(base):
-        exec(said)
-
+    registry.retention("sees-all")(cls)
     assert parse("sees-all").oracle
 
 
