@@ -67,6 +67,7 @@ class Roofline:
         self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
         self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
         self._trailing = self._plain([0] * model.trailing_dense_layers)
+        self._combine_ns: dict[int, int] = {}  # by tokens: that of every layer, asked for again and again
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
         """Attention over `context`, shared experts and router, and the layers without experts before them."""
@@ -95,9 +96,11 @@ class Roofline:
         """Read k rows a token, write one."""
         if not self.model.runs(layer, tokens, context):
             return 0
-        row = self.model.hidden_size * self.model.dense_bytes_per_parameter
-        moved = tokens * (self.model.top_k + 1) * row
-        return math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))
+        if tokens not in self._combine_ns:
+            row = self.model.hidden_size * self.model.dense_bytes_per_parameter
+            moved = tokens * (self.model.top_k + 1) * row
+            self._combine_ns[tokens] = math.ceil(self._slower(moved, 0) + self._launched(COMBINE_KERNELS))
+        return self._combine_ns[tokens]
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
         """Trailing layers (their context taken as the step's tokens), then the vocabulary, a token of each request."""
