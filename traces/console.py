@@ -149,7 +149,7 @@ def _with_addresses(text: str) -> str:
         address = argument.partition("=")[2] if argument.startswith("--") else argument
         scheme, url, _ = address.partition("://")
         if scheme and url:
-            text = text.replace(str(Path(address)), address)
+            text = text.replace(str(Path(address)), address.rstrip("/"))
     return text
 
 
