@@ -158,11 +158,11 @@ def conformance(
     from traces.output import check_file, replacing
 
     if out is None:
-        run_file(cases, sys.stdout, engine or "auto")
+        run_file(cases, sys.stdout, engine or "auto", console.warn)
         return
     check_file(out, overwrite, read=cases)
     with replacing(out, overwrite=overwrite) as part, part.open("w", encoding="utf-8") as lines:
-        run_file(cases, lines, engine or "auto")
+        run_file(cases, lines, engine or "auto", console.warn)
 
 
 app.command()(analyze)

@@ -60,7 +60,6 @@ def test_a_case_by_hand():
         ({"expert_bytes": 0}, "expert_bytes must be"),
         ({"cold": 1}, "cold must be"),
         ({"evict": "lruu"}, "did you mean lru"),
-        ({"placment": "host"}, "unknown key 'placment'; did you mean placement"),
         ({"capacity_bytes": 40}, "capacity_bytes needs layer_bytes: give them, or slots"),
         ({"host_capacity_bytes": 40}, "host_capacity_bytes needs layer_bytes: give them, or host_slots"),
         ({"max_batch": 1, "prefill": ["false"]}, "prefill must be true or false"),
@@ -72,6 +71,13 @@ def test_what_is_no_case_is_refused_with_its_number(wrong, says, tmp_path):
     with pytest.raises(InputError, match=says) as caught:
         run_file(path, io.StringIO())
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_no_case_has_is_warned_of_once(tmp_path):
+    path, told = tmp_path / "cases.jsonl", list[str]()
+    path.write_text((json.dumps(CASE | {"placment": "host", "expected": {}}) + "\n") * 2)
+    assert run_file(path, io.StringIO(), warn=told.append) == 2
+    assert told == [f"{path}, case 1: unknown key 'placment'; did you mean placement? (ignored)"]
 
 
 def test_a_missing_key_is_named(tmp_path):
