@@ -316,7 +316,7 @@ def _check_heard(cls: type[Listener]) -> None:
         )
     foresees = any("foresee" in vars(each) for each in own) or any(getattr(base, "oracle", 0) for base in cls.__mro__)
     if foresees and not cls.oracle:
-        raise BrokenRuleError("its `foresee` is told the future: declare `oracle = True` in its class")
+        raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")
 
 
 # The guard

@@ -142,7 +142,7 @@ class Listener:
     name: ClassVar[str]
     oracle: ClassVar[bool] = False
     Options: ClassVar[type] = Options
-    observes: bool = True  # False: `observe` is never called; a class that defines it anew has True unless it says so
+    observes: bool = True  # False: `observe` is never called; a class with its own has True unless it says so
     starts_from: ClassVar[str] = ""  # the option that names a file that `save` wrote; none: it saves nothing
     kernel: ClassVar[Kernel | None] = None
     state: Any

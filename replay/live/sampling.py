@@ -65,11 +65,11 @@ class Sampled(BaseModel):
 
         Raise InputError for what cannot be drawn with.
         """
-        found = {"temperature": 1.0}
+        found: dict[str, Any] = {"temperature": 1.0}
         for said in (config, self):
             values = {name: getattr(said, name, None) for name in Sampled.model_fields}
             found |= {name: value for name, value in values.items() if value is not None}
-        return ServedSampling(**found)  # type: ignore[arg-type]  # by name, each of its type
+        return ServedSampling(**found)
 
 
 def require_sampling(config: Any, name: str) -> None:

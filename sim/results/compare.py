@@ -33,8 +33,8 @@ RESAMPLES_OF_A_TABLE = 2_000
 DRAWN_AT_ONCE = 2**22
 
 FEWEST = 6
-"""Requests that tell a difference from chance: with n of them chance gives all the same sign in 2 of 2^n cases."""
-FEW = f", which may be chance: it takes {FEWEST} requests to tell"
+"""The least requests that can show a difference: with n of them chance gives all the same sign in 2 of 2^n cases."""
+FEW = f", which may be chance: there are fewer than {FEWEST} requests"
 
 Float = NDArray[np.float64]
 
@@ -250,7 +250,7 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
 def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:
     """Return those of `others` that are not worse than `best` beyond the noise, by a column of results.
 
-    That is: the interval of the paired difference over requests reaches 0, or there are too few of them to tell.
+    That is: the interval of the paired difference over requests reaches 0, or there are fewer than FEWEST.
     """
     measure = OF_A_REQUEST[judged_by]
     sign = -1 if measure == "hit_rate" else 1

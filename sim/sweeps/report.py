@@ -94,8 +94,8 @@ def shown(outcome: Outcome) -> Iterator[str | Table]:
 def equal_note(cell: compare.SweptRun, judged_by: str) -> str:
     """Return what EQUAL means in a sweep of which `cell` is one."""
     few = cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST
-    told = f"; it takes {compare.FEWEST} requests to tell" if few else ""
-    return f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests){told}"
+    note = f"; fewer than {compare.FEWEST} requests show no difference" if few else ""
+    return f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests){note}"
 
 
 def _title(outcome: Outcome) -> str:
@@ -132,7 +132,7 @@ def _table(outcome: Outcome, marks: Mapping[tuple[int, str], str]) -> Table:
 
 
 def _marks(outcome: Outcome, played: Sequence[compare.SweptRun]) -> dict[tuple[int, str], str]:
-    """What stands beside a size and policy: BEST, or EQUAL for each of several that requests cannot tell apart."""
+    """What stands beside a size and policy: BEST, or EQUAL for each of several within the noise."""
     causal = {(row["cache_experts"], row["policy"]) for row in outcome.rows if not row["oracle"]}
     marks = {}
     for winner in outcome.winners:

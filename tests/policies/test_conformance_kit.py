@@ -142,7 +142,7 @@ class Bad(Prefetcher):
 
 @pytest.mark.parametrize("says", BAD)
 def test_a_policy_that_breaks_a_rule_is_caught(tmp_path, says, monkeypatch):
-    monkeypatch.setattr(PolicySpec, "oracle", False)  # some are told the future
+    monkeypatch.setattr(PolicySpec, "oracle", False)  # some are given the routing of the whole run
     code, typed = BAD[says]
     (tmp_path / "bad.py").write_text(HEAD + code)
     report = check_policy(typed.format(f"{tmp_path / 'bad.py'}:Bad"))

@@ -207,7 +207,7 @@ UNFIT = {
     OBSERVE + "sys.stdout = None": "closes or replaces standard output",
     OBSERVE + "from traces.errors import InputError\n    raise InputError('no')": "no$",
     "class Odd(Exception):\n    __traceback__ = None\n" + OBSERVE + "raise Mine.Odd": "Odd$",
-    FORESEE.replace("True", "False") + "pass": "its `foresee` is told the future: declare `oracle = True`",
+    FORESEE.replace("True", "False") + "pass": "its `foresee` sees the whole run ahead: declare `oracle = True`",
     "def propose(self, event):\n    pass": "its propose is never called, only that of a Prefetcher",
     "listed = True": "it declares `listed`",
     BEGIN + "self.oracle = True": "its `oracle` differs from its class's",
@@ -411,7 +411,7 @@ def test_an_event_may_be_made_anew(tmp_path):
 
 
 def test_a_policy_that_derives_from_an_oracle_is_one(tmp_path):
-    with pytest.raises(PolicyError, match="its `foresee` is told the future: declare `oracle = True`"):
+    with pytest.raises(PolicyError, match="its `foresee` sees the whole run ahead: declare `oracle = True`"):
         played(file_of(tmp_path, "oracle = False", "Belady"))
 
 
