@@ -211,7 +211,8 @@ def learned(own: Blend) -> Learned:
 
 
 def begin_request(own: Blend, seat: int) -> None:
-    """The request's own counts start anew."""
+    """The request before it in this seat is over, and the new one has counts of its own."""
+    close(own, seat)
     evidence.begin_request(own.known, seat)
     own.steps[seat] = NONE
 
@@ -274,10 +275,12 @@ def _score(own: Blend, seat: int, r: int, layer: int, upto: int) -> None:
 
 
 @compiled
-def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, opens: bool, upto: int) -> None:
-    """Learn what request number r chose of `layer`, from `first` to `last`; score its experts up to number `upto`."""
-    known, numbers, seat, decode = own.known, own.numbers, event.seats[r], own.numbers[DECODES] != 0
-    experts, counts = event.own_experts[first:last], event.own_counts[first:last]
+def _learn(own: Blend, seat: int, r: int, layer: int, experts: Int, counts: Int, opens: bool, upto: int) -> None:
+    """Learn what request number r chose of `layer`; score the layer's experts up to number `upto`.
+
+    Untimed, none chosen: the layer's pass is over.
+    """
+    known, numbers, decode = own.known, own.numbers, own.numbers[DECODES] != 0
     if decode:
         show(own.learning, layer, numbers[STEPS], seat, experts)
     learn(known, own.parameters, seat, layer, experts, counts, decode, opens, numbers[TOP_K])
@@ -285,7 +288,7 @@ def _learn(own: Blend, event: Event, r: int, layer: int, first: int, last: int, 
         numbers[TOP_K] = max(numbers[TOP_K], known.used[seat, 2, layer, known.after.shape[3]])
     weigh(known, own.parameters, seat, layer, numbers[TOP_K], False)
     _score(own, seat, r, layer, upto)
-    is_over = (last > first) != numbers[PER_ACCESS]
+    is_over = (len(experts) > 0) != numbers[PER_ACCESS]
     if decode and r == 0 and is_over and layer == numbers[STEPS] % known.after.shape[1]:
         sighted = sees(own, seat)
         model, kinds = (CHANCE, KINDS) if sighted else (CHANCE_BLIND, BLIND)
@@ -316,6 +319,16 @@ def _set_aside(own: Blend) -> None:
 
 
 @compiled
+def close(own: Blend, seat: int) -> None:
+    """End the pass that is open, in the untimed mode: only what comes next says that it is over."""
+    numbers = own.numbers
+    if numbers[PER_ACCESS] and numbers[OPEN] >= 0:
+        nothing = own.steps[:0]
+        _learn(own, seat, 0, numbers[OPEN], nothing, nothing, False, own.known.after.shape[3] - 1)
+        numbers[OPEN] = NONE
+
+
+@compiled
 def _begin(own: Blend, event: Event) -> bool:
     """Whether a step begins with this event; take note of it, and of its tokens."""
     numbers, ids, decode, begins = own.numbers, event.token_ids, event.phase == DECODE, False
@@ -339,8 +352,8 @@ def observe(own: Blend, event: Event) -> None:
     numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
     begins = own.steps[event.seats[0]] != event.steps[0]
     opens = not numbers[PER_ACCESS] or begins or numbers[OPEN] != layer
-    if opens and numbers[PER_ACCESS] and numbers[OPEN] >= 0:
-        _learn(own, event, 0, numbers[OPEN], 0, 0, False, E - 1)  # the layer's pass is over
+    if opens:
+        close(own, event.seats[0])
     _begin(own, event)
     if len(event.experts) == 0:
         return
@@ -351,7 +364,8 @@ def observe(own: Blend, event: Event) -> None:
     pass_on(own.learning, layer, event.experts, opens)
     for r in range(len(event.seats)):
         first, last = event.offsets[r], event.offsets[r + 1]
-        _learn(own, event, r, layer, first, last, opens, upto)
+        experts, counts = event.own_experts[first:last], event.own_counts[first:last]
+        _learn(own, event.seats[r], r, layer, experts, counts, opens, upto)
 
 
 @compiled

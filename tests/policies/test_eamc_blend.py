@@ -434,6 +434,8 @@ def test_told_one_by_one_a_layer_that_has_passed_is_scored_as_if_told_at_once() 
                 pieces.observe(alone(DECODE, layer, step, ids, np.ones(1, np.int64)))
     passed = (L - 1) * E
     np.testing.assert_allclose(pieces.keep[0, :passed], whole.keep[0, :passed], rtol=1e-6)
+    pieces.begin_request(1, 0)  # only this ends the pass of the last layer
+    np.testing.assert_allclose(pieces.keep, whole.keep, rtol=1e-6)
 
 
 def test_told_one_by_one_a_prefill_asks_nothing_either() -> None:
