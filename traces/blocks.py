@@ -23,7 +23,7 @@ from traces.reader import Files, numpy
 from traces.schema import row_bytes
 
 BLOCK_BYTES = 2**22
-"""Of a block, at most (but it has at least one row): no less than a row group of `traces.writer`."""
+"""Of a block, at most (but it has at least one row): no less than a row group of `traces.parquet`."""
 
 SHARED_BYTES = 2**25
 """Of the blocks that the threads keep together, at most; a single one may be larger."""

@@ -8,7 +8,6 @@ the last is held in memory and rewritten; closing joins those of the requests in
 
 import math
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -19,9 +18,9 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from traces import parquet
 from traces.check import check_finite
 from traces.errors import InputError
 from traces.index import Index
@@ -53,9 +52,6 @@ ROUTING_BYTES = 2**26
 
 REQUEST_BYTES = 2**24
 """Of the EAMs in a file of requests while the trace grows."""
-
-ROW_GROUP_BYTES = 2**22
-"""Of a row group, about: what is decoded at a time where a trace is larger than memory (`traces.blocks`)."""
 
 FLUSH_SECONDS = 5.0
 """Requests that finish sooner after the last flush wait for the next one, or for close()."""
@@ -89,66 +85,6 @@ def held(folder: Path) -> set[Path]:
     return set(folder.iterdir()) - {folder / LOCK, folder / UNFINISHED} if folder.is_dir() else set()
 
 
-class _Files:
-    """A row of Parquet files; the last one is held, and rewritten by each flush, until it has `limit` rows."""
-
-    def __init__(self, folder: Path, limit: int):
-        self.folder = folder
-        self.limit = limit
-        self.rows = 0  # of the last file
-        self._number = 0
-        self._held: list[pa.Table] = []
-
-    @property
-    def path(self) -> Path:
-        """Of the last file."""
-        return self.folder / f"part-{self._number:05d}.parquet"
-
-    @property
-    def grown(self) -> bool:
-        """Whether there is a last file to write; it may have no rows."""
-        return bool(self._held)
-
-    def add(self, table: pa.Table) -> None:
-        self._held.append(table)
-        self.rows += len(table)
-
-    def table(self) -> pa.Table:
-        """The last file's content."""
-        self._held = [pa.concat_tables(self._held).combine_chunks()]
-        return self._held[0]
-
-    def flushed(self) -> None:
-        """The last file was written: start the next one if it is full."""
-        if self.rows >= self.limit:
-            self._number, self.rows, self._held = self._number + 1, 0, []
-
-    def reopen(self, schema: pa.Schema, keep: int | None = None) -> None:
-        """Continue after the files that are there; of routing files, only with rows of the first `keep` requests.
-
-        What was read is given the `schema` as it is written: Parquet has a name of its own for a list's elements.
-        """
-        files = sorted(self.folder.glob("part-*.parquet"))
-        while files:
-            self._number = len(files) - 1
-            held = pq.read_metadata(str(files[-1].absolute())).num_rows
-            if keep is None and held >= self.limit:
-                self.rows = held
-            else:
-                table = _read(files[-1]).cast(schema)
-                if keep is not None:
-                    table = table.filter(pc.less(table.column("request"), keep))
-                if not len(table) and len(files) > 1:
-                    files.pop().unlink()
-                    continue
-                if len(table) < held:
-                    _write(self.path, table)
-                self.add(table)
-            self.flushed()
-            return
-        self._number = 0
-
-
 class TraceWriter:
     """Write requests to a trace folder as they finish; the trace appears with the first flush.
 
@@ -169,8 +105,8 @@ class TraceWriter:
         self.written = 0  # requests readable in the folder
         self.added = 0
         self.next_step = 0  # after the steps of the requests that were resumed
-        self._rows = _Files(self._place / ROUTING, FILE_ROWS)
-        self._requests = _Files(self._place / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
+        self._rows = parquet.Parts(self._place / ROUTING, FILE_ROWS)
+        self._requests = parquet.Parts(self._place / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._next_flush = time.monotonic() + FLUSH_SECONDS
         self._optional: set[str] | None = None
         with ExitStack() as kept:
@@ -208,7 +144,7 @@ class TraceWriter:
                 self._make_folder()
             for files in (self._rows, self._requests):
                 if files.grown:
-                    _write(files.path, files.table())
+                    parquet.write(files.path, files.table())
         self.written = self.added
         self._rows.flushed()
         self._requests.flushed()
@@ -234,7 +170,7 @@ class TraceWriter:
             return
         with self._telling():
             if files := sorted(growing.glob("part-*.parquet")):
-                _join(files, self._place / REQUESTS)
+                parquet.join(files, self._place / REQUESTS)
             shutil.rmtree(growing)
             if self._place != self.folder:
                 self._take_place()
@@ -334,7 +270,7 @@ def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
 def _last_step(parts: list[Path], requests: int) -> int:
     """The last step of the first `requests` requests; -1 without any."""
     for part in reversed(parts):
-        table = _read(part, ["request", "step"])
+        table = parquet.read(part, ["request", "step"])
         steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
         if len(steps):
             return int(steps.max())
@@ -355,80 +291,12 @@ def _left_by_writer(folder: Path) -> list[Path] | None:
     inner = [folder / GROWING, folder / ROUTING]
     files = sorted(held(folder) - set(inner), key=lambda file: file.name != REQUESTS)
     parts = [part for place in inner if place.is_dir() for part in sorted(place.iterdir())]
-    if not {file.name for file in files} <= {REQUESTS, _temporary(folder / REQUESTS).name}:
+    if not {file.name for file in files} <= {REQUESTS, parquet.temporary(folder / REQUESTS).name}:
         return None
-    if not all(_PART.fullmatch(part.name) for part in parts):
+    if not all(parquet.PART.fullmatch(part.name) for part in parts):
         return None
     final = [file for file in files + parts if not file.name.startswith(".")]
     return files + parts if not final or any(map(is_of_trace, final)) else None
-
-
-_PART = re.compile(r"part-\d+\.parquet|\.part-\d+\.parquet\.tmp")
-"""Names of the files that grow, whole or being written."""
-
-
-def _temporary(path: Path) -> Path:
-    """Where a file is written until it is whole."""
-    return path.with_name(f".{path.name}.tmp")
-
-
-_COUNTERS = ("request", "position", "step")
-"""Columns of numbers that mostly go up by little, stored as differences."""
-
-_FLOATS = ("weights", "gate_probs", "embedding")
-"""Columns in which values hardly repeat; all others are stored by dictionary."""
-
-
-@contextmanager
-def _writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """A Parquet file under a temporary name, which gets its own when it is whole."""
-    temporary = _temporary(path.absolute())  # Arrow takes a `~` at the beginning for a home
-    lists = {name for name in schema.names if pa.types.is_fixed_size_list(schema.field(name).type)}
-    repeating = set(schema.names) - set(_COUNTERS) - set(_FLOATS)
-    try:
-        with pq.ParquetWriter(
-            temporary,
-            schema,
-            compression="zstd",
-            compression_level=3,
-            write_page_checksum=True,
-            use_dictionary=[f"{name}.list.element" if name in lists else name for name in sorted(repeating)],
-            column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTERS if name in schema.names},
-        ) as writer:
-            yield writer
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _read(path: Path, columns: list[str] | None = None) -> pa.Table:
-    return pq.read_table(str(path.absolute()), columns=columns, partitioning=None, page_checksum_verification=True)
-
-
-def _write(path: Path, table: pa.Table) -> None:
-    with _writing(path, table.schema) as writer:
-        writer.write_table(table, row_group_size=_rows_of_a_group(table.schema))
-
-
-def _rows_of_a_group(schema: pa.Schema) -> int:
-    return max(1, ROW_GROUP_BYTES // row_bytes(schema))
-
-
-def _join(files: list[Path], into: Path) -> None:
-    """One file with the rows of several, in row groups that do not tell which row came from which file."""
-    schema = pq.read_schema(str(files[0].absolute()))
-    held, size = schema.empty_table(), _rows_of_a_group(schema)
-    with _writing(into, schema) as writer:
-        for file in files:
-            with pq.ParquetFile(str(file.absolute()), page_checksum_verification=True) as rows:
-                for group in range(rows.num_row_groups):
-                    held = pa.concat_tables([held, rows.read_row_group(group).cast(schema)]).combine_chunks()
-                    full = len(held) // size * size
-                    if full:
-                        writer.write_table(held.slice(0, full), row_group_size=size)
-                        held = held.slice(full)
-        if len(held):
-            writer.write_table(held.combine_chunks())
 
 
 def _routing_table(trace: Trace, first: int) -> pa.Table:

@@ -412,7 +412,7 @@ def test_a_failed_write_leaves_what_was_there_whole(tmp_path: Path, monkeypatch:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("traces.writer.pq.ParquetWriter.write_table", full)
+    monkeypatch.setattr("traces.parquet.pq.ParquetWriter.write_table", full)
     with pytest.raises(InputError, match=r"No space left on device; 3 requests are readable"):
         writer.flush()
     assert len(Trace.read(tmp_path / "t").requests) == 3
@@ -472,7 +472,7 @@ def test_a_disk_that_fills_leaves_the_trace_that_was_to_be_replaced(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("traces.writer.pq.ParquetWriter.write_table", full)
+    monkeypatch.setattr("traces.parquet.pq.ParquetWriter.write_table", full)
     with pytest.raises(InputError, match="No space left on device; no new trace is there"):
         write_trace(GOOD.head(1), folder, overwrite=True)
     assert len(Trace.read(folder).requests) == 3

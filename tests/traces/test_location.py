@@ -99,7 +99,7 @@ def test_a_trace_at_a_url_can_be_joined(memory: str, tmp_path: Path) -> None:
 
 def test_a_trace_on_a_web_server_is_the_same_trace(served: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("traces.writer.FILE_ROWS", 50)
-    monkeypatch.setattr("traces.writer.ROW_GROUP_BYTES", 500)
+    monkeypatch.setattr("traces.parquet.ROW_GROUP_BYTES", 500)
     trace = synthetic(30, 5, 2, 6, 2, seed=0, prompt_tokens=3)
     write_trace(trace, tmp_path / "t")
     shards = Shards.open(f"{served}/t")

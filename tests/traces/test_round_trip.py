@@ -87,7 +87,7 @@ def test_a_resumed_trace_equals_the_uninterrupted_one_byte_for_byte(
     trace = replace(trace, weights=rows, step=np.sort(trace.step))
     monkeypatch.setattr("traces.writer.FILE_ROWS", 25)
     monkeypatch.setattr("traces.writer.REQUEST_BYTES", 4 * 8 * 2 * 4)  # four requests a file
-    monkeypatch.setattr("traces.writer.ROW_GROUP_BYTES", 200)
+    monkeypatch.setattr("traces.parquet.ROW_GROUP_BYTES", 200)
     for name, parts in (("whole", [range(10)]), ("resumed", [range(stop), range(stop, 10)])):
         for part in parts:
             writer = TraceWriter(tmp_path / name, trace.meta, resume=True)

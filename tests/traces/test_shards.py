@@ -55,7 +55,7 @@ def test_a_trace_played_from_shards_is_the_trace_read_whole(trace: Trace, data: 
     R = len(trace.requests)
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as small:
         small.setattr("traces.writer.FILE_ROWS", integer(1, 20))
-        small.setattr("traces.writer.ROW_GROUP_BYTES", integer(1, 300))
+        small.setattr("traces.parquet.ROW_GROUP_BYTES", integer(1, 300))
         small.setattr("traces.writer.REQUEST_BYTES", integer(1, 5) * 8 * trace.layers * trace.num_experts)
         small.setattr("traces.blocks.BLOCK_BYTES", integer(1, 400))
         small.setattr("traces.blocks.SHARED_BYTES", integer(1, 400))
