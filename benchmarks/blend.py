@@ -18,6 +18,8 @@ import numpy as np
 from policies.blend import eamc_blend, fit
 from policies.blend.evidence import AGAIN, EPS, EPS_IDS, FOLLOW_RATE, KINDS, NEXT, PRIOR_PASSES, PRIOR_TOKENS, SETTINGS
 from policies.blend.learning import PLACES, PRIOR
+from policies.blend.scores import observe
+from policies.blend.state import PARAMETERS, Blend
 from policies.blend.weights import CONSTANT, HORIZON, WEIGHTS
 from policies.core.compiled import compiled
 from policies.core.events import Routing, event_at, routing_of
@@ -68,12 +70,12 @@ VARIANTS = [
 @contextmanager
 def parameters(settings: Float, weights: Float, without: Sequence[int]) -> Iterator[None]:
     """The policy with these settings and weights in place of its own; it does not learn those of what is left out."""
-    own = eamc_blend.PARAMETERS.copy(), WEIGHTS.copy(), PRIOR.copy()
-    eamc_blend.PARAMETERS[:], WEIGHTS[:], PRIOR[list(without)] = settings, weights, UNMOVED
+    own = PARAMETERS.copy(), WEIGHTS.copy(), PRIOR.copy()
+    PARAMETERS[:], WEIGHTS[:], PRIOR[list(without)] = settings, weights, UNMOVED
     try:
         yield
     finally:
-        eamc_blend.PARAMETERS[:], WEIGHTS[:], PRIOR[:] = own
+        PARAMETERS[:], WEIGHTS[:], PRIOR[:] = own
 
 
 def fitted(variant: Variant, traces: Sequence[Trace]) -> tuple[Float, Float]:
@@ -86,9 +88,7 @@ def fitted(variant: Variant, traces: Sequence[Trace]) -> tuple[Float, Float]:
 
 
 @compiled
-def _play(
-    own: eamc_blend.Blend, routing: Routing, sizes: Int, slots: Int, places: Int, held: Int, hits: Int, serial: int
-) -> int:
+def _play(own: Blend, routing: Routing, sizes: Int, slots: Int, places: Int, held: Int, hits: Int, serial: int) -> int:
     """Play a request in caches of several sizes at once, which learn as one; the number of the last event.
 
     slots: [sizes, L*E] experts, of which `held` [sizes] are there; places: [sizes, L*E] their slots, or -1.
@@ -115,7 +115,7 @@ def _play(
                         places[s, slots[s, slot]] = -1
                     slots[s, slot] = expert
                     places[s, expert] = slot
-            eamc_blend.observe(own, event)
+            observe(own, event)
     return serial
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from policies.blend.build import build
-from policies.blend.eamc_blend import learned
 from policies.blend.profile import Profile
+from policies.blend.state import learned
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies.blend import tokens
-from policies.blend.eamc_blend import PARAMETERS, BlendOptions, BlendPrefetcher, BlendRetention
+from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
 from policies.blend.evidence import (
     AGAIN_HERE,
     AGAIN_PASSES,
@@ -24,6 +24,7 @@ from policies.blend.evidence import (
 from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
 from policies.blend.fit import fit_chance, fit_time, samples
 from policies.blend.learning import WEIGHT
+from policies.blend.state import PARAMETERS
 from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.events import alone
 from policies.core.policy import NO_INTS, START, Event, Shape
