@@ -39,16 +39,21 @@ def read_cases(path: Path) -> Iterator[dict[str, Any]]:
 def run_file(path: Path, out: TextIO, engine: str = AUTO, warn: Callable[[str], None] = lambda text: None) -> int:
     """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); how many.
 
-    warn: is called for each key that no case has; it may be another engine's, or wrongly written.
+    warn: is called once for each key that no case has, which may be another engine's or wrongly written, and for each
+    that its case does not use.
     """
     check(engine)
-    count, known = 0, {*LEAST, *LEAST_OF_TIERS, *LISTS_OF_TIERS, *OTHERS}
+    count, known, unused = 0, {*LEAST, *LEAST_OF_TIERS, *LISTS_OF_TIERS, *OTHERS}, set[str]()
     for count, case in enumerate(read_cases(path), 1):
         for key in sorted(case.keys() - known):
             warn(f"{path}, case {count}: {unknown('key', key, known)} (ignored)")
             known.add(key)
         try:
             result = run_case(case, engine)
+            for key, needed in _unused(case):
+                if key not in unused:
+                    warn(f"{path}, case {count}: {key} needs {needed} (ignored)")
+                    unused.add(key)
         except KeyError as error:
             raise InputError(f"{path}, case {count}: no key {error}") from None
         except (TypeError, ValueError, OverflowError, AttributeError, IndexError, MemoryError) as error:
@@ -76,6 +81,18 @@ LISTS_OF_TIERS = {"layer_bytes": "L", "arrival_ns": "requests", "prefill": "requ
 
 OTHERS = ("chunk_bytes", "evict", "prefetch", "placement", "cold", "requests", "expected")
 """The keys that are neither, and the result that an engine is compared with."""
+
+NEEDED: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
+    "host_layers": ("placement layers", lambda case: case.get("placement") == "layers"),
+    **dict.fromkeys(("arrival_ns", "prefill"), ("max_batch", lambda case: case.get("max_batch") is not None)),
+    **dict.fromkeys(
+        ("disk_latency_ns", "disk_ns_per_byte_num", "disk_ns_per_byte_den"),
+        ("host_slots or host_capacity_bytes", lambda case: _host(case) is not None),
+    ),
+}
+"""Keys that do nothing without another one, its name, and whether a case has it."""
+
+PLACEMENTS = ("fetch", "host", "split", "layers")
 
 MOST = 2**53
 
@@ -121,6 +138,13 @@ def check_case(case: dict[str, Any]) -> None:
                     if type(tokens) is not int or not 1 <= tokens <= MOST:
                         raise ValueError(f"an expert that was chosen has at least one token: {event}")
                     before = expert
+
+
+def _unused(case: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key that does nothing in this case, and what it would need."""
+    for key, (needed, has) in NEEDED.items():
+        if case.get(key) is not None and not has(case):
+            yield key, needed
 
 
 def _check(key: str, value: object, lowest: int) -> None:
@@ -172,7 +196,9 @@ def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
 
 
 def _placement(case: dict[str, Any]) -> str:
-    placement = case.get("placement") or "fetch"
+    placement = "fetch" if case.get("placement") is None else case["placement"]
+    if placement not in PLACEMENTS:
+        raise unknown("placement", placement, PLACEMENTS)
     return f"layers:n={case['host_layers']}" if placement == "layers" else placement
 
 

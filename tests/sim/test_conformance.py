@@ -60,6 +60,8 @@ def test_a_case_by_hand():
         ({"expert_bytes": 0}, "expert_bytes must be"),
         ({"cold": 1}, "cold must be"),
         ({"evict": "lruu"}, "did you mean lru"),
+        ({"placement": "hosst"}, "unknown placement 'hosst'; did you mean host?"),
+        ({"placement": []}, "unknown placement"),
         ({"capacity_bytes": 40}, "capacity_bytes needs layer_bytes: give them, or slots"),
         ({"host_capacity_bytes": 40}, "host_capacity_bytes needs layer_bytes: give them, or host_slots"),
         ({"max_batch": 1, "prefill": ["false"]}, "prefill must be true or false"),
@@ -78,6 +80,23 @@ def test_a_key_that_no_case_has_is_warned_of_once(tmp_path):
     path.write_text((json.dumps(CASE | {"placment": "host", "expected": {}}) + "\n") * 2)
     assert run_file(path, io.StringIO(), warn=told.append) == 2
     assert told == [f"{path}, case 1: unknown key 'placment'; did you mean placement? (ignored)"]
+
+
+@pytest.mark.parametrize(
+    ("unused", "needed"),
+    [
+        ({"host_layers": 1}, "placement layers"),
+        ({"host_layers": 1, "placement": "host"}, "placement layers"),
+        ({"arrival_ns": [5]}, "max_batch"),
+        ({"prefill": [True]}, "max_batch"),
+        ({"disk_latency_ns": 5}, "host_slots or host_capacity_bytes"),
+    ],
+)
+def test_a_key_that_its_case_does_not_use_is_warned_of_once(unused, needed, tmp_path):
+    path, told = tmp_path / "cases.jsonl", list[str]()
+    path.write_text((json.dumps(CASE | unused) + "\n") * 2)
+    assert run_file(path, io.StringIO(), warn=told.append) == 2
+    assert told == [f"{path}, case 1: {next(iter(unused))} needs {needed} (ignored)"]
 
 
 def test_a_missing_key_is_named(tmp_path):
