@@ -59,7 +59,9 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     ]
     if test.fits:
         fits: list[Cells] = [["machine", "fitted", "general", "fitted to", "on"]]
-        fits += [[f.machine, f.parameter, f"{f.before:.4g}", f"{f.after:.4g}", ", ".join(f.figures)] for f in test.fits]
+        fits += [
+            [f.machine.name, f.parameter, f"{f.before:.4g}", f"{f.after:.4g}", ", ".join(f.figures)] for f in test.fits
+        ]
         found.append(("One fitted parameter a machine", fits))
     others = [result for result in test.results if result.scored and not result.timed]
     if others:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sim.backtest import phone
-from sim.backtest.file import Row
+from sim.backtest.file import Machine, Row
 from sim.backtest.machine import Rates, rates
 from sim.backtest.play import Case, Played, parsed
 from sim.backtest.routing import PHONE
@@ -75,8 +75,8 @@ class Result:
 class Fit:
     """A machine's fitted parameter."""
 
-    file: str  # that names the machine
-    machine: str
+    file: str  # that states the machine
+    machine: Machine
     parameter: str
     before: float
     after: float
@@ -125,8 +125,8 @@ def backtest(
         if row.unsimulated:
             results.append(Result(row))
             continue
-        final, own, fit = played[row.figure], blind[row.figure], values.get(_machine_key(row))
-        if fit and own:
+        final, own = played[row.figure], blind[row.figure]
+        if own and (fit := values.get(_machine_key(row))):
             final = cases[row.figure].played(replace(own, **{fit.parameter: fit.after}), engine)
         results.append(
             Result(
@@ -153,14 +153,15 @@ def rates_of(row: Row, factors: Mapping[str, Any] | None = None) -> Rates | None
         return rates(row.machine, row.system, factors)
 
 
-def _machine_key(row: Row) -> tuple[str, str]:
-    """Return what its machine is known by: each file names machines of its own."""
-    return row.file, row.machine.name if row.machine else ""
+def _machine_key(row: Row) -> tuple[str, Machine]:
+    """Return what its machine is known by: each file names machines of its own, and rows may state theirs."""
+    assert row.machine
+    return row.file, row.machine
 
 
 def _fitted(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
     """The rows that fit, by machine."""
-    found: dict[tuple[str, str], list[Row]] = {}
+    found: dict[tuple[str, Machine], list[Row]] = {}
     for row in rows:
         if row.fit and not row.unsimulated and row.metric in TIMED:
             found.setdefault(_machine_key(row), []).append(row)
@@ -169,8 +170,8 @@ def _fitted(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
 
 def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None], engine: str) -> Fit:
     """Search the value at which the mean square of the rows' logarithmic errors is least."""
-    assert rows[0].machine
-    parameter = rows[0].machine.fit_parameter
+    file, machine = _machine_key(rows[0])
+    parameter = machine.fit_parameter
     own = {row.figure: blind[row.figure] for row in rows}
     before = float(getattr(next(iter(own.values())), parameter))
     if not before and not _is_overhead(parameter):
@@ -190,7 +191,8 @@ def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]
 
     low, high = OVERHEADS_US if _is_overhead(parameter) else (before / SEARCH, before * SEARCH)
     return Fit(
-        *_machine_key(rows[0]),
+        file,
+        machine,
         parameter,
         before,
         math.exp(least(loss, math.log(low), math.log(high))),
@@ -251,7 +253,7 @@ def summary(test: Backtest) -> dict[str, Any]:
         "by_source": {name: errors(part) for name, part in grouped(timed, lambda r: r.row.group).items()},
         "fitted": [
             {
-                "machine": fit.machine,
+                "machine": fit.machine.name,
                 "parameter": fit.parameter,
                 "before": fit.before,
                 "after": fit.after,

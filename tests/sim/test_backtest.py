@@ -488,7 +488,7 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
     ]
     test = score.backtest(file.read(written(tmp_path, *rows)), SIMPY)
     (fit,) = test.fits
-    assert (fit.machine, fit.parameter, fit.before, fit.figures) == ("mine", "host_gb_per_s", 50.0, ("n=3",))
+    assert (fit.machine.name, fit.parameter, fit.before, fit.figures) == ("mine", "host_gb_per_s", 50.0, ("n=3",))
     assert fit.after == pytest.approx(31.0, rel=0.005)
     told = score.summary(test)
     assert (told["rows"], told["fit_rows"]) == (2, 1)
@@ -501,6 +501,15 @@ def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
     blind = written(tmp_path / "other", {**ROW, "figure": "three"})
     told = score.summary(score.backtest([*file.read(fitted), *file.read(blind)], SIMPY))
     assert (told["rows"], told["after_fit"]["rows"]) == (2, 1)
+
+
+def test_machines_that_rows_state_themselves_are_fitted_apart(tmp_path):
+    slower = {**MACHINE, "host_gb_per_s": 10.0}
+    alone = score.backtest(file.read(written(tmp_path, {**ROW, "machine": slower})), SIMPY).results[0]
+    fitted = {**ROW, "figure": "fitted", "machine": MACHINE, "value": 1.0, "fit": True}
+    test = score.backtest(file.read(written(tmp_path, fitted, {**ROW, "machine": slower})), SIMPY)
+    assert [fit.figures for fit in test.fits] == [("fitted",)]
+    assert test.results[1].predicted == test.results[1].blind == alone.predicted
 
 
 def test_least_finds_the_bottom_of_a_valley():
