@@ -159,7 +159,7 @@ def _machine_key(row: Row) -> tuple[str, Machine]:
     return row.file, row.machine
 
 
-def _fitted(rows: Iterable[Row]) -> dict[tuple[str, str], list[Row]]:
+def _fitted(rows: Iterable[Row]) -> dict[tuple[str, Machine], list[Row]]:
     """The rows that fit, by machine."""
     found: dict[tuple[str, Machine], list[Row]] = {}
     for row in rows:
@@ -179,17 +179,19 @@ def _fit(rows: list[Row], cases: dict[str, Case], blind: dict[str, Rates | None]
             f"{rows[0].where}: its machine states nothing from which {parameter} follows, which is to be fitted"
         )
 
+    def predicted(row: Row, value: float) -> float:
+        rates_ = own[row.figure]
+        assert rates_
+        return figure(row, cases[row.figure].played(replace(rates_, **{parameter: value}), engine))
+
     def loss(log_value: float) -> float:
         value = math.exp(log_value)
-        squares = []
-        for row in rows:
-            rates_ = own[row.figure]
-            assert rates_
-            predicted = figure(row, cases[row.figure].played(replace(rates_, **{parameter: value}), engine))
-            squares.append(math.log(predicted / row.measured) ** 2)
-        return float(np.mean(squares))
+        return float(np.mean([math.log(predicted(row, value) / row.measured) ** 2 for row in rows]))
 
     low, high = OVERHEADS_US if _is_overhead(parameter) else (before / SEARCH, before * SEARCH)
+    if all(predicted(row, low) == predicted(row, high) for row in rows):
+        names = ", ".join(row.figure for row in rows)
+        raise InputError(f"{rows[0].where}: {parameter} has no effect on {names}, which cannot fit it")
     return Fit(
         file,
         machine,

@@ -135,6 +135,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
             {"fit": True, "machine": {"gpu": "L4", "fit_parameter": "disk_gb_per_s"}, "setting": {"all_on": "gpu"}},
             "from which disk_gb_per_s follows, which is to be fitted",
         ),
+        ({"fit": True, "setting": {"all_on": "gpu"}}, "host_gb_per_s has no effect on one, which cannot fit it"),
         ({"machine": {**MACHINE, "fit_parameter": "speed"}}, "unknown fit_parameter 'speed'"),
         ({"fit": True, "machine": {"gpu_gb_per_s": 5.0}}, "its machine names no fit_parameter"),
         ({"fit": "yes"}, "fit = 'yes': must be true or false"),
