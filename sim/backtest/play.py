@@ -151,7 +151,7 @@ class Case:
         if profile.encoder_moe_layers:
             raise InputError(f"{profile.name} is an encoder-decoder, whose routing is not made: give its own (trace)")
         if setting.whole_layers:
-            return [routing.all_experts(L, E, STILL, context)]
+            return [routing.all_experts(L, E, STILL, context, i) for i in range(setting.batch)]
         if self.static:
             alone = setting.batch == 1
             reuse = routing.same_each_time(E, k) if alone else np.full(E, k / E)  # of several, each its own experts

@@ -101,9 +101,9 @@ def made(
     )
 
 
-def all_experts(layers: int, experts: int, tokens: int, context: int) -> RequestSteps:
+def all_experts(layers: int, experts: int, tokens: int, context: int, request: int) -> RequestSteps:
     """Every step uses every expert: layers are copied whole."""
-    return made(np.ones(experts), layers, experts, tokens, experts, context)
+    return made(np.ones(experts), layers, experts, tokens, experts, context, request)
 
 
 def traced(name: str, as_decode: bool, shape: tuple[int, int, int], most: int = 0) -> list[RequestSteps]:

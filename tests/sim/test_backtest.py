@@ -311,6 +311,14 @@ def test_whole_layers_move_all_experts_but_those_that_stay(tmp_path):
     assert out.bytes_read == pytest.approx((6 * 16 - 48) * 5_000_000, rel=0.05)
 
 
+def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
+    setting = {"policy": "lru", "cache": "0", "whole_layers": True}
+    row = {"machine": {**MACHINE, "gpu_gb_per_s": 1e6}}
+    one, two = (case(tmp_path, **row, setting={**setting, "batch": n}) for n in (1, 2))
+    assert two.played(rates_of(two), SIMPY).step_tokens == 2
+    assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
+
+
 def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
     machine = {**MACHINE, "disk_gb_per_s": 2.0, "disk_latency_us": 0.0}
     fast = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
