@@ -123,9 +123,12 @@ class Case:
     @property
     def slots_per_layer(self) -> float:
         """Of the cache, in the mean; of host memory, where that is over a disk."""
-        profile, room = self.profile, self._host_room if self.row.setting.host_cache else self.room
-        slots = room / (np.mean(profile.differing_bytes) if profile.differing_bytes else 1)
-        return float(slots / profile.moe_layers)
+        return self._per_layer(self._host_room if self.row.setting.host_cache else self.room)
+
+    def _per_layer(self, room: int) -> float:
+        """Return how many experts of a layer fit a room, in the mean."""
+        sizes = self.profile.differing_bytes
+        return float(room / (np.mean(sizes) if sizes else 1) / self.profile.moe_layers)
 
     @property
     def stand_in(self) -> str:
@@ -137,8 +140,9 @@ class Case:
 
     @property
     def _caches(self) -> bool:
-        """Whether the cache holds more than a token's experts of a layer, and less than all."""
-        return self.profile.top_k <= self.slots_per_layer and self.slots_per_layer < self.profile.experts
+        """Whether the cache or host memory holds more than a token's experts of a layer, and less than all."""
+        rooms = [self.room, *([self._host_room] if self.row.setting.host_cache else [])]
+        return any(self.profile.top_k <= self._per_layer(room) < self.profile.experts for room in rooms)
 
     @cached_property
     def requests(self) -> Sequence[RequestSteps]:

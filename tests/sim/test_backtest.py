@@ -319,6 +319,13 @@ def test_whole_layers_serve_all_requests_of_a_batch(tmp_path):
     assert seconds(two) == pytest.approx(seconds(one), rel=0.01)
 
 
+def test_host_memory_for_all_experts_changes_no_routing(tmp_path):
+    machine = {**MACHINE, "disk_gb_per_s": 3.0}
+    above, none = (case(tmp_path, machine=machine, setting={**CACHED, **disk}) for disk in ({"host_cache": "100%"}, {}))
+    assert above.stand_in == none.stand_in != ""
+    assert seconds(above) == pytest.approx(seconds(none), rel=0.01)
+
+
 def test_misses_from_the_disk_go_at_the_disks_rate(tmp_path):
     machine = {**MACHINE, "disk_gb_per_s": 2.0, "disk_latency_us": 0.0}
     fast = case(tmp_path, setting={"policy": "lru", "cache": "0", "blocking": True})
