@@ -29,6 +29,31 @@ MOST_TOKENS = 100_000
 QUALITIES = ("A", "B", "C")
 """How well a row is specified: fully, with one or two assumptions, with more."""
 
+WITHOUT = {
+    "policy": (
+        "cache",
+        "slots_per_layer",
+        "misses_from",
+        "host_cache",
+        "hit_rate",
+        "like",
+        "copy_back",
+        "whole_layers",
+        "free_copies",
+    ),
+    "trace": ("prompts", "requests"),
+}
+"""Keys of a setting that do nothing without another one."""
+
+BESIDE = {
+    "trace": ("hit_rate", "like", "tokens", "context", "whole_layers"),
+    "hit_rate": ("like", "whole_layers"),
+    "slots_per_layer": ("cache",),
+    "whole_layers": ("like", "tokens"),
+    "free_copies": ("copy_back",),
+}
+"""Keys of a setting that do nothing beside another one."""
+
 _FILE_KEYS = ("defaults", "machines", "models", "rows")
 
 
@@ -194,6 +219,8 @@ def _row(
         }
         row = profiles.make(Row, merged, readers, file=str(path))
         _check(row)
+        if not row.unsimulated:
+            _check_used(row.setting, held.get("setting", {}))
     return row if row.group else _grouped(row, path.stem)
 
 
@@ -208,8 +235,8 @@ def _check(row: Row) -> None:
         raise unknown(f"unit of {row.metric}", row.unit, UNITS[row.metric])
     if row.quality not in QUALITIES:
         raise unknown("quality", row.quality, QUALITIES)
-    if row.value == 0 and row.metric in ("speed", "latency"):
-        raise InputError(f"value = 0: must be above 0 for a {row.metric}")
+    if row.value < profiles.LEAST and row.metric != "hit rate":
+        raise InputError(f"value = {row.value}: must be above 0 for a figure of {row.metric}")
     if row.metric == "hit rate" and row.measured > 1:
         raise InputError(f"value = {row.value}: a hit rate is a share of lookups, at most 1")
     if row.unsimulated:
@@ -242,6 +269,25 @@ def _check(row: Row) -> None:
         raise InputError("setting: policy needs a cache, or slots_per_layer")
     if row.fit and not (row.machine and row.machine.fit_parameter):
         raise InputError("fit = true, but its machine names no fit_parameter")
+    if row.metric in ("hit rate", "bytes read"):
+        if row.fit:
+            raise InputError(f"fit = true: only speeds and latencies fit a parameter, not a figure of {row.metric}")
+        if not setting.policy:
+            raise InputError(f"setting: a figure of {row.metric} is of a cache: give policy and cache")
+
+
+def _check_used(setting: Setting, stated: Mapping[str, Any]) -> None:
+    """Raise InputError where a key that a row itself states does nothing; those of [defaults] are for other rows."""
+    default = Setting()
+    given = {each.name for each in fields(Setting) if getattr(setting, each.name) != getattr(default, each.name)}
+    for needed, keys in WITHOUT.items():
+        for key in keys:
+            if key in given & stated.keys() and needed not in given:
+                raise InputError(f"setting: {key} has no effect without {needed}")
+    for other, keys in BESIDE.items():
+        for key in keys:
+            if key in given & stated.keys() and other in given:
+                raise InputError(f"setting: {key} has no effect beside {other}: leave one of them out")
 
 
 def _named(held: object, key: str, make: Callable[[str, str, object], Any]) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Result:
         measured = self.row.measured
         if self.row.metric == "hit rate":
             return predicted - measured
-        return predicted / measured - 1 if measured else math.inf
+        return predicted / measured - 1
 
 
 @dataclass(frozen=True)

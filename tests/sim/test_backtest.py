@@ -150,6 +150,24 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
         ({"setting": {**CACHED, "tokens": 10**14, "batch": 2}}, "batch x tokens are 200000000000000: at most 100000"),
         ({"metric": "hit rate", "unit": "%", "value": 101, "setting": CACHED}, "at most 1"),
+        (
+            {"metric": "bytes read", "unit": "B", "value": 0, "setting": CACHED},
+            "must be above 0 for a figure of bytes read",
+        ),
+        (
+            {"metric": "hit rate", "unit": "%", "setting": CACHED, "fit": True},
+            "only speeds and latencies fit a parameter",
+        ),
+        ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
+        ({"setting": {"host_layers": 2, "cache": "25%"}}, "setting: cache has no effect without policy"),
+        ({"setting": {"all_on": "gpu", "copy_back": True}}, "copy_back has no effect without policy"),
+        ({"setting": {**CACHED, "prompts": "decoded"}}, "prompts has no effect without trace"),
+        ({"setting": {**CACHED, "hit_rate": 0.5, "like": "gpt-oss-20b"}}, "like has no effect beside hit_rate"),
+        (
+            {"setting": {**CACHED, "slots_per_layer": 3}},
+            "cache has no effect beside slots_per_layer: leave one of them",
+        ),
+        ({"setting": {**CACHED, "trace": routing.PHONE, "tokens": 4}}, "tokens has no effect beside trace"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
         ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
@@ -184,6 +202,13 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, content, said):
         file.read(path)
     assert str(path) in str(told.value)
     assert said in str(told.value)
+
+
+def test_defaults_may_hold_what_some_rows_do_not_use(tmp_path):
+    defaults = {"setting": {"cache": "25%", "hit_rate": 0.5, "context": 64}}
+    cached = {**ROW, "figure": "two", "setting": {"policy": "lru"}}
+    split, hits = file.read(written(tmp_path, ROW, cached, defaults=defaults))
+    assert (split.setting.context, hits.setting.cache, hits.setting.hit_rate) == (64, "25%", 0.5)
 
 
 def test_two_rows_of_one_name_are_refused(tmp_path):
