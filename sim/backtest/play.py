@@ -25,7 +25,7 @@ from sim.profiles.derived import Blocking
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
-from sim.quantities import parse_bytes
+from sim.quantities import parse_bytes, parse_whole, show_share
 from traces.errors import InputError, located
 from traces.steps import DECODE, RequestSteps
 
@@ -42,6 +42,9 @@ SETTLING = 8
 
 CORRECTIONS, NEAR = 2, 0.005
 """How often routing is made again for a hit rate, and how near to it is near enough."""
+
+FAR = 0.1
+"""Off the measured hit rate, a run is another one."""
 
 STILL = 4
 """Tokens of a run in which every token is like the one before it."""
@@ -200,6 +203,15 @@ class Case:
                 case = replace(self, aim=max(case.aim + missing, 0.0))
         return case
 
+    def require_aim(self, played: Played) -> None:
+        """Raise InputError where the run is far from the measured hit rate, as where nothing fills the cache."""
+        wanted = self.row.setting.hit_rate
+        if wanted >= 0 and not self.row.setting.host_cache and abs(played.hit_rate - wanted) > FAR:
+            raise InputError(
+                f"{self.row.where}: setting: {self.policy} does not reach hit_rate {wanted}: it hits "
+                f"{show_share(played.hit_rate)}"
+            )
+
     def run(self, rates: Rates | None) -> Run:
         """What an engine takes; None: nothing takes time."""
         setting = self.row.setting
@@ -268,23 +280,19 @@ def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> floa
     """`25%` (of equal experts the nearest whole number, halves up), `64` experts or `8GiB`; 0 is possible."""
     text = text.strip()
     if text.endswith("%"):
-        share = _number(text[:-1], text)
+        try:
+            share = float(text[:-1])
+        except ValueError:
+            raise InputError(f"setting: cache {text!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
         if not 0 <= share <= 100:
             raise InputError(f"setting: a cache of {text}: a share is 0% to 100%")
         if profile.differing_bytes:
             return share / 100 * everything
         experts = Fraction(str(share)) * profile.moe_layers * profile.experts / 100
         return math.floor(experts + Fraction(1, 2)) * profile.expert_bytes
-    if text.replace(".", "", 1).isdigit():
-        return _number(text, text) * everything / profile.moe_layers / profile.experts
+    if (whole := parse_whole(text)) is not None:
+        return whole * everything / profile.moe_layers / profile.experts
     return parse_bytes(text, "setting: cache")
-
-
-def _number(text: str, whole: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(f"setting: cache {whole!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
 
 
 def parsed(case: Case) -> None:

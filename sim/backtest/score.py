@@ -117,6 +117,7 @@ def backtest(
     for name, case in cases.items():
         cases[name] = case.aimed(blind[name], engine)
         played[name] = cases[name].played(blind[name], engine)
+        cases[name].require_aim(played[name])
         ended()
     fits = [_fit(fitted, cases, blind, engine) for fitted in _fitted(rows).values()]
     values = {(fit.file, fit.machine): fit for fit in fits}
