@@ -70,6 +70,11 @@ class Journal:
         with self._writing():
             self._study.add_trial(trial)
 
+    def discard(self) -> None:
+        """Remove it: what it holds serves no search."""
+        with self._writing():
+            self.path.unlink(missing_ok=True)
+
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:

@@ -154,6 +154,7 @@ def tune(search: Search, journal: Journal, advance: Advance) -> Found:
     trials = [_trial(search.space, trial) for trial in _search(search, journal, metric, workers, advance)]
     ranked = _ranked(trials)
     if not ranked:
+        journal.discard()
         raise InputError(f"{search.policy.text} refuses all {len(trials)} trials, the last so: {trials[-1].refusal}")
     typed = best = Judged(search.policy.text, first[metric], second[metric])
     value, leader = ranked[0]

@@ -166,6 +166,7 @@ def test_what_the_policy_refuses_is_pruned_and_told(home, tmp_path):
     assert frame["number"].tolist() == [trial.options["number"] for trial in found.trials]
     with pytest.raises(InputError, match=r"refuses all 3 trials, the last so: wasteful: 1[0-6] is more than 9"):
         found_by(search_of(home, f"{mine}:at_most=9", "number=10..16", trials=3), tmp_path / "b")
+    assert not (tmp_path / "b" / NAME).exists()
 
 
 def test_seed_and_number_of_workers_make_the_search(home, tmp_path):
