@@ -51,6 +51,7 @@ def tune(
     """
     from policies.core.policy import Shape
     from sim.engines import compiling
+    from sim.results.compare import FEWEST
     from sim.sweeps import report
     from sim.tuning.journal import NAME, Journal
     from sim.tuning.search_space import space_of
@@ -89,6 +90,8 @@ def tune(
             "on the second half the best is no better than the policy as given: it fits the first half, not the task; "
             "give it more requests or a smaller --search"
         )
+    elif found.improved and halves.few(found.metric):
+        console.warn(f"the gain may be chance: fewer than {FEWEST} requests of the second half show no difference")
     wrote = f"wrote {TRIALS}, {BEST} to {folder}"
     output.show(lambda: _as_json(found), lambda: (_title(asked, found), _table(found), *_notes(found), wrote))
     compiling.finish(output.quiet)

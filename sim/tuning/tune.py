@@ -10,6 +10,7 @@ alone; the gain there is what to expect, that on the first half is not.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,17 @@ import numpy as np
 import pyarrow as pa
 
 from policies.core.spec import PolicySpec, parse
+from sim.results.compare import FEWEST
 from sim.results.files import write_table
 from sim.results.metrics import SHARE, TEXT
 from sim.sweeps import winner
 from sim.sweeps.grid import key, rows
-from sim.sweeps.setup import Loaded, Setup
+from sim.sweeps.setup import Loaded, Requests, Setup
 from sim.sweeps.workers import Advance, Local
 from sim.tuning.journal import WORKERS, Journal, optuna
 from sim.tuning.search_space import Space
 from traces.errors import InputError
+from traces.steps import DECODE, PREFILL
 
 TRIALS, BEST = "trials.parquet", "best.toml"
 MAKER = "moe-sim tune"
@@ -51,6 +54,13 @@ class Halves:
             raise InputError(f"{setup.trace} has {requests} request: half of them tune, half judge, so it takes two")
         half = requests // 2
         return cls(replace(setup, requests=half).load(), replace(setup, requests=requests, warmup_requests=half).load())
+
+    def few(self, metric: str) -> bool:
+        """Whether fewer requests of the second half have this column of results than can show a difference."""
+        phase = {"tpot_mean_ms": DECODE, "ttft_mean_ms": PREFILL}.get(metric)
+        judging = islice(Requests(self.second.trace), len(self.first.trace.requests), None)
+        having = (steps for steps in judging if phase is None or (steps.phase == phase).any())
+        return sum(1 for _ in islice(having, FEWEST)) < FEWEST
 
 
 @dataclass(frozen=True)

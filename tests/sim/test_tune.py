@@ -233,6 +233,14 @@ def test_an_odd_request_is_judged_and_one_alone_is_too_few(home):
         Halves.of(Setup(home / "tiny", requests=1))
 
 
+def test_fewer_than_six_requests_that_decode_may_judge_by_chance(tmp_path):
+    made = synthetic(12, 2, LAYERS, USED, TOP_K, seed=3)
+    write_trace(replace(made, meta=replace(made.meta, model="tiny", experts=EXPERTS, **SIZES)), tmp_path / "t")
+    for requests, few in ((12, False), (11, False), (10, True)):
+        halves = Halves.of(Setup(tmp_path / "t", requests=requests))
+        assert (halves.few("tpot_mean_ms"), halves.few("misses"), halves.few("ttft_mean_ms")) == (few, few, True)
+
+
 def described(space):
     return {
         each.option.name: (each.low, each.high, each.log) if isinstance(each, Range) else each.values for each in space
@@ -385,6 +393,13 @@ def test_a_number_of_trials_that_never_ends_is_refused(command):
     status, _, err = command(*ASKED, "--trials", "100001")
     assert (status, err.count("\n")) == (2, 1)
     assert "less than or equal to 100000" in err
+
+
+def test_the_command_warns_of_a_gain_over_few_requests(command, home):
+    wasteful = ("--policy", f"lru+{home / 'mine.py'}:Wasteful", "--search", "number=8|9", "--cache-size", SLOTS)
+    status, _, err = command(*wasteful, "--trials", "4", "--workers", "1", "--quiet")
+    assert status == 0
+    assert "warning: the gain may be chance: fewer than 6 requests of the second half show no difference" in err
 
 
 def test_the_command_warns_of_what_fits_the_first_half_alone(command, home):
