@@ -11,12 +11,11 @@ import pyarrow as pa
 from rich import box
 from rich.table import Table
 
-from policies.core.grammar import policy_title
 from replay.run import Outcome
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.quantities import show_bytes
 from sim.results.files import write_rows, write_table
-from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row
+from sim.results.metrics import COUNT, MS, RESULTS, SHARE, TEXT, Row, cell_text
 from traces.errors import InputError
 from traces.output import remove, replacing
 from traces.steps import RequestSteps
@@ -188,10 +187,8 @@ def title(outcome: Outcome) -> str:
     """What was run on what."""
     row = outcome.row
     machine = row["device_name"] or f"a logical clock for {row['hardware']}"
-    cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
     played = f"{row['requests']} requests of {row['trace']}, {row['tokens']:,} tokens"
-    policy = policy_title(row["policy"], row["oracle"])
-    return f"{row['model']} on {row['device']} ({machine}), {policy}, cache of {cache}: {played}"
+    return f"{row['model']} on {row['device']} ({machine}), {cell_text(row)} of the experts: {played}"
 
 
 def last_line(outcome: Outcome) -> str:

@@ -21,7 +21,7 @@ from sim.loop.log import RunLog
 from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
 from sim.results.compare import Difference, SweptRun, differences, pairs_within, swept_run
-from sim.results.metrics import Row
+from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, report
 from sim.sweeps.config import seeded, specs
 from sim.sweeps.setup import Loaded, Options, Setup
@@ -266,8 +266,7 @@ def _compared(pairs: Sequence[tuple[RunResult, RunResult]], seed: int) -> Compar
 
 def _title(row: Row) -> str:
     where = f" on {row['hardware']}" if row["hardware"] else ", untimed"
-    cache = f"{row['cache_experts']} experts ({row['cache_fraction']:.3g} of all)"
-    return f"{policy_title(row['policy'], row['oracle'])} with {cache}, {row['model']}{where}"
+    return f"{cell_text(row)} of the experts, {row['model']}{where}"
 
 
 def _figures(row: Row) -> str:

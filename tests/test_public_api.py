@@ -82,7 +82,7 @@ def test_a_researchers_script_runs(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "faster per token than lru over 3 requests" in done.stdout
-    assert "<Run of Fading with 256 experts (0.25 of all), olmoe-1b-7b on a5000: hit_rate" in done.stdout
+    assert "<Run of Fading, 256 (25%) of the experts, olmoe-1b-7b on a5000: hit_rate" in done.stdout
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 

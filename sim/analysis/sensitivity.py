@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from policies.core.grammar import policy_title
 from policies.core.spec import Option, Policy, PolicySpec, parse
 from sim.profiles.model_profile import ModelProfile
 from sim.results import files, plot
-from sim.results.metrics import RESULTS, SHARE, TEXT, Row, users_text
+from sim.results.metrics import RESULTS, SHARE, TEXT, Row, cell_text, users_text
 from sim.sweeps.grid import rows
 from sim.sweeps.setup import Loaded
 from sim.sweeps.winner import metric
@@ -275,8 +274,7 @@ def figure(found: Sensitivity) -> "Figure":
     axes.axvline(0, color=plot.BOUND_COLOUR, linewidth=0.8)
     axes.set_yticks(range(len(shown)), [effect.parameter.name for effect in shown])
     axes.invert_yaxis()
-    policy, share = policy_title(row["policy"], row["oracle"]), f"{100 * row['cache_fraction']:.3g}%"
-    title = f"{row['model']} on {row['hardware']}, {row['trace']}, {policy} at {share}"
+    title = f"{row['model']} on {row['hardware']}, {row['trace']}, {cell_text(row)} of the experts"
     title += f"\n{users}" if (users := users_text(row)) else ""
     plot.frame(axes, title, f"change of {plot.DRAWN[found.metric][1].removesuffix(' (ms)')} (%)", grid="x")
     axes.set_axisbelow(True)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from policies.core.grammar import policy_title
 from traces import console
 
 if TYPE_CHECKING:
@@ -19,11 +18,11 @@ METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "miss
 
 def cell_title(row: "Row", machine: str | None) -> str:
     """Return what was run on what."""
+    from sim.results.metrics import cell_text
+
     where = f" on {machine}" if machine else ""
     played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
-    policy = policy_title(row["policy"], row["oracle"])
-    share = f"{100 * row['cache_fraction']:.3g}%"
-    return f"{row['model']}{where}: {policy}, {row['cache_experts']} slots ({share} of the experts); {played}"
+    return f"{row['model']}{where}: {cell_text(row)} of the experts; {played}"
 
 
 def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "Table":

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
 
+from sim.api import _title
+from sim.commands.printed import cell_title
 from sim.report import bounds, elements, inputs, page, routing, sweep
 from sim.results import plot
 from sim.results.metrics import RESULTS, summarise
@@ -70,6 +72,13 @@ def test_cache_sizes_that_are_as_good_as_one_share_are_told_apart():
     requests[["tpot_mean_ms", "ttft_ms"]] = 1.0
     told = "".join(str(item.svg) for item in sweep._latencies(inputs.Results(Path("x"), [], requests)))
     assert {"2,000 (20%) of the experts", "2,001 (20%) of the experts"} < set(re.findall(">([^<>]+)<", told))
+
+
+def test_titles_write_a_cache_size_as_tables_do():
+    row: dict[str, Any] = {"model": "m", "trace": "t", "policy": "lru", "oracle": False, "requests": 1, "tokens": 2}
+    row |= {"cache_experts": 2000, "cache_fraction": 0.2, "hardware": None}
+    for title in (cell_title(row, None), _title(row)):
+        assert "lru, 2,000 (20%) of the experts" in title
 
 
 def test_the_page_has_every_section_and_needs_no_network(whole):
