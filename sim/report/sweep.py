@@ -13,6 +13,7 @@ from sim.report.inputs import Results
 from sim.results import diagnosis, plot
 from sim.results.metrics import RESULTS, Row, cell_text, size_text, users_text
 from sim.sweeps import winner
+from sim.sweeps.setup import Loaded
 
 BARS = 24
 """Cells in a figure of bars at most: those of the largest sizes."""
@@ -77,8 +78,11 @@ def _against_size(sweep: Results) -> Iterator[Item]:
     loaded = sweep.loaded
     if loaded:
         demand = loaded.token_experts / loaded.all_experts
-        if loaded.setup.max_batch is None and loaded.setup.host_memory is None and not loaded.setup.cold:
-            bound = bound or (bounds.belady(loaded, sizes) if loaded.sizes is None else [])
+        if reason := _unbounded(loaded):
+            drawn = ["the physical floor"] if bound else ["Belady's bound", "the physical floor"]
+            yield Item("text", f"Not computed: {' and '.join(drawn)}, since {reason}.")
+        else:
+            bound = bound or bounds.belady(loaded, sizes)
             lowest = bounds.floor(loaded, sizes, any(row["on_host"] for row in rows))
     elif not bound:
         sweep.note(f"{sweep.folder}: without its trace, Belady's bound and the physical floor cannot be computed")
@@ -97,6 +101,17 @@ def _against_size(sweep: Results) -> Iterator[Item]:
         yield Item("text", f"The fastest cell takes {ratio:.2f} times the physical floor of its size.")
     for line in diagnosis.lines(rows, bound, demand) if all(name in rows[0] for name in RESULTS.names) else ():
         yield Item("text", f"{line}.")
+
+
+def _unbounded(loaded: Loaded) -> str:
+    """Return why neither Belady's misses nor the physical floor bound this sweep; empty where they do."""
+    reasons = {
+        "experts differ in size": loaded.sizes is not None,
+        "several requests run at a time": loaded.setup.max_batch is not None,
+        "experts are read from a disk": loaded.setup.host_memory is not None,
+        "each request begins with an empty cache": loaded.setup.cold,
+    }
+    return ", and ".join(reason for reason, holds in reasons.items() if holds)
 
 
 _CAPTIONS = {

@@ -305,9 +305,22 @@ def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
 def test_the_physical_floor_is_explained_only_where_it_is_drawn(swept, whole, monkeypatch):
     """Not where experts differ in size, with several users or over a disk, for example."""
     assert "The physical floor is" in whole
+    assert "Not computed" not in whole
     monkeypatch.setattr(elements, "svg_of", lambda figure: None)
     monkeypatch.setattr(bounds, "floor", lambda *_: [])
     assert "The physical floor is" not in _page(swept)[0]
+
+
+def test_a_page_without_bounds_says_why(swept, monkeypatch):
+    (one,) = inputs.read([swept])
+    loaded = one.loaded
+    assert loaded
+    vars(one)["loaded"] = replace(loaded, setup=replace(loaded.setup, cold=True))
+    monkeypatch.setattr(type(loaded), "sizes", np.ones(loaded.all_experts, np.int64))
+    monkeypatch.setattr(elements, "svg_of", lambda figure: None)
+    said = "since experts differ in size, and each request begins with an empty cache."
+    texts = [item.text for item in sweep._against_size(one)]
+    assert f"Not computed: Belady's bound and the physical floor, {said}" in texts
 
 
 def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
@@ -424,6 +437,7 @@ def test_a_sweep_of_several_tables_is_read_table_by_table(tmp_path):
     assert _sweep(tmp_path, "--requests", 2, "--max-batch", "1,2", "--policies", "lru,belady").returncode == 0
     text, problems = _page(tmp_path / "sweep")
     assert problems == []
+    assert "Not computed: the physical floor, since several requests run at a time." in text
     assert "with 2 requests at a time, run" in text
     assert text.count("What was run (users-") == 2
     assert "2 requests at a time, arrivals closed; policies lru, belady (oracle); " in text
