@@ -79,8 +79,8 @@ def _against_size(sweep: Results) -> Iterator[Item]:
     if loaded:
         demand = loaded.token_experts / loaded.all_experts
         if reason := _unbounded(loaded):
-            drawn = ["the physical floor"] if bound else ["Belady's bound", "the physical floor"]
-            yield Item("text", f"Not computed: {' and '.join(drawn)}, since {reason}.")
+            missing = ["the physical floor"] if bound else ["Belady's bound", "the physical floor"]
+            yield Item("text", f"Not computed: {' and '.join(missing)}, since {reason}.")
         else:
             bound = bound or bounds.belady(loaded, sizes)
             lowest = bounds.floor(loaded, sizes, any(row["on_host"] for row in rows))
