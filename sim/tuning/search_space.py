@@ -24,6 +24,9 @@ LOGARITHMIC = 10
 DIGITS = 4
 """Of decimals drawn from a range."""
 
+MOST = 2**53
+"""Of whole numbers, either way: optuna draws floats, which leave some out beyond."""
+
 DOWN, UP = (1 / 8, 1 / 4, 1 / 2), (8, 4, 2)
 """From the default to the ends of a range that is not given: the first that the policy accepts."""
 
@@ -126,10 +129,13 @@ def _read(option: Option, text: str) -> Any:
     """The value that `text` writes, of the option's type."""
     kind, text = type(option.value), text.strip()
     try:
-        return {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
+        value = {"true": True, "false": False}[text.lower()] if kind is bool else kind(text)
     except (ValueError, KeyError):
         wanted = {int: "a whole number", float: "a number", bool: "true or false"}[kind]
         raise InputError(f"--search {option.name}: {text!r} is not {wanted}, which {option.name} is") from None
+    if kind is int and abs(value) > MOST:
+        raise InputError(f"--search {option.name}: {text} is beyond 2**53, which is the most")
+    return value
 
 
 def _listed(policy: PolicySpec, shape: Shape) -> dict[str, tuple[str, ...]]:
@@ -161,6 +167,8 @@ def _farthest(policy: PolicySpec, option: Option, factors: tuple[float, ...]) ->
     """The value times the first of `factors` that the policy accepts; whole numbers at least 1."""
     for factor in factors:
         moved = option.value * factor
+        if not moved <= MOST:
+            continue
         value = max(1, round(moved)) if isinstance(option.value, int) else float(f"{moved:.{DIGITS}g}")
         try:
             policy.with_options({option.name: value})

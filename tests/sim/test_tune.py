@@ -276,6 +276,16 @@ def test_drawn_decimals_are_short_and_stay_in_their_range():
     assert whole.value(3) == 3
 
 
+def test_a_default_that_optuna_cannot_draw_is_left_alone(tmp_path):
+    fields = "some: int = 2\n    large: int = 2**60\n    decimal: float = 1e308\n"
+    (tmp_path / "large.py").write_text(
+        "from dataclasses import dataclass\nfrom policies.core.policy import ScorePolicy\n\n"
+        f"@dataclass(frozen=True)\nclass Options:\n    {fields}\n"
+        "class Large(ScorePolicy):\n    Options = Options\n"
+    )
+    assert described(space_of(parse(f"{tmp_path / 'large.py'}:Large"), SHAPE, None)) == {"some": (1, 16, True)}
+
+
 def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
     eamc = described(space_of(parse("eamc:keep=ratio"), SHAPE, None))
     assert eamc["capacity"] == (15, 960, True)
@@ -302,6 +312,8 @@ def test_an_unasked_space_is_what_the_policy_declares_and_accepts():
         ("eamc", "capacity=5..5", "a range is from a number to a higher one"),
         ("eamc", "threshold=0..inf", "a range is from a number to a higher one"),
         ("eamc", "capacity=1.5..7", "'1.5' is not a whole number"),
+        ("eamc", "capacity=1..9007199254740993", "9007199254740993 is beyond 2**53, which is the most"),
+        ("eamc", "capacity=1|-99999999999999999999", "is beyond 2**53"),
         ("eamc", "cosine=a..b", "cosine is no quantity"),
         ("eamc", "split=0..1", "split is no quantity"),
         ("eamc", "split=yes|no", "'yes' is not true or false"),
