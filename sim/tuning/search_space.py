@@ -57,7 +57,7 @@ class Range:
 
     def value(self, drawn: Any) -> Any:
         """What is run for what was drawn."""
-        return drawn if isinstance(drawn, int) else float(f"{drawn:.{DIGITS}g}")
+        return drawn if isinstance(drawn, int) else min(max(float(f"{drawn:.{DIGITS}g}"), self.low), self.high)
 
 
 @dataclass(frozen=True)

@@ -272,6 +272,10 @@ def test_drawn_decimals_are_short_and_stay_in_their_range():
     assert isinstance(dimension, Range)
     assert dimension.log
     assert dimension.value(0.0123456789) == 0.01235
+    (narrow,) = space_of(parse("lrfu"), SHAPE, "decay=0.12341..0.12344")
+    assert [narrow.value(drawn) for drawn in (0.12341, 0.12344)] == [0.12341, 0.12341]
+    (above,) = space_of(parse("lrfu"), SHAPE, "decay=0.1..0.12346")
+    assert above.value(0.12346) == 0.12346
     (whole,) = space_of(parse("clock"), SHAPE, "bits=1..8")
     assert whole.value(3) == 3
 
