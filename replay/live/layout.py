@@ -284,7 +284,8 @@ class ShardStore:
         self._experts = experts
         self.expert_bytes, self.distinct = expert_bytes, len(experts)
         self.stride = max(expert.end for expert in experts)
-        self.past_cache = all(placed.piece.shard.past_cache for expert in experts for placed in expert.pieces)
+        self._shards = {placed.piece.shard for expert in experts for placed in expert.pieces}
+        self.past_cache = all(shard.past_cache for shard in self._shards)
 
     def places(self, expert: int) -> tuple[int, ...]:
         """Return where in its slot each row of an expert lies."""
@@ -301,6 +302,11 @@ class ShardStore:
                 shard.read_pages(offset, high - low, slot, place)
             else:
                 shard.read(offset, slot[place : place + high - low])
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if one of the files was written to since it was opened."""
+        for shard in self._shards:
+            shard.require_unchanged()
 
 
 def places_of(store: ExpertSource, layers: Sequence[ExpertLayer]) -> Callable[[int], tuple[int, ...]]:

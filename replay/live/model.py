@@ -56,10 +56,12 @@ class LiveModel:
         lanes: int,
         dense_ns: int,
         on_note: Callable[[str], None],
+        require_unchanged: Callable[[], None],
     ) -> None:
         """hook: of the tracer, which has probed the model; layers: in the order of execution.
 
-        lanes: of the device; dense_ns: what a layer's dense part takes for a token, about.
+        lanes: of the device; dense_ns: what a layer's dense part takes for a token, about; require_unchanged: raises
+        InputError where what experts are read from has changed.
         """
         self.loaded, self.model, self.hook = loaded, loaded.model, hook
         self.device, self.memory, self.lanes = device, memory, lanes
@@ -76,6 +78,7 @@ class LiveModel:
         """What an expert takes over the link, and what of it is latency, in ns: timed before the first request."""
         self.run = replace(run, tiers=(replace(run.gpu, experts_per_layer=self._window(dense_ns)),))
         self._experts = run.shape.experts
+        self._require_unchanged = require_unchanged
         self._tokens = self._context = 0  # of the forward pass
         self._top_k = hook.top_k
         self.parts = Parts()
@@ -141,8 +144,9 @@ class LiveModel:
             self._layers[0].forget()
 
     def end_request(self) -> None:
-        """The last forward pass of a request has ended."""
+        """End a request after its last forward pass. Raise InputError if a file of its experts was written to."""
         self._end_pass(ends_request=True)
+        self._require_unchanged()
 
     def save(self, file: Path) -> None:
         """Write what the policy knows now, for `How.profile`."""
@@ -152,7 +156,7 @@ class LiveModel:
     def close(self) -> None:
         """End what the policy has under way."""
         try:
-            self.end_request()
+            self._end_pass(ends_request=True)
         finally:
             with suppress(InputError):  # what is under way never ends, as the last pass has said
                 self._loop.stop()

@@ -19,6 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
 from replay import kv_cache
+from replay.devices.cpu import nothing
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.store import require_host_memory, stride_of
@@ -119,7 +120,8 @@ def open_live(
             opening.callback(device.close)
             lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
             device.read_with(lanes)
-        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note)
+        unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
+        live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged)
         opening.callback(live.close)
         yield live
 

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import socket
 import threading
 import time
@@ -335,6 +336,22 @@ def test_a_disk_that_fails_in_mid_stream_ends_the_stream_with_the_error(
     text = "".join(received)
     assert text
     assert expected(folder, "Hello", 200).startswith(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_from_files_that_were_written_to_meanwhile_ends_with_an_error(
+    client: OpenAI, folder: Path, model: str, stream: bool
+) -> None:
+    written = {file: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
+    for file, when in written.items():
+        os.utime(file, ns=(when, when + 1))
+    try:
+        with pytest.raises(openai.APIError, match=r"\.safetensors was changed while it was read"):
+            list(client.completions.create(model=model, prompt="Hi", max_tokens=2, stream=stream))
+    finally:
+        for file, when in written.items():
+            os.utime(file, ns=(when, when))
+    client.completions.create(model=model, prompt="Hi", max_tokens=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
