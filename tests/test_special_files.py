@@ -99,6 +99,11 @@ def test_a_list_that_stands_in_two_places_is_read(tmp_path: Path) -> None:
     assert content["b"][1].tolist() == [0, 1, 2]
 
 
+def test_toml_is_read_behind_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[a]\nb = 1\n", "utf-8-sig")
+    assert read_toml(tmp_path / "x.toml") == {"a": {"b": 1}}
+
+
 def test_a_home_that_nobody_has_is_a_path_where_nothing_is() -> None:
     assert expanded("~nobody-of-that-name/x.toml") == Path("~nobody-of-that-name/x.toml")
     assert expanded("~/x") == Path.home() / "x"

@@ -47,7 +47,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raise InputError, beginning with the path, where it has none."""
     try:
         with plain(path).open("rb") as file:
-            text = file.read().decode()
+            text = file.read().decode("utf-8-sig")  # editors may begin a file with its mark
             if "\\u0000" in text or "\\U00000000" in text:
                 raise ValueError("it holds a NUL, which no name or path has")
             return tomllib.loads(text)
