@@ -64,7 +64,9 @@ def serve(
         def started() -> None:
             if not quiet:
                 at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
-                console.note(f"serving {live.loaded.name} at {at}, a context of {server.context:,} tokens")
+                context, longest = server.context, server.longest_answer
+                limit = f", answers of at most {longest:,}" if longest < context else ""
+                console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{limit}")
                 console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
 
         try:

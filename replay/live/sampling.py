@@ -13,7 +13,7 @@ from traces.errors import InputError, located
 
 UNUSED: dict[str, object] = {
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "constraints", "dola_layers", "force_words_ids")),
-    **dict.fromkeys(("exponential_decay_length_penalty", "forced_eos_token_id", "max_new_tokens", "max_time")),
+    **dict.fromkeys(("exponential_decay_length_penalty", "forced_eos_token_id", "max_time")),
     **dict.fromkeys(("penalty_alpha", "sequence_bias", "stop_strings", "suppress_tokens", "top_h")),
     **dict.fromkeys(("min_new_tokens", "watermarking_config")),
     **dict.fromkeys(("diversity_penalty", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
@@ -81,6 +81,9 @@ def require_sampling(config: Any, name: str) -> None:
             first = error.errors()[0]
             raise InputError(f"{first['loc'][0]}: {first['msg']}") from error
         own.sampling(None)
+        longest = config.max_new_tokens
+        if longest is not None and (type(longest) is not int or longest < 1):
+            raise InputError(f"max_new_tokens {longest!r}: use a number of tokens, at least 1")
 
 
 def unused(config: Any) -> list[str]:

@@ -93,6 +93,11 @@ class Server:
         self.worker = Worker(live, loaded, self.metrics.served)
         self.app = self._application()
 
+    @property
+    def longest_answer(self) -> int:
+        """Return how many tokens an answer has at most, as the generation config says; else those of the context."""
+        return self._config.max_new_tokens or self.context
+
     def _application(self) -> FastAPI:
         app = FastAPI(title="moe-replay serve", docs_url=None, redoc_url=None, openapi_url=None)
         app.add_middleware(Bounded)
@@ -186,7 +191,7 @@ class Server:
         stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
         job = Job(
             tokens,
-            min(limit or NEW_TOKENS, self.context - len(tokens)),
+            min(limit or NEW_TOKENS, self.longest_answer, self.context - len(tokens)),
             lambda piece: _pass_on(loop, pieces, piece),
             asked.sampling(self._config),
             asked.seed,

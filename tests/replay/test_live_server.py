@@ -200,6 +200,7 @@ def test_answers_are_drawn_as_transformers_draws_them_with_that_generation_confi
         ({"top_k": -2}, "top_k -2: use 0"),
         ({"min_p": 1.5}, "min_p 1.5: use a number"),
         ({"temperature": float("nan")}, "temperature nan: use 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0: use a number of tokens"),
     ],
 )
 def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
@@ -209,6 +210,16 @@ def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
         monkeypatch.setattr(live.loaded.model.generation_config, name, value)
     with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: {why}"):
         Server(live)
+
+
+def test_an_answer_is_no_longer_than_the_generation_config_allows(
+    client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live.loaded.model.generation_config, "max_new_tokens", 2)
+    for asked, given in ((9, 2), (1, 1)):
+        done = client.completions.create(model=model, prompt="Hello", max_tokens=asked, temperature=0)
+        assert done.usage is not None
+        assert (done.choices[0].finish_reason, done.usage.completion_tokens) == ("length", given)
 
 
 def test_what_a_generation_config_holds_and_is_not_used_is_named() -> None:
