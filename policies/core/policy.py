@@ -274,8 +274,13 @@ class Prefetcher(Listener):
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "Prefetcher":
         """Return the prefetcher of the same name and options as `keeper`: it shares a state of the same start."""
-        shares = cls.kernel and keeper.kernel and cls.kernel.start is keeper.kernel.start
-        return cls(keeper.shape, keeper.options, keeper.state) if shares else cls(keeper.shape, keeper.options)
+        shared = (keeper.state,) if cls.shares_state_with(type(keeper)) else ()
+        return cls(keeper.shape, keeper.options, *shared)
+
+    @classmethod
+    def shares_state_with(cls, keeper: type[Listener]) -> bool:
+        """Whether it learns with an eviction policy of the same name and options: both are compiled, of one start."""
+        return bool(cls.kernel and keeper.kernel and cls.kernel.start is keeper.kernel.start)
 
     def window(self, experts_per_layer: float) -> None:
         """Before the run, from an engine that knows: experts the link carries while one layer of a token computes."""

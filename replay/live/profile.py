@@ -14,7 +14,7 @@ def starting_from(policy: PolicySpec, file: Path | None) -> PolicySpec:
     saving = sum(bool(half.cls.starts_from) for half in (policy.evict, policy.prefetch))
     if file and not saving:
         raise InputError(f"--profile: {policy.text} does not save what it learns; eamc and eamc-blend do")
-    if file and saving == 2 and not policy.shares:
+    if file and saving == 2 and not (policy.shares and policy.prefetch.cls.shares_state_with(policy.evict.cls)):
         raise InputError(f"--profile: both halves of {policy.text} save what they learn, and a profile is of one")
     if file:
         check_file(file, overwrite=True)  # better now than when all is learned

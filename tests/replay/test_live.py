@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from policies.blend.profile import Profile
+from policies.core import registry
+from policies.core.policy import Prefetcher, ScorePolicy
 from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
+from policies.eamc.options import EamcOptions
 from replay import kv_cache
 from replay.cli import main
 from replay.devices.gpu import Gpu
@@ -610,7 +613,15 @@ def test_a_profile_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> 
         starting_from(parse("eamc"), tmp_path / "missing" / "profile.npz")
 
 
-@pytest.mark.parametrize("policy", ["eamc+eamc-blend", "eamc:capacity=9+eamc"])
-def test_a_profile_is_not_of_two_halves_that_learn_apart(policy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["eamc+eamc-blend", "eamc:capacity=9+eamc", "two-plain-halves"])
+def test_a_profile_is_not_of_two_halves_that_learn_apart(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keepers, fetchers = registry.tables()
+    monkeypatch.setattr(registry, "_retention", dict(keepers))
+    monkeypatch.setattr(registry, "_prefetch", dict(fetchers))
+    saves = {"__module__": __name__, "Options": EamcOptions, "starts_from": "collection", "save": lambda *_: None}
+    registry.retention("two-plain-halves")(type("Keeps", (ScorePolicy,), saves))
+    registry.prefetcher("two-plain-halves")(type("Fetches", (Prefetcher,), saves))
     with pytest.raises(InputError, match=r"both halves of .* save what they learn, and a profile is of one"):
         starting_from(parse(policy), tmp_path / "profile.npz")
