@@ -68,12 +68,12 @@ def compare(
     from replay.comparison.plot import NAME as PICTURE
     from replay.comparison.record import Record
     from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
-    from replay.run import Choice, choose_device, first_part
+    from replay.run import Choice, first_part
     from sim.sweeps.grid import grid_of
     from traces.output import claimed
 
     _check(max_error, repeat)
-    chosen = choose_device(on.device)
+    chosen = on.chosen(played)
     is_calibrated = hardware is not None and chosen != "virtual"
     setup = options.setup_of(played, trace=trace, hardware=hardware)
     loaded = setup.load()

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from sim.commands import options
+from traces.errors import InputError
 
 Dense = Annotated[str, typer.Option(help="Dense part of the model: real, or none (experts only).")]
 
@@ -47,3 +48,12 @@ class DeviceOptions:
     weights: Annotated[
         Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of its shapes.")
     ] = None
+
+    def chosen(self, played: ReplayOptions) -> str:
+        """Return the device. Raise InputError for one that is not there, or has no weights that a seed could draw."""
+        from replay.run import choose_device
+
+        device = choose_device(self.device)
+        if device == "virtual" and played.seed is not None:
+            raise InputError("`seed`: the virtual device has no weights; leave it out")
+        return device

@@ -63,8 +63,10 @@ def run(
 
     if min_gb_per_s is not None and not 0 < min_gb_per_s < math.inf:
         raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
+    if no_slots and not timeline:
+        raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
-    choice = _choose(request, on, verify=verify, nvtx=nvtx)
+    choice = _choose(request, on, on.chosen(played), verify=verify, nvtx=nvtx)
     output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.setup.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
@@ -126,13 +128,12 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
     return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
 
 
-def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
+def _choose(request: Request, on: DeviceOptions, device: str, **others: Any) -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
     from policies.core.spec import parse
-    from replay.run import Choice, choose_device, first_part
+    from replay.run import Choice, first_part
 
     policy = parse(request.policy)
-    chosen = choose_device(on.device)
     loaded = request.setup.load()
     slots = loaded.slots(request.cache_size)
     loaded.require(policy, slots)
@@ -142,8 +143,8 @@ def _choose(request: Request, on: DeviceOptions, **others: Any) -> "Choice":
             "this trace: it is of another model"
         )
     if not request.whole:
-        loaded = first_part(loaded, chosen)
-    return Choice(loaded, policy, slots, **{**vars(on), "device": chosen}, **others)
+        loaded = first_part(loaded, device)
+    return Choice(loaded, policy, slots, **{**vars(on), "device": device}, **others)
 
 
 def _scope(request: Request, choice: "Choice", asked: str) -> str:

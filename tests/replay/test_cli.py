@@ -525,6 +525,8 @@ def test_a_disk_that_is_full_when_a_run_resumes_loses_no_step(tmp_path: Path) ->
         (("--weights", "nowhere"), "--weights: the virtual device"),
         (("--verify",), "--verify: the virtual device"),
         (("--dense", "none"), "--dense none: the virtual device"),
+        (("--seed", "0"), "--seed: the virtual device has no weights; leave it out"),
+        (("--no-slots",), "name the file of the timeline whose tracks are chosen"),
         (("--min-gb-per-s", "nan"), "--min-gb-per-s nan: must be above 0"),
         (("--min-gb-per-s", "-1"), "must be above 0"),
         (("--nvtx",), "--nvtx needs the device cuda"),
