@@ -20,7 +20,7 @@ from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
 from sim.engines import compiled_streams as streams
 from sim.loop import host
-from sim.loop.log import STALLS, Ended, RequestLog, RunLog, whole
+from sim.loop.log import MOST, STALLS, Ended, RequestLog, RunLog, whole
 from sim.loop.run import Run, Users, gpu_run
 from sim.loop.schedule import Active, Admission
 from sim.loop.session import decider_of
@@ -188,7 +188,7 @@ class Engine:
         )
         slowest = float(durations.expert.max()) + float(durations.host.max(initial=0)) + self.run.timing.hop_ns
         longest += len(routing.experts) * (slowest + 2.0 * self.slowest_transfer_ns)
-        if self.state.n[streams.NOW] + longest > streams.MOST:
+        if self.state.n[streams.NOW] + longest > MOST:
             raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
 
     def _log(self, parts: list[Active], first: list[int], began: int, totals: Int, evictions: Int) -> RunLog:
@@ -243,7 +243,7 @@ def _check_transfers(run: Run) -> None:
     """Raise OverflowError where one transfer takes longer than compiled numbers can count."""
     for tier in run.tiers:
         link = tier.link
-        if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > streams.MOST:
+        if link.expert_bytes * max(link.ns_per_byte_num, 1) + link.latency_ns > MOST:
             raise OverflowError(
                 f"a transfer of {link.expert_bytes} bytes takes more nanoseconds than there are numbers of 62 bits"
             )

@@ -94,7 +94,6 @@ LINK_BUSY, HOST_BUSY_NS, DISK_BUSY_NS, COLUMNS = range(READS + 2, READS + 6)
 # place in the layer, their compute there.
 LAYER_BYTES, LAYER_NS, READ_NS, HOST_QUEUE, HOST_NS = range(memory.ROWS, memory.ROWS + 5)
 
-MOST = 2**62  # ns, bytes: beyond lie overflows
 
 STRETCH = 128
 """Steps of a batch that are merged at a time; an admission discards the rest."""

@@ -40,6 +40,9 @@ COLUMNS = (
 )
 """Of the row of one step, as engines make it: the fields of `RunLog`, in order."""
 
+MOST = 2**62
+"""Nanoseconds that a run takes, at most: beyond lie overflows of int64. That is more than a century."""
+
 
 class Share(NamedTuple):
     """What one step was for one of its requests."""
@@ -141,7 +144,9 @@ class RunLog:
         host_evictions: Sequence[int] = (),
         sized: bool = False,
     ) -> "RunLog":
-        """Return the log of these steps."""
+        """Return the log of these steps. Raise OverflowError where their times could not be added up in int64."""
+        if rows and rows[-1].ended_ns > MOST:
+            raise OverflowError("the run takes more nanoseconds than there are whole numbers of 62 bits")
         table = np.array([row.numbers for row in rows], np.int64).reshape(-1, len(COLUMNS))
         shares = [(step, *share) for step, row in enumerate(rows) for share in row.shares]
         by_request = RequestLog(*np.array(shares, np.int64).reshape(-1, len(fields(RequestLog))).T)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
-from sim.engines import simpy_engine
+from sim.engines import engine, simpy_engine
 from sim.loop.log import Ended, RunLog
 from sim.loop.run import Run
 from sim.timeline.file import Timeline
@@ -20,7 +20,8 @@ def play(
 ) -> None:
     """Run a run on the SimPy engine and put it onto `timeline`; `ended` takes the log of each request when it ends.
 
-    names: of the trace's requests. slots: whether the slots of the cache have tracks of their own.
+    names: of the trace's requests. slots: whether the slots of the cache have tracks of their own. InputError where a
+    time is beyond what a clock of 64 bits counts.
     """
     observer = TimelineObserver(timeline, run, "simulated", names, window, slots)
 
@@ -31,6 +32,6 @@ def play(
             if window.stops:
                 raise WindowOver
 
-    with suppress(WindowOver):
+    with engine.counting(run), suppress(WindowOver):
         simpy_engine.play(run, request_ended, observer)
     observer.close()

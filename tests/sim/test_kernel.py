@@ -6,6 +6,7 @@ Rules 5, 10 to 15 and 17 to 19 are written twice, and this holds the two equal.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import random
@@ -272,12 +273,13 @@ def test_auto_takes_the_compiled_engine_where_it_serves() -> None:
 )
 def test_times_that_would_wrap_around_are_refused(timing: FixedTiming, link: Link) -> None:
     trace = synthetic(requests=1, tokens=400, layers=2, experts=5, top_k=2, seed=3)
+    run = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link)
     with pytest.raises(OverflowError, match="62 bits"):
-        compiled_engine.simulate(gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link))
-    endless = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), dataclasses.replace(timing, dense=2**63), link)
-    for name in engine.ENGINES[:2]:
+        compiled_engine.simulate(run)
+    endless = dataclasses.replace(run, timing=dataclasses.replace(timing, dense=2**63))
+    for name, each in itertools.product(engine.ENGINES[:2], (run, endless)):
         with pytest.raises(InputError, match="64 bits counts in ns: check the times, sizes and rates"):
-            engine.simulate(name, endless)
+            engine.simulate(name, each)
 
 
 SECOND_PROCESS = """

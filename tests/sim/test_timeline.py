@@ -16,9 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policies.core.policy import Shape
+from policies.core.spec import parse
 from sim.engines import simpy_engine
 from sim.loop.log import STALLS, Ended, RunLog, joined
-from sim.loop.run import Run
+from sim.loop.run import Run, gpu_run
+from sim.profiles.timing import FixedTiming, Link
 from sim.timeline import simulated
 from sim.timeline.file import ComputeTrack, Timeline, writing
 from sim.timeline.window import WHOLE, Window
@@ -27,6 +30,7 @@ from tests.support.runs import Drawn, draw_run, draw_tiers_run
 from tests.support.timelines import Shown, Slice, nests, ns, parsed
 from traces.errors import InputError
 from traces.steps import DECODE
+from traces.synthetic import synthetic
 
 SEEDS = range(160)
 TIERS = (*range(110), 289, 298)
@@ -454,6 +458,14 @@ def test_a_window_shows_what_the_whole_timeline_shows_between_its_ends(of: Liter
             stopped += len(logs) < len(run.requests)
     assert compared > 10_000
     assert stopped > 12
+
+
+def test_times_beyond_a_clock_of_64_bits_are_refused() -> None:
+    trace = synthetic(requests=1, tokens=2, layers=2, experts=5, top_k=2, seed=3)
+    timing, link = FixedTiming(dense=2**61, expert=2, expert_per_token=1, combine=1, head=3), Link(1, 1, 1, 1)
+    run = gpu_run([trace.steps(0)], Shape(2, 5), 4, parse("lru"), timing, link)
+    with pytest.raises(InputError, match="64 bits counts in ns"):
+        simulated.play(run, lambda log: None, Timeline(io.StringIO()), ["a request"])
 
 
 # Writing
