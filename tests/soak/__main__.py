@@ -3,7 +3,8 @@
 Every job meets each of its faults in turn: a process is killed at a random moment, once or several times, a worker
 dies, a scheduler vanishes, or the disk is full. Then the job is resumed, and what it wrote is held against a run that
 nothing disturbed. A finding is a traceback, a status that is none of ours, a hang, or another result. Moments are drawn
-from --seed. The summary goes to the end of --report. Full disks need rights to mount a tmpfs, and are left out without.
+from --seed. The summary is a row of a table, which goes to the end of --report. Full disks need rights to mount a
+tmpfs, and are left out without.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -40,6 +41,24 @@ LINGER = 60.0
 """Seconds that workers may take to see that the process which started them is gone."""
 
 ENDED = {0: "ended", 1: "failed in one line", 2: "refused in one line", 130: "interrupted"}
+
+JOBS = ("record", "sweep untimed", "sweep", "replay virtual", "replay disk")
+
+FAULTS = {"kill": JOBS, "worker": JOBS[1:3], "scheduler": JOBS[1:3], "full disk": JOBS[:4]}
+"""Each fault, and the jobs that it can happen to."""
+
+SENT = ("SIGKILL sent", "SIGTERM sent", "SIGINT sent", "workers killed", "schedulers killed")
+
+CUT = (
+    "refused in one line",
+    "failed in one line",
+    "interrupted",
+    "interrupted while Python imported",
+    "had ended before",
+)
+
+COLUMNS = ("date", "minutes", "seed", "rounds", *FAULTS, "sent", "commands", "cut", "findings")
+"""Of the table of summaries: after each fault, its rounds by job; `sent` and `cut` are the counts of SENT and CUT."""
 
 Content = dict[str, bytes]
 
@@ -100,7 +119,6 @@ class Soak:
 
     def same(self, job: Job, out: Path, whole: object) -> None:
         """A finding, unless `out` holds what an undisturbed run wrote."""
-        self.done["results compared"] += 1
         try:
             if job.content(out) == whole:
                 return
@@ -247,7 +265,7 @@ def round_of(soak: Soak, job: Job, fault: str, draw: random.Random, seconds: flo
         before = any(out.glob("*")) if out.exists() else False
         status = soak.ends(job, soak.command(job, out, *([job.again] if before else [])), 0, 2)
         if status == 2:  # it had ended already
-            soak.done["processes that had ended before their signal"] += 1
+            soak.done["had ended before"] += 1
         soak.same(job, out, whole)
 
     try:
@@ -294,25 +312,36 @@ def jobs(home: Path) -> list[Job]:
 @cache
 def faults_of(job: Job) -> list[str]:
     """Those that a job can have here."""
-    found = ["kill"]
-    if job.command == "sim":
-        found += ["worker", "scheduler"]
-    return found + ["full disk"] * (mounts() and job.name != "replay disk")
+    return [fault for fault, names in FAULTS.items() if job.name in names and (fault != "full disk" or mounts())]
 
 
-def told(soak: Soak, minutes: float, rounds: int) -> str:
-    """The summary, in Markdown."""
-    counts = ", ".join(f"{n} {name}" for name, n in soak.done.items() if "," not in name)
-    lines = [
-        f"### {datetime.now(UTC):%Y-%m-%d}, {minutes:.0f} minutes, seed {soak.seed}",
-        "",
-        f"{rounds} rounds, {len(soak.found)} findings: {counts}.",
-        "",
-        "| job, fault | rounds |",
-        "| --- | --- |",
-        *(f"| {name} | {n} |" for name, n in sorted(soak.done.items()) if "," in name),
-    ]
-    return "\n".join([*lines, *(f"\nFound: {' '.join(each.split())[:500]}" for each in soak.found), ""])
+def table_row(cells: Iterable[object]) -> str:
+    """Return a row of a table in Markdown."""
+    texts = [str(cell).replace("|", "\\|") for cell in cells]
+    return f"| {' | '.join(texts)} |\n"
+
+
+HEAD = table_row(COLUMNS) + table_row("---" for _ in COLUMNS)
+
+
+def summary_of(soak: Soak, minutes: float, rounds: int) -> str:
+    """Return the row of a soak in the table of summaries."""
+
+    def counts(names: Iterable[str]) -> str:
+        return ", ".join(str(soak.done[name]) for name in names)
+
+    by_fault = [counts(f"{name}, {fault}" for name in names) for fault, names in FAULTS.items()]
+    found = "; ".join([str(len(soak.found)), *(" ".join(each.split())[:500] for each in soak.found)])
+    date = f"{datetime.now(UTC):%Y-%m-%d}"
+    done = [counts(SENT), soak.done["commands"], counts(CUT), found]
+    return table_row([date, f"{minutes:.0f}", soak.seed, rounds, *by_fault, *done])
+
+
+def append(summary: str, report: Path) -> None:
+    """Add a row to the table at the end of a page, which gets the table where it has none."""
+    text = report.read_text(encoding="utf-8") if report.exists() else ""
+    with report.open("a", encoding="utf-8") as page:
+        page.write(summary if HEAD in text else f"\n{HEAD}{summary}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -345,11 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"round {rounds}: {job.name}, {fault}: {outcome}", flush=True)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    summary = told(soak, (time.monotonic() - begun) / 60, rounds)
-    print(summary)
+    summary = summary_of(soak, (time.monotonic() - begun) / 60, rounds)
+    print(HEAD + summary, end="")
     if asked.report:
-        with asked.report.open("a", encoding="utf-8") as report:
-            report.write("\n" + summary)
+        append(summary, asked.report)
     sys.exit(bool(soak.found))
 
 
