@@ -1,10 +1,13 @@
 """Every notebook runs from top to bottom on what ships with the project, and is committed with what it shows."""
 
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from tests.test_plain_words import found as retired
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 QUICK = ("1_", "9_")
@@ -38,6 +41,14 @@ def test_a_notebook_is_a_question_with_its_outputs_and_small(path):
     assert not [output for cell in cells for output in cell.outputs if output.output_type == "error"]
     assert _figures(notebook)
     assert path.stat().st_size <= LARGEST
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_an_answer_states_no_figure_and_no_retired_word(path):
+    """Figures of a run are printed by the cell that computes them, as they differ with the trace."""
+    texts = [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+    assert not [word for text in texts for word in retired(text)]
+    assert not re.search(r"\d+(\.\d+)?(%| ms\b)", texts[-1])
 
 
 @pytest.mark.parametrize(
