@@ -4,7 +4,7 @@ A row names its machine and its model, of the file's tables or of shipped profil
 what is not stated. InputError names file, row and key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -174,8 +174,11 @@ def shipped() -> list[Path]:
     return sorted(Path(__file__).parent.glob("*.toml"))
 
 
-def read(path: Path) -> list[Row]:
-    """Return the rows of a file, in its order; InputError for what cannot be used."""
+def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Row]:
+    """Return the rows of a file, in its order; InputError for what cannot be used.
+
+    warn: is called for each key of a row's own setting that does nothing there.
+    """
     held = read_toml(path)
     with located(str(path)):
         for key in held:
@@ -187,7 +190,11 @@ def read(path: Path) -> list[Row]:
         if not isinstance(listed, list) or not all(isinstance(row, dict) for row in listed) or not listed:
             raise InputError("rows: must be a list of tables, each headed [[rows]]")
         defaults = _table("defaults", held.get("defaults", {}))
-        return [_row(path, place, defaults, row, machines, models) for place, row in enumerate(listed, 1)]
+        rows = [_row(path, place, defaults, row, machines, models) for place, row in enumerate(listed, 1)]
+    for row, stated in zip(rows, listed, strict=True):
+        for text in () if row.unsimulated else _unused(row.setting, stated.get("setting", {})):
+            warn(f"{row.where}: setting: {text} (ignored)")
+    return rows
 
 
 def unique(rows: list[Row]) -> list[Row]:
@@ -219,8 +226,6 @@ def _row(
         }
         row = profiles.make(Row, merged, readers, file=str(path))
         _check(row)
-        if not row.unsimulated:
-            _check_used(row.setting, held.get("setting", {}))
     return row if row.group else _grouped(row, path.stem)
 
 
@@ -276,18 +281,16 @@ def _check(row: Row) -> None:
             raise InputError(f"setting: a figure of {row.metric} is of a cache: give policy and cache")
 
 
-def _check_used(setting: Setting, stated: Mapping[str, Any]) -> None:
-    """Raise InputError where a key that a row itself states does nothing; those of [defaults] are for other rows."""
+def _unused(setting: Setting, stated: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to say of each key that a row itself states and that does nothing; [defaults] are for other rows."""
     default = Setting()
     given = {each.name for each in fields(Setting) if getattr(setting, each.name) != getattr(default, each.name)}
     for needed, keys in WITHOUT.items():
-        for key in keys:
-            if key in given & stated.keys() and needed not in given:
-                raise InputError(f"setting: {key} has no effect without {needed}")
+        if needed not in given:
+            yield from (f"{key} has no effect without {needed}" for key in keys if key in given & stated.keys())
     for other, keys in BESIDE.items():
-        for key in keys:
-            if key in given & stated.keys() and other in given:
-                raise InputError(f"setting: {key} has no effect beside {other}: leave one of them out")
+        if other in given:
+            yield from (f"{key} has no effect beside {other}" for key in keys if key in given & stated.keys())
 
 
 def _named(held: object, key: str, make: Callable[[str, str, object], Any]) -> dict[str, Any]:

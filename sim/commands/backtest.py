@@ -37,9 +37,9 @@ def backtest(
     engines.check(engine)
     if update:
         report.around(update)  # before what takes minutes
-    rows = file.unique([row for path in files or file.shipped() for row in file.read(path)])
+    rows = file.unique([row for path in files or file.shipped() for row in file.read(path, console.warn)])
     with progress(sum(not row.unsimulated for row in rows), as_json, "rows run") as advance:
-        test = score.backtest(rows, engine, ended=lambda: advance(1))
+        test = score.backtest(rows, engine, ended=lambda: advance(1), warn=console.warn)
     if update:
         report.put_into(update, test)
     if as_json:

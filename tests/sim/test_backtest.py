@@ -148,7 +148,6 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"setting": {"policy": "lru", "cache": "150%"}}, "a share is 0% to 100%"),
         ({"setting": {"policy": "lru", "cache": "much"}}, "'much'"),
         ({"setting": {"policy": "lru", "cache": "0.25"}}, "cache '0.25' is not a number of bytes"),
-        ({"setting": {"policy": "lru/host", "cache": "50%", "hit_rate": 0.8}}, "lru/host does not reach hit_rate 0.8"),
         ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
         ({"setting": {**CACHED, "tokens": 10**14, "batch": 2}}, "batch x tokens are 200000000000000: at most 100000"),
         ({"metric": "hit rate", "unit": "%", "value": 101, "setting": CACHED}, "at most 1"),
@@ -161,15 +160,6 @@ def seconds(played: Case, own: Rates | None = None) -> float:
             "only speeds and latencies fit a parameter",
         ),
         ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
-        ({"setting": {"host_layers": 2, "cache": "25%"}}, "setting: cache has no effect without policy"),
-        ({"setting": {"all_on": "gpu", "copy_back": True}}, "copy_back has no effect without policy"),
-        ({"setting": {**CACHED, "prompts": "decoded"}}, "prompts has no effect without trace"),
-        ({"setting": {**CACHED, "hit_rate": 0.5, "like": "gpt-oss-20b"}}, "like has no effect beside hit_rate"),
-        (
-            {"setting": {**CACHED, "slots_per_layer": 3}},
-            "cache has no effect beside slots_per_layer: leave one of them",
-        ),
-        ({"setting": {**CACHED, "trace": routing.PHONE, "tokens": 4}}, "tokens has no effect beside trace"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
         ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
@@ -184,6 +174,34 @@ def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, chang
     assert "\n" not in text
     assert text.startswith(f"{path}: row one: ")
     assert said in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"setting": {"host_layers": 2, "cache": "25%"}}, "cache has no effect without policy"),
+        ({"setting": {"all_on": "gpu", "copy_back": True}}, "copy_back has no effect without policy"),
+        ({"setting": {**CACHED, "prompts": "decoded"}}, "prompts has no effect without trace"),
+        ({"setting": {**CACHED, "hit_rate": 0.5, "like": "gpt-oss-20b"}}, "like has no effect beside hit_rate"),
+        (
+            {"setting": {**CACHED, "slots_per_layer": 3}},
+            "cache has no effect beside slots_per_layer",
+        ),
+        ({"setting": {**CACHED, "trace": routing.PHONE, "tokens": 4}}, "tokens has no effect beside trace"),
+    ],
+)
+def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said):
+    path, warned = written(tmp_path, {**ROW, **changed}), list[str]()
+    file.read(path, warned.append)
+    assert warned == [f"{path}: row one: setting: {said} (ignored)"]
+
+
+def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
+    far, near = ({**ROW, "figure": name, "setting": {**CACHED, "hit_rate": 0.6}} for name in ("far", "near"))
+    far["setting"] = {**far["setting"], "policy": "lru/host"}  # under which nothing fills the cache
+    path, warned = written(tmp_path, far, near), list[str]()
+    score.backtest(file.read(path), SIMPY, warn=warned.append)
+    assert warned == [f"{path}: row far: lru/host hits 0.0%, far from the hit_rate of 60.0% that was measured"]
 
 
 @pytest.mark.parametrize(
