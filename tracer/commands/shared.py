@@ -30,7 +30,8 @@ def warn_if_unfinished(folder: "Folder") -> None:
     """Say that a recording was interrupted, where its settings tell of more requests than it holds."""
     held, wanted = folder.size[0], folder.meta.settings.get("requests")
     if isinstance(wanted, int) and held < wanted:
-        console.warn(f"{folder.path} holds {held} of {wanted} requests: `moe-trace record --resume` continues with it")
+        how = "`moe-trace record --resume` continues with one of its own"
+        console.warn(f"{folder.path} holds {held} of {wanted} requests: its recording was interrupted ({how})")
 
 
 def tell(path: Path, quiet: bool) -> None:
