@@ -25,10 +25,10 @@ SAMPLE = 2_000
 
 @dataclass(frozen=True)
 class Reuse:
-    """Agreement of tokens that follow each other in a request and phase, by layer and then averaged.
+    """Agreement of tokens that follow each other in a request and phase: the share of experts chosen again.
 
-    The share of a token's experts that the token before it chose in the same layer, if it chose any there: of an
-    encoder-decoder, the decoder's first token has none before it. `chance` is what random routing would give (k / E).
+    Of all experts that tokens choose in a layer in which the token before them chose some, the share that it chose
+    there, too. `chance` is what random routing would give (k / E).
     """
 
     share: float | None  # None if no two tokens with routed experts are adjacent
@@ -131,7 +131,7 @@ def _tasks(trace: Trace) -> NDArray[np.int64]:
 
 
 def _reuse(trace: Trace, phase: int) -> float | None:
-    """Mean over (adjacent tokens, layer that the first one uses) of |experts in common| / k."""
+    """Return `Reuse.share`, over all pairs of adjacent tokens and all layers that the first of them uses."""
     request = np.repeat(np.arange(len(trace.requests)), np.diff(trace.offsets))
     here = trace.phase == phase
     second = np.flatnonzero((request[1:] == request[:-1]) & here[1:] & here[:-1]) + 1
