@@ -83,6 +83,7 @@ def generate(
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
         stream = TextStream(loaded, show)
         last: list[int] = []
+        recorded = 0
 
         def ended() -> None:
             nonlocal stream, last
@@ -91,12 +92,19 @@ def generate(
             show("\n")
             stream = TextStream(loaded, show)
 
+        def kept(requests: int) -> None:
+            nonlocal recorded
+            recorded = requests
+
         try:
             with undisturbed():
                 answered = answer(
                     *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
-                    *(record, overwrite, console.warn),
+                    *(record, overwrite, console.warn, kept),
                 )
+        except KeyboardInterrupt:
+            found = f": {record} holds the requests that finished ({recorded})" if recorded else ""
+            console.fail("moe-replay", f"interrupted{found}", 130)
         finally:
             if opened.profile:
                 live.save(opened.profile)

@@ -58,11 +58,12 @@ def answer(
     record: Path | None = None,
     overwrite: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
+    on_recorded: Callable[[int], None] = lambda requests: None,
 ) -> Answered:
     """Answer all prompts, one request after another. Raise InputError.
 
     loaded: the live model, with the tokenizer that reads the prompts; on_token: hears each new token; on_answer: the
-    end of each request; record: folder for a trace.
+    end of each request; record: folder for a trace; on_recorded: hears how many requests it has now.
     """
     first, traces = len(live.rows), []
 
@@ -82,5 +83,6 @@ def answer(
                 traces.append(trace)
                 if writer:
                     writer.add(trace)
+                    on_recorded(writer.added)
     log = RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
     return Answered(concatenate(traces), log)

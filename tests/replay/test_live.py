@@ -277,6 +277,24 @@ def test_each_turn_of_a_prompt_is_answered_on_a_line_of_its_own(tmp_path: Path) 
     assert last.split()[:-1] == [str(token) for token in trace.token_id[-3:]], "the last token is not fed back"
 
 
+def test_an_interruption_says_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = LiveModel.end_request
+    ended: list[LiveModel] = []
+
+    def interrupted_by_the_second(self: LiveModel) -> None:
+        ended.append(self)
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+        end(self)
+
+    monkeypatch.setattr(LiveModel, "end_request", interrupted_by_the_second)
+    asked = ("--prompt", "Once", "--prompt", "And", "--max-new-tokens", 2, "--lanes", 1, "--policy", "lru")
+    done = generate(*asked, "--record", tmp_path / "trace")
+    said = f"interrupted: {tmp_path / 'trace'} holds the requests that finished (1)"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (130, f"moe-replay: error: {said}")
+    assert len(Trace.read(tmp_path / "trace").requests) == 1
+
+
 def test_the_seed_is_of_policies_that_draw_too(tmp_path: Path) -> None:
     asked = ("--model", saved(tmp_path, "mixtral"), "--token-ids", "5,6", "--max-new-tokens", 2, "--lanes", 1)
     for policy, drawn in (("random", 7), ("random:seed=3", 3)):
