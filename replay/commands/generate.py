@@ -103,8 +103,8 @@ def generate(
                     *(record, overwrite, console.warn, kept),
                 )
         except KeyboardInterrupt:
-            found = f": {record} holds the requests that finished ({recorded})" if recorded else ""
-            console.fail("moe-replay", f"interrupted{found}", 130)
+            there = f": {record} holds the requests that finished ({recorded})" if recorded else ""
+            console.fail("moe-replay", f"interrupted{there}", 130)
         finally:
             if opened.profile:
                 live.save(opened.profile)
