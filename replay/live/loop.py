@@ -137,7 +137,7 @@ class LiveLoop:
             failure, is_known = self._failure, self._is_failure_known
             self._failure = failure or InputError("this live model was closed")
             self._is_failure_known = True
-        if failure and not is_known:
+        if failure and not is_known and not self._step:  # of a pass that was left, the lanes may find half a state
             self._on_note(f"a transfer between two passes failed: {failure}; the next pass begins with an empty cache")
         self._device.settle()
         self._device.listen(None)
