@@ -352,8 +352,8 @@ def test_an_interrupted_recording_is_resumed_by_the_same_command(
         interrupted.setattr(Meter, "finished", interrupt_after_two)
         assert moe_trace(*command, "--out", tmp_path / "t").returncode == 130
     refuses(*command, "--out", tmp_path / "t", reason="`record --resume` continues")
-    for look in ("info", "validate"):
-        told = moe_trace(look, tmp_path / "t").stderr
+    for look in (("info",), ("validate",), ("slice", "--out", tmp_path / "s"), ("cat", "--out", tmp_path / "c")):
+        told = moe_trace(*look, tmp_path / "t").stderr
         assert f"{tmp_path / 't'} holds 2 of 6 requests: its recording was interrupted" in told
     refuses(*command, "--seed", 1, "--resume", "--out", tmp_path / "t", reason="seed was 0, now 1")
     refuses(*command, "--resume", "--overwrite", "--out", tmp_path / "t", reason="give one of them")

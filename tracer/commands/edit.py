@@ -8,7 +8,7 @@ import numpy as np
 import typer
 from rich.progress import Progress
 
-from tracer.commands.shared import Overwrite, Quiet, TraceArgument, tell
+from tracer.commands.shared import Overwrite, Quiet, TraceArgument, tell, warn_if_unfinished
 from traces import console
 from traces.edit import Source, join
 from traces.errors import InputError, unknown
@@ -94,6 +94,8 @@ def _range(text: str) -> slice:
 
 
 def _write(sources: Sequence[Source], out: Path, overwrite: bool, quiet: bool, prefix: bool = False) -> None:
+    for source in sources if not quiet else ():
+        warn_if_unfinished(source.folder)
     total = sum(int(source.keep.sum()) for source in sources)
     with Progress(console=console.err, disable=console.is_unwatched(quiet), transient=True) as progress:
         bar = progress.add_task("requests", total=total)
