@@ -92,7 +92,7 @@ def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
     elif slots is None:
         raise InputError(f"invalid cache size {text!r}: use 25%, 64 or 8GiB")
     if not slots:
-        raise InputError(f"a cache of {text} is impossible: it has 0 slots for the model's {total} experts")
+        raise InputError(f"a cache of {text} is impossible: it holds no expert; use 1 to {total}, 25% or 8GiB")
     return min(slots, total)
 
 

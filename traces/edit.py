@@ -71,7 +71,8 @@ def join(
     """
     check_target(out, overwrite, read=[source.folder.location for source in sources])
     if not any(source.keep.any() for source in sources):
-        raise InputError("no request is left: nothing was written")
+        paths = ", ".join(str(source.folder.path) for source in sources)
+        raise InputError(f"none of the requests of {paths} is chosen: nothing was written")
     meta = _common([source.folder for source in sources])
     names = [_ids(source, prefix) for source in sources]
     _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]), prefix)

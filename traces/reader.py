@@ -92,7 +92,7 @@ class Files:
     @property
     def changed(self) -> InputError:
         """What to raise where the files are not those any more that were opened."""
-        return InputError(f"{self.where} was changed while it was read")
+        return InputError(f"{self.where} was changed while it was read: run it again")
 
     @property
     def _texts(self) -> list[str]:

@@ -82,7 +82,10 @@ class TraceMeta:
     def decode(metadata: dict[bytes, bytes] | None, where: str) -> "TraceMeta":
         """The meta in a Parquet file's metadata; an InputError naming `where` if there is none that fits."""
         if KEY not in (metadata or {}):
-            raise InputError(f"{where} is a Parquet file, but not of a trace: its metadata has no {KEY.decode()!r}")
+            raise InputError(
+                f"{where} is a Parquet file, but not of a trace, since its metadata has no {KEY.decode()!r}: "
+                "name a folder that moe-trace wrote"
+            )
         assert metadata is not None
         try:
             values = parse_json(metadata[KEY], "it")

@@ -127,7 +127,9 @@ class Shards(OfAModel):
             parts.append({name: array[own] if first == last else array[own].copy() for name, array in block.items()})
         rows = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]} if parts[1:] else parts[0]
         if len(rows["request"]) != self.offsets[i + 1] - self.offsets[i]:
-            raise InputError(f"{self.path} was changed while it was read: request {i} has another number of tokens now")
+            raise InputError(
+                f"{self.path} was changed while it was read, request {i} has another number of tokens now: run it again"
+            )
         for name in {"experts", "lookahead"} & rows.keys():
             rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
         return rows

@@ -381,7 +381,9 @@ def _alike(evict: Part, prefetch: Part) -> bool:
 
 
 def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
-    return unknown(f"option of {policy}", key, known) if known else InputError(f"{policy} has no options")
+    if not known:
+        return InputError(f"{policy} has no options: leave {key} out")
+    return unknown(f"option of {policy}", key, known)
 
 
 def _options(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]] = ()) -> Any:

@@ -64,15 +64,15 @@ def _checked(about: dict[str, Any], held: dict[str, NDArray[Any]]) -> SavedEamc:
         trace = short("trace", about["trace"])
         parts = tuple(Part(**{kind: held[f"{kind}{i}"] for kind in kinds}) for i in range(1 + options.split))
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"it lacks or mistakes {error}: {ADVICE}") from error
+        raise InputError(f"it is damaged, or of another version ({error!r}): {ADVICE}") from error
     for part in parts:
         for eams in (part.eams, part.waiting):
             if eams.dtype != np.int64 or eams.shape[1:] != (shape.layers, shape.experts) or (eams < 0).any():
                 raise InputError(f"its EAMs do not count tokens of {shape.layers} x {shape.experts} experts: {ADVICE}")
             if not eams.any(axis=(1, 2)).all():
-                raise InputError(f"one of its EAMs is all zero, which none is that was learned: {ADVICE}")
+                raise InputError(f"one of its EAMs is all zero, so it counts no tokens: {ADVICE}")
         if part.uses.dtype != np.int64 or part.uses.shape != part.eams.shape[:1] or (part.uses < 0).any():
-            raise InputError(f"its counts of use do not go with its EAMs: {ADVICE}")
+            raise InputError(f"it does not hold a count of use for each of its EAMs: {ADVICE}")
         if len(part.eams) > options.capacity:
             raise InputError(f"it holds {len(part.eams)} EAMs, more than its capacity {options.capacity}: {ADVICE}")
     return SavedEamc(shape, options, trace, parts)
@@ -84,5 +84,5 @@ def _options(held: dict[str, Any]) -> EamcOptions:
     for name, value in held.items():
         kind = kinds.get(name, type(value))
         if type(value) is not kind and not (kind is float and type(value) is int):
-            raise InputError(f"its option {name} is {value!r}, no {kind.__name__}: {ADVICE}")
+            raise InputError(f"its option {name} is {value!r}, not of type {kind.__name__}: {ADVICE}")
     return EamcOptions(**held)

@@ -54,7 +54,7 @@ def store(
     experts = profile.moe_layers * profile.experts
     distinct = experts if dedup is None else dedup
     if not 1 <= distinct <= experts:
-        raise InputError(f"--dedup {dedup}: {profile.name} has {experts} experts, of which 1 or more are written")
+        raise InputError(f"--dedup {dedup}: must be 1 to {experts}, the number of experts of {profile.name}")
     fill: Fill
     if weights:
         fill, source = Checkpoint(weights, profile).fill, f"weights of {weights.name}"

@@ -129,7 +129,7 @@ class HostStore:
         """One for one model, with memory of its own; InputError where its numbers are impossible."""
         buffers = total if distinct is None else distinct
         if not 1 <= buffers <= total:
-            raise InputError(f"--host-dedup {distinct}: a model of {total} experts has 1 to {total} host buffers")
+            raise InputError(f"--host-dedup {distinct}: must be 1 to {total}, the number of experts of the model")
         return cls(HostMemory(buffers, stride_of(expert_bytes), seed), total, expert_bytes, buffers)
 
     def __getitem__(self, expert: int) -> Bytes:

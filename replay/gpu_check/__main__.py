@@ -94,7 +94,7 @@ def tell(record: Record) -> None:
             text = f"{what}: a token takes {row['over']} {row['ratio']:.2f} times as long"
             console.out.print(text, soft_wrap=True)
     if record.facts["ratios"]:
-        console.out.print(f"the paper tells of {PAPER} over what it compares with", soft_wrap=True)
+        console.out.print(f"the paper states {PAPER} over what it compares with", soft_wrap=True)
     for cell in record:
         if ERROR in cell:
             what = ", ".join(str(cell[name]) for name in ("model", "policy", "mode") if cell.get(name))

@@ -79,7 +79,10 @@ class LayerExperts:
         with Recording(inputs) if is_trial else Added() as added:
             self._eager(self._one, inputs[0], torch.zeros_like(token)[:, None], inputs[1])
         if added.values is None:
-            raise InputError(f"{self._layer.name}: {type(self._layer.module).__name__} adds up in a way of its own")
+            raise InputError(
+                f"{self._layer.name}: {type(self._layer.module).__name__} does not add up what its experts give "
+                "as transformers' experts interface does: it cannot generate from a cache of experts"
+            )
         if record and isinstance(added, Recording):
             record.add(added, inputs)
             self._may_try = False

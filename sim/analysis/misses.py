@@ -1,4 +1,4 @@
-"""Is it the policy or the working set? What a trace lets any cache do, and what each policy makes of it, untimed.
+"""Is it the policy or the cache size? What a trace lets any cache do, and what each policy makes of it, untimed.
 
 Misses split into compulsory (first uses), capacity (Belady's beyond those) and policy (the rest), as docs/contract.md
 defines them. LRU and Belady are known at all sizes from one pass (`sim.analysis.curves`); other policies are run.
@@ -187,7 +187,7 @@ def to_play(grid: Grid) -> int:
 
 
 def sentence(splits: Sequence[Split]) -> str:
-    """Policy or working set, at each size, for the best policy there that is no oracle (else the best)."""
+    """Return the main cause of misses at each size, for the best policy there that is no oracle (else the best)."""
     clauses = []
     for slots in dict.fromkeys(split.cache_experts for split in splits):
         here = [split for split in splits if split.cache_experts == slots]
@@ -200,13 +200,13 @@ def sentence(splits: Sequence[Split]) -> str:
 def _verdict(split: Split) -> str:
     name = split.policy
     if not split.misses:
-        return f"it is neither: {name} misses nothing"
+        return f"neither policy nor cache size causes misses: {name} has none"
     own, room, first = (part / split.misses for part in (split.policy_misses, split.capacity, split.compulsory))
     if own > max(room, first):
-        return f"it is the policy: {own:.0%} of {name}'s misses are not Belady's"
+        return f"the policy is the main cause: {own:.0%} of {name}'s misses are not Belady's"
     if room >= first:
-        return f"it is the working set: {room:.0%} of {name}'s misses are Belady's too, for lack of room"
-    return f"it is neither: {first:.0%} of {name}'s misses are first uses"
+        return f"the cache size is the main cause: {room:.0%} of {name}'s misses are Belady's too, for lack of room"
+    return f"neither policy nor size is the main cause: {first:.0%} of {name}'s misses are first uses"
 
 
 def figure(found: Analysis, loaded: Loaded) -> "Figure":

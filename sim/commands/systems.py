@@ -84,7 +84,7 @@ def systems(
     }
     for option, (given, is_used) in taken.items():
         if given and not is_used:
-            raise InputError(f"{option} is of no system that was asked for: leave it out")
+            raise InputError(f"{option} is used by none of the systems that are to run: leave it out")
     setting = Setting(loaded, cache_size, profile or "", predictor, host_memory or HOST_MEMORY, precision)
     slots = setting.slots()
     if any("{profile}" in each.policy for each in wanted):

@@ -40,9 +40,9 @@ class Users:
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:
-            raise InputError(f"a batch of {self.max_batch} requests: at least one has to run")
+            raise InputError(f"`max_batch` {self.max_batch}: must be at least 1")
         if self.arrival_ns and min(self.arrival_ns) < 0:
-            raise InputError("a request arrives before the clock starts")
+            raise InputError(f"a request arrives at {min(self.arrival_ns)} ns: times of arrival must be 0 or later")
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results.files import read_table
 from sim.results.metrics import REQUESTS, RESULTS, Row, require_possible, require_together, tables_below
-from traces.errors import InputError, unknown
+from traces.errors import InputError, located, unknown
 from traces.files import plain
 
 CONFIDENCE = 0.95
@@ -178,7 +178,8 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
         policy = text_of(policy)
         known = list(dict.fromkeys(cell.policy for cell in cells))
         if policy not in known:
-            raise unknown(f"policy in {cells[0].folder}", policy, known)
+            with located(str(cells[0].folder)):
+                raise unknown("policy", policy, known)
     if size is not None:
         slots = _slots(cells, size)
         if slots not in {cell.cache_experts for cell in cells}:
@@ -208,7 +209,8 @@ def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
         for name in names:
             if name not in here:
-                raise unknown(f"policy in {cells[0].folder}", name, here)
+                with located(str(cells[0].folder)):
+                    raise unknown("policy", name, here)
         found += [(here[names[0]], here[name]) for name in names[1:]]
     return found
 

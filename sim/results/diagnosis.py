@@ -1,7 +1,7 @@
 """Diagnose a run in one line: the failure signatures of MoE-Infinity (arXiv 2401.14361) in its row.
 
 Misses are the placement's where most are computed on the host, else the policy's where Belady, at the same size, would
-have fetched far fewer, and the working set's where it would not. An idle GPU waits for fetches that came too late or
+have fetched far fewer, and the cache size's where it would not. An idle GPU waits for fetches that came too late or
 were not made early. A busy link carries experts that are never looked up, or holds up what is needed at once. Below the
 working set of one token no recency helps.
 """

@@ -95,7 +95,8 @@ def equal_note(cell: compare.SweptRun, judged_by: str) -> str:
     """Return what EQUAL means in a sweep of which `cell` is one."""
     few = cell.requests[compare.OF_A_REQUEST[judged_by]].count() < compare.FEWEST
     note = f"; fewer than {compare.FEWEST} requests show no difference" if few else ""
-    return f"{EQUAL}: not worse than the least beyond the noise ({compare.CONFIDENCE:.0%}, paired over requests){note}"
+    noise = f"the noise ({compare.CONFIDENCE:.0%}, paired over requests)"
+    return f"{EQUAL}: differs from the best mean by no more than {noise}{note}"
 
 
 def _title(outcome: Outcome) -> str:

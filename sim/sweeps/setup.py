@@ -96,7 +96,7 @@ class Setup:
     def _check_together(self) -> None:
         """InputError for options that do not go together."""
         if self.arrivals != CLOSED and self.max_batch is None:
-            raise InputError("requests that arrive by themselves need `max_batch`: how many run at a time")
+            raise InputError("`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time")
         if (self.arrivals == POISSON) != (self.arrival_rate is not None):
             raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
         timed = ("max_batch", "host_memory", "chunk_bytes", "predictor_us")
@@ -117,7 +117,10 @@ class Setup:
         if self.as_decode:
             trace = trace.as_decode()
         if self.warmup_requests >= len(trace.requests):
-            raise InputError(f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count")
+            raise InputError(
+                f"{self.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count: "
+                "use a smaller `warmup_requests`"
+            )
         if not int(trace.offsets[-1]):
             raise InputError(f"{self.trace} has no tokens: there is nothing to run")
         profile = self._sized(self._profile(trace))

@@ -294,7 +294,7 @@ def _loaded(setup: Setup, fingerprint: str) -> Loaded:
     """The trace stays open for the next cell; another one that took its place is opened too."""
     loaded = setup.load()
     if loaded.fingerprint != fingerprint:
-        raise InputError(f"{setup.trace} was changed while it was read")
+        raise InputError(f"{setup.trace} was changed while it was read: run it again")
     return loaded
 
 
@@ -326,7 +326,7 @@ def _as_read(
                 with located(f"{name} is not run by another process"):
                     user_file.load(name)  # raises why it could not be read
             if content != files[name]:
-                raise InputError(f"{name} was changed, or what it imports, since the run began")
+                raise InputError(f"{name} was changed, or what it imports, since the run began: run it again")
     return play(_on(setup, fingerprint, machine), *arguments, advance)
 
 

@@ -158,15 +158,15 @@ def about(file: Path, **changes) -> np.ndarray:
         (lambda file: rewritten(file, about=about(file, layers=5)), "do not count tokens of 5 x 8"),
         (lambda file: rewritten(file, about=about(file, options={"capacty": 3})), "capacty"),
         (lambda file: rewritten(file, about=about(file, options={"capacity": "3"})), "damaged"),
-        (lambda file: rewritten(file, about=about(file, options={"split": -1})), "split is -1, no bool"),
-        (lambda file: rewritten(file, about=about(file, options={"matches": True})), "matches is True, no int"),
+        (lambda file: rewritten(file, about=about(file, options={"split": -1})), "split is -1, not of type bool"),
+        (lambda file: rewritten(file, about=about(file, options={"matches": True})), "matches is True, not of type"),
         (lambda file: rewritten(file, about=about(file, options=[])), "damaged"),
         (lambda file: rewritten(file, about=about(file, options={"capacity": 3})), "more than its capacity 3"),
         (lambda file: rewritten(file, eams1=None), "eams1"),
         (lambda file: rewritten(file, eams1=np.zeros((6, 4, 8))), "do not count tokens"),
         (lambda file: rewritten(file, eams1=-np.ones((6, 4, 8), np.int64)), "do not count tokens"),
         (lambda file: rewritten(file, waiting0=np.zeros((1, 4, 8), np.int64)), "all zero"),
-        (lambda file: rewritten(file, uses0=np.zeros(2, np.int64)), "counts of use"),
+        (lambda file: rewritten(file, uses0=np.zeros(2, np.int64)), "a count of use"),
     ],
 )
 def test_a_file_that_is_missing_or_damaged_or_another_is_told_in_one_line(spoil, says, tmp_path):

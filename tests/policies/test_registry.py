@@ -48,7 +48,7 @@ def test_coverage_is_measured_against_the_same_retention_alone(typed, alone):
         ("eamc:capacity=0", "capacity of at least 1 and at most 100,000"),
         ("eamc:capacity=100000000000", "capacity of at least 1 and at most 100,000"),
         ("eamc:eps=inf", "eps of at least 0 and below inf"),
-        ("lru:k=2", "lru has no options"),
+        ("lru:k=2", "lru has no options: leave k out"),
         ("", "unknown policy"),
     ],
 )

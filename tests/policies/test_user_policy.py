@@ -210,7 +210,7 @@ class Bare(ScorePolicy):
         ("mine.py:Forgot", "does not define victim"),
         ("mine.py:Fetches", "name what to keep as well, as in lru+mine.py:Fetches"),
         ("lru+mine.py:Keeps", "cannot stand after a +"),
-        ("mine.py:Keeps:alpha=1", "Keeps has no options"),
+        ("mine.py:Keeps:alpha=1", "Keeps has no options: leave alpha out"),
         ("mine.py:", "needs the class named as well"),
         ("mine.py:Switch:on=maybe", "option on of Switch needs a value of type bool, as in on=False"),
         ("mine.py:Bare", "option depth of Bare needs a default"),

@@ -80,10 +80,16 @@ def test_only_what_no_curve_gives_is_played(loaded):
 @pytest.mark.parametrize(
     ("parts", "verdict"),
     [
-        ({"own": 60, "capacity": 40}, "it is the policy: 60% of lru's misses are not Belady's"),
-        ({"own": 30, "capacity": 70}, "it is the working set: 70% of lru's misses are Belady's too, for lack of room"),
-        ({"own": 10, "capacity": 10, "compulsory": 80}, "it is neither: 80% of lru's misses are first uses"),
-        ({}, "it is neither: lru misses nothing"),
+        ({"own": 60, "capacity": 40}, "the policy is the main cause: 60% of lru's misses are not Belady's"),
+        (
+            {"own": 30, "capacity": 70},
+            "the cache size is the main cause: 70% of lru's misses are Belady's too, for lack of room",
+        ),
+        (
+            {"own": 10, "capacity": 10, "compulsory": 80},
+            "neither policy nor size is the main cause: 80% of lru's misses are first uses",
+        ),
+        ({}, "neither policy nor cache size causes misses: lru has none"),
     ],
 )
 def test_the_sentence_names_the_largest_part(parts, verdict):
@@ -101,8 +107,8 @@ def test_the_sentence_judges_the_best_policy_that_is_no_oracle_at_each_size():
         ]
     )
     assert text == (
-        "At 12 slots (25%) it is the policy: 75% of lfu's misses are not Belady's; at 24 slots (50%) it is the "
-        "working set: 100% of lru's misses are Belady's too, for lack of room."
+        "At 12 slots (25%) the policy is the main cause: 75% of lfu's misses are not Belady's; at 24 slots (50%) "
+        "the cache size is the main cause: 100% of lru's misses are Belady's too, for lack of room."
     )
 
 
@@ -145,7 +151,7 @@ def test_analyze_answers_first_and_writes_beside_the_results_of_sweeps(home):
     )
     assert done.returncode == 0, done.stderr
     assert "of lru/host only the eviction policy counts" in done.stderr
-    assert done.stdout.startswith("At 12 slots (25%) it is ")
+    assert done.stdout.startswith("At 12 slots (25%) ")
     for heading in (" belady (oracle) ", "compulsory", "used again after", "SRP", "SCH"):
         assert heading in done.stdout
     assert (home / "results" / "both" / "analysis" / "curves.png").exists()

@@ -90,7 +90,7 @@ def test_best_is_who_is_better_than_all_others_beyond_the_noise(tmp_path):
         assert done.returncode == 0, done.stderr
         rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" 75%")]
         marks[policies] = {row[4]: row[-1] for row in rows}
-        assert ("equal: not worse than the least beyond the noise" in done.stdout) == ("Same" in policies)
+        assert ("equal: differs from the best mean by no more than the noise" in done.stdout) == ("Same" in policies)
     best, equal = marks.values()
     assert best["lru"] == "best"
     assert equal["lru"] == equal["mine.py:Same"] == "equal"
@@ -130,7 +130,7 @@ def test_evict_and_prefetch_combine(home):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["tiny", "--cache-sizes", "0"], "a cache of 0 is impossible: it has 0 slots"),
+        (["tiny", "--cache-sizes", "0"], "a cache of 0 is impossible: it holds no expert; use 1 to"),
         (["tiny", "--cache-sizes", "0%"], "a cache of 0% is impossible"),
         (["tiny", "--cache-sizes", "10%,101%"], "a cache of 101% is impossible"),
         (["tiny", "--cache-sizes", ","], "is empty"),

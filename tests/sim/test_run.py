@@ -160,7 +160,7 @@ SHOW = ("--timeline", "out.json")
     [
         (("--policy", "lruu"), "unknown policy 'lruu'; did you mean lru"),
         (("--hardware", "a500"), "unknown hardware profile 'a500'"),
-        (("--warmup-requests", "4"), "4 warm-up requests leave none of 4"),
+        (("--warmup-requests", "4"), "4 warm-up requests leave none of 4 to count: use a smaller --warmup-requests"),
         (("--chunk-bytes", "many"), "--chunk-bytes 'many' is not a number of bytes"),
         (("--engine", "compild"), "unknown engine 'compild'"),
         (("--policy", "clock", "--engine", "compiled"), "--engine compiled does not run clock"),

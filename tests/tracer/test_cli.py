@@ -380,7 +380,7 @@ def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run,
     assert Trace.read(tmp_path / "b").requests["task"].is_unique
     refuses("slice", demo_trace(), "--task", "lav", "--out", tmp_path / "c", reason="did you mean law")
     refuses("slice", demo_trace(), "--requests", "a:b", "--out", tmp_path / "c", reason="give FROM:TO")
-    refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="no request is left")
+    refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="is chosen: nothing")
     refuses("sample", demo_trace(), "--requests", 65, "--out", tmp_path / "c", reason="holds 64 requests")
     assert not (tmp_path / "c").exists()
 

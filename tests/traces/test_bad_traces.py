@@ -116,7 +116,7 @@ def test_a_column_that_is_there_twice(folder: Path, name: str, column: str) -> N
 @pytest.mark.parametrize("name", [REQUESTS, PART])
 def test_a_foreign_parquet_file(folder: Path, name: str) -> None:
     pq.write_table(pa.table({"a": [1, 2]}), folder / name)
-    refuses(folder, name, "not of a trace")
+    refuses(folder, name, "not of a trace", "name a folder that moe-trace wrote")
 
 
 def test_another_schema_version(folder: Path) -> None:

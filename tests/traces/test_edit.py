@@ -35,7 +35,7 @@ def test_what_is_kept_is_what_was_there(trace: Trace, data: st.DataObject) -> No
         write_trace(trace, Path(folder) / "a")
         source = Source.open(Path(folder) / "a").only(keep)
         if not keep.any():
-            with pytest.raises(InputError, match="no request is left"):
+            with pytest.raises(InputError, match="is chosen: nothing was written"):
                 join([source], Path(folder) / "b")
             assert not (Path(folder) / "b").exists()
             return

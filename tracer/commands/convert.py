@@ -62,7 +62,7 @@ def import_(
 
     file = file.resolve() if file.name in ("", "..") else file
     if not file.name:
-        raise InputError(f"{file} is no dump")
+        raise InputError(f"{file} is not the name of a dump: give a file, or a folder of files")
     beside = file.with_suffix(".json")
     found = meta is None and beside.is_file() and beside != file
     folder = out or RECORDED / file.stem

@@ -51,7 +51,7 @@ def _sequence(source: Source, answer: Answer) -> Sequence:
         raise InputError(f"{place} has no routed_experts in meta_info, sglext or sgl_ext: ask return_routed_experts")
     choices = body.get("choices")
     if isinstance(choices, list) and len(choices) > 1:
-        raise InputError(f"{place} has {len(choices)} choices: which of them the experts are of is not told; use n=1")
+        raise InputError(f"{place} has {len(choices)} choices and does not say whose experts these are: ask with n=1")
     counts = body["meta_info"] if "meta_info" in body else body.get("usage")
     prompt, output = (token_count(place, counts, key) for key in ("prompt_tokens", "completion_tokens"))
     check_start(place, source.start, prompt)

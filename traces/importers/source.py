@@ -126,7 +126,7 @@ def requests_of(source: Source, found: Sequence[dict[str, Any]]) -> list[Request
     with located(source.told):
         number = len(stated) if isinstance(stated, list) else fact(source.facts, "requests", whole, len(found))
         if number != len(found):
-            raise InputError(f"it tells of {number} requests, but {source.path} holds those of {len(found)}")
+            raise InputError(f"it lists {number} requests, but {source.path} holds {len(found)}")
         listed = stated if isinstance(stated, list) else [{}] * number
         for i, one in enumerate(listed):
             if not isinstance(one, dict):
@@ -143,7 +143,7 @@ def _by_id(listed: list[dict[str, Any]], ids: list[str]) -> list[dict[str, Any]]
     by_id = {label("id", one["id"]): one for one in listed}
     for name in ids:
         if name not in by_id:
-            raise InputError(f"it tells nothing of the request {name!r}")
+            raise InputError(f"it does not list the request {name!r}")
     return [by_id[name] for name in ids]
 
 
@@ -153,7 +153,7 @@ def _request(source: Source, i: int, found: dict[str, Any], told: dict[str, Any]
         known = {key: value for key, kind in _FACTS.items() if (value := fact(told, key, kind, None)) is not None}
         for key in ("prompt_tokens", "output_tokens"):
             if key in known and known[key] != found.get(key, known[key]):
-                raise InputError(f"it says {known[key]} {key}, but the dump {found[key]}")
+                raise InputError(f"it says {known[key]} {key}, but the dump has {found[key]}")
     return Request(**{**plain, "task": known.pop("category", ""), **found, **known})
 
 
