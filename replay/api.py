@@ -69,7 +69,7 @@ def replay(
     device: auto (cuda, or cpu without it), virtual, cpu, disk or cuda. Without `requests`, a real device runs the
     first requests, of about 1,000 steps (disk: 100 tokens). options: see `ReplayOptions`.
 
-    Raises InputError for whatever cannot be run on this machine.
+    Raises InputError for whatever cannot be run on this machine; TypeError for an unknown option.
     """
     given: dict[str, Any] = dict(options)
     if given.get("untimed"):

@@ -189,9 +189,9 @@ def simulate(
     """Return what one policy does with one cache over a trace, on a simulated machine.
 
     trace: a `Trace`, or the folder or URL of one. policy: a name, a class, or what `make_policy` returns.
-    cache_size: "25%", 64 (experts) or "8GiB". options: see `Options`; hardware="a5000" is the default machine.
+    cache_size: "25%", 0.25, 64 (experts) or "8GiB". options: see `Options`; hardware="a5000" is the default machine.
 
-    Raises InputError for whatever cannot be run, and for a fault of the policy.
+    Raises InputError for whatever cannot be run, and for a fault of the policy; TypeError for an unknown option.
     """
     loaded = load(trace, options)
     spec = seeded(parse(policy), loaded.setup.seed)
@@ -224,7 +224,7 @@ def sweep(
     workers: how many runs at a time. With several, some policies run in processes: a script then needs
     `if __name__ == "__main__":`, as for any use of multiprocessing. Neither number nor order changes a result.
 
-    Raises InputError for whatever cannot be run, and for a fault of a policy.
+    Raises InputError for whatever cannot be run, and for a fault of a policy; TypeError for an unknown option.
     """
     loaded = load(trace, options)
     drawn = specs(_listed(policies), None, (loaded.setup.seed,) if seeds is None else seeds)
@@ -235,7 +235,7 @@ def sweep(
 
 
 def load(trace: TraceLike, options: Mapping[str, Any]) -> Loaded:
-    """Return a trace with the options of a run. Raise InputError for whatever cannot be used."""
+    """Return a trace with the options of a run. Raise InputError for what cannot be, TypeError for a wrong name."""
     if unknown := set(options) - set(Options.__annotations__):
         raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(Options.__annotations__)}")
     values: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}

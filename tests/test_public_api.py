@@ -5,6 +5,7 @@ import sys
 import warnings
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -128,6 +129,21 @@ def test_differences_are_paired_over_requests(trace):
     swept = sim.sweep(trace.head(1), ["belady"], ["25%"], untimed=True)
     assert all(repr(told).count("belady (oracle)") == 1 for told in (fast, fast.compare(slow), swept))
     assert isinstance(fast.plot(), matplotlib.figure.Figure)
+
+
+def test_errors_of_results_in_python_name_no_folder(trace):
+    run = sim.simulate(trace, "lru", "25%", untimed=True)
+    with pytest.raises(traces.InputError, match=f"cannot pair different phases: lru@{run['cache_experts']} has "):
+        run.compare(sim.simulate(trace.head(1), "lru", "25%", untimed=True))
+    with pytest.raises(traces.InputError, match=r"^unknown policy 'eamc'; known: lru$"):
+        sim.sweep(trace.head(1), ["lru"], ["25%"], untimed=True).compare("eamc")
+
+
+@pytest.mark.parametrize("option", ["gpu_memory", "host_memory", "link", "disk", "cpu_bandwidth", "gpu", "precision"])
+def test_a_plan_takes_texts(option):
+    asked: dict[str, Any] = {"gpu_memory": "12GiB", "host_memory": "32GiB", option: 12}
+    with pytest.raises(traces.InputError, match=f"--{option.replace('_', '-')} is 12; a text is needed"):
+        sim.plan("qwen3-30b-a3b", **asked)
 
 
 def test_the_virtual_device_measures_what_was_predicted(trace):

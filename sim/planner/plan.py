@@ -22,6 +22,7 @@ from sim.profiles.model_profile import known, model
 from sim.profiles.precision import canonical, name_of
 from sim.quantities import show_bytes
 from traces.errors import InputError
+from traces.facts import text as text_of
 from traces.facts import whole
 from traces.files import expanded
 
@@ -186,6 +187,7 @@ def plan(
 ) -> Plan:
     """Return what `model`, a profile's name or a path, does on this machine, options as `moe-sim plan` takes them.
 
+    All are texts, such as gpu_memory="12GiB" and link="pcie4x8", but context, a number of tokens.
     A model that does not fit at its published precision is planned at the highest one of at least 4 bits that does,
     unless `precision` names one. Raise InputError for an option that cannot be, and where the model does not fit.
     """
@@ -226,7 +228,7 @@ def _model(text: str, precision: str | None) -> Model:
     profile = shipped or model(text)
     if profile.encoder_moe_layers:
         raise InputError(f"{profile.name} is an encoder-decoder: plans are of models without an encoder")
-    stated = canonical(precision) if precision else ""
+    stated = canonical(text_of("--precision", precision)) if precision else ""
     experts = stated or name_of(profile.expert_bytes_per_parameter)
     dense = "q8_0" if experts == MXFP4 and profile.dense_bytes_per_parameter > 1 else ""
     return Model(profile.name, shipped.name if shipped else text, stated, dense)

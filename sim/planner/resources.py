@@ -12,6 +12,7 @@ from sim.backtest.file import Machine
 from sim.backtest.machine import gpu_data_sheet, table
 from sim.quantities import parse_bytes, parse_gb_per_s, show_bytes
 from traces.errors import InputError, unknown
+from traces.facts import text as text_of
 
 GIB = 2**30
 
@@ -83,6 +84,11 @@ def resources(
     gpu_bandwidth: str | None = None,
 ) -> Resources:
     """Return the machine of options as given. Raise InputError for what cannot be read, or where nothing is stated."""
+    asked = {"gpu-memory": gpu_memory, "host-memory": host_memory, "link": link, "disk": disk}
+    asked |= {"cpu-bandwidth": cpu_bandwidth, "gpu": gpu, "gpu-bandwidth": gpu_bandwidth}
+    for option, given in asked.items():
+        if given is not None:
+            text_of(f"--{option}", given)
     assumed: list[str] = []
     sheet = _data_sheet(gpu) if gpu else {}
     memory = _memory(gpu_memory, "--gpu-memory")

@@ -9,7 +9,7 @@ in 90% with ten and in 93% with twenty.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
 from sim.results.files import read_table
 from sim.results.metrics import REQUESTS, RESULTS, Row, require_possible, require_together, tables_below
-from traces.errors import InputError, located, unknown
+from traces.errors import InputError, unknown
 from traces.files import plain
 
 CONFIDENCE = 0.95
@@ -77,6 +77,11 @@ class SweptRun:
     warmup_requests: int
     timed: bool
     requests: pd.DataFrame  # request, lookups, hit_rate, tpot_mean_ms, ttft_ms
+
+    @property
+    def where(self) -> str:
+        """Return its folder, or of a run in Python its policy and cache size."""
+        return str(self.folder) if self.folder != Path() else f"{self.policy}@{self.cache_experts}"
 
     def fills(self, room: int) -> bool:
         """Return whether its cache fits into `room` bytes, and has all experts or leaves less than an expert."""
@@ -178,8 +183,7 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
         policy = text_of(policy)
         known = list(dict.fromkeys(cell.policy for cell in cells))
         if policy not in known:
-            with located(str(cells[0].folder)):
-                raise unknown("policy", policy, known)
+            raise _unknown(policy, known, cells[0].folder)
     if size is not None:
         slots = _slots(cells, size)
         if slots not in {cell.cache_experts for cell in cells}:
@@ -200,6 +204,12 @@ def _slots(cells: Sequence[SweptRun], size: str) -> int:
     return max((cell.cache_experts for cell in cells if cell.fills(room)), default=slots)
 
 
+def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
+    """Return the error for a policy that was not run, with the folder of the results where there is one."""
+    error = unknown("policy", policy, known)
+    return InputError(f"{folder}: {error}") if folder != Path() else error
+
+
 def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[tuple[SweptRun, SweptRun]]:
     """(baseline, cell) at each size: the first policy is the baseline of the others. InputError if one is missing."""
     if len(policies) < 2:
@@ -209,8 +219,7 @@ def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
         for name in names:
             if name not in here:
-                with located(str(cells[0].folder)):
-                    raise unknown("policy", name, here)
+                raise _unknown(name, here, cells[0].folder)
         found += [(here[names[0]], here[name]) for name in names[1:]]
     return found
 
@@ -287,17 +296,17 @@ def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
         ("modes", *("times" if played.timed else "counts alone" for played in (baseline, cell))),
     ):
         if one != other:
-            raise InputError(f"cannot pair different {what}: {baseline.folder} has {one}, {cell.folder} has {other}")
+            raise InputError(f"cannot pair different {what}: {baseline.where} has {one}, {cell.where} has {other}")
     if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
-        raise InputError(f"cannot pair different requests: {baseline.folder} and {cell.folder}, {sizes} of them")
+        raise InputError(f"cannot pair different requests: {baseline.where} and {cell.where}, {sizes} of them")
     first, second = (played.requests["lookups"] for played in (baseline, cell))
     known = first.notna() & second.notna()  # not of requests that shared steps
     differ = ((first != second) & known).to_numpy()
     if differ.any():
         name = baseline.requests["request"].iloc[int(differ.argmax())]
         raise InputError(
-            f"cannot pair {baseline.folder} and {cell.folder}: request {name} looks up another number of experts"
+            f"cannot pair {baseline.where} and {cell.where}: request {name} looks up another number of experts"
         )
 
 
