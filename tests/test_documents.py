@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import replay.cli
 import sim.cli
 import tracer.cli
 from tests.support.command import run
+from tracer.architectures import architectures
 from traces import Trace, demo_trace
 from traces.writer import write_trace
 
@@ -109,6 +111,16 @@ def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
         for words in commands(block.text):
             done = run(MAINS[words[0]], *words[1:], cwd=tmp_path)
             assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+
+
+def test_the_readme_counts_the_architectures_of_the_transformers_that_it_names():
+    said = re.search(r"\((\d+) of the (\d+) MoE architectures of transformers ([\d.]+)\)", PAGES[0].read_text("utf-8"))
+    assert said
+    recorded, known, named = said.groups()
+    if not version("transformers").startswith(f"{named}."):
+        pytest.skip(f"the figures are of transformers {named}")
+    found = [each for each in architectures() if not each.remote]
+    assert (sum(each.recorded for each in found), len(found)) == (int(recorded), int(known))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 Rules 5, 10 to 15 and 17 to 19 are written twice, and this holds the two equal.
 
-`MOE_FUZZ_CASES` sets how many seeded cases are run (`make fuzz`: 50,000).
+`MOE_FUZZ_CASES` sets how many seeded cases are run (`make fuzz-engines`: 50,000).
 """
 
 import dataclasses
