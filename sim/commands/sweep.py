@@ -264,7 +264,7 @@ def _run(
         sweep(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
     files = save(outcomes, store, folder)
-    names = [str(file.relative_to(folder)) for file in files] if len(tables) == 1 else [files[0].name]
+    names = [str(file.relative_to(folder)) for file in files]
     folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
     output.show(
         lambda: [row for found in outcomes for row in found.rows],

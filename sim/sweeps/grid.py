@@ -190,10 +190,9 @@ def save(outcomes: Sequence[Outcome], store: Store, folder: Path) -> list[Path]:
     claim(folder, MAKER, names([found.table for found in outcomes], folder))
     written = [file for found in outcomes for file in _save(found, store)]
     if len(outcomes) > 1:
-        written = [folder / RESULTS_FILE]
         rows = [row for found in outcomes for row in found.rows]
-        files.write_rows(rows, RESULTS, written[0])
-        plot.draw_users(by_source(outcomes), folder)
+        files.write_rows(rows, RESULTS, folder / RESULTS_FILE)
+        written = [folder / RESULTS_FILE, *plot.draw_users(by_source(outcomes), folder)]
     store.clear()
     return written
 
