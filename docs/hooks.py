@@ -28,15 +28,21 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to files that are not pages into their texts; raise FileNotFoundError if a file does not exist."""
+def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
+    """Turn links to files that are neither pages nor pictures into their texts.
+
+    Raise FileNotFoundError if a file does not exist, or a picture is not part of the site.
+    """
     folder = (ROOT / page.file.src_uri).parent
 
     def linked(found: re.Match[str]) -> str:
         target = (folder / found[2]).resolve()
-        if target.suffix == ".md" or target.suffix == ".png":
+        if target.suffix == ".md":
             return found[0]
-        if not target.exists():
+        picture = files.get_file_from_path(str(target.relative_to(ROOT))) if target.suffix == ".png" else None
+        if picture and picture.inclusion.is_included():
+            return found[0]
+        if picture or not target.exists():
             raise FileNotFoundError(f"{page.file.src_uri}: {found[2]}")
         return found[1]
 

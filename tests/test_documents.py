@@ -123,6 +123,12 @@ def test_the_readme_counts_the_architectures_of_the_transformers_that_it_names()
     assert (sum(each.recorded for each in found), len(found)) == (int(recorded), int(known))
 
 
+def test_the_site_takes_pages_and_their_pictures():
+    lines = (ROOT / "docs" / "mkdocs.yml").read_text("utf-8").split("exclude_docs: |\n")[1].split("\nnav:")[0].split()
+    assert lines[0] == "*"
+    assert {"!*.md", "!*.png"} <= set(lines)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"real traces are not at {SHARED}")
 def test_the_blocks_over_the_published_routing_run(tmp_path):
