@@ -347,7 +347,10 @@ _BELOW_0 = ("prefetch_coverage", "overlap")
 
 def require_possible(rows: pd.DataFrame) -> None:
     """Raise InputError where a table of results, or of requests, has what no run writes, or a row twice."""
-    twice = rows[rows.duplicated([name for name in ("policy", "trace", *_SIZE, "cell", "request") if name in rows])]
+    keys = [name for name in ("policy", "trace", *_SIZE, "cell", "request") if name in rows]
+    if not keys:
+        raise InputError("it has no column of results: name a folder that moe-sim sweep or moe-replay run has written")
+    twice = rows[rows.duplicated(keys)]
     if len(twice):
         raise InputError(f"it has {_which(twice.iloc[0])} twice: run it again with --overwrite")
     for wrong, what in _impossible(rows):

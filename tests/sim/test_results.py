@@ -10,7 +10,7 @@ import pytest
 from sim.loop.log import RequestLog, RunLog
 from sim.results import provenance
 from sim.results.files import write_rows
-from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
+from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, require_possible, summarise
 from traces.errors import InputError
 from traces.output import claimed, replacing
 from traces.steps import DECODE, PREFILL
@@ -177,6 +177,11 @@ def test_rows_survive_parquet_with_their_types(tmp_path):
     assert read["tpot_mean_ms"] == 30
     assert len(pd.read_parquet(tmp_path / "requests.parquet")) == 2
     assert {path.name for path in tmp_path.iterdir()} == {"results.parquet", "requests.parquet"}
+
+
+def test_a_table_without_columns_of_results_is_refused():
+    with pytest.raises(InputError, match="it has no column of results: name a folder"):
+        require_possible(pd.DataFrame({"dataset": ["law"]}))
 
 
 def test_all_columns_of_the_contract_are_there():
