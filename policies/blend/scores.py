@@ -34,7 +34,7 @@ LEAST_TIME = float(np.log(2))
 
 @compiled
 def observe(own: Blend, event: Event) -> None:
-    """Learn from the event, and score its layer's experts anew."""
+    """Learn from the event, and score its layer's experts again."""
     numbers, E, layer = own.numbers, own.known.after.shape[3], event.layer
     begins = own.steps[event.seats[0]] != event.steps[0]
     opens = not numbers[PER_ACCESS] or begins or numbers[OPEN] != layer

@@ -33,7 +33,7 @@ FAMILIES = {kernel.start: f"of_{place}" for place, kernel in enumerate(KERNELS.v
 """Fields of `PolicyStates`, by what makes the state."""
 
 PolicyStates = namedtuple("PolicyStates", list(FAMILIES.values()))  # type: ignore[misc]
-"""What each family of policies knows; of one that is not played, next to nothing."""
+"""What each family of policies knows; of one that is not used, next to nothing."""
 
 
 def _made(name: str, parameters: str, returns: str = "") -> Any:

@@ -1,4 +1,4 @@
-"""How events are made: from the routing of one request that is played alone, or of several that share a step.
+"""How events are made: from the routing of one request that runs alone, or of several that share a step.
 
 An event gets copies of the routing, so that a policy that keeps it reaches nothing else. In the compiled engine, whose
 policies are all of this package, it gets slices.
@@ -33,7 +33,7 @@ def alone(
 
 
 class RequestEvents:
-    """The events of one request, as it is played alone after `before` events of others.
+    """The events of one request, as it runs alone after `before` events of others.
 
     With `per_access` every access is an event of its own (the untimed mode), without lookahead.
     """
@@ -169,7 +169,7 @@ class Routing(NamedTuple):
 
 
 def routing_of(request: RequestSteps) -> Routing:
-    """Return the arrays of a request that is played alone."""
+    """Return the arrays of a request that runs alone."""
     ahead = request.lookahead
     own = _contiguous(request.offsets, request.experts, request.counts)
     picks = _contiguous(ahead.offsets, ahead.experts, ahead.counts) if ahead else (NO_INTS, NO_INTS, NO_INTS)

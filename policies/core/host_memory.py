@@ -71,7 +71,7 @@ def evictable(h: Int, m: Int, expert: int, demanded: bool) -> bool:
 
 @compiled
 def make_room(h: Int, m: Int, total: int, expert: int, demanded: bool) -> bool:
-    """Have the least recent leave until there is room for `expert`; False, and nobody leaves, if that cannot be."""
+    """Have the least recent leave until there is room for `expert`; False, and none leaves, if that cannot be."""
     one, size = h[ONE], m[core.SIZE, expert]
     if one[FREE] >= size:
         return True

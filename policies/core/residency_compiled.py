@@ -19,7 +19,7 @@ from policies.core.scores import NAMES_VICTIMS, on_evict, on_host_lookup, on_ins
 
 # Rows of m. By expert:
 STATE, SLOT, WANTED, UNUSED, PROPOSED, PARTITION, KIND, SIZE, BELOW, BEFORE, AFTER = range(11)
-# by partition (its slots are FIRST to END - 1; FREE: room that nobody holds);
+# by partition (its slots are FIRST to END - 1; FREE: room that no partition holds);
 FIRST, END, FREE = range(11, 14)
 # by kind (experts of one partition and size; SHUT: the attempt that found no slot for them);
 SHUT = 14
@@ -51,7 +51,7 @@ WIDTH = 26  # columns that row ONE needs
 PRIORITY = 2  # row of `keep`
 
 NO_EXPERT = -1
-BLOCKED = -2  # in place of an expert: something is queued, but no slot is to be had
+BLOCKED = -2  # in place of an expert: something is queued, but no slot is there for it
 ASK = -3  # in place of an expert, which stands in the victim's place: the policy has to name a victim for it first
 NAMED = -1  # the score of the victim that such a policy has named, for the next call; all others are 0
 
@@ -285,7 +285,7 @@ def least(m: Int, keep: Float, partition: int, shielded: bool) -> int:
 def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
     """Rules 5 and 6: the victim whose slot `expert` takes, or NO_EXPERT where one is free.
 
-    In their place: BLOCKED where there is none to be had, ASK where the policy has to name the victim first.
+    In their place: BLOCKED where there is none, ASK where the policy has to name the victim first.
     """
     partition = m[PARTITION, expert]
     if m[ONE, SIZED]:
@@ -303,7 +303,7 @@ def make_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_sca
 @apart
 @compiled
 def make_sized_room(m: Int, keep: Float, rule: int, expert: int, demand: bool, one_scale: bool) -> int:
-    """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or nobody."""
+    """Rule 19: the same where sizes differ; several leave one after another, and m[VICTIMS] holds them, or none."""
     one, partition, size = m[ONE], m[PARTITION, expert], m[SIZE, expert]
     room = m[FREE, partition]
     if room >= size:
@@ -445,7 +445,7 @@ def start_prefetch(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int
 
 @compiled
 def resume(m: Int) -> int:
-    """The paused prefetch goes on, if there is one."""
+    """The paused prefetch continues, if there is one."""
     m[ONE, ACTIVE] = m[ONE, PAUSED]
     m[ONE, PAUSED] = NO_EXPERT
     expert: int = m[ONE, ACTIVE]
@@ -456,7 +456,7 @@ def resume(m: Int) -> int:
 def next_transfer(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[int, int, bool]:
     """Rule 5, the link being free: (expert now on the link, its victim or NO_EXPERT, whether it is a prefetch).
 
-    In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is to be had.
+    In place of an expert: NO_EXPERT where nothing is queued, BLOCKED where no slot is there for it.
     """
     expert, victim = start_demand(m, keep, rule)
     if expert >= 0 or expert == ASK:
@@ -499,7 +499,7 @@ def arrived_and_next(m: Int, keep: Float, rule: int, one_scale: bool) -> tuple[b
 def interrupt(m: Int, keep: Float, rule: int) -> tuple[int, int]:
     """Rule 5 at a chunk boundary: a demand that can take a slot at once pauses the prefetch on the link.
 
-    (expert, victim) of the demand; expert < 0 where the transfer goes on, as does one that is awaited.
+    (expert, victim) of the demand; expert < 0 where the transfer continues, as does one that is awaited.
     """
     running = m[ONE, ACTIVE]
     if m[WANTED, running] == ON_GPU:

@@ -8,7 +8,7 @@ Retention is Algorithm 1: the least (ratio + eps) * decay goes, ties to the lowe
 1 - i / L (early layers are worth more, since later ones have time to be prefetched), `none` 1, or `next`
 1 - ((i - l - 1) mod L) / L: from 1 for the layer that comes next down to 1 / L for the current one, a whole step away.
 Instead of the least ratio the `most-visited` expert may go (the first public release: prefetch candidates only if
-nothing else is to be had), or the `least-visited` (later releases); visits are lookups since its transfer, the one
+there is no other), or the `least-visited` (later releases); visits are lookups since its transfer, the one
 that missed included, whose transfer it was.
 
 Prefetch takes every expert of a later layer i, of the next `depth` ones, with a ratio above `threshold`, at priority
@@ -103,7 +103,7 @@ class Matched(NamedTuple):
 
 @compiled
 def observe(known: Matched, event: Event) -> bool:
-    """Match anew in the bucket of the event's phase; whether the ratios have changed."""
+    """Match again in the bucket of the event's phase; whether the ratios have changed."""
     says, changed = known.says, False
     meets = event.phase if says.split else 0
     bucket = known.decode if meets else known.prefill
@@ -121,7 +121,7 @@ def observe(known: Matched, event: Event) -> bool:
 
 @compiled
 def observe_and_score(known: Matched, keep: Float, event: Event) -> None:
-    """Match anew, and write the keep scores that this changes."""
+    """Match again, and write the keep scores that this changes."""
     score(known.says, keep, observe(known, event), event.layer)
 
 

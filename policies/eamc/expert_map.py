@@ -150,7 +150,7 @@ def end_request(maps: ExpertMaps, seat: int) -> None:
 
 @compiled
 def observe(maps: ExpertMaps, event: Event) -> None:
-    """Trajectories grow, and are matched anew; a step that has ended is learned."""
+    """Trajectories grow, and are matched again; a step that has ended is learned."""
     for r in range(len(event.seats)):
         if maps.own_numbers[event.seats[r], STEP] != event.steps[r]:
             learn(maps, event.seats[r])

@@ -1,8 +1,8 @@
 """Perfect prefetch with a horizon: after an event, the experts of the next `horizon` events of the request.
 
 An event is a (token, layer): a horizon of 1 is one layer ahead, of L one token, a large one the rest of the request.
-It goes on from the last layer to the next token. Each expert is proposed once, for its first use; priority is minus the
-distance in events; ties fall to the lower id.
+It continues from the last layer to the next token. Each expert is proposed once, for its first use; priority is minus
+the distance in events; ties fall to the lower id.
 
 `oracle1` stays within the token: after layer l all experts of layer l + 1, at one priority; none after the last layer.
 It is the bound of what any next-layer predictor can do. Both are oracles.

@@ -9,7 +9,7 @@ after all of those, in the order of the trace behind the last request that has b
 
 The next uses of a run are learned from its end to its start. All of them would take more memory than the run's ids, so
 only what comes after every sqrt(R)-th of the R requests is kept; a stretch between two of these is gone through again
-when play comes to it, and a request once more when it begins. Memory is that of 2 sqrt(R) EAMs and one request.
+when the run comes to it, and a request once more when it begins. Memory is that of 2 sqrt(R) EAMs and one request.
 """
 
 from math import isqrt
@@ -95,7 +95,7 @@ class Belady(ScorePolicy):
         self._stretch = 1  # requests between two that are kept
         self._ends: Int = NO_INTS  # [R] number of the first event after each request
         self._after_stretch: Int = NO_INTS  # [R / stretch, L*E] next uses after each stretch
-        self._after: dict[int, Int] = {}  # [L*E] after each request of the stretch at play
+        self._after: dict[int, Int] = {}  # [L*E] after each request of the stretch that runs
         self._running: list[Int] = [NO_INTS] * shape.seats  # of several requests: next uses by access
         self._last = 0  # of the requests that have begun
 

@@ -49,7 +49,7 @@ def tiered(run: Run) -> bool:
 
 def on_disk(tiered: bool) -> bool:
     """Return whether that version is on disk, compiled from these sources, or in this process."""
-    dispatcher: Any = streams.play_steps
+    dispatcher: Any = streams.run_steps
     cache = getattr(dispatcher, "_cache", None)  # None under NUMBA_DISABLE_JIT
     if cache is None:
         return True
@@ -152,7 +152,7 @@ class Engine:
         states = dispatch.states(self.runner.retention, self.runner.prefetcher)
         step, predictor_ns = 0, self.run.timing.predictor_ns
         while step < steps and n[streams.NOW] < admit_at:
-            step = streams.play_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
+            step = streams.run_steps(state, self.plan, states, routing, durations, predictor_ns, step, rows, admit_at)
             evictions.append(state.evictions[: n[streams.EVICTED]].copy())
             n[streams.EVICTED] = 0
         return rows[:step], np.concatenate(evictions)

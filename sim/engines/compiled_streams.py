@@ -3,7 +3,7 @@
 The compute stream is straight-line code that moves the clock; `advance` lets the other streams do meanwhile, in the
 order of rule 15, what ends up to then. Every decision is the residency's (`policies.core.residency_compiled`,
 `policies.core.host_memory`) or a policy's (`policies.core.dispatch`); every rule about time has its twin in `sim.loop`
-and `sim.engines.simpy_engine`, where it is explained. `play_steps` is what Python calls.
+and `sim.engines.simpy_engine`, where it is explained. `run_steps` is what Python calls.
 
 Runs with a host that computes, a disk, or experts of several sizes are compiled apart: the length of `Streams.tiers`
 belongs to its type, so that runs without these pay nothing for the question.
@@ -529,7 +529,7 @@ def decide_at_start(run: Streams, plan: Plan, states: PolicyStates, routing: Rou
 
 
 @compiled
-def play_steps(
+def run_steps(
     run: Streams,
     plan: Plan,
     states: PolicyStates,
@@ -540,7 +540,7 @@ def play_steps(
     rows: Int,
     admit_at: int,
 ) -> int:
-    """Play the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
+    """Run the steps from `step` on, until their end or until the log of evictions might not hold a step's more.
 
     rows: [S, COLUMNS], filled for the steps that ran; admit_at: the first step that ends then is the last one. Returns
     the step to continue with.

@@ -197,8 +197,9 @@ def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said
 
 
 def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
-    far, near = ({**ROW, "figure": name, "setting": {**CACHED, "hit_rate": 0.6}} for name in ("far", "near"))
-    far["setting"] = {**far["setting"], "policy": "lru/host"}  # under which nothing fills the cache
+    near = {**ROW, "figure": "near", "setting": {**CACHED, "hit_rate": 0.6}}
+    empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
+    far = {**ROW, "figure": "far", "setting": empty}
     path, warned = written(tmp_path, far, near), list[str]()
     score.backtest(file.read(path), SIMPY, warn=warned.append)
     assert warned == [f"{path}: row far: lru/host hits 0.0%, far from the hit_rate of 60.0% that was measured"]

@@ -207,7 +207,7 @@ def test_a_sweep_that_can_keep_nothing_plays_all_the_same_and_says_so(home: Path
 def test_the_first_cell_of_a_first_sweep_does_not_wait_for_the_compiler(home: Path, tmp_path: Path) -> None:
     asked = ["sweep", str(home / "tiny"), "--policies", "lru,lfu", "--cache-sizes", "25%,50%", "--out", "o", "--quiet"]
     env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-    engines = "kept/*/compiled_streams.play_steps-*.nbi"
+    engines = "kept/*/compiled_streams.run_steps-*.nbi"
     with subprocess.Popen([*COMMAND, *asked], cwd=tmp_path, env=env) as sweeping:
         while not any((tmp_path / "o").glob("cells/results/*.parquet")) and sweeping.poll() is None:
             time.sleep(0.05)

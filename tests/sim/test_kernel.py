@@ -288,7 +288,7 @@ from numba.core.dispatcher import Dispatcher
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines import compiled_engine
-from sim.engines.compiled_streams import play_steps
+from sim.engines.compiled_streams import run_steps
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
@@ -308,7 +308,7 @@ used = {
     if isinstance(value, Dispatcher)
 }
 compiled = [value.py_func.__qualname__ for value in used.values() if value.stats.cache_misses]
-print(len(play_steps.signatures), sum(play_steps.stats.cache_hits.values()), compiled)
+print(len(run_steps.signatures), sum(run_steps.stats.cache_hits.values()), compiled)
 """
 
 
