@@ -54,6 +54,9 @@ BESIDE = {
 }
 """Keys of a setting that do nothing beside another one."""
 
+ONE_OF = (("expert_bytes", "expert_mb"), ("file_gb", "precision"), ("file_gb", "dense_precision"))
+"""Keys of a model that say the same thing."""
+
 _FILE_KEYS = ("defaults", "machines", "models", "rows")
 
 
@@ -250,6 +253,12 @@ def _check(row: Row) -> None:
         raise InputError("the key 'model' is missing")
     if row.machine is None and row.metric in ("speed", "latency"):
         raise InputError("the key 'machine' is missing")
+    for keys in ONE_OF:
+        stated = [key for key in keys if getattr(row.model, key)]
+        if len(stated) > 1:
+            raise InputError(f"model: give one of {', '.join(keys)}, not {' and '.join(stated)}")
+    if row.machine and row.machine.host_gflop_per_s_per_thread and not row.machine.host_threads:
+        raise InputError("machine: host_gflop_per_s_per_thread has no effect without host_threads")
     setting = row.setting
     ways = {
         "all_on": bool(setting.all_on),

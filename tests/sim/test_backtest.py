@@ -115,6 +115,12 @@ def seconds(played: Case, own: Rates | None = None) -> float:
             },
             "reads of the disk have no bytes where experts differ in size",
         ),
+        (
+            {"model": {**MODEL, "expert_mb": 3.0}},
+            "model: give one of expert_bytes, expert_mb, not expert_bytes and",
+        ),
+        ({"model": {"profile": "gpt-oss-20b", "file_gb": 9.0, "precision": "q8_0"}}, "not file_gb and precision"),
+        ({"machine": {**MACHINE, "host_gflop_per_s_per_thread": 9.0}}, "has no effect without host_threads"),
         ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
         ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
         ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
