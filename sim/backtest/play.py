@@ -234,7 +234,7 @@ class Case:
             rates = replace(rates, us_per_expert=rates.us_per_expert + moved_us)
         hardware = rates.hardware(cpu, disk and not setting.host_cache)
         timing = Roofline(hardware, profile)
-        link = FREE if setting.free_copies else host_link(hardware, profile)
+        link = FREE if setting.free_copies or self.static else host_link(hardware, profile)
         below = host_link(rates.hardware(cpu, disk_link=True), profile) if setting.host_cache else FREE
         return timing, link, below
 

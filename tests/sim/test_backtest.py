@@ -338,6 +338,13 @@ def test_all_on_the_gpu_is_a_split_of_no_layer(tmp_path):
     assert seconds(everything) == seconds(none)
 
 
+def test_a_trace_all_on_the_gpu_copies_no_expert(tmp_path):
+    write_trace(synthetic(1, 4, 6, 16, 4, seed=3), tmp_path / "t")
+    changed = {"machine": {"gpu_gb_per_s": 500.0}, "setting": {"all_on": "gpu"}}
+    own = case(tmp_path, **{**changed, "setting": {"all_on": "gpu", "trace": str(tmp_path / "t")}})
+    assert seconds(own) == pytest.approx(seconds(case(tmp_path, **changed)), rel=0.05)
+
+
 def test_a_share_of_layers_rounds_to_layers(tmp_path):
     assert case(tmp_path, setting={"host_share": 0.5}).policy == "lru/layers:n=3"
 
