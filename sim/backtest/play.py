@@ -195,12 +195,11 @@ class Case:
         if wanted < 0 or self.static or self.row.setting.host_cache:
             return case  # of host memory, the log counts reads, not hits
         for _ in range(CORRECTIONS):
-            with located(self.row.where):
-                missing = wanted - case.played(rates, engine_name).hit_rate
-                most = min(1.0, case.slots_per_layer / case.profile.top_k)
-                if abs(missing) < NEAR or case.aim + missing > most:
-                    break
-                case = replace(self, aim=max(case.aim + missing, 0.0))
+            missing = wanted - case.played(rates, engine_name).hit_rate
+            most = min(1.0, case.slots_per_layer / case.profile.top_k)
+            if abs(missing) < NEAR or case.aim + missing > most:
+                break
+            case = replace(self, aim=max(case.aim + missing, 0.0))
         return case
 
     def is_far(self, played: Played) -> bool:

@@ -167,6 +167,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ),
         ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
+        ({"setting": {"policy": "lru@layer", "cache": "0", "hit_rate": 0.3}}, "cannot be divided among 6 layers"),
         ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": routing.PHONE}}, "layers, experts and top-k"),
@@ -179,6 +180,7 @@ def test_a_row_that_cannot_be_used_is_one_line_with_file_and_row(tmp_path, chang
     text = str(told.value)
     assert "\n" not in text
     assert text.startswith(f"{path}: row one: ")
+    assert text.count("row one: ") == 1
     assert said in text
 
 
