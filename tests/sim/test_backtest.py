@@ -167,7 +167,6 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ),
         ({"metric": "bytes read", "unit": "B"}, "a figure of bytes read is of a cache: give policy and cache"),
         ({"setting": {"policy": "lru", "cache": "0", "hit_rate": 0.9}}, "never hit 0.9 in 1 slots a layer"),
-        ({"setting": {"policy": "lru@layer", "cache": "0", "hit_rate": 0.3}}, "cannot be divided among 6 layers"),
         ({"setting": {"policy": "lru", "cache": "50%", "like": "gpt"}}, "unknown routing statistics 'gpt'"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": "nowhere"}}, "no trace at nowhere"),
         ({"setting": {"policy": "lru", "cache": "50%", "trace": routing.PHONE}}, "layers, experts and top-k"),
