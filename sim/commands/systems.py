@@ -115,13 +115,12 @@ def systems(
 
 def _title(setting: "Setting") -> str:
     from sim.quantities import show_bytes
+    from sim.results.metrics import size_text
 
     model, slots = setting.model(), setting.slots()
-    share = 100 * slots / setting.shape.total
+    size = size_text({"cache_experts": slots, "cache_fraction": slots / setting.shape.total})
     room = show_bytes(slots * model.expert_bytes)
-    return (
-        f"{model.name} on {setting.hardware.title}: {room} of GPU memory for experts, {slots:,} ({share:.3g}% of all)"
-    )
+    return f"{model.name} on {setting.hardware.title}: {room} of GPU memory, {size} of the experts"
 
 
 def _notes(setting: "Setting") -> list[str]:

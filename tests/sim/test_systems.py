@@ -12,6 +12,7 @@ import pytest
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.cli import main
+from sim.commands.systems import _title
 from sim.engines import engine
 from sim.loop.run import gpu_run
 from sim.profiles.derived import Blocking
@@ -88,6 +89,10 @@ def test_each_system_plays_alike_on_both_engines(home, name):
 def test_a_system_that_cannot_run_says_why(home, name):
     with pytest.raises(CannotRunError, match=REFUSED[name]):
         Played.of(systems()[name], setting_of(home, size="50%"))
+
+
+def test_the_title_writes_the_cache_size_as_tables_do(home):
+    assert re.search(r" of GPU memory, \d+ \(25%\) of the experts$", _title(setting_of(home)))
 
 
 def test_every_system_declares_its_assumptions_and_a_source():
