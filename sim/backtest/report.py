@@ -73,6 +73,9 @@ def tables(test: Backtest) -> list[tuple[str, list[Cells]]]:
     return found
 
 
+REACHED = 0.01
+"""Off what was measured, a fitted row is reached by its parameter."""
+
 _FIGURES = ["figure", "measured", "predicted", "error", "blind", "assumed"]
 
 
@@ -90,10 +93,16 @@ def _figures(result: Result) -> Cells:
         row.figure,
         f"{row.value:.4g} {row.unit}",
         f"{result.predicted / unit:.4g}",
-        "fits" if row.fit else _error(result, result.error),
+        _fitted(result) if row.fit else _error(result, result.error),
         _error(result, result.blind_error),
         "; ".join(assumed) or "-",
     ]
+
+
+def _fitted(result: Result) -> str:
+    """Return that a row fits its machine, and how far it is off where no value of the parameter reaches it."""
+    reached = result.error is not None and abs(result.error) < REACHED
+    return "fits" if reached else f"fits, {_error(result, result.error)}"
 
 
 def _error(result: Result, error: float | None) -> str:

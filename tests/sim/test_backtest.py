@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -569,6 +570,15 @@ def test_a_fit_finds_the_parameter_that_made_the_rows_and_is_in_no_score(tmp_pat
     told = score.summary(test)
     assert (told["rows"], told["fit_rows"]) == (2, 1)
     assert told["worst_abs_error"] < 0.005 < told["same_rows_blind"]["median_abs_error"]
+
+
+def test_a_row_that_no_value_of_its_parameter_reaches_says_how_far_it_is_off(tmp_path):
+    reached, beyond = (
+        report.text(score.backtest(file.read(written(tmp_path, {**ROW, "value": value, "fit": True})), SIMPY), True)
+        for value in (200.0, 100_000.0)
+    )
+    assert re.search(r"one +200 tok/s +200 +fits +[+-]", reached)
+    assert re.search(r"one +1e\+05 tok/s +[\d.]+ +fits, -9\d\.\d% +-", beyond)
 
 
 def test_a_fitted_machine_is_that_of_its_own_file(tmp_path):
