@@ -140,7 +140,7 @@ def _peak(machine: Machine) -> float:
     """Return the peak of the machine's memory: channels x MT/s x 8 bytes; InputError for text that says neither."""
     if not machine.ram or machine.host_peak_gb_per_s:
         return machine.host_peak_gb_per_s
-    found = re.fullmatch(r"(\d+)\s*x\s*(?:LP)?DDR\dX?-(\d+)", machine.ram.strip(), re.IGNORECASE)
+    found = re.fullmatch(r"(\d{1,6})\s*x\s*(?:LP)?DDR\dX?-(\d{1,6})", machine.ram.strip(), re.IGNORECASE)
     if not found:
         raise InputError(f"ram {machine.ram!r}: write channels and kind, such as 2 x DDR5-6000")
     return int(found[1]) * int(found[2]) * 8 / 1_000

@@ -46,6 +46,9 @@ CORRECTIONS, NEAR = 2, 0.005
 FAR = 0.1
 """Off the measured hit rate, a run is another one."""
 
+MOST_EXPERTS = 1_000_000
+"""Of all layers: routing is made in Python, and no model has so many."""
+
 STILL = 4
 """Tokens of a run in which every token is like the one before it."""
 
@@ -293,6 +296,9 @@ def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> floa
 def parsed(case: Case) -> None:
     """Raise InputError if the row's policy is invalid, or its figure is not counted."""
     with located(case.row.where):
+        if case.shape.total > MOST_EXPERTS:
+            layers, experts = case.shape.layers, case.shape.experts
+            raise InputError(f"model: {layers} layers of {experts} experts: at most {MOST_EXPERTS} experts are run")
         policy = parse(case.policy)
         if policy.needs_lookahead and not (case.row.setting.trace and all(one.lookahead for one in case.requests)):
             raise InputError(f"setting: {policy.text} needs a trace with what routers pick early (column lookahead)")
