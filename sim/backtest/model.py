@@ -40,6 +40,8 @@ def profile_of(given: Model) -> ModelProfile:
     if given.kv_bytes_per_token:
         width = base.kv_bytes_per_value or base.dense_bytes_per_parameter
         base = replace(base, kv_bytes_per_value=width * given.kv_bytes_per_token / base.kv_cache_bytes(1))
+    if not base.expert_bytes:
+        raise InputError("model: an expert is smaller than a byte")
     if base.top_k > base.experts:
         raise InputError(f"top_k {base.top_k} is above {base.experts} experts")
     return replace(

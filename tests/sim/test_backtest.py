@@ -126,6 +126,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
         ({"machine": {"link": "PCIe 9"}}, "unknown link 'PCIe 9'"),
         ({"machine": {"gpu": "RTX 3091"}}, "unknown gpu 'RTX 3091'; did you mean RTX 3090"),
+        ({"model": {"profile": "mixtral-8x7b", "file_gb": 1e-12}}, "model: an expert is smaller than a byte"),
         ({"model": {**MODEL, "layers": 10**5, "experts": 10**6}}, "100000 layers of 1000000 experts: at most 1000000"),
         ({"machine": {"gpu": "RTX 3090", "ram": f"{'9' * 5000} x DDR5-6000"}}, "write channels and kind"),
         ({"machine": {"gpu": "RTX 3090", "ram": "DDR5"}}, "ram 'DDR5': write channels and kind"),
