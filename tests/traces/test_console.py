@@ -226,11 +226,21 @@ def test_a_terminal_of_no_columns_is_printed_to() -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (3, "a\n", "b: error: c\n")
 
 
-@pytest.mark.parametrize(("package", "threads"), [("tracer", "0"), ("sim", "x"), ("replay", "")])
-def test_threads_of_which_numba_can_start_none_are_refused_in_one_line(package: str, threads: str) -> None:
-    ended = command(package, "--help", NUMBA_NUM_THREADS=threads)
+@pytest.mark.parametrize(
+    ("package", "variable", "value", "usual"),
+    [
+        ("tracer", "NUMBA_NUM_THREADS", "0", 1),
+        ("sim", "NUMBA_NUM_THREADS", "x", 1),
+        ("replay", "NUMBA_NUM_THREADS", "", 1),
+        ("sim", "NUMBA_OPT", "x", 3),
+    ],
+)
+def test_what_numba_cannot_read_in_the_environment_is_refused(
+    package: str, variable: str, value: str, usual: int
+) -> None:
+    ended = command(package, "--help", **{variable: value})
     assert (ended.returncode, ended.stdout) == (2, "")
-    reason = f"error: the environment variable NUMBA_NUM_THREADS is {threads!r}: unset it, or set it to 1\n"
+    reason = f"error: the environment variable {variable} is {value!r}: unset it, or set it to {usual}\n"
     assert ended.stderr.partition(": ")[2] == reason
 
 
