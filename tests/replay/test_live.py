@@ -203,7 +203,7 @@ def test_the_command_ends_with_the_tokens_of_the_whole_model(tmp_path: Path) -> 
     ("arguments", "said"),
     [
         (("--policy", "belady"), "knows the future"),
-        (("--cache-size", "0"), "0 slots"),
+        (("--cache-size", "0"), "a cache of 0 is impossible"),
         (("--token-ids", "5,x"), "write numbers"),
         (("--token-ids", "9999"), "has no token 9999"),
         (("--token-ids", "5," + "9" * 5000), "9...9999999999999' is no id"),
@@ -298,7 +298,7 @@ def test_an_interruption_says_what_was_recorded(tmp_path: Path, monkeypatch: pyt
 def test_the_seed_is_of_policies_that_draw_too(tmp_path: Path) -> None:
     asked = ("--model", saved(tmp_path, "mixtral"), "--token-ids", "5,6", "--max-new-tokens", 2, "--lanes", 1)
     for policy, drawn in (("random", 7), ("random:seed=3", 3)):
-        assert f", random:seed={drawn}, cache of" in generate(*asked, "--policy", policy, "--seed", 7).stderr
+        assert f", random:seed={drawn}, 6 (25%)" in generate(*asked, "--policy", policy, "--seed", 7).stderr
 
 
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_the_block_adds_up_and_says_which_defaults_it_took(moe_sim_run, home):
 def test_the_title_says_of_an_oracle_that_it_is_one(moe_sim_run, home, policy):
     status, out, _ = moe_sim_run(str(home / "tiny"), "--policy", policy)
     assert status == 0
-    assert f": {policy} (oracle), 12 slots" in out
+    assert f": {policy} (oracle), 12 (25%) of the experts" in out
 
 
 def test_tokens_choose_decode_steps_of_the_whole_run_and_play_stops_after_them(moe_sim_run, home, tmp_path):

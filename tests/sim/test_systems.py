@@ -305,9 +305,9 @@ def test_a_system_that_cannot_run_is_named_with_the_reason(moe_sim_systems, home
         (["tiny", "--precision", "Q4_K_L"], "unknown precision 'Q4_K_L'"),
         (["deepseek", "--profile", "tiny", "--systems", "brainstorm"], "the profile"),
         (["deepseek", "--host-memory", "1MB", "--systems", "llama-cpp-mmap"], "--host-memory 1MB"),
-        (["deepseek", "--host-memory", "1MB", "--systems", "vllm"], "--host-memory is of no system"),
-        (["deepseek", "--profile", "deepseek", "--systems", "vllm"], "--profile is of no system"),
-        (["deepseek", "--predictor", "x", "--table1"], "--predictor is of no system"),
+        (["deepseek", "--host-memory", "1MB", "--systems", "vllm"], "--host-memory is used by none of the systems"),
+        (["deepseek", "--profile", "deepseek", "--systems", "vllm"], "--profile is used by none of the systems"),
+        (["deepseek", "--predictor", "x", "--table1"], "--predictor is used by none of the systems"),
         (["tiny", "--cache-size", "0%"], "a cache of 0%"),
     ],
 )
