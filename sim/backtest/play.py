@@ -43,7 +43,7 @@ SETTLING = 8
 CORRECTIONS, NEAR = 2, 0.005
 """How often routing is made again for a hit rate, and how near to it is near enough."""
 
-FAR = 0.1
+FAR = 0.03
 """Off the measured hit rate, a run is another one."""
 
 MOST_EXPERTS = 1_000_000
