@@ -4,8 +4,8 @@ A row names its machine and its model, of the file's tables or of shipped profil
 what is not stated. InputError names file, row and key.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ WITHOUT = {
 
 BESIDE = {
     "trace": ("hit_rate", "like", "tokens", "context", "whole_layers"),
-    "hit_rate": ("like", "whole_layers"),
+    "hit_rate": ("like",),
     "slots_per_layer": ("cache",),
-    "whole_layers": ("like", "tokens"),
+    "whole_layers": ("hit_rate", "like", "tokens"),
     "free_copies": ("copy_back",),
 }
 """Keys of a setting that do nothing beside another one."""
@@ -194,10 +194,7 @@ def read(path: Path, warn: Callable[[str], None] = lambda text: None) -> list[Ro
             raise InputError("rows: must be a list of tables, each headed [[rows]]")
         defaults = _table("defaults", held.get("defaults", {}))
         rows = [_row(path, place, defaults, row, machines, models) for place, row in enumerate(listed, 1)]
-    for row, stated in zip(rows, listed, strict=True):
-        for text in () if row.unsimulated else _unused(row.setting, stated.get("setting", {})):
-            warn(f"{row.where}: setting: {text} (ignored)")
-    return rows
+    return [_without_unused(row, stated.get("setting", {}), warn) for row, stated in zip(rows, listed, strict=True)]
 
 
 def unique(rows: list[Row]) -> list[Row]:
@@ -290,16 +287,17 @@ def _check(row: Row) -> None:
             raise InputError(f"setting: a figure of {row.metric} is of a cache: give policy and cache")
 
 
-def _unused(setting: Setting, stated: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what to say of each key that a row itself states and that does nothing; [defaults] are for other rows."""
+def _without_unused(row: Row, stated: Mapping[str, Any], warn: Callable[[str], None]) -> Row:
+    """Return the row without keys that do nothing in its setting; [defaults] may hold them, for other rows."""
+    if row.unsimulated:
+        return row
     default = Setting()
-    given = {each.name for each in fields(Setting) if getattr(setting, each.name) != getattr(default, each.name)}
-    for needed, keys in WITHOUT.items():
-        if needed not in given:
-            yield from (f"{key} has no effect without {needed}" for key in keys if key in given & stated.keys())
-    for other, keys in BESIDE.items():
-        if other in given:
-            yield from (f"{key} has no effect beside {other}" for key in keys if key in given & stated.keys())
+    given = {each.name for each in fields(Setting) if getattr(row.setting, each.name) != getattr(default, each.name)}
+    unused = {key: f"beside {other}" for other, keys in BESIDE.items() if other in given for key in keys}
+    unused |= {key: f"without {needed}" for needed, keys in WITHOUT.items() if needed not in given for key in keys}
+    for key in [key for key in unused if key in given & stated.keys()]:
+        warn(f"{row.where}: setting: {key} has no effect {unused[key]} (ignored)")
+    return replace(row, setting=replace(row.setting, **{key: getattr(default, key) for key in unused}))
 
 
 def _named(held: object, key: str, make: Callable[[str, str, object], Any]) -> dict[str, Any]:

@@ -207,6 +207,22 @@ def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said
     assert warned == [f"{path}: row one: setting: {said} (ignored)"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "unused"),
+    [
+        ({"host_layers": 2}, {"whole_layers": True, "host_cache": "25%"}),
+        ({"all_on": "gpu", "batch": 3}, {"host_cache": "25%", "misses_from": "disk"}),
+        ({**CACHED, "trace": routing.PHONE}, {"whole_layers": True, "context": 9}),
+        ({**CACHED, "whole_layers": True}, {"hit_rate": 0.5}),
+    ],
+)
+def test_a_key_that_is_ignored_changes_nothing_wherever_it_stands(tmp_path, setting, unused):
+    (alone,) = file.read(written(tmp_path, {**ROW, "setting": setting}))
+    defaults = {"setting": unused}
+    assert file.read(written(tmp_path, {**ROW, "setting": {**setting, **unused}})) == [alone]
+    assert file.read(written(tmp_path, {**ROW, "setting": setting}, defaults=defaults)) == [alone]
+
+
 def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
     near = {**ROW, "figure": "near", "setting": {**CACHED, "hit_rate": 0.6}}
     empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
