@@ -36,7 +36,7 @@ from policies.eamc.collection import Collection
 from policies.eamc.file import Part, SavedEamc
 from policies.eamc.matching import NO_MATCH, Bucket
 from policies.eamc.options import EamcOptions
-from traces.errors import InputError, located
+from traces.errors import InputError
 
 
 @compiled
@@ -215,17 +215,16 @@ class Predictor:
 
     def _start_from(self, saved: SavedEamc) -> None:
         """Its EAMs in the order in which they were learned; those that wait for K-means are learned now."""
-        ours, theirs, options = self.shape, saved.shape, self.options
-        with located(f"eamc:collection={options.collection}"):
-            if theirs != ours:
-                shapes = f"{theirs.layers} x {theirs.experts} experts, not of {ours.layers} x {ours.experts}"
-                raise InputError(f"it holds EAMs of {shapes}: build one from a trace of this model")
-            if saved.options.split != options.split:
-                theirs_is = "a collection for each phase" if saved.options.split else "one collection for both phases"
-                raise InputError(f"it holds {theirs_is}: say split={str(saved.options.split).lower()}")
-            most = max(len(part.eams) for part in saved.parts)
-            if most > options.capacity:
-                raise InputError(f"it holds {most} EAMs, more than capacity={options.capacity}: say capacity={most}")
+        ours, theirs, options, file = self.shape, saved.shape, self.options, self.options.collection
+        if theirs != ours:
+            shapes = f"{theirs.layers} x {theirs.experts} experts, not of {ours.layers} x {ours.experts}"
+            raise InputError(f"{file} holds EAMs of {shapes}: build one from a trace of this model")
+        if saved.options.split != options.split:
+            theirs_is = "a collection for each phase" if saved.options.split else "one collection for both phases"
+            raise InputError(f"{file} holds {theirs_is}: say split={str(saved.options.split).lower()}")
+        most = max(len(part.eams) for part in saved.parts)
+        if most > options.capacity:
+            raise InputError(f"{file} holds {most} EAMs, more than capacity={options.capacity}: say capacity={most}")
         for held, part in zip(self.collections, saved.parts, strict=True):
             for eam, uses in zip(part.eams, part.uses.tolist(), strict=True):
                 held.add(eam.ravel(), uses)

@@ -118,9 +118,9 @@ def test_two_files_of_one_trace_are_equal_to_the_byte(tmp_path):
 @pytest.mark.parametrize(
     ("policy", "shape", "says"),
     [
-        ("eamc:capacity=5", (4, 8), "it holds 6 EAMs, more than capacity=5: say capacity=6"),
-        ("eamc", (4, 9), "it holds EAMs of 4 x 8 experts, not of 4 x 9"),
-        ("eamc:split=false", (4, 8), "it holds a collection for each phase: say split=true"),
+        ("eamc:capacity=5", (4, 8), "x.npz holds 6 EAMs, more than capacity=5: say capacity=6"),
+        ("eamc", (4, 9), "x.npz holds EAMs of 4 x 8 experts, not of 4 x 9"),
+        ("eamc:split=false", (4, 8), "x.npz holds a collection for each phase: say split=true"),
     ],
 )
 def test_a_collection_that_does_not_fit_is_told_in_one_line(policy, shape, says, tmp_path):
