@@ -226,7 +226,9 @@ def stamp(file: int) -> tuple[int, int]:
 def require_unchanged(path: Path, file: int, before: tuple[int, int]) -> None:
     """Raise InputError if the open file has another `stamp` than before."""
     if stamp(file) != before:
-        raise InputError(f"{path} was changed while it was read: what was computed with it may be wrong; run it again")
+        raise InputError(
+            f"{path} was changed while it was read: what was computed with it may be wrong; start the command again"
+        )
 
 
 def read_through(path: Path) -> None:
