@@ -356,8 +356,14 @@ def _processes(workers: int) -> Iterator[tuple[Any, ProcessPoolExecutor]]:
     with ProcessPoolExecutor(workers, context, _begin, (counter,)) as pool:
         try:
             with interrupts_later():  # all of them start now
-                started, _ = wait([pool.submit(int) for _ in range(workers)])
-            if any(each.exception() for each in started):
+                starting = [pool.submit(int) for _ in range(workers)]
+                processes = set(multiprocessing.active_children()) - strangers
+                started, _ = wait(starting)
+            if failed := [error for each in started if (error := each.exception())]:
+                for process in processes:
+                    process.join()
+                if all((process.exitcode or 0) <= 0 for process in processes):  # by signals, none by an error
+                    raise failed[0]
                 raise InputError(
                     "worker processes end before they work: a script that asks for several `workers` needs "
                     '`if __name__ == "__main__":`, and each of them takes memory'

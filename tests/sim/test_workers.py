@@ -180,6 +180,17 @@ def test_a_script_without_a_main_is_told_so(tmp_path):
     assert 'needs `if __name__ == "__main__":`' in ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGKILL")
+def test_a_worker_process_that_is_killed_before_it_works_is_told_so(monkeypatch):
+    monkeypatch.setattr(workers, "_begin", killed_at_start)
+    with pytest.raises(InputError, match="a worker process was killed"), workers._processes(1):
+        pass
+
+
+def killed_at_start(counter):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def killed(loaded, advance):
     workers._worker["counter"].get_lock().acquire()
     os.kill(os.getpid(), signal.SIGKILL)
