@@ -52,6 +52,12 @@ def test_what_the_json_says_is_kept(tmp_path: Path) -> None:
     assert np.array_equal(Trace.read(tmp_path / "t").experts, EXPERTS)
 
 
+def test_a_key_in_another_case_is_noted(tmp_path: Path) -> None:
+    _, told = dump(tmp_path, {"EXPERT_BYTES": 7, "Model": "other/model", "licence": "MIT"})
+    _, notes = import_dump(tmp_path / "x.npz", told)
+    assert notes == [f"{told}: {key} was ignored: write {key.lower()}" for key in ("EXPERT_BYTES", "Model")]
+
+
 def test_a_prefill_is_one_step_of_all_its_tokens(tmp_path: Path) -> None:
     trace, _ = import_dump(*dump(tmp_path, {"phase": "prefill, token order"}))
     assert trace.phases == "prefill"

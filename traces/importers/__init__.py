@@ -98,6 +98,7 @@ def import_dump(
     if not found.answers and any(request.start for request in read.requests):
         raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
     made = trace_of(read, source) if isinstance(read, Dump) else aggregate_of(read, source)
+    source.note_misspelt()
     return made, source.notes
 
 

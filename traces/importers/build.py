@@ -151,7 +151,7 @@ def _meta(source: Source, L: int, k: int, E: int, layers: tuple[int, ...] | None
     first = source.fact("first_moe_layer", count, 0)
     names = tuple(f"layers.{layer}" for layer in layers or range(first, first + L))
     model, names = source.fact("model", text, source.path.stem), source.fact("layer_names", texts, names)
-    rest: dict[str, Any] = {name: source.facts.get(name) for name in _AS_TOLD}
+    rest: dict[str, Any] = {name: source.stated(name) for name in _AS_TOLD}
     tools = {"moe-expert-cache": version("moe-expert-cache")}
     with located(source.told):
         meta = TraceMeta(model, L, E, k, names, mode=mode, tools=tools, **rest)

@@ -49,9 +49,22 @@ class Source:
     options: Options = Options()
     load_pt: Callable[[Path], Any] | None = None  # reads a torch file as plain dicts and numpy arrays
     notes: list[str] = field(default_factory=list)  # what was assumed, one line each
+    asked: set[str] = field(default_factory=set)  # keys of the JSON that were looked for
+
+    def stated(self, key: str) -> Any:
+        """What the JSON has at `key`, as it is; None where it has nothing."""
+        self.asked.add(key)
+        return self.facts.get(key)
+
+    def note_misspelt(self) -> None:
+        """Take note of keys that differ in case from one that was looked for."""
+        for key in sorted(self.facts.keys() - self.asked):
+            if key.lower() in self.asked:
+                self.notes.append(f"{self.told}: {key} was ignored: write {key.lower()}")
 
     def fact(self, key: str, kind: Callable[[str, Any], T], default: T) -> T:
         """What the JSON says of `key`, held against its kind; `default` where it says nothing."""
+        self.asked.add(key)
         with located(self.told):
             return fact(self.facts, key, kind, default)
 
@@ -122,7 +135,7 @@ def requests_of(source: Source, found: Sequence[dict[str, Any]]) -> list[Request
     Those are a list of objects, a count, or absent. The objects are in the dump's order; where the dump names
     its requests and each object has an id, they are matched by id.
     """
-    stated = source.facts.get("requests")
+    stated = source.stated("requests")
     with located(source.told):
         number = len(stated) if isinstance(stated, list) else fact(source.facts, "requests", whole, len(found))
         if number != len(found):
