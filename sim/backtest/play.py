@@ -5,7 +5,7 @@ the cache, is not counted, nor are a few after it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -25,7 +25,7 @@ from sim.profiles.derived import Blocking
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, Timing, experts_per_layer
-from sim.quantities import parse_bytes, parse_whole
+from sim.quantities import exceeds, parse_bytes, parse_whole
 from traces.errors import InputError, located
 from traces.steps import DECODE, RequestSteps
 
@@ -209,6 +209,17 @@ class Case:
         """Whether the run is far from the measured hit rate, as where nothing fills the cache."""
         wanted = self.row.setting.hit_rate
         return wanted >= 0 and not self.row.setting.host_cache and abs(played.hit_rate - wanted) > FAR
+
+    def cut(self) -> Iterator[str]:
+        """Yield what to say of each number of its setting that is above what there is, which is taken in its place."""
+        setting, shape = self.row.setting, self.shape
+        if setting.slots_per_layer > shape.experts:
+            yield f"slots_per_layer {setting.slots_per_layer} is more than a layer's {shape.experts} experts"
+        for key, size in (("cache", setting.cache), ("host_cache", setting.host_cache)):
+            if exceeds(size, shape.total, self._everything):
+                yield f"{key} {size} is larger than all {shape.total:,} experts: it holds them all (100%)"
+        if setting.requests > len(self.requests):
+            yield f"requests {setting.requests} is more than the trace has ({len(self.requests)})"
 
     def run(self, rates: Rates | None) -> Run:
         """What an engine takes; None: nothing takes time."""

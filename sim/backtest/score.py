@@ -110,7 +110,7 @@ def backtest(
     ended: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = lambda text: None,
 ) -> Backtest:
-    """Run all rows; `ended` is called after each, `warn` for one that misses its measured hit rate."""
+    """Run all rows; `ended` is called after each, `warn` for numbers that are cut and a missed hit rate."""
     cases = {row.figure: Case(row) for row in rows if not row.unsimulated}
     for case in cases.values():
         parsed(case)
@@ -119,6 +119,8 @@ def backtest(
     for name, case in cases.items():
         cases[name] = case.aimed(blind[name], engine)
         played[name] = cases[name].played(blind[name], engine)
+        for text in case.cut():
+            warn(f"{case.row.where}: setting: {text}")
         if cases[name].is_far(played[name]):
             reached, wanted = show_share(played[name].hit_rate), show_share(case.row.setting.hit_rate)
             warn(f"{case.row.where}: {case.policy} hits {reached}, far from the hit_rate of {wanted} that was measured")

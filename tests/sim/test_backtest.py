@@ -223,6 +223,24 @@ def test_a_key_that_is_ignored_changes_nothing_wherever_it_stands(tmp_path, sett
     assert file.read(written(tmp_path, {**ROW, "setting": setting}, defaults=defaults)) == [alone]
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"policy": "lru", "cache": "97"}, "cache 97 is larger than all 96 experts: it holds them all (100%)"),
+        ({**CACHED, "host_cache": "1GB"}, "host_cache 1GB is larger than all 96 experts: it holds them all (100%)"),
+        ({"policy": "lru", "slots_per_layer": 17}, "slots_per_layer 17 is more than a layer's 16 experts"),
+        ({**CACHED, "trace": "t", "requests": 3}, "requests 3 is more than the trace has (2)"),
+    ],
+)
+def test_a_number_above_what_there_is_is_warned_of(tmp_path, monkeypatch, setting, said):
+    monkeypatch.chdir(tmp_path)
+    write_trace(synthetic(2, 3, 6, 16, 4, seed=3), tmp_path / "t")
+    row = {**ROW, "setting": setting, "machine": {**MACHINE, "disk_gb_per_s": 3.0}}
+    path, warned = written(tmp_path, row), list[str]()
+    score.backtest(file.read(path), SIMPY, warn=warned.append)
+    assert warned == [f"{path}: row one: setting: {said}"]
+
+
 def test_a_run_far_from_the_measured_hit_rate_is_warned_of(tmp_path):
     near = {**ROW, "figure": "near", "setting": {**CACHED, "hit_rate": 0.6}}
     empty = {**CACHED, "hit_rate": 0.6, "policy": "lru/host"}  # nothing fills the cache
