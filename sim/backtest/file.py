@@ -4,7 +4,7 @@ A row names its machine and its model, of the file's tables or of shipped profil
 what is not stated. InputError names file, row and key.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ BESIDE = {
 }
 """Keys of a setting that do nothing beside another one."""
 
-ONE_OF = (("expert_bytes", "expert_mb"), ("file_gb", "precision"), ("file_gb", "dense_precision"))
-"""Keys of a model that say the same thing."""
+BESIDE_IN_MODEL = {"file_gb": ("precision", "dense_precision")}
+"""The same of a model: the size of a file says more than the name of its precision."""
 
 _FILE_KEYS = ("defaults", "machines", "models", "rows")
 
@@ -250,10 +250,8 @@ def _check(row: Row) -> None:
         raise InputError("the key 'model' is missing")
     if row.machine is None and row.metric in ("speed", "latency"):
         raise InputError("the key 'machine' is missing")
-    for keys in ONE_OF:
-        stated = [key for key in keys if getattr(row.model, key)]
-        if len(stated) > 1:
-            raise InputError(f"model: give one of {', '.join(keys)}, not {' and '.join(stated)}")
+    if row.model.expert_bytes and row.model.expert_mb:
+        raise InputError("model: give one of expert_bytes, expert_mb, not expert_bytes and expert_mb")
     if row.machine and row.machine.host_gflop_per_s_per_thread and not row.machine.host_threads:
         raise InputError("machine: host_gflop_per_s_per_thread has no effect without host_threads")
     setting = row.setting
@@ -288,16 +286,32 @@ def _check(row: Row) -> None:
 
 
 def _without_unused(row: Row, stated: Mapping[str, Any], warn: Callable[[str], None]) -> Row:
-    """Return the row without keys that do nothing in its setting; [defaults] may hold them, for other rows."""
-    if row.unsimulated:
+    """Return the row without keys that do nothing in it; [defaults] may hold settings for other rows."""
+    if row.unsimulated or not row.model:
         return row
-    default = Setting()
-    given = {each.name for each in fields(Setting) if getattr(row.setting, each.name) != getattr(default, each.name)}
-    unused = {key: f"beside {other}" for other, keys in BESIDE.items() if other in given for key in keys}
-    unused |= {key: f"without {needed}" for needed, keys in WITHOUT.items() if needed not in given for key in keys}
-    for key in [key for key in unused if key in given & stated.keys()]:
-        warn(f"{row.where}: setting: {key} has no effect {unused[key]} (ignored)")
-    return replace(row, setting=replace(row.setting, **{key: getattr(default, key) for key in unused}))
+    setting, model = _unused(row.setting, BESIDE, WITHOUT), _unused(row.model, BESIDE_IN_MODEL, {})
+    said = [f"setting: {key} has no effect {why}" for key, why in setting.items() if key in stated]
+    for text in said + [f"model: {key} has no effect {why}" for key, why in model.items()]:
+        warn(f"{row.where}: {text} (ignored)")
+    return replace(
+        row,
+        setting=replace(row.setting, **_defaults(row.setting, setting)),
+        model=replace(row.model, **_defaults(row.model, model)),
+    )
+
+
+def _unused(
+    part: Setting | Model, beside: Mapping[str, Sequence[str]], without: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Return the keys that do nothing in this part of a row, and why."""
+    given = {each.name for each in fields(part) if getattr(part, each.name) != each.default}
+    found = {key: f"beside {other}" for other, keys in beside.items() if other in given for key in keys}
+    found |= {key: f"without {needed}" for needed, keys in without.items() if needed not in given for key in keys}
+    return {key: why for key, why in found.items() if key in given}
+
+
+def _defaults(part: Setting | Model, keys: Iterable[str]) -> dict[str, Any]:
+    return {each.name: each.default for each in fields(part) if each.name in keys}
 
 
 def _named(held: object, key: str, make: Callable[[str, str, object], Any]) -> dict[str, Any]:

@@ -120,7 +120,6 @@ def seconds(played: Case, own: Rates | None = None) -> float:
             {"model": {**MODEL, "expert_mb": 3.0}},
             "model: give one of expert_bytes, expert_mb, not expert_bytes and",
         ),
-        ({"model": {"profile": "gpt-oss-20b", "file_gb": 9.0, "precision": "q8_0"}}, "not file_gb and precision"),
         ({"machine": {**MACHINE, "host_gflop_per_s_per_thread": 9.0}}, "has no effect without host_threads"),
         ({"machine": {"gpu_gb_per_s": -1.0}}, "machine: gpu_gb_per_s = -1.0: must be above 0"),
         ({"machine": {**MACHINE, "link_gb_per_s": 1e-9}, "setting": CACHED}, "link_bandwidth_gb_per_s is below 0.001"),
@@ -205,6 +204,16 @@ def test_a_key_that_does_nothing_in_its_row_is_warned_of(tmp_path, changed, said
     path, warned = written(tmp_path, {**ROW, **changed}), list[str]()
     file.read(path, warned.append)
     assert warned == [f"{path}: row one: setting: {said} (ignored)"]
+
+
+def test_the_size_of_a_models_file_says_more_than_its_precision(tmp_path):
+    sized = {"profile": "gpt-oss-20b", "file_gb": 9.0}
+    both = {**ROW, "figure": "both", "model": {**sized, "precision": "q8_0", "dense_precision": "bf16"}}
+    path, warned = written(tmp_path, {**ROW, "model": sized}, both), list[str]()
+    alone, beside = file.read(path, warned.append)
+    assert beside.model == alone.model
+    said = "has no effect beside file_gb (ignored)"
+    assert warned == [f"{path}: row both: model: {key} {said}" for key in ("precision", "dense_precision")]
 
 
 @pytest.mark.parametrize(
