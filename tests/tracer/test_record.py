@@ -385,6 +385,13 @@ def test_a_response_that_is_forced_has_no_temperature(tmp_path: Path) -> None:
     assert "--temperature is for --mode generate" in str(CliRunner().invoke(app, asked).exception)
 
 
+def test_a_response_column_needs_forced_responses(tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "a", "response": "b"}\n')
+    asked = ["record", "--prompts", str(prompts), "--response-column", "response", "--out", str(tmp_path / "t")]
+    assert "--response-column is for --mode teacher-forced" in str(CliRunner().invoke(app, asked).exception)
+
+
 def test_an_embedding_is_the_mean_over_the_prompt(tmp_path: Path) -> None:
     loaded = tiny("mixtral")
     trace = recorded(loaded, tmp_path / "t", embedding=True)

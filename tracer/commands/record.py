@@ -202,13 +202,15 @@ def record(
 
     from tracer.answers import Sampling
     from tracer.models import Loading, load_model
-    from tracer.record import FORCED, MODES, Options
+    from tracer.record import FORCED, GENERATE, MODES, Options
     from tracer.record import record as record_routing
 
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
     if temperature and mode == FORCED:
         raise InputError("--temperature is for --mode generate: a response that is forced is not sampled")
+    if response_column is not None and mode == GENERATE:
+        raise InputError("--response-column is for --mode teacher-forced: name that mode, or leave the option out")
     sampling = Sampling.typed(temperature, top_p)
     how = Loading(dtype, device, offload, max_memory, offload_folder, trust_remote_code)
     loaded = load_model(model or str(demo.MODEL), how)
