@@ -44,7 +44,8 @@ def _against_lru(sweep: Results, best: Row, by: str) -> Iterator[str]:
     if best["policy"] == "lru":
         others = [row for row in sweep.rows if row["cache_experts"] == best["cache_experts"] and row is not best]
         if any(not row["oracle"] for row in others):
-            yield "No other policy that was run is faster there: cleverness does not help."
+            better = "misses less" if by == "misses" else "is faster"
+            yield f"No other policy that was run {better} there: cleverness does not help."
         return
     cells = {(cell.policy, cell.cache_experts): cell for cell in runs(sweep)}
     pair = [cells.get((policy, best["cache_experts"])) for policy in ("lru", best["policy"])]

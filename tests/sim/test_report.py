@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from sim.api import _title
 from sim.commands.printed import cell_title
-from sim.report import bounds, elements, inputs, page, routing, sweep
+from sim.report import bounds, elements, inputs, page, recommendation, routing, sweep
 from sim.results import plot
 from sim.results.metrics import RESULTS, summarise
 from sim.sweeps.setup import Setup
@@ -240,6 +240,14 @@ def test_counts_without_a_clock_give_a_page_of_counts(tmp_path):
     assert "Nothing was timed" in text
     assert "misses, hit rate" in text
     assert not problems
+
+
+@pytest.mark.parametrize(("timed", "says"), [(True, "is faster"), (False, "misses less")])
+def test_where_lru_is_the_best_no_other_policy_is_better_in_what_was_counted(timed, says):
+    row = {"oracle": False, "model": "m", "hardware": None, "max_batch": None, "cache_bytes": None, "hit_rate": 0.5}
+    row |= {"cache_experts": 4, "cache_fraction": 0.5, "tpot_mean_ms": 1.0 if timed else None, "ttft_mean_ms": None}
+    rows = [row | {"policy": policy, "misses": misses} for policy, misses in (("lru", 5), ("lfu", 6))]
+    assert f"No other policy that was run {says} there" in recommendation.text(inputs.Results(Path("r"), rows, None))
 
 
 def test_columns_of_another_version_are_named_and_the_rest_is_shown(copy):
