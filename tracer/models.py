@@ -4,7 +4,8 @@ import atexit
 import hashlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import cycle
@@ -131,12 +132,15 @@ class LoadedModel:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def fingerprint(self, modules: Iterable[torch.nn.Module | None], sample: int | None = None) -> str:
-        """Hash the weights of modules, of those that are in memory; sample: about so many numbers of each weight."""
+        """Hash the weights of modules, those offloaded by accelerate too; sample: about so many numbers of each."""
         digest = hashlib.sha256()
-        for weight in (weight for module in modules if module is not None for weight in module.parameters()):
-            if weight.device.type != "meta" and (sample is None or _is_plain(weight)):
-                numbers = weight.detach().flatten()[:: max(1, weight.numel() // sample) if sample else 1]
-                digest.update(numbers.float().cpu().numpy().tobytes())
+        for module in modules:
+            if module is not None:
+                with _loaded(module):
+                    for weight in module.parameters():
+                        if weight.device.type != "meta" and (sample is None or _is_plain(weight)):
+                            numbers = weight.detach().flatten()[:: max(1, weight.numel() // sample) if sample else 1]
+                            digest.update(numbers.float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float16]:
@@ -145,6 +149,18 @@ class LoadedModel:
             rows = self.model.get_input_embeddings()(torch.tensor([list(tokens)], device=self.device))
         embedding: NDArray[np.float16] = rows[0].float().mean(0).half().cpu().numpy()
         return embedding
+
+
+@contextmanager
+def _loaded(module: torch.nn.Module) -> Iterator[None]:
+    """Hold the weights of a module in memory that accelerate has offloaded."""
+    with ExitStack() as held:
+        for part in module.modules():
+            if hasattr(part, "_hf_hook"):
+                from accelerate.utils import align_module_device
+
+                held.enter_context(align_module_device(part))
+        yield
 
 
 def _is_plain(weight: torch.Tensor) -> bool:
