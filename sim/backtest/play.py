@@ -288,20 +288,20 @@ class Case:
 def _bytes_of_cache(text: str, everything: float, profile: ModelProfile) -> float:
     """`25%` (of equal experts the nearest whole number, halves up), `64` experts or `8GiB`; 0 is possible."""
     text = text.strip()
-    if text.endswith("%"):
-        try:
-            share = float(text[:-1])
-        except ValueError:
-            raise InputError(f"setting: cache {text!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
-        if not 0 <= share <= 100:
-            raise InputError(f"setting: a cache of {text}: a share is 0% to 100%")
-        if profile.differing_bytes:
-            return share / 100 * everything
-        experts = Fraction(str(share)) * profile.moe_layers * profile.experts / 100
-        return math.floor(experts + Fraction(1, 2)) * profile.expert_bytes
-    if (whole := parse_whole(text)) is not None:
-        return whole * everything / profile.moe_layers / profile.experts
-    return parse_bytes(text, "setting: cache")
+    try:
+        if not text.endswith("%"):
+            if (whole := parse_whole(text)) is None:
+                return parse_bytes(text, "cache")
+            return whole * everything / profile.moe_layers / profile.experts
+        share = float(text[:-1])
+    except ValueError:
+        raise InputError(f"setting: cache {text!r}: write 25%, a number of experts (64) or bytes (8GiB)") from None
+    if not 0 <= share <= 100:
+        raise InputError(f"setting: a cache of {text}: a share is 0% to 100%")
+    if profile.differing_bytes:
+        return share / 100 * everything
+    experts = Fraction(str(share)) * profile.moe_layers * profile.experts / 100
+    return math.floor(experts + Fraction(1, 2)) * profile.expert_bytes
 
 
 def parsed(case: Case) -> None:

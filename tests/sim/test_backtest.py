@@ -156,7 +156,7 @@ def seconds(played: Case, own: Rates | None = None) -> float:
         ({"setting": {"policy": "lruu", "cache": "25%"}}, "lruu"),
         ({"setting": {"policy": "lru", "cache": "150%"}}, "a share is 0% to 100%"),
         ({"setting": {"policy": "lru", "cache": "much"}}, "'much'"),
-        ({"setting": {"policy": "lru", "cache": "0.25"}}, "cache '0.25' is not a number of bytes"),
+        ({"setting": {"policy": "lru", "cache": "0.25"}}, "cache '0.25': write 25%, a number of experts"),
         ({"setting": {"policy": "lru", "cache": "50%", "hit_rate": 1.2}}, "at most 1"),
         ({"setting": {**CACHED, "tokens": 10**14, "batch": 2}}, "batch x tokens are 200000000000000: at most 100000"),
         ({"metric": "hit rate", "unit": "%", "value": 101, "setting": CACHED}, "at most 1"),
