@@ -1,8 +1,8 @@
-"""How many parameters a dense part has by `moe-sim`, which reads a config alone, and by transformers' own model.
+"""Parameters of the dense part: what `moe-sim` derives from a config, against what the real model has.
 
-Of every MoE architecture of the installed transformers the default configs of its classes, where a profile follows from
-one and a causal model can be made of it: that is built without memory for its weights, and its routed experts are left
-out.
+Takes the default configs of all MoE architectures of the installed transformers, builds each causal model without
+memory for its weights, and counts the parameters outside its routed experts. Configs of which `moe-sim` makes no
+profile, or transformers no causal model, are left out.
 """
 
 import json

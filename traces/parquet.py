@@ -72,7 +72,7 @@ def _rows_of_a_group(schema: pa.Schema) -> int:
 
 
 def join(files: list[Path], into: Path) -> None:
-    """Write one file with the rows of several, in row groups that do not tell which row came from which file."""
+    """Write one file with the rows of several, in row groups of one size, however many rows each file has."""
     schema = pq.read_schema(str(files[0].absolute()))
     held, size = schema.empty_table(), _rows_of_a_group(schema)
     with _writing(into, schema) as writer:

@@ -55,7 +55,7 @@ BESIDE = {
 """Keys of a setting that do nothing beside another one."""
 
 BESIDE_IN_MODEL = {"file_gb": ("precision", "dense_precision")}
-"""The same of a model: the size of a file says more than the name of its precision."""
+"""Keys of a model that do nothing beside another one: a file's size is more exact than its precision's name."""
 
 _FILE_KEYS = ("defaults", "machines", "models", "rows")
 
