@@ -1,7 +1,6 @@
 """The command `moe-replay serve`: an OpenAI-compatible server in front of a model whose experts are behind a cache."""
 
 import ipaddress
-import re
 from functools import partial
 from typing import Annotated
 
@@ -38,19 +37,14 @@ def serve(
     [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
     """
     try:
-        from replay.live.listening import Listener, listen
-        from replay.live.sampling import unused
-        from replay.live.server import Server
+        from replay.live.requests import unused
+        from replay.live.server import Listener, Server, listen
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
     from replay.live.opening import open_live
 
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
-    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
-        raise InputError(
-            "--api-key must be ASCII letters, digits and signs, without blanks: clients cannot send others"
-        )
     with (
         listen(host, port) as socket,
         open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live,
@@ -61,16 +55,14 @@ def serve(
             console.warn(f"{live.loaded.name}: of its generation config, {', '.join(names)} will not be used")
         server = Server(live, api_key, max_context)
 
-        def started() -> None:
-            if not quiet:
-                at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
-                context, longest = server.context, server.longest_answer
-                limit = f", answers of at most {longest:,}" if longest < context else ""
-                console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{limit}")
-                console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
-
+        if not quiet:
+            at = f"http://{f'[{host}]' if ':' in host else host}:{socket.getsockname()[1]}/v1"
+            context, longest = server.context, server.longest_answer
+            limit = f", answers of at most {longest:,}" if longest < context else ""
+            console.note(f"serving {live.loaded.name} at {at}, a context of {context:,} tokens{limit}")
+            console.note(live.memory.sentence(server.context, live.device.peak_bytes()))
         try:
-            Listener(server.app, started, server.worker.refuse).run([socket])
+            Listener(server.app, server.worker.refuse).run([socket])
         finally:
             server.worker.close()
             if opened.profile:

@@ -7,12 +7,15 @@ a request that fails leaves the server as it was.
 import asyncio
 import hmac
 import json
+import signal
+import socket
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+import uvicorn
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -22,8 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replay.live.metrics import Metrics
 from replay.live.model import LiveModel
 from replay.live.prompts import TokenIds, reading_ids
-from replay.live.requests import Asked, ChatAsked, CompletionAsked
-from replay.live.sampling import require_sampling
+from replay.live.requests import ChatRequest, CompletionRequest, Requested, require_sampling
 from replay.live.worker import ClosedError, Job, Piece, Worker
 from traces.errors import InputError
 
@@ -31,25 +33,29 @@ NEW_TOKENS = 256
 """Of an answer, where a client does not say."""
 
 LOOK_S = 0.25
-"""How often a client that waits for a whole answer is looked after."""
+"""How often the server looks whether a client that waits for a whole answer is still there."""
 
 MOST_SENT = 16 << 20
 """Bytes of a request: more than a million tokens have, and what is made of them takes some thirty times as much."""
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that end the server, unless what started it ignores them, as `nohup` does a closed terminal's SIGHUP."""
 
-class RefusedError(Exception):
+GRACE_S = 5
+"""After a signal, how long clients have to read the rest of their answers."""
+
+
+class RefusedError(HTTPException):
     """An answer that is an error, as OpenAI's clients read it."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
+        super().__init__(status, message)
+        self.code = code
 
-    @property
-    def body(self) -> dict[str, Any]:
-        """What is sent."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        message = str(self).encode(errors="replace").decode()  # lone surrogates, which UTF-8 has no bytes for
-        return {"error": {"message": message, "type": kind, "param": None, "code": self.code}}
+
+def _error_body(error: HTTPException) -> dict[str, Any]:
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    return {"error": {"message": error.detail, "type": kind, "param": None, "code": getattr(error, "code", None)}}
 
 
 class Bounded:
@@ -59,7 +65,6 @@ class Bounded:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
         sent = 0
 
         async def counted() -> Message:
@@ -103,23 +108,19 @@ class Server:
         app.add_middleware(Bounded)
         guarded = [Depends(self._allow)]
 
-        @app.exception_handler(RefusedError)
-        async def refused(_: Request, error: RefusedError) -> JSONResponse:
-            return JSONResponse(error.body, error.status)
+        @app.exception_handler(HTTPException)
+        async def refused(_: Request, error: HTTPException) -> JSONResponse:
+            return JSONResponse(_error_body(error), error.status_code)
 
         @app.exception_handler(InputError)
         async def unfit(_: Request, error: InputError) -> JSONResponse:
-            return JSONResponse(RefusedError(400, str(error)).body, 400)
-
-        @app.exception_handler(HTTPException)
-        async def failed(_: Request, error: HTTPException) -> JSONResponse:
-            return JSONResponse(RefusedError(error.status_code, str(error.detail)).body, error.status_code)
+            return JSONResponse(_error_body(RefusedError(400, str(error))), 400)
 
         @app.exception_handler(RequestValidationError)
         async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"] if part != "body")
-            return JSONResponse(RefusedError(400, f"{where or 'body'}: {first['msg']}").body, 400)
+            return JSONResponse(_error_body(RefusedError(400, f"{where or 'body'}: {first['msg']}")), 400)
 
         @app.get("/health")
         async def health() -> dict[str, str]:
@@ -135,15 +136,15 @@ class Server:
             return {"object": "list", "data": [own]}
 
         @app.post("/v1/chat/completions", dependencies=guarded)
-        async def chat(asked: ChatAsked, request: Request) -> Response:
-            limit = asked.max_completion_tokens or asked.max_tokens
-            tokens = await asyncio.to_thread(self._chat_tokens, asked)
-            return await self._answer(asked, tokens, limit, Chat(self._loaded.name), request)
+        async def chat(body: ChatRequest, request: Request) -> Response:
+            tokens = await asyncio.to_thread(self._chat_tokens, body)
+            limit = body.max_completion_tokens or body.max_tokens or NEW_TOKENS
+            return await self._answer(body, tokens, limit, Chat(self._loaded.name), request)
 
         @app.post("/v1/completions", dependencies=guarded)
-        async def completions(asked: CompletionAsked, request: Request) -> Response:
-            tokens = await asyncio.to_thread(self._prompt_tokens, asked)
-            return await self._answer(asked, tokens, asked.max_tokens or 16, Completion(self._loaded.name), request)
+        async def completions(body: CompletionRequest, request: Request) -> Response:
+            tokens = await asyncio.to_thread(self._prompt_tokens, body)
+            return await self._answer(body, tokens, body.max_tokens or 16, Completion(self._loaded.name), request)
 
         return app
 
@@ -152,13 +153,13 @@ class Server:
         if self._key is not None and not hmac.compare_digest(sent.encode(), self._key.encode()):
             raise RefusedError(401, "the API key is missing or wrong", "invalid_api_key")
 
-    def _chat_tokens(self, asked: ChatAsked) -> list[int]:
+    def _chat_tokens(self, body: ChatRequest) -> list[int]:
         if self._loaded.tokenizer is None:
             raise RefusedError(400, f"{self._loaded.name} has no tokenizer: ask /v1/completions with token ids")
-        return self._loaded.chat_tokens([message.for_template for message in asked.messages])
+        return self._loaded.chat_tokens([message.for_template for message in body.messages])
 
-    def _prompt_tokens(self, asked: CompletionAsked) -> list[int]:
-        prompt = asked.prompt
+    def _prompt_tokens(self, body: CompletionRequest) -> list[int]:
+        prompt = body.prompt
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str):
@@ -171,61 +172,54 @@ class Server:
         return self._ids.known(ids)
 
     async def _answer(
-        self, asked: Asked, tokens: list[int], limit: int | None, shape: "Shape", request: Request
+        self, body: Requested, tokens: list[int], limit: int, shape: "Completion", request: Request
     ) -> Response:
-        if asked.model not in (None, self._loaded.name):
-            raise RefusedError(404, f"there is no model {asked.model}, only {self._loaded.name}", "model_not_found")
-        if not_served := asked.not_served:
-            raise RefusedError(
-                400, f"not served here: {', '.join(not_served)[:200]}; leave it out", "unsupported_parameter"
-            )
-        if not tokens:
-            raise RefusedError(400, "the prompt has no tokens")
-        if len(tokens) >= self.context:
-            raise RefusedError(
-                400,
-                f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it",
-                "context_length_exceeded",
-            )
-        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop or []
-        job = Job(
-            tokens,
-            min(limit or NEW_TOKENS, self.longest_answer, self.context - len(tokens)),
-            lambda piece: _pass_on(loop, pieces, piece),
-            asked.sampling(self._config),
-            asked.seed,
-            tuple(text for text in stop if text),
-        )
-        if not self.worker.put(job):
-            raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
+        job, pieces = self._submitted(body, tokens, limit, request)
         try:
-            first = await _next(pieces, request)
-        except BaseException:
-            job.left.set()
-            raise
-        if first.error:
-            raise _failed(first.error)
-        if asked.stream:
-            usage = bool((asked.stream_options or {}).get("include_usage"))
-            return StreamingResponse(_events(job, first, pieces, shape, usage), media_type="text/event-stream")
-        try:
-            text, piece = first.text, first
+            piece = await _next(pieces, request)
+            if body.stream:
+                usage = bool((body.stream_options or {}).get("include_usage"))
+                return StreamingResponse(_events(job, piece, pieces, shape, usage), media_type="text/event-stream")
+            text = piece.text
             while not piece.ends:
                 piece = await _next(pieces, request)
                 text += piece.text
         except BaseException:
             job.left.set()
             raise
-        if piece.error:
-            raise _failed(piece.error)
         return JSONResponse(shape.whole(text, piece.finish, _usage(job, piece.tokens)))
 
+    def _submitted(
+        self, body: Requested, tokens: list[int], limit: int, request: Request
+    ) -> tuple[Job, "asyncio.Queue[Piece]"]:
+        """Put a job into the queue; return it, and where its pieces come. Raise RefusedError."""
+        if body.model not in (None, self._loaded.name):
+            raise RefusedError(404, f"there is no model {body.model}, only {self._loaded.name}", "model_not_found")
+        if not_served := body.not_served:
+            named = ", ".join(not_served)[:200]
+            raise RefusedError(400, f"not served here: {named}; leave it out", "unsupported_parameter")
+        if not tokens:
+            raise RefusedError(400, "the prompt has no tokens")
+        if len(tokens) >= self.context:
+            text = f"the prompt has {len(tokens)} tokens, and the context {self.context}: shorten it"
+            raise RefusedError(400, text, "context_length_exceeded")
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[Piece]()
 
-class Shape:
-    """How an answer is sent: whole, or piece by piece."""
+        def report(piece: Piece) -> None:  # on the worker's thread
+            with suppress(RuntimeError):  # of a loop that is closed
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-    kind, piece_kind, prefix = "", "", ""
+        limit = min(limit, self.longest_answer, self.context - len(tokens))
+        job = Job(tokens, limit, report, body.sampling(self._config), body.seed, body.stop_strings)
+        if not self.worker.put(job):
+            raise RefusedError(429, "too many requests wait already: try again later", "queue_full")
+        return job, pieces
+
+
+class Completion:
+    """How an answer of /v1/completions is sent: whole, or piece by piece."""
+
+    kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(self, model: str) -> None:
         self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
@@ -241,7 +235,7 @@ class Shape:
         return {**self._common, "object": self.piece_kind, "choices": [choice]}
 
     def sum(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return what follows the last piece, where it was asked for."""
+        """Return what follows the last piece, where usage was requested."""
         return {**self._common, "object": self.piece_kind, "choices": [], "usage": usage}
 
     def content(self, text: str) -> dict[str, Any]:
@@ -249,33 +243,38 @@ class Shape:
         return {"text": text}
 
     def delta(self, text: str | None) -> dict[str, Any]:
-        """Return the same of a piece."""
+        """Return the part of a piece's choice that holds the text."""
         return {"text": text or ""}
 
 
-class Completion(Shape):
-    """Of /v1/completions."""
-
-    kind = piece_kind = "text_completion"
-    prefix = "cmpl"
-
-
-class Chat(Shape):
-    """Of /v1/chat/completions."""
+class Chat(Completion):
+    """How an answer of /v1/chat/completions is sent."""
 
     kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def content(self, text: str) -> dict[str, Any]:
-        """Return a message."""
         return {"message": {"role": "assistant", "content": text}}
 
     def delta(self, text: str | None) -> dict[str, Any]:
-        """Return what a message grows by."""
         return {"delta": {} if text is None else {"role": "assistant", "content": text}}
 
 
+async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
+    """Wait for a piece. Raise RefusedError where the request fails, or the client has gone meanwhile."""
+    while True:
+        try:
+            piece = await asyncio.wait_for(pieces.get(), LOOK_S)
+        except TimeoutError:
+            if await request.is_disconnected():
+                raise RefusedError(499, "the client has gone") from None
+            continue
+        if piece.error:
+            raise _failed(piece.error)
+        return piece
+
+
 async def _events(
-    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Shape, usage: bool
+    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Completion, usage: bool
 ) -> AsyncIterator[str]:
     """Yield server-sent events; a client that vanishes ends the job."""
     piece = first
@@ -284,7 +283,7 @@ async def _events(
             yield _event(shape.piece(piece.text, None))
             piece = await pieces.get()
         if piece.error:
-            yield _event(_failed(piece.error).body)
+            yield _event(_error_body(_failed(piece.error)))
             return
         yield _event(shape.piece(None, piece.finish))
         if usage:
@@ -292,22 +291,6 @@ async def _events(
         yield "data: [DONE]\n\n"
     finally:
         job.left.set()
-
-
-async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
-    """Wait for a piece. Raise RefusedError where the client has gone meanwhile."""
-    while True:
-        try:
-            return await asyncio.wait_for(pieces.get(), LOOK_S)
-        except TimeoutError:
-            if await request.is_disconnected():
-                raise RefusedError(499, "the client has gone") from None
-
-
-def _pass_on(loop: asyncio.AbstractEventLoop, pieces: "asyncio.Queue[Piece]", piece: Piece) -> None:
-    """On the worker's thread; a loop that has ended hears nothing."""
-    with suppress(RuntimeError):  # how a closed loop answers
-        loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
 
 def _failed(error: Exception) -> RefusedError:
@@ -323,3 +306,35 @@ def _usage(job: Job, tokens: int) -> dict[str, int]:
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; clients wait until it is served. Raise InputError where it cannot."""
+    try:
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise InputError(f"cannot listen at --host {host}, --port {port}: {error}; choose others") from error
+
+
+class Listener(uvicorn.Server):
+    """Serves `app` until a signal of ENDS. on_end: called before clients are left."""
+
+    def __init__(self, app: FastAPI, on_end: Callable[[], None]) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S))
+        self._on_end = on_end
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let what runs end with its error; then leave clients that do not read it."""
+        self._on_end()
+        await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Let signals end the server only; uvicorn would raise them again after it, and SIGTERM kills the process."""
+        numbers = [number for number in ENDS if signal.getsignal(number) != signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

@@ -5,7 +5,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, Full, Queue
+from typing import NamedTuple
 
 import torch
 
@@ -28,23 +30,8 @@ class ClosedError(InputError):
         super().__init__("the server is shutting down")
 
 
-@dataclass
-class Job:
-    """One request. `report` gets each piece of text, and at the end why it ended, or the error."""
-
-    tokens: list[int]  # of the prompt
-    limit: int
-    report: "Callable[[Piece], None]"
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    left: threading.Event = field(default_factory=threading.Event)  # the client has gone
-    asked: float = field(default_factory=time.monotonic)
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of an answer, or its end: `finish` says why, `error` what went wrong."""
+class Piece(NamedTuple):
+    """A piece of an answer, or its end: `finish` is why, `error` what went wrong."""
 
     text: str = ""
     tokens: int = 0  # so far, the end of sequence too
@@ -53,12 +40,25 @@ class Piece:
 
     @property
     def ends(self) -> bool:
-        """Whether nothing follows."""
+        """Return whether nothing follows."""
         return self.finish is not None or self.error is not None
 
 
-@dataclass(frozen=True)
-class Served:
+@dataclass
+class Job:
+    """One request. `report` gets each piece of text, and at the end why it ended, or the error."""
+
+    tokens: list[int]  # of the prompt
+    limit: int
+    report: Callable[[Piece], None]
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    left: threading.Event = field(default_factory=threading.Event)  # the client has gone
+    since: float = field(default_factory=time.monotonic)
+
+
+class Served(NamedTuple):
     """What a request was, for metrics."""
 
     outcome: str  # stop, length, left or error
@@ -69,7 +69,7 @@ class Served:
 
 
 class Worker:
-    """Answers jobs until it is closed; at most `waiting` wait. `served` hears of each that has ended."""
+    """Answers jobs until it is closed; at most `waiting` wait. `served` is called with each that has ended."""
 
     def __init__(
         self, live: LiveModel, loaded: LoadedModel, served: Callable[[Served], None], waiting: int = 64
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
+        """Return how many jobs have not begun."""
         return self._jobs.qsize()
 
     def put(self, job: Job) -> bool:
@@ -98,7 +98,7 @@ class Worker:
         return True
 
     def refuse(self) -> None:
-        """Refuse all jobs, later ones too, as the worker ends. The one under way ends at its next token."""
+        """Refuse all jobs, later ones too, as the worker ends. The one that runs ends at its next token."""
         self._closing = True
         with suppress(Empty):
             while job := self._jobs.get_nowait():
@@ -107,7 +107,7 @@ class Worker:
             current.report(Piece(error=ClosedError()))
 
     def close(self) -> None:
-        """Refuse all jobs, and return when the one under way has ended."""
+        """Refuse all jobs, and return when the one that runs has ended."""
         self.refuse()
         self._jobs.put(None)
         self._thread.join()
@@ -122,67 +122,77 @@ class Worker:
                     self._answer(job)
 
     def _answer(self, job: Job) -> None:
-        stop_ids = self._loaded.stop_ids  # while it generates, the model's config has none
-        shown: list[str] = []
-        first: list[float] = []
-
-        def show(text: str) -> None:
-            shown.append(text)
-
-        stream = TextStream(self._loaded, show)
-        held = max((len(text) for text in job.stop), default=1) - 1  # may be the beginning of a stop string
-        sent = taken = 0
-
-        def send(whole: str, upto: int) -> None:
-            nonlocal sent
-            if upto > sent:
-                job.report(Piece(whole[sent:upto], taken))
-                sent = upto
-
-        def take(tokens: list[int]) -> None:
-            nonlocal taken
-            taken += 1
-            if not first:
-                first.append(time.monotonic() - job.asked)
-            if tokens[0] in stop_ids:
-                return
-            stream.add(tokens[0])
-            whole = "".join(shown)
-            places = [place for text in job.stop if (place := whole.find(text)) >= 0]
-            if places:
-                send(whole, min(places))
-                raise StoppedError("a stop string")
-            send(whole, len(whole) - held)
-            if job.left.is_set() or self._closing:
-                raise StoppedError("the client has gone")
-
-        began = len(self._live.rows)
-        outcome, end = "error", Piece()
-        try:
-            if job.seed is None:
-                torch.seed()  # or answers would depend on the seed that a client before this one has sent
-            else:
-                torch.manual_seed(job.seed)
-            runner = Runner(self._loaded, self._live.hook, lambda rows: None, take)
-            (answer,) = runner.generate([job.tokens], job.limit, job.sampling)
-            outcome = "stop" if answer.output[-1] in stop_ids else "length"
-        except StoppedError:
-            outcome = "left" if job.left.is_set() or self._closing else "stop"
-        except Exception as error:
-            end = Piece(error=error)
-        try:
-            self._live.end_request()
-        except Exception as error:
-            outcome, end = "error", Piece(error=error)
-        if outcome in ("stop", "length"):
-            if not any(text in "".join(shown) for text in job.stop):
-                stream.end()
-                send("".join(shown), len("".join(shown)))
-            end = Piece(tokens=taken, finish=outcome)
-        elif outcome == "left":
-            end = Piece(error=InputError("the request was given up"))
+        began, answer = len(self._live.rows), _Answer(job, self._loaded, lambda: self._closing)
+        error: Exception | None = None
+        parts: tuple[Callable[[], None], ...] = (partial(self._generate, job, answer), self._live.end_request)
+        for part in parts:
+            try:
+                part()
+            except StoppedError:
+                pass
+            except Exception as raised:
+                error = raised
+        end = Piece(error=error) if error else answer.end()
         rows = self._live.rows[began:]
         self._live.rows.clear()
-        first_s = first[0] if first else None
-        self._served(Served(outcome, len(job.tokens), taken, first_s, rows))
+        outcome = "error" if error else answer.outcome
+        self._served(Served(outcome, len(job.tokens), answer.tokens, answer.first_s, rows))
         job.report(end)
+
+    def _generate(self, job: Job, answer: "_Answer") -> None:
+        if job.seed is None:
+            torch.seed()  # or answers would depend on the seed that a client before this one has sent
+        else:
+            torch.manual_seed(job.seed)
+        runner = Runner(self._loaded, self._live.hook, lambda rows: None, answer.take)
+        runner.generate([job.tokens], job.limit, job.sampling)
+
+
+class _Answer:
+    """The text of a job as its tokens come, sent up to the first stop string."""
+
+    def __init__(self, job: Job, loaded: LoadedModel, is_closing: Callable[[], bool]) -> None:
+        self._job, self._is_closing = job, is_closing
+        self._stop_ids = loaded.stop_ids  # while it generates, the model's config has none
+        self._text = ""
+        self._stream = TextStream(loaded, self._add)
+        self._held = max((len(text) for text in job.stop), default=1) - 1  # may be the beginning of a stop string
+        self._sent = self.tokens = 0
+        self._is_cut = False  # before a stop string
+        self.outcome = "length"
+        self.first_s: float | None = None
+
+    def take(self, tokens: list[int]) -> None:
+        """Take the next token. Raise StoppedError where no more are needed."""
+        self.tokens += 1
+        if self.first_s is None:
+            self.first_s = time.monotonic() - self._job.since
+        if tokens[0] in self._stop_ids:
+            self.outcome = "stop"
+            return
+        self._stream.add(tokens[0])
+        if places := [place for text in self._job.stop if (place := self._text.find(text)) >= 0]:
+            self._send(min(places))
+            self.outcome, self._is_cut = "stop", True
+            raise StoppedError("a stop string")
+        self._send(len(self._text) - self._held)
+        if self._job.left.is_set() or self._is_closing():
+            self.outcome = "left"
+            raise StoppedError("the client has gone")
+
+    def end(self) -> Piece:
+        """Send what was held back; return the last piece."""
+        if self.outcome == "left":
+            return Piece(error=InputError("the request was given up"))
+        if not self._is_cut:
+            self._stream.end()
+            self._send(len(self._text))
+        return Piece(tokens=self.tokens, finish=self.outcome)
+
+    def _add(self, text: str) -> None:
+        self._text += text
+
+    def _send(self, end: int) -> None:
+        if end > self._sent:
+            self._job.report(Piece(self._text[self._sent : end], self.tokens))
+            self._sent = end

