@@ -51,9 +51,9 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
 def commands() -> str:
     """Return the help of every command, as it is printed at 80 columns."""
-    from replay.cli import app as replay
-    from sim.cli import app as sim
-    from tracer.cli import app as tracer
+    from replay.commands import app as replay
+    from sim.commands import app as sim
+    from tracer.commands import app as tracer
 
     parts = ["# Commands", "Printed by the commands themselves."]
     for name, app in (("moe-trace", tracer), ("moe-sim", sim), ("moe-replay", replay)):

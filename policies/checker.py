@@ -33,7 +33,7 @@ from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
 from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
-from traces import console
+from traces.commands import console, program
 from traces.steps import Lookahead, decode_steps
 
 LIMIT_S = 60.0
@@ -319,4 +319,4 @@ def _check(
 
 
 if __name__ == "__main__":
-    console.main(app, "python -m policies.checker")
+    program.main(app, "python -m policies.checker")

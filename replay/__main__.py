@@ -1,14 +1,6 @@
-"""Starts `moe-replay`; so does `python -m replay`."""
+"""`python -m replay` is `moe-replay`."""
 
-from traces.start import importing
-
-
-def main() -> None:
-    """Run the command."""
-    with importing("moe-replay"):
-        from replay.cli import main as command
-    command()
-
+from replay.commands import main
 
 if __name__ == "__main__":
     main()

@@ -1,14 +1,6 @@
-"""Starts `moe-sim`; so does `python -m sim`."""
+"""`python -m sim` is `moe-sim`."""
 
-from traces.start import importing
-
-
-def main() -> None:
-    """Run the command."""
-    with importing("moe-sim"):
-        from sim.cli import main as command
-    command()
-
+from sim.commands import main
 
 if __name__ == "__main__":
     main()

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import replay.cli
-import sim.cli
-import tracer.cli
+import replay.commands
+import sim.commands
+import tracer.commands
 from tests.support.command import run
 from tracer.architectures import architectures
 from traces import Trace, demo_trace
@@ -32,7 +32,7 @@ SLOW = "run by slow tests"
 BLOCK = re.compile(
     rf"(?:^<!-- (?P<mark>not run by tests|{SLOW}): [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )
-MAINS = {"moe-sim": sim.cli.main, "moe-trace": tracer.cli.main, "moe-replay": replay.cli.main}
+MAINS = {"moe-sim": sim.commands.main, "moe-trace": tracer.commands.main, "moe-replay": replay.commands.main}
 DATA = {"text", "toml", "json", "yaml"}
 """Kinds of blocks that hold no commands."""
 

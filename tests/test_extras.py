@@ -10,7 +10,7 @@ ABSENT = ("torch", "transformers", "safetensors", "matplotlib", "accelerate", "o
 WITHOUT = f"""
 import sys
 sys.modules.update(dict.fromkeys({ABSENT!r}))
-from {{}}.cli import main
+from {{}}.commands import main
 main()
 """
 

@@ -112,7 +112,7 @@ def test_texts_have_no_retired_word(package):
 
 @pytest.mark.parametrize("package", ["sim", "tracer", "replay"])
 def test_help_has_no_retired_word_and_fits_80_columns(package):
-    app = import_module(f"{package}.cli").app
+    app = import_module(f"{package}.commands").app
     command = typer.main.get_command(app)
     names = [[], *([name] for name in command.commands)]  # type: ignore[attr-defined]
     for name in names:

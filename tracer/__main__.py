@@ -1,14 +1,6 @@
-"""Starts `moe-trace`; so does `python -m tracer`."""
+"""`python -m tracer` is `moe-trace`."""
 
-from traces.start import importing
-
-
-def main() -> None:
-    """Run the command."""
-    with importing("moe-trace"):
-        from tracer.cli import main as command
-    command()
-
+from tracer.commands import main
 
 if __name__ == "__main__":
     main()

@@ -16,6 +16,11 @@ class InputError(ValueError):
     def __init__(self, text: str):
         super().__init__(" ".join(text.splitlines()))
 
+    @property
+    def of_option(self) -> str:
+        """The text where a value was typed as an option, not read from a file."""
+        return str(self)
+
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
@@ -41,3 +46,28 @@ def with_flags(text: str, parameters: Collection[str]) -> str:
         return f"--{found[1].replace('_', '-')}" if found[1] in parameters else found[0]
 
     return re.sub(r"`(\w+)`", flag, text)
+
+
+EXTRAS = {
+    "matplotlib": "plot",
+    "torch": "record",
+    "transformers": "record",
+    "safetensors": "record",
+    "optuna": "tune",
+    "distributed": "cluster",
+    "gguf": "gguf",
+    "accelerate": "offload",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+}
+"""Optional packages, and the extra that installs each. `replay` installs the same as `record`."""
+
+
+def missing_extra(package: str, command: str = "") -> InputError | None:
+    """Return the error for a package that is not installed, with the extra to install; None for one of no extra."""
+    package = package.partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    extra = "replay" if command == "moe-replay" and EXTRAS[package] == "record" else EXTRAS[package]
+    return InputError(f"this needs {package}: pip install 'moe-expert-cache[{extra}]'")

@@ -1,1 +1,57 @@
-"""The commands of `moe-replay` beside the replay itself."""
+"""The command `moe-replay`: run a trace with real transfers and real compute, predicted beside measured.
+
+`moe-replay --policy eamc` is `moe-replay run --policy eamc`.
+"""
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from traces.commands import program
+
+
+class RunByDefault(TyperGroup):
+    """Options without a command belong to `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # ctx: click's, or typer's own copy of it
+        """Put `run` in front, unless help is requested."""
+        if not args or (args[0].startswith("-") and args[0] != "--help"):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = program.group(
+    "Replay a trace on a device: real transfers, real compute, and the simulator's prediction next to it.\n\n"
+    "[b]moe-replay --policy eamc[/b] is short for [b]moe-replay run --policy eamc[/b]. [b]moe-replay run --help[/b] "
+    "lists\nits options.",
+    {
+        "run": (
+            "replay.commands.run:run",
+            "Run a trace through a policy on a device, one request after another.",
+        ),
+        "calibrate": ("replay.commands.calibrate:calibrate", "Measure this machine and write a hardware profile."),
+        "compare": (
+            "replay.commands.compare:compare",
+            "Run the same cells in the simulator and on a device, and report the difference.",
+        ),
+        "store": (
+            "replay.commands.store:store",
+            "Write the experts of a model to one file, which moe-replay --device disk reads.",
+        ),
+        "generate": (
+            "replay.commands.generate:generate",
+            "Let a model generate with its experts on disk, or in host memory beside a GPU, and a cache of them.",
+        ),
+        "serve": (
+            "replay.commands.serve:serve",
+            "Serve a model whose experts are behind a cache to clients of OpenAI's interface, one request at a time.",
+        ),
+    },
+    RunByDefault,
+    bare_is_help=False,
+)
+
+
+def main() -> None:
+    """Run `moe-replay`."""
+    program.main(app, "moe-replay")

@@ -10,7 +10,8 @@ from replay.commands.device_options import Dense
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
-from traces import console, demo_trace
+from traces import demo_trace
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from replay.commands.device_options import DeviceOptions, ReplayOptions
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, written
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 from replay.live.options import LiveOptions
 from sim.commands import options
 from sim.commands.printed import progress
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 

@@ -44,7 +44,7 @@ def store(
     from replay.model.network import expert_dtype_of
     from replay.model.weights import Checkpoint
     from sim.profiles.model_profile import model
-    from traces import console
+    from traces.commands import console
 
     if model_profile is None:
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")

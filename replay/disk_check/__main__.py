@@ -15,7 +15,7 @@ from replay.disk_check.check import TOKENS, Check
 from replay.model.network import expert_dtype_of
 from sim.profiles import model_profile
 from sim.results.metrics import Row
-from traces import console
+from traces.commands import console, program
 from traces.errors import InputError
 from traces.output import check_file
 
@@ -100,4 +100,4 @@ def _line(cell: Row) -> str:
 
 
 if __name__ == "__main__":
-    console.main(app, "disk-check")
+    program.main(app, "disk-check")

@@ -15,7 +15,7 @@ from replay.gpu_check.bounds import lines, unjudged
 from replay.gpu_check.check import BUDGET_S, POLICIES, SHORT_TOKENS, Check
 from replay.model.network import expert_dtype_of
 from sim.profiles import model_profile
-from traces import console
+from traces.commands import console, program
 from traces.errors import InputError
 from traces.output import check_file
 
@@ -106,4 +106,4 @@ def tell(record: Record) -> None:
 
 
 if __name__ == "__main__":
-    console.main(app, "gpu-check")
+    program.main(app, "gpu-check")

@@ -20,7 +20,7 @@ from replay.gpu_check.bounds import at_quarter
 from sim.results.files import write_figure
 from sim.results.metrics import Row
 from sim.results.plot import BOUND_COLOUR, COLOURS
-from traces import console
+from traces.commands import console, program
 from traces.errors import InputError
 from traces.facts import parse_json
 from traces.files import plain
@@ -188,4 +188,4 @@ def draw(
 
 
 if __name__ == "__main__":
-    console.main(app, "gpu-check-draw")
+    program.main(app, "gpu-check-draw")

@@ -50,7 +50,7 @@ from tracer import demo
 from tracer.answers import Sampling
 from tracer.models import Loading, load_model
 from tracer.record import Options
-from traces import console
+from traces.commands import console, program
 from traces.errors import InputError, unknown
 from traces.output import check_file
 from traces.trace import Trace
@@ -297,4 +297,4 @@ def check(
 
 
 if __name__ == "__main__":
-    console.main(app, "live-check")
+    program.main(app, "live-check")

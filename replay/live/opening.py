@@ -39,7 +39,7 @@ from sim.sweeps.setup import Requests
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
-from traces import console
+from traces.commands import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic
 

@@ -9,7 +9,7 @@ from policies.core.grammar import policy_title
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, table, written
-from traces import console
+from traces.commands import console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -31,7 +31,7 @@ def backtest(
     from sim.backtest import file, report, score
     from sim.commands.printed import progress
     from sim.engines import engine as engines
-    from traces import console
+    from traces.commands import console
 
     engine = engine or engines.SIMPY
     engines.check(engine)

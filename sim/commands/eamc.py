@@ -7,15 +7,12 @@ import typer
 
 from sim.commands import options
 from sim.commands.options import Overwrite
-from traces import console
+from traces.commands import console
 
 if TYPE_CHECKING:
     from policies.eamc.file import Part, SavedEamc
 
-eamc = typer.Typer(help="Past EAMs as a file, for eamc to start from.", no_args_is_help=True, rich_markup_mode="rich")
 
-
-@eamc.command()
 @options.expanded
 def build(
     trace: Annotated[str, typer.Argument(help="Folder or URL of a trace; one of EAMs alone will do.")],
@@ -44,7 +41,6 @@ def build(
     console.say(f"wrote {out}")
 
 
-@eamc.command()
 @options.expanded
 def show(
     file: Annotated[Path, typer.Argument(help="What moe-sim eamc build wrote.")],

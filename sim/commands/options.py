@@ -3,17 +3,18 @@
 A command takes options in groups, which are dataclasses; `expanded` shows their fields to typer as the command's own.
 """
 
-import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from sim.defaults import CACHE_SIZE, CACHE_SIZES, HARDWARE, POLICIES, POLICY
-from traces import console, demo_trace
+from traces import demo_trace
+from traces.commands import console
+from traces.commands.options import expanded as expanded
 from traces.errors import InputError, with_flags
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ Workers = Annotated[int | None, typer.Option(help="Number of processes. Default:
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")]
 NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline without a track for each slot.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
 
@@ -259,33 +261,3 @@ def processes(workers: int | None) -> int:
     if workers is not None and not 1 <= workers <= MOST_WORKERS:
         raise InputError(f"--workers must be at least 1 and at most {MOST_WORKERS:,}, not {workers}")
     return workers or os.cpu_count() or 1
-
-
-def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the fields of its option groups as parameters, for typer to read."""
-    groups: dict[str, type] = {}
-    parameters: dict[str, inspect.Parameter] = {}
-    for name, own in inspect.signature(command).parameters.items():
-        if is_dataclass(own.annotation) and isinstance(own.annotation, type):
-            groups[name] = own.annotation
-            parameters.update(inspect.signature(own.annotation).parameters)
-        else:
-            parameters[name] = own
-
-    def called(**values: Any) -> None:
-        for name, group in groups.items():
-            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
-        from sim.profiles import FieldError
-
-        try:
-            command(**values)
-        except InputError as error:
-            worded = error.of_option() if isinstance(error, FieldError) else error  # of a file it has the file's name
-            error.args = (with_flags(str(worded), parameters),)
-            raise
-
-    called.__name__, called.__doc__ = command.__name__, command.__doc__
-    called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-    only_by_name = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in parameters.values()]
-    called.__dict__["__signature__"] = inspect.Signature(only_by_name)
-    return called

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from traces import console
+from traces.commands import console
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,19 +7,9 @@ import typer
 
 from sim.commands import options
 from sim.commands.options import Overwrite
-from traces import console
-
-profile = typer.Typer(
-    help="What eamc-blend has learned, as a file to start from.", no_args_is_help=True, rich_markup_mode="rich"
-)
+from traces.commands import console
 
 
-@profile.callback()
-def _commands() -> None:
-    """Keep `build` a command of its own."""
-
-
-@profile.command()
 @options.expanded
 def build(
     traces: Annotated[list[str], typer.Argument(help="Folders or URLs of traces of one model, learned in order.")],

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from sim.commands import options
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 

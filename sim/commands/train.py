@@ -10,7 +10,7 @@ import typer
 from sim.commands import options
 from sim.commands.options import Overwrite, Quiet
 from sim.commands.printed import progress
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 

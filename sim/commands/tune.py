@@ -7,7 +7,7 @@ import typer
 
 from sim.commands import options
 from sim.commands.printed import METRICS, milliseconds, progress, table
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:

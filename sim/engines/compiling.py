@@ -11,7 +11,7 @@ from multiprocessing.process import BaseProcess
 
 from sim.engines import compiled_engine
 from sim.interrupts import interrupts_later
-from traces import console
+from traces.commands import console
 from traces.compiled import KEPT_FOR_NOW
 
 EXPECTED = "half a minute to a minute"

@@ -50,9 +50,10 @@ class FieldError(InputError):
         super().__init__(f"{key} = {value!r}: {reason}")
         self._of_option = f"`{key}` {value}: {reason}"
 
-    def of_option(self) -> InputError:
-        """Return the same error, worded for the parameter of that name."""
-        return InputError(self._of_option)
+    @property
+    def of_option(self) -> str:
+        """The text for the parameter of that name."""
+        return self._of_option
 
 
 Reader = Callable[[str, Any], Any]

@@ -3,14 +3,15 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from traces import console
-from traces.extras import installed, missing
+from traces.commands import console
+from traces.errors import missing_extra
 from traces.output import claim, replacing
 
 if TYPE_CHECKING:
@@ -61,8 +62,8 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
 def write_figures(figures: Mapping[str, "Drawn"], folder: Path) -> list[Path]:
     """Draw figures and write each as a PNG of its name; return the files. Without matplotlib: warn, and write none."""
-    if figures and not installed("matplotlib"):
-        console.warn(f"{', '.join(figures)} not drawn: {missing('matplotlib')}")
+    if figures and not find_spec("matplotlib"):
+        console.warn(f"{', '.join(figures)} not drawn: {missing_extra('matplotlib')}")
         return []
     for name, draw in figures.items():
         write_figure(draw(), folder / name)

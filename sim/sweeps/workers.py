@@ -30,7 +30,7 @@ from sim.profiles.hardware_profile import Hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.results.provenance import sources
 from sim.sweeps.setup import Loaded, Setup
-from traces import console
+from traces.commands import console
 from traces.errors import InputError, located
 from traces.location import absolute
 

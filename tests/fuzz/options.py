@@ -24,9 +24,9 @@ from typing import Any
 import typer
 
 import policies
-import replay.cli
-import sim.cli
-import tracer.cli
+import replay.commands
+import sim.commands
+import tracer.commands
 import traces
 from tests.fuzz.harness import CORPUS
 from tests.support.tiny import SIZES
@@ -39,7 +39,7 @@ COMPILING_SECONDS = 600
 """For what is made first: a sweep, which may have to compile the engine."""
 GIB = 4
 
-MAINS = {"moe-trace": tracer.cli, "moe-sim": sim.cli, "moe-replay": replay.cli}
+MAINS = {"moe-trace": tracer.commands, "moe-sim": sim.commands, "moe-replay": replay.commands}
 
 LONG = "9" * 5000
 
@@ -162,7 +162,7 @@ def commands() -> Iterator[tuple[str, Any]]:
             for key, each in command.commands.items():
                 yield from within(f"{name} {key}", each)
         else:
-            yield name, command
+            yield name, command.described()
 
     for name, module in MAINS.items():
         yield from within(name, typer.main.get_command(module.app))

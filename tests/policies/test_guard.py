@@ -23,7 +23,7 @@ from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
-from traces import console
+from traces.commands import program
 from traces.errors import InputError
 from traces.synthetic import synthetic
 
@@ -502,7 +502,7 @@ def test_numpy_answers_as_before_after_a_policy_that_has_it_raise(tmp_path):
 def test_the_kit_is_a_command_like_others(words, status, said, tmp_path):
     file_of(tmp_path, "def observe(self, event):\n    sys.exit(0)", "ScorePolicy", "exits.py")
     file_of(tmp_path, "def observe(self, event):\n    raise KeyboardInterrupt", "ScorePolicy", "stops.py")
-    done = run(lambda: console.main(checker.app, "python -m policies.checker"), *words, cwd=tmp_path)
+    done = run(lambda: program.main(checker.app, "python -m policies.checker"), *words, cwd=tmp_path)
     assert done.returncode == status
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -11,7 +11,7 @@ from policies.core.policy import Shape
 from policies.core.presets import PRESETS, Preset
 from policies.core.spec import parse
 from policies.prefetch.stride_training import Tokens, Training, train
-from sim.cli import main
+from sim.commands import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run

@@ -20,7 +20,7 @@ from policies.core.residency_compiled import BLOCKED, NO_EXPERT
 from policies.core.scope import even, lru_curves, optimal
 from policies.core.spec import parse
 from policies.core.stack_distances import lru_misses
-from sim.cli import main
+from sim.commands import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
 from sim.loop.run import gpu_run

@@ -18,7 +18,7 @@ from replay.calibration import calibrate, rates, toml
 from replay.calibration.calibrate import Found, choices, made_up, profile, steps_ns
 from replay.calibration.measure import Measurement, middle
 from replay.commands.calibrate import _free
-from sim import cli as sim_cli
+from sim import commands as sim_cli
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile

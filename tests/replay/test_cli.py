@@ -354,7 +354,9 @@ def test_a_run_killed_goes_on_behind_its_last_whole_request(command, tmp_path: P
         (tmp_path / "small.toml").write_text(shapes)
         assert command("store", "experts", "--model-profile", "small.toml")[0] == 0
         asked = (*asked, "--store", "experts", "--model-profile", "small.toml")
-    program = "from tests.support.short_calibrations import shorten; from replay.cli import main; shorten(); main()"
+    program = (
+        "from tests.support.short_calibrations import shorten; from replay import commands; shorten(); commands.main()"
+    )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     killed = subprocess.Popen([sys.executable, "-c", program, *asked], cwd=tmp_path, env=environment)
     steps = tmp_path / "here" / "per_token.csv"

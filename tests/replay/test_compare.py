@@ -548,7 +548,7 @@ def test_tokens_that_are_gone_or_damaged_cost_the_picture_alone(command, tmp_pat
 def test_a_run_that_is_killed_and_resumed_repeats_no_finished_cell(tmp_path: Path) -> None:
     arguments = ["--device", "cpu", "--requests", "2", "--out", "here", "-q"]
     arguments += ["--policies", "lru,fifo,clock", "--cache-sizes", "25%"]
-    run = [sys.executable, "-c", "from replay.cli import main; main()", "compare", *arguments]
+    run = [sys.executable, "-c", "from replay.commands import main; main()", "compare", *arguments]
     there: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     victim = subprocess.Popen(run, **there)
     path = tmp_path / "here" / "compare.json"
@@ -597,7 +597,8 @@ def test_bad_input_ends_in_one_line(command, tmp_path: Path, arguments: list[str
 
 def test_the_command_needs_nothing_that_writes_toml_or_draws(tmp_path: Path) -> None:
     absent = "import sys; sys.modules.update(dict.fromkeys(('tomli_w', 'matplotlib')))"
-    run = [sys.executable, "-c", f"{absent}; from replay.cli import main; main()", "compare", "--device", "virtual"]
+    code = f"{absent}; from replay.commands import main; main()"
+    run = [sys.executable, "-c", code, "compare", "--device", "virtual"]
     there: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}
     ended = subprocess.run([*run, *SMALL, "--policies", "clock,belady"], **there, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.cli import app, main
+from replay.commands import app, main
 from replay.devices.cpu import CpuDevice
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.lanes import PAGE, knee, page_up, parts, rates

@@ -23,7 +23,7 @@ from sim.profiles.hardware_profile import hardware
 from sim.sweeps.setup import Loaded, Requests, Setup
 from tests.support.fake_gpu import FakeGpu
 from tests.support.small_check import FULL, shrink
-from traces import console
+from traces.commands import program
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
@@ -278,7 +278,7 @@ def test_a_check_is_drawn_and_put_into_tables(tiny, whole, tmp_path, monkeypatch
     found, picture = json.loads(whole.read_text()), tmp_path / "check.png"
     monkeypatch.setattr("sys.argv", ["draw", str(whole), "--figure", str(picture)])
     with pytest.raises(SystemExit) as ended:
-        console.main(draw.app, "draw")
+        program.main(draw.app, "draw")
     assert not ended.value.code
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("| olmoe", "| qwen"))]
@@ -300,7 +300,7 @@ def test_a_picture_is_replaced_only_where_that_is_asked_for_and_a_damaged_check_
     def ended(*arguments: str) -> tuple[object, str]:
         monkeypatch.setattr("sys.argv", ["draw", *arguments])
         with pytest.raises(SystemExit) as end:
-            console.main(draw.app, "draw")
+            program.main(draw.app, "draw")
         return end.value.code, capsys.readouterr().err
 
     check, picture = tmp_path / "check.json", tmp_path / "notes.txt"

@@ -23,7 +23,7 @@ from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from policies.eamc.options import EamcOptions
 from replay import kv_cache
-from replay.cli import main
+from replay.commands import main
 from replay.devices.gpu import Gpu
 from replay.live import opening
 from replay.live.layout import ShardStore
@@ -36,7 +36,7 @@ from tests.support.command import run
 from tests.support.fake_gpu import FakeGpu
 from tests.support.live_models import NEW_TOKENS, logits, prompt, saved, whole_model
 from tracer import demo
-from tracer.cli import main as tracer_main
+from tracer.commands import main as tracer_main
 from traces.errors import InputError
 from traces.trace import Trace
 

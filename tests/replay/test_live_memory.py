@@ -108,7 +108,7 @@ EACH = """
 import io, json, os, sys
 from contextlib import redirect_stderr, redirect_stdout
 open(sys.argv[1], "w").write(str(os.getpid()))
-from replay.cli import main
+from replay.commands import main
 found = []
 for asked in json.loads(sys.argv[2]):
     sys.argv = ["moe-replay", *asked]

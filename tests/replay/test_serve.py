@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from replay.cli import main
+from replay.commands import main
 from tests.support.command import run
 from tests.support.live_models import saved
 from tests.support.tokenizer import byte_tokenizer
@@ -34,7 +34,7 @@ def test_a_signal_ends_running_requests_with_an_error_and_the_server_without_one
     folder = saved(tmp_path / "tiny", "qwen3_moe", max_position_embeddings=1 << 20)
     byte_tokenizer().save_pretrained(folder)
     command = ["serve", "--model", folder, "--cache-size", "5", "--lanes", "1", "--port", "0"]
-    code = [sys.executable, "-c", "from replay.cli import main; main()"]
+    code = [sys.executable, "-c", "from replay.commands import main; main()"]
     with (
         subprocess.Popen([*code, *map(str, command)], stderr=subprocess.PIPE, text=True) as server,
         ThreadPoolExecutor() as pool,

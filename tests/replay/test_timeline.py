@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from replay.cli import main
+from replay.commands import main
 from sim.loop.driver import play
 from sim.timeline.file import Timeline
 from sim.timeline.observer import TimelineObserver

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from policies.core.spec import parse
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
-from sim.cli import app
+from sim.commands import app
 from sim.profiles.model_profile import model
 from sim.sweeps.grid import Grid
 from sim.sweeps.setup import Setup

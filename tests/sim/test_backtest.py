@@ -24,7 +24,7 @@ from sim.backtest.file import Machine, Model, Setting
 from sim.backtest.machine import DATA, Rates, rates, table
 from sim.backtest.model import profile_of
 from sim.backtest.play import Case
-from sim.cli import app
+from sim.commands import app
 from sim.engines.engine import SIMPY
 from sim.planner import errors
 from sim.profiles.model_profile import model

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from sim.cli import main
+from sim.commands import main
 from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
@@ -20,7 +20,7 @@ from traces.output import LOCK, MARKER, claim, only_writer
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
-COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_what_there_is_can_be_listed(home):
 
 
 def test_help_loads_neither_simpy_nor_matplotlib_nor_pandas():
-    code = "import sys, sim.cli; print({'simpy', 'matplotlib', 'pandas', 'torch'} & set(sys.modules))"
+    code = "import sys, sim.commands; print({'simpy', 'matplotlib', 'pandas', 'torch'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sim.cli import main
+from sim.commands import main
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from sim.cli import app
+from sim.commands import app
 from sim.report import inputs as report_inputs
 from sim.results.compare import (
     MEASURES,

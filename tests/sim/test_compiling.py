@@ -22,7 +22,7 @@ from traces.synthetic import synthetic
 from traces.writer import write_trace
 
 ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 REQUESTS = 20
 
 

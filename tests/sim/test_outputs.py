@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import tracer.cli
+import tracer.commands
 from sim.sweeps.store import CELLS, MAKER
 from tests.support.command import moe_sim, run
 from tests.support.tiny import SIZES
@@ -130,7 +130,7 @@ def test_links_that_lead_in_a_circle_are_one_line(home):
 def test_an_address_is_no_folder_here(home):
     refused(moe_sim(*SWEEP[:-1], "s3://bucket/x", cwd=home), "s3://bucket/x is an address")
     refused(moe_sim("run", "tiny", "-q", "--timeline", "s3://bucket/x", cwd=home), "s3://bucket/x is an address")
-    cut = run(tracer.cli.main, "slice", "tiny", "--out", "s3://bucket/x", "--requests", "0:1", cwd=home)
+    cut = run(tracer.commands.main, "slice", "tiny", "--out", "s3://bucket/x", "--requests", "0:1", cwd=home)
     refused(cut, "s3://bucket/x is an address")
     assert not (home / "s3:").exists()
 
@@ -193,6 +193,6 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(home, command):
 
 
 def test_a_trace_whose_name_cannot_be_written_leaves_nothing(home):
-    cut = run(tracer.cli.main, "slice", "tiny", "--out", "new\udcff/x", "--requests", "0:1", cwd=home)
+    cut = run(tracer.commands.main, "slice", "tiny", "--out", "new\udcff/x", "--requests", "0:1", cwd=home)
     refused(cut, "new\\udcff/x' is not UTF-8: rename it")
     assert not [file for file in home.iterdir() if file.name.startswith("new")]

@@ -402,10 +402,10 @@ def test_similar_requests_are_bright_and_maps_are_shares(swept):
 
 @pytest.mark.slow
 def test_a_replay_of_the_sweep_is_set_beside_it(swept, tmp_path):
-    import replay.cli
+    import replay.commands
 
     asked = ("--from", swept, "--cache-size", "25%", "--device", "virtual", "--requests", 1, "--out", "replayed", "-q")
-    ended = run(replay.cli.main, *asked, cwd=tmp_path)
+    ended = run(replay.commands.main, *asked, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     text, problems = _page(swept, tmp_path / "replayed")
     section = text.split("Predicted against measured</h2>")[1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from policies.core.spec import parse
-from sim.cli import main
+from sim.commands import main
 from sim.results.metrics import summarise
 from sim.sweeps.setup import Setup
 from sim.timeline import window as timeline_window

@@ -13,7 +13,7 @@ import pytest
 from policies.core.grammar import value_text
 from policies.core.spec import parse
 from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, point_of, save, sensitivity
-from sim.cli import main
+from sim.commands import main
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link

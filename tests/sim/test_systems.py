@@ -11,7 +11,7 @@ import pytest
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from sim.cli import main
+from sim.commands import main
 from sim.commands.systems import _title
 from sim.engines import engine
 from sim.loop.run import gpu_run

@@ -13,7 +13,7 @@ import pytest
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from sim.cli import main
+from sim.commands import main
 from sim.commands.tune import _table
 from sim.sweeps import config
 from sim.sweeps.grid import play_cell
@@ -30,7 +30,7 @@ from traces.writer import write_trace
 
 pytest.importorskip("optuna")
 
-COMMAND = [sys.executable, "-c", "from sim.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from sim.commands import main; main()"]
 LAYERS, EXPERTS, USED, TOP_K, SLOTS = 3, 16, 12, 2, 12
 SHAPE = Shape(LAYERS, EXPERTS)
 

@@ -294,7 +294,7 @@ def jobs(home: Path) -> list[Job]:
     shape = {name: value for name, value in asdict(PROFILE).items() if name != "name"}
     model.write_text(tomli_w.dumps(shape), encoding="utf-8")
     write_trace(synthetic(12, tokens=12, layers=L, experts=E, top_k=K, seed=4), home / "small")
-    store = "from replay.cli import main; main()"
+    store = "from replay.commands import main; main()"
     asked = ["store", str(experts), "--model-profile", str(model), "-q"]
     subprocess.run([sys.executable, "-c", store, *asked], env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     run = ("run", "--trace", str(home / "small"), "--model-profile", str(model), "--policy", "lru", "-q")

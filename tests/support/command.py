@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-import sim.cli
+import sim.commands
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ def run(main: Callable[[], None], *arguments: object, cwd: Path | None = None) -
 
 def moe_sim(*arguments: object, cwd: Path) -> Ended:
     """Run `moe-sim` in a folder."""
-    return run(sim.cli.main, *arguments, cwd=cwd)
+    return run(sim.commands.main, *arguments, cwd=cwd)

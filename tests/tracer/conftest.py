@@ -5,7 +5,7 @@ import torch
 
 from tests.support.architectures import tiny
 from tests.support.command import Run, run
-from tracer.cli import main
+from tracer.commands import main
 from tracer.models import LoadedModel
 
 ARCHITECTURES = (

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from replay.cli import main as replay_main
+from replay.commands import main as replay_main
 from tests.support import remote_code
 from tests.support.architectures import COMMON
 from tests.support.command import Ended, Run, run
@@ -39,7 +39,7 @@ from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
 
-COMMAND = [sys.executable, "-c", "from tracer.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from tracer.commands import main; main()"]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_import_takes_the_json_beside_the_arrays(tmp_path: Path, moe_trace: Run,
 
 
 def test_only_recording_needs_torch() -> None:
-    code = "import sys, tracer.cli; assert not {'torch', 'transformers'} & set(sys.modules), 'torch is imported'"
+    code = "import sys, tracer.commands; assert not {'torch', 'transformers'} & set(sys.modules), 'torch is imported'"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

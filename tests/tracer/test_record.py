@@ -21,7 +21,7 @@ from tests.support.same import assert_same
 from tracer import models
 from tracer.answers import Answer, Runner, Sampling
 from tracer.checkpoints import find_model
-from tracer.cli import app
+from tracer.commands import app
 from tracer.hook import ExpertsHook, Pass
 from tracer.models import LoadedModel, Loading, load_model
 from tracer.prompts import Prompt

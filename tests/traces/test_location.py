@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from fsspec.registry import _registry
 
-import sim.cli
-import tracer.cli
+import sim.commands
+import tracer.commands
 from tests.support.command import run
 from tests.support.same import assert_same, assert_same_shards
 from traces import demo_trace
@@ -191,18 +191,18 @@ def test_a_relative_path_and_a_file_url_are_the_folder(tmp_path: Path, monkeypat
 
 def test_commands_read_a_trace_at_a_url(memory: str, tmp_path: Path) -> None:
     for command in ("info", "validate"):
-        ended = run(tracer.cli.main, command, memory)
+        ended = run(tracer.commands.main, command, memory)
         assert (ended.returncode, memory in ended.stdout) == (0, True), ended.stderr
     for sub in (("slice", memory, "--requests", "0:1"), ("cat", memory)):
-        ended = run(tracer.cli.main, *sub, "--out", tmp_path / sub[0])
+        ended = run(tracer.commands.main, *sub, "--out", tmp_path / sub[0])
         assert ended.returncode == 0, ended.stderr
-    ended = run(sim.cli.main, "eamc", "build", memory, "--out", tmp_path / "eamc.npz")
+    ended = run(sim.commands.main, "eamc", "build", memory, "--out", tmp_path / "eamc.npz")
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("typed", [("info", "memory://none/t"), ("import", "hf://x/y", "--out=t")])
 def test_a_command_names_an_address_as_it_was_typed(typed: tuple[str, ...]) -> None:
-    ended = run(tracer.cli.main, *typed)
+    ended = run(tracer.commands.main, *typed)
     assert (ended.returncode, typed[1] in ended.stderr) == (2, True), ended.stderr
 
 

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-import sim.cli
-import tracer.cli
+import sim.commands
+import tracer.commands
 from traces import output
 from traces.errors import InputError
 from traces.output import LOCK, MARKER, check_file, claim, claimed, marked, only_writer, replacing
@@ -295,7 +295,7 @@ def test_of_two_commands_that_find_no_file_one_writes_it(
     for module in [module for name, module in sys.modules.items() if name.startswith(("sim", "traces", "tracer"))]:
         if getattr(module, "check_file", None) is found:
             monkeypatch.setattr(module, "check_file", check)
-    app = {"trace": tracer.cli.app, "sim": sim.cli.app}[package]
+    app = {"trace": tracer.commands.app, "sim": sim.commands.app}[package]
     ended = CliRunner().invoke(app, words)
     assert isinstance(ended.exception, InputError), ended.output
     assert "meanwhile" in str(ended.exception)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from traces import console
+from traces.commands import console
 
 
 def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, tell
-from traces import console
+from traces.commands import console
 from traces.errors import InputError, unknown
 
 

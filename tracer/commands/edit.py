@@ -9,7 +9,7 @@ import typer
 from rich.progress import Progress
 
 from tracer.commands.shared import Overwrite, Quiet, TraceArgument, tell, warn_if_unfinished
-from traces import console
+from traces.commands import console
 from traces.edit import Source, join
 from traces.errors import InputError, unknown
 

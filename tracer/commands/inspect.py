@@ -7,7 +7,7 @@ import typer
 from rich.table import Table
 
 from tracer.commands.shared import TraceArgument, size, suggest, warn_if_unfinished
-from traces import console
+from traces.commands import console
 
 
 def info(

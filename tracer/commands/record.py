@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tracer import demo
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
-from traces import console
+from traces.commands import console
 from traces.errors import InputError, unknown
 
 PROMPTS, RUN, KEEP = "Prompts", "Running the model", "What to record"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from traces import console
+from traces.commands import console
 
 if TYPE_CHECKING:
     from traces.reader import Folder

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
-from traces import console
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:

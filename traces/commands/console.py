@@ -1,0 +1,83 @@
+"""What commands print: results on standard output, all else (progress, warnings, errors) on standard error.
+
+Names and paths are printed as they are: the consoles take no markup and no emoji.
+"""
+
+import json
+import sys
+from typing import Any, NoReturn
+
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Column, Table
+from rich.text import Text
+
+from traces import facts
+
+AS_THEY_ARE: dict[str, Any] = {"highlight": False, "markup": False, "emoji": False}
+
+out = Console(**AS_THEY_ARE)
+err = Console(**AS_THEY_ARE, stderr=True)
+
+WIDEST = 100_000
+"""Columns of a table, at most."""
+
+
+def say(part: RenderableType) -> None:
+    """Print a line as it is, or a table, on standard output.
+
+    A table is never narrower than its names, which are not cut: a terminal wraps its lines then. In a pipe or a file
+    each row is one line.
+    """
+    _print(part, out, stderr=False)
+
+
+def say_json(value: object) -> None:
+    """Print a value as JSON on standard output."""
+    print(json.dumps(facts.finite(value), indent=1, allow_nan=False), file=out.file)
+
+
+def tell(part: RenderableType) -> None:
+    """Print the same on standard error, where standard output is a result of its own."""
+    _print(part, err, stderr=True)
+
+
+def _print(part: RenderableType, to: Console, stderr: bool) -> None:
+    if isinstance(part, str):
+        to.print(part, soft_wrap=True)
+        return
+    wide = to.options.update(max_width=WIDEST)
+    for column in part.columns if isinstance(part, Table) else ():
+        column.overflow = "fold"
+        if column.no_wrap:
+            cells = (Measurement.get(to, wide, cell).maximum for cell in (column.header, *column.cells))
+            column.min_width = max(cells)
+    room = Measurement.get(to, wide, part)
+    width = max(to.width, room.minimum) if to.is_terminal else room.maximum
+    Console(**AS_THEY_ARE, width=width, stderr=stderr).print(part)
+
+
+def listing(name: str, *headings: str) -> Table:
+    """Return an empty table without lines; what its first column names is never broken."""
+    return Table(Column(name, no_wrap=True), *headings, box=None, header_style="bold")
+
+
+def note(text: str) -> None:
+    """Print one line on standard error, such as which default was taken."""
+    err.print(text, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Print one warning line on standard error."""
+    err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
+
+
+def is_unwatched(quiet: bool) -> bool:
+    """Whether no bar is drawn: a file or a pipe would have an empty line of it."""
+    return quiet or not (err.is_interactive or err.is_jupyter)
+
+
+def fail(name: str, text: str, status: int) -> NoReturn:
+    """Print `NAME: error: TEXT` on one line of standard error and exit with `status`."""
+    err.print(f"{name}: error: {' '.join(text.split())}", style=None, soft_wrap=True)
+    sys.exit(status)

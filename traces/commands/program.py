@@ -1,0 +1,110 @@
+"""The frame of the three programs: a table of commands, and one end for every error.
+
+A command's module is imported when the command is called, or when its own `--help` is shown; the help of a group shows
+the line in the table. So a module of a command imports at its top whatever it needs.
+"""
+
+import errno
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any, ClassVar, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from traces.commands.console import fail
+from traces.commands.options import expanded
+from traces.errors import InputError, missing_extra
+
+SETTINGS: dict[str, Any] = {
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+    "add_completion": False,
+}
+
+
+class Command(TyperCommand):
+    """A command of a table; it becomes the one that its function describes when it is called."""
+
+    function: ClassVar[str]
+    """`module:name`."""
+
+    def described(self) -> Any:
+        """Return the command with its options, of the function's signature and docstring."""
+        module, _, name = self.function.partition(":")
+        function = getattr(import_module(module), name)
+        paragraphs = (" ".join(paragraph.split()) for paragraph in (inspect.getdoc(function) or "").split("\n\n"))
+        app = typer.Typer(**SETTINGS)
+        app.command(self.name, help="\n\n".join(paragraphs))(expanded(function))
+        return typer.main.get_command(app)
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        """Hand over to the described command."""
+        return self.described().make_context(*args, **options)
+
+
+def group(
+    text: str, table: Mapping[str, tuple[Any, str]], cls: type[TyperGroup] = TyperGroup, *, bare_is_help: bool = True
+) -> typer.Typer:
+    """Return a group of commands with this help. table: name -> (`module:function` or another table, one-line help).
+
+    bare_is_help: without a command, show the help.
+    """
+    app = typer.Typer(help=text, no_args_is_help=bare_is_help, cls=cls, **SETTINGS)
+    app.callback()(lambda: None)  # keeps the name of a single command
+    for name, (function, line) in table.items():
+        if isinstance(function, Mapping):
+            app.add_typer(group(line, function), name=name)
+        else:
+            app.command(name, help=line, cls=type("Command", (Command,), {"function": function}))(lambda: None)
+    return app
+
+
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of the machine that its user can fix: no space, no permission."""
+
+INTERRUPTED = 130
+"""The status of what Ctrl-C has ended."""
+
+
+def main(app: typer.Typer, name: str) -> NoReturn:
+    """Run `app` as the program `name`. Exit with 0, 2 for bad input, 1 for an error of the machine, 130 for Ctrl-C.
+
+    Each of these prints one line; any other exception is a defect of ours and keeps its traceback.
+    """
+    try:
+        status = app(prog_name=name, standalone_mode=False)
+        sys.stdout.flush()
+    except typer.TyperException as error:
+        reason = error.format_message().removesuffix(".")
+        if not reason:  # the help was printed
+            sys.exit(error.exit_code)
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else name
+        fail(name, f"{reason[0].lower()}{reason[1:]}; see {command} --help", error.exit_code)
+    except InputError as error:
+        fail(name, str(error), 2)
+    except ModuleNotFoundError as error:
+        absent = missing_extra(error.name or "", name)
+        if absent is None:
+            raise
+        fail(name, str(absent), 2)
+    except OSError as error:
+        if error.errno not in (*MACHINE, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left has nowhere to go
+        if error.errno == errno.EPIPE:
+            sys.exit(1)
+        fail(name, f"{error.filename or 'cannot write the output'}: {error.strerror}", 1)
+    except MemoryError as error:
+        fail(name, f"not enough memory: {error}" if str(error) else "not enough memory", 1)
+    except typer.Abort:  # of a question that was not answered with yes
+        fail(name, "not confirmed", 1)
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    if status == INTERRUPTED:  # of typer too, which has no words for it
+        fail(name, "interrupted", INTERRUPTED)
+    sys.exit(status or 0)
