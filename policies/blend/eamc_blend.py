@@ -84,21 +84,32 @@ def profile_of(half: Listener, *sources: str) -> Profile:
     return Profile(half.shape, (*before, *sources), learned(half.state))
 
 
-@retention("eamc-blend")
-class BlendRetention(ScorePolicy):
-    """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
+class _StartsFromAProfile(Listener):
+    """What both halves have in common."""
 
     Options = BlendOptions
-    kernel = Kernel(begin, score, begin_request=begin_request)
     starts_from = "profile"
 
-    def __init__(self, shape: Shape, options: BlendOptions) -> None:
-        super().__init__(shape, options)
-        self.keep = self.state.keep
+    @classmethod
+    def require(cls, options: BlendOptions, shape: Shape) -> None:
+        """Raise InputError for a profile of another model."""
+        if options.profile:
+            Profile.read(options.profile).require(shape, options.profile)
 
     def save(self, file: BinaryIO, source: str) -> None:
         """Write a profile."""
         profile_of(self, source).write(file)
+
+
+@retention("eamc-blend")
+class BlendRetention(_StartsFromAProfile, ScorePolicy):
+    """Ours: recency, the request's frequencies, what follows what and ids of tokens; fetches what is likely enough."""
+
+    kernel = Kernel(begin, score, begin_request=begin_request)
+
+    def __init__(self, shape: Shape, options: BlendOptions) -> None:
+        super().__init__(shape, options)
+        self.keep = self.state.keep
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Take note of the mode alone: untimed, an event's experts are reported one by one."""
@@ -106,24 +117,18 @@ class BlendRetention(ScorePolicy):
 
 
 @prefetcher("eamc-blend")
-class BlendPrefetcher(Prefetcher):
+class BlendPrefetcher(_StartsFromAProfile, Prefetcher):
     """Ours: experts of the layers that come next, that are likely enough."""
 
-    Options = BlendOptions
     one_scale_with = "eamc-blend"
     at_start = True
 
     kernel = Kernel(begin, observe, propose, begin_request)
-    starts_from = "profile"
 
     def __init__(self, shape: Shape, options: BlendOptions, state: Blend | None = None) -> None:
         super().__init__(shape, options, state)
         self._wrong, self._head = options.wrong, options.head
         self.window(DEFAULT_WINDOW)
-
-    def save(self, file: BinaryIO, source: str) -> None:
-        """Write a profile."""
-        profile_of(self, source).write(file)
 
     def window(self, experts_per_layer: float) -> None:
         """What pays: the log odds of wrong / (wrong + r)."""

@@ -49,6 +49,12 @@ class Profile:
         with located(f"{path} is damaged"):
             return Profile(*_said(about), held)
 
+    def require(self, shape: Shape, path: str) -> None:
+        """Raise InputError for the profile of another model."""
+        if self.shape != shape:
+            ours, theirs = (f"{each.layers} x {each.experts} experts" for each in (shape, self.shape))
+            raise InputError(f"{path}: it does not fit this model of {ours}; it was learned from {theirs}")
+
     def fill(self, state: Learned, path: str) -> None:
         """Copy what was learned into a state of the same shape. Raise InputError if it is of another."""
         with located(path):

@@ -16,18 +16,14 @@ from functools import cache
 from typing import Any
 
 from policies.core.compiled import apart, inlined
-from policies.core.policy import Kernel, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
-from policies.core.registry import NoPrefetch, built_in
+from policies.core.policy import Kernel, Listener, Prefetcher, RetentionPolicy, Shape
+from policies.core.registry import NoPrefetch, built_in, is_compiled
 
 NONE = 0  # hears of no events, proposes nothing
 
 KERNELS: dict[type[Listener], Kernel] = {cls: cls.kernel for cls in built_in() if cls.kernel}
 NUMBERS = {cls: number for number, cls in enumerate(KERNELS, NONE + 1)}
-SERVED: set[type[Listener]] = {
-    *KERNELS,
-    NoPrefetch,
-    *(cls for cls in built_in() if issubclass(cls, ScorePolicy) and not cls.observes),
-}
+SERVED: set[type[Listener]] = {NoPrefetch, *filter(is_compiled, built_in())}
 
 FAMILIES = {kernel.start: f"of_{place}" for place, kernel in enumerate(KERNELS.values())}
 """Fields of `PolicyStates`, by what makes the state."""

@@ -169,6 +169,10 @@ class Listener:
             if self.kernel.propose:
                 self._propose = from_python(self.kernel.propose)
 
+    @classmethod
+    def require(cls, options: Any, shape: Shape) -> None:
+        """Raise InputError for a file that an option names and that is no good for this model. Before a run, once."""
+
     def foresee(self, requests: Requests, per_access: bool) -> None:
         """Oracles alone: the routing of the whole run, before it starts.
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from policies.core import grammar, user_file
 from policies.core.placement import PLACEMENTS, Placement
-from policies.core.policy import Listener, Prefetcher, RetentionPolicy
+from policies.core.policy import Listener, Prefetcher, RetentionPolicy, ScorePolicy
 from policies.core.presets import PRESETS, Preset
 from policies.core.scope import SCOPES, Scope
 from traces.errors import InputError, unknown
@@ -114,6 +114,12 @@ def built_in() -> list[type[Listener]]:
     places = {f"policies.{module}": place for place, module in enumerate(BUILT_IN)}
     held = [cls for table in (_retention, _prefetch) for cls in table.values() if cls.__module__ in places]
     return sorted(held, key=lambda cls: places[cls.__module__])
+
+
+def is_compiled(cls: type[Listener]) -> bool:
+    """Return whether compiled engines run this half: it is built in, and compiled functions decide all that it does."""
+    by_rule = issubclass(cls, ScorePolicy) and not cls.observes
+    return cls is NoPrefetch or (cls in built_in() and (cls.kernel is not None or by_rule))
 
 
 def keeper(policy: str | type[Listener]) -> type[RetentionPolicy]:

@@ -16,6 +16,7 @@ import numpy as np
 from policies.core.policy import NO_INTS, Int, Options, Shape
 from policies.core.stack_distances import lru_misses
 from traces.errors import InputError
+from traces.reader import open_folder
 from traces.steps import PREFILL, RequestSteps
 from traces.trace import Trace
 
@@ -117,15 +118,20 @@ def lru_curves(accesses: Int, shape: Shape) -> Int:
     return np.stack([lru_misses(experts[layers == layer], shape.experts) for layer in range(shape.layers)])
 
 
-def read_profile(profile: str, shape: Shape) -> Trace:
-    """Return the trace of a profile. Raise InputError for another model's."""
-    trace = Trace.read(profile)
-    if (trace.layers, trace.num_experts) != (shape.layers, shape.experts):
+def require_profile(profile: str, shape: Shape) -> None:
+    """Raise InputError where there is no trace, or another model's."""
+    meta = open_folder(profile).meta
+    if (meta.layers, meta.experts) != (shape.layers, shape.experts):
         raise InputError(
-            f"the profile {profile} is of {trace.layers} layers of {trace.num_experts} experts, "
+            f"the profile {profile} is of {meta.layers} layers of {meta.experts} experts, "
             f"not {shape.layers} of {shape.experts}"
         )
-    return trace
+
+
+def read_profile(profile: str, shape: Shape) -> Trace:
+    """Return the trace of a profile. Raise InputError for another model's."""
+    require_profile(profile, shape)
+    return Trace.read(profile)
 
 
 def _curves_of(profile: str, shape: Shape) -> Int:

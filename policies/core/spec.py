@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from policies.core import guard, registry, user_file
@@ -165,6 +166,27 @@ class PolicySpec:
         return bool(self.prefetch.cls.needs_lookahead)
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, from a seed."""
+        return self.seed is not None
+
+    @property
+    def not_compiled(self) -> str | None:
+        """Why compiled engines cannot run it; None if they can."""
+        evict, prefetch = self.evict.cls, self.prefetch.cls
+        for cls in (evict, prefetch):
+            if not registry.is_compiled(cls):
+                return f"{cls.name} is not one of the built-in score policies and prefetchers"
+        if prefetch.observes and prefetch.shares_state_with(evict) and not self.shares:
+            return f"its halves are two different {evict.name}"
+        return None
+
+    @property
+    def compiled(self) -> bool:
+        """Whether compiled engines can run it."""
+        return self.not_compiled is None
+
+    @property
     def shares(self) -> bool:
         """Whether its halves have one name and the same options, and so share what they learn."""
         return _alike(self.evict, self.prefetch)
@@ -260,6 +282,16 @@ class PolicySpec:
         """Return the slots of each partition of a cache of `slots` experts. Raise InputError where that cannot be."""
         scope: Scope = self.scope.cls(self.scope.options)
         return scope.divide(shape, slots)
+
+    def require(self, shape: Shape) -> None:
+        """Raise InputError for a file that an option names and that is no good for this model, without an instance."""
+        for half in (self.evict, self.prefetch):
+            try:
+                guard.called(half.cls, "require", partial(half.cls.require, half.options, shape))
+            except guard.PolicyError:
+                raise
+            except InputError as error:
+                raise InputError(f"{self.text}: {error}") from error
 
     def build(self, shape: Shape) -> tuple[RetentionPolicy, Prefetcher]:
         """Return fresh instances; halves of one name and the same options share what they have learned.

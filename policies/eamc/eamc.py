@@ -29,7 +29,7 @@ import numpy as np
 from policies.core import scores
 from policies.core.compiled import compiled
 from policies.core.limits import layers_ahead
-from policies.core.policy import Event, Float, Int, Kernel, Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Event, Float, Int, Kernel, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
 from policies.eamc.collection import Collection
@@ -185,7 +185,7 @@ class Predictor:
         )
         self.matched = Matched(self.collections[0].bucket, self.collections[-1].bucket, self.says)
         if options.collection:
-            self._start_from(SavedEamc.read(options.collection))
+            self._start_from(saved_for(options, shape))
 
     def of_phase(self, phase: int) -> Collection:
         """The collection that a step of `phase` meets."""
@@ -215,16 +215,6 @@ class Predictor:
 
     def _start_from(self, saved: SavedEamc) -> None:
         """Its EAMs in the order in which they were learned; those that wait for K-means are learned now."""
-        ours, theirs, options, file = self.shape, saved.shape, self.options, self.options.collection
-        if theirs != ours:
-            shapes = f"{theirs.layers} x {theirs.experts} experts, not of {ours.layers} x {ours.experts}"
-            raise InputError(f"{file} holds EAMs of {shapes}: build one from a trace of this model")
-        if saved.options.split != options.split:
-            theirs_is = "a collection for each phase" if saved.options.split else "one collection for both phases"
-            raise InputError(f"{file} holds {theirs_is}: say split={str(saved.options.split).lower()}")
-        most = max(len(part.eams) for part in saved.parts)
-        if most > options.capacity:
-            raise InputError(f"{file} holds {most} EAMs, more than capacity={options.capacity}: say capacity={most}")
         for held, part in zip(self.collections, saved.parts, strict=True):
             for eam, uses in zip(part.eams, part.uses.tolist(), strict=True):
                 held.add(eam.ravel(), uses)
@@ -232,14 +222,46 @@ class Predictor:
                 held.add(eam.ravel())
 
 
-@retention("eamc")
-class EamcRetention(ScorePolicy):
-    """MoE-Infinity's EAMC: keep what past requests like this one use, early layers first."""
+def saved_for(options: EamcOptions, shape: Shape) -> SavedEamc:
+    """Return the collection that the options name. Raise InputError where it does not fit them, or the model."""
+    file = options.collection
+    saved = SavedEamc.read(file)
+    if saved.shape != shape:
+        shapes = f"{saved.shape.layers} x {saved.shape.experts} experts, not of {shape.layers} x {shape.experts}"
+        raise InputError(f"{file} holds EAMs of {shapes}: build one from a trace of this model")
+    if saved.options.split != options.split:
+        theirs_is = "a collection for each phase" if saved.options.split else "one collection for both phases"
+        raise InputError(f"{file} holds {theirs_is}: say split={str(saved.options.split).lower()}")
+    most = max(len(part.eams) for part in saved.parts)
+    if most > options.capacity:
+        raise InputError(f"{file} holds {most} EAMs, more than capacity={options.capacity}: say capacity={most}")
+    return saved
+
+
+class _StartsFromAFile(Listener):
+    """What both halves have in common."""
 
     Options = EamcOptions
+    starts_from = "collection"
+    predictor: Predictor
+
+    @classmethod
+    def require(cls, options: EamcOptions, shape: Shape) -> None:
+        """Raise InputError for a collection that does not fit."""
+        if options.collection:
+            saved_for(options, shape)
+
+    def save(self, file: BinaryIO, source: str) -> None:
+        """Write the collections."""
+        self.predictor.saved(source).write(file)
+
+
+@retention("eamc")
+class EamcRetention(_StartsFromAFile, ScorePolicy):
+    """MoE-Infinity's EAMC: keep what past requests like this one use, early layers first."""
+
     rule = scores.VISITS
     kernel = Kernel(begin, observe_and_score)
-    starts_from = "collection"
 
     def __init__(self, shape: Shape, options: EamcOptions) -> None:
         self.predictor = Predictor(shape, options)
@@ -247,10 +269,6 @@ class EamcRetention(ScorePolicy):
         self.keep = np.zeros((scores.ROWS, shape.total))
         self.keep[scores.OPTION] = {"ratio": 0, "most-visited": -1, "least-visited": 1}[options.keep]
         score(self.predictor.says, self.keep, True, 0)
-
-    def save(self, file: BinaryIO, source: str) -> None:
-        """Write the collections."""
-        self.predictor.saved(source).write(file)
 
     def end_request(self, seat: int) -> None:
         """Learn the request."""
@@ -267,21 +285,15 @@ def _decay(name: str, L: int) -> Float:
 
 
 @prefetcher("eamc")
-class EamcPrefetcher(Prefetcher):
+class EamcPrefetcher(_StartsFromAFile, Prefetcher):
     """MoE-Infinity's EAMC: fetch what past requests like this one used in the layers to come."""
 
-    Options = EamcOptions
     kernel = Kernel(begin, observe, fetch)
-    starts_from = "collection"
 
     def __init__(self, shape: Shape, options: EamcOptions, predictor: Predictor | None = None) -> None:
         self.predictor = predictor or Predictor(shape, options)
         super().__init__(shape, options, self.predictor.matched)
         self.observes = predictor is None
-
-    def save(self, file: BinaryIO, source: str) -> None:
-        """Write the collections."""
-        self.predictor.saved(source).write(file)
 
     @classmethod
     def beside(cls, keeper: RetentionPolicy) -> "EamcPrefetcher":

@@ -97,17 +97,27 @@ class Foresight(NamedTuple):
     scores: Single  # [E] of the layer that is being predicted
 
 
+def predictor_for(options: StrideOptions, shape: Shape) -> Predictor:
+    """Return the predictor that the options name. Raise InputError without one, or for one of another model."""
+    if not options.model:
+        raise InputError(
+            "it needs a trained predictor: its option model, as in stride:model=FILE.npz (moe-sim train-stride)"
+        )
+    model = Predictor.load(Path(options.model))
+    if model.shape != shape:
+        raise InputError(
+            f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
+            f"not {shape.layers} of {shape.experts}"
+        )
+    return model
+
+
 def begin(shape: Shape, options: StrideOptions) -> Foresight:
     """Return the state of a run; without a file its model knows nothing."""
     L, E, seats, n = shape.layers, shape.experts, shape.seats, min(options.n, shape.experts)
     model = Predictor(1, np.zeros((L, 2, E, E), np.float32), np.zeros((L, E), np.float32))
     if options.model:
-        model = Predictor.load(Path(options.model))
-    if model.shape != shape:
-        raise InputError(
-            f"the predictor {options.model} is for {model.shape.layers} layers of {model.shape.experts} experts, "
-            f"not {L} of {E}"
-        )
+        model = predictor_for(options, shape)
     return Foresight(
         weights=np.ascontiguousarray(model.weights),
         bias=np.ascontiguousarray(model.bias),
@@ -181,9 +191,12 @@ class Stride(Prefetcher):
     Options = StrideOptions
     kernel = Kernel(begin, observe, propose, begin_request)
 
+    @classmethod
+    def require(cls, options: StrideOptions, shape: Shape) -> None:
+        """Raise InputError without a predictor of this model."""
+        predictor_for(options, shape)
+
     def __init__(self, shape: Shape, options: StrideOptions) -> None:
         if not options.model:
-            raise InputError(
-                "it needs a trained predictor: its option model, as in stride:model=FILE.npz (moe-sim train-stride)"
-            )
+            self.require(options, shape)
         super().__init__(shape, options)

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 from policies.core.policy import ScorePolicy, Shape
 from policies.core.registry import retention
-from policies.core.scope import read_profile
+from policies.core.scope import require_profile
 from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
+from traces.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -28,12 +29,18 @@ class Static(ScorePolicy):
     observes = False
     Options = StaticOptions
 
-    def __init__(self, shape: Shape, options: StaticOptions) -> None:
-        super().__init__(shape, options)
+    @classmethod
+    def require(cls, options: StaticOptions, shape: Shape) -> None:
+        """Raise InputError without a trace of this model."""
         if not options.profile:
             raise InputError(
                 "it needs a trace to take popularity from: its option profile, as in static:profile=FOLDER"
             )
-        trace = read_profile(options.profile, shape)
+        require_profile(options.profile, shape)
+
+    def __init__(self, shape: Shape, options: StaticOptions) -> None:
+        super().__init__(shape, options)
+        self.require(options, shape)
+        trace = Trace.read(options.profile)
         eams = trace.eams(PREFILL) + trace.eams(DECODE)  # [R, L, E]
         self.keep[0] = eams.sum(axis=0).ravel()

@@ -36,10 +36,9 @@ def simulate(run: Run) -> RunLog:
 
 def play(run: Run, ended: Ended) -> None:
     """As `simpy_engine.play`, whose logs these are. Raise NotServedError for a policy that this engine cannot run."""
-    runner = decider_of(run)
-    if reason := dispatch.refusal(runner.retention, runner.prefetcher):
+    if reason := run.policy.not_compiled:
         raise NotServedError(f"the compiled engine does not run {run.policy.text}: {reason} (--engine simpy does)")
-    Engine(run, runner).play(ended)
+    Engine(run, decider_of(run)).play(ended)
 
 
 def tiered(run: Run) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.core import registry
+from policies.core import dispatch, registry
 from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
 from policies.core.guard import PolicyError
 from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy, Shape
@@ -199,3 +199,26 @@ def test_a_class_that_only_this_process_knows_says_so():
 def test_lists_are_divided_by_commas_without_empty_items():
     assert split_list(" lru, eamc:capacity=3 ,,") == ("lru", "eamc:capacity=3")
     assert split_list(None) == ()
+
+
+@pytest.mark.parametrize(
+    "policy", ["lru", "eamc", "eamc-blend", "belady+oracle", "lfu+stride:model=not-read.npz", "lru@layer"]
+)
+def test_a_class_alone_says_that_compiled_engines_run_a_policy(policy):
+    assert (parse(policy).not_compiled, parse(policy).compiled) == (None, True)
+
+
+@pytest.mark.parametrize(
+    "policy", ["clock", "random@layer", "eamc+eamc:depth=1", "expert-map:capacity=9+expert-map", "lru+none@layer"]
+)
+def test_a_class_alone_says_why_they_do_not(policy):
+    spec = parse(policy)
+    assert spec.not_compiled == dispatch.refusal(*spec.build(Shape(2, 4)))
+    assert spec.compiled == (policy == "lru+none@layer")
+
+
+@pytest.mark.parametrize("policy", ["static:profile=missing", "stride:model=missing", "eamc:collection=missing"])
+def test_a_file_that_an_option_names_is_required_without_an_instance(policy):
+    spec = parse(policy if policy.startswith(("static", "eamc")) else f"lru+{policy}")
+    with pytest.raises(InputError, match="missing"):
+        spec.require(Shape(2, 4))
