@@ -3,11 +3,12 @@
 Parameters have the names of the command's options, and the same defaults.
 """
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from policies.core.spec import Policy, parse
-from replay.run import Choice, choose_device, first_part
+from replay.choice import Choice, first_part
+from replay.device_choice import DeviceChoice
 from replay.run import replay as run_on_device
 from sim import defaults
 from sim.api import RunResult, TraceLike, load, result_of
@@ -15,30 +16,10 @@ from sim.quantities import CacheSize, cache_text
 from sim.results import plot
 from sim.results.metrics import Row
 from sim.sweeps.config import seeded
-from sim.sweeps.setup import Options
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.figure import Figure
-
-
-class DeviceOptions(TypedDict, total=False):
-    """Options of the device, all with a default: fields of `replay.run.Choice`."""
-
-    host_dedup: int | None
-    verify: bool
-    dense: str
-    weights: "Path | None"
-    pin: str
-    store: "Path | None"
-    lanes: int | None
-    threads: int | None
-
-
-class ReplayOptions(Options, DeviceOptions):
-    """Options of a replay: those of a simulated run, and of the device."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,25 +43,25 @@ def replay(
     policy: Policy = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
     device: str = "auto",
-    **options: Unpack[ReplayOptions],
+    **options: Any,
 ) -> ReplayResult:
     """Return what one policy does with one cache over a trace, measured on a device, and what was predicted.
 
     device: auto (cuda, or cpu without it), virtual, cpu, disk or cuda. Without `requests`, a real device runs the
-    first requests, of about 1,000 steps (disk: 100 tokens). options: see `ReplayOptions`.
+    first requests, of about 1,000 steps (disk: 100 tokens). options: those of `sim.simulate`, and the other fields of
+    `replay.device_choice.DeviceChoice`.
 
-    Raises InputError for whatever cannot be run on this machine; TypeError for an unknown option.
+    Raises InputError for whatever cannot be run on this machine, and for an unknown option.
     """
-    given: dict[str, Any] = dict(options)
-    if given.get("untimed"):
+    if options.get("untimed"):
         raise InputError("`untimed` is for simulation: a device measures times")
-    of_device = {name: given.pop(name) for name in DeviceOptions.__annotations__ if name in given}
-    chosen, loaded = choose_device(device), load(trace, given)
+    of_device = {each.name: options.pop(each.name) for each in fields(DeviceChoice) if each.name in options}
+    target, loaded = DeviceChoice.of({"device": device, **of_device}), load(trace, options)
     spec = seeded(parse(policy), loaded.setup.seed)
     slots = loaded.slots(cache_text(cache_size))
     loaded.require(spec, slots)
     if loaded.setup.requests is None:
-        loaded = first_part(loaded, chosen)
-    outcome = run_on_device(Choice(loaded, spec, slots, chosen, **of_device))
+        loaded = first_part(loaded, target.device)
+    outcome = run_on_device(Choice(loaded, spec, slots, target))
     run = result_of(outcome.row, outcome.log, outcome.requests.to_pandas(), loaded)
     return ReplayResult(run.row, run.steps, run.requests, {one.machine: one.row for one in outcome.predictions})

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -21,9 +20,10 @@ from replay.calibration.host_time import parts_ns
 from replay.calibration.measure import Measurement, middle, one_pass, policy_ns, settled
 from replay.calibration.parts import top_k
 from replay.calibration.rates import Rates, host_gib, rates
+from replay.choice import DEFAULT_STEPS, Choice, first_steps
+from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu
 from replay.model.network import expert_dtype_of
-from replay.run import DEFAULT_STEPS, Choice, first_steps, open_device
 from replay.warmup import undisturbed
 from sim.loop.device import Device
 from sim.profiles import model_profile
@@ -103,14 +103,7 @@ def steps_ns(model: MeasuredModel, shape: tuple[int, int]) -> dict[str, int]:
 # What is measured
 
 
-def choices(
-    profiles: Sequence[str],
-    traces: Sequence[str],
-    device: str,
-    host_dedup: int | None,
-    dense: str,
-    store: Path | None = None,
-) -> list[Choice]:
+def choices(profiles: Sequence[str], traces: Sequence[str], target: DeviceChoice) -> list[Choice]:
     """Return each model once: with the first trace that fits it, else with synthetic routing.
 
     InputError for a profile or trace that cannot be used.
@@ -122,8 +115,8 @@ def choices(
         assert loaded.profile
         found.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
     for profile in named:
-        found.setdefault(profile.name, made_up(profile, LONGEST[device]))
-    return [_choice(loaded, device, host_dedup, dense, store) for loaded in found.values()]
+        found.setdefault(profile.name, made_up(profile, LONGEST[target.device]))
+    return [_choice(loaded, target) for loaded in found.values()]
 
 
 def _fitting(trace: str, named: Sequence[ModelProfile], texts: Sequence[str]) -> str | None:
@@ -143,21 +136,22 @@ def made_up(profile: ModelProfile, longest: int) -> Loaded:
     return Loaded(setup := Setup(trace=trace.name), trace, hardware(setup.hardware), profile)
 
 
-def _choice(loaded: Loaded, device: str, host_dedup: int | None, dense: str, store: Path | None) -> Choice:
+def _choice(loaded: Loaded, target: DeviceChoice) -> Choice:
     """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
     assert profile
     expert_dtype_of(profile)
-    size = profile.expert_bytes
+    size, device = profile.expert_bytes, target.device
     wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
     if device == "cuda":
         room = torch.cuda.mem_get_info()[0] - FREE_BYTES - profile.dense_bytes
     else:
         room = max(SLOT_BYTES[device], 2 * profile.top_k * size)
     slots = min(loaded.all_experts, wanted, max(1, int(room // size)))
-    if host_dedup is None and device != "disk":
-        host_dedup = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
-    return Choice(loaded, parse("lru"), slots, device, host_dedup, dense=dense, store=store)
+    if target.host_dedup is None and device != "disk":
+        buffers = min(loaded.all_experts, max(2 * profile.top_k, -(-DISTINCT_BYTES[device] // size)))
+        target = replace(target, host_dedup=buffers)
+    return Choice(loaded, parse("lru"), slots, target)
 
 
 # Measuring
@@ -195,7 +189,7 @@ def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes:
     assert choice.loaded.profile
     told(f"{choice.loaded.profile.name}: memory")
     try:
-        with open_device(choice) as (device, facts), undisturbed(choice.run):
+        with choice.opened() as (device, facts), undisturbed(choice.run):
             found.facts = found.facts or facts
             add_model(found, choice, device, policies, passes, told)
     finally:

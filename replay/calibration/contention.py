@@ -19,7 +19,8 @@ import numpy as np
 from policies.core.spec import parse
 from replay.calibration.host_time import FIRST_STEPS, InLoop, parts_ns, same_again
 from replay.calibration.meter import Meter
-from replay.calibration.pace import Pace, pausing
+from replay.calibration.pace import pausing
+from replay.devices.waiting import Pace
 from sim.engines.simpy_engine import simulate
 from sim.loop.device import Completion, Kind
 from sim.loop.driver import Driver

@@ -20,8 +20,9 @@ from typing import Any
 from replay.calibration.contention import Mixed, at_most_as_beside, half_missing_in_loop, slowed, slowed_by
 from replay.calibration.host_time import Token, tokens_in_loop, with_host
 from replay.calibration.meter import Meter
-from replay.calibration.pace import Factors, Pace, Paced, mean_pace
+from replay.calibration.pace import Factors, Paced, mean_pace
 from replay.calibration.parts import cycle_slots, decoded_contexts, parts_alone, top_k
+from replay.devices.waiting import Pace
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import hypot, sqrt
 from statistics import fmean, median, stdev
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
+from replay.devices.waiting import Pace
 from sim.loop.log import COLUMNS, StepRow
 from sim.profiles.measured import TABLES, MeasuredModel
 from traces.steps import DECODE
@@ -39,13 +40,6 @@ LEAST = 0.1
 """Of a factor: so that the lower end of an interval stays a duration, however large the error."""
 
 OnStep = Callable[[StepRow], None]
-
-
-class Pace(NamedTuple):
-    """What one expert takes now, among others like it."""
-
-    read_ns: float
-    compute_ns: float  # for one token
 
 
 @runtime_checkable

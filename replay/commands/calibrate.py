@@ -55,19 +55,19 @@ def calibrate(
     from policies.core.spec import parse
     from replay.calibration.calibrate import AGREES, choices, profile, steps_of
     from replay.calibration.calibrate import calibrate as measured
+    from replay.device_choice import DeviceChoice
     from replay.devices.device_facts import machine_name
-    from replay.run import choose_device
     from traces.output import check_file, replacing
 
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
     if device == "virtual":
         raise InputError("--device virtual: has nothing to measure; auto, cpu, disk or cuda")
-    chosen_device = choose_device(device)
+    target = DeviceChoice.of({"device": device, "host_dedup": host_dedup, "dense": dense, "store": store})
     traces = trace or ([] if model_profile else [str(demo_trace())])
     wanted = [parse(text) for text in dict.fromkeys(split_list(policies))]
-    chosen = choices(model_profile or [], traces, chosen_device, host_dedup, dense, store)
-    path = out or _free(_slug(machine_name(chosen_device)), overwrite)
+    chosen = choices(model_profile or [], traces, target)
+    path = out or _free(_slug(machine_name(target.device)), overwrite)
     check_file(path, overwrite)  # better now than when all is measured
     with replacing(path, overwrite=overwrite) as part:  # locks the file while it measures
         with progress(

@@ -65,25 +65,25 @@ def compare(
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
     from policies.core.grammar import split_list
+    from replay.choice import Choice, first_part
     from replay.comparison.plot import NAME as PICTURE
     from replay.comparison.record import Record
     from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
-    from replay.run import Choice, first_part
     from sim.sweeps.grid import grid_of
     from traces.output import claimed
 
     _check(max_error, repeat)
-    chosen = on.chosen(played)
-    is_calibrated = hardware is not None and chosen != "virtual"
+    target = on.chosen(played)
+    is_calibrated = hardware is not None and target.device != "virtual"
     setup = options.setup_of(played, trace=trace, hardware=hardware)
     loaded = setup.load()
     if is_calibrated:
         _require_calibrated(loaded)
     if played.requests is None:
-        loaded = first_part(loaded, chosen)
+        loaded = first_part(loaded, target.device)
     grid = grid_of(loaded, list(dict.fromkeys(split_list(policies))), split_list(cache_sizes))
     first, slots = grid.asked()[0]
-    choice = Choice(loaded, first, slots, **{**vars(on), "device": chosen})
+    choice = Choice(loaded, first, slots, target)
     folder = output.folder(setup.trace, "-compare")
     comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
     with claimed(folder, MAKER, [RECORD, TOKENS, PICTURE]):

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from replay.device_choice import DeviceChoice
 from sim.commands import options
 from traces.errors import InputError
 
@@ -49,11 +50,9 @@ class DeviceOptions:
         Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of its shapes.")
     ] = None
 
-    def chosen(self, played: ReplayOptions) -> str:
+    def chosen(self, played: ReplayOptions, **others: bool) -> DeviceChoice:
         """Return the device. Raise InputError for one that is not there, or has no weights that a seed could draw."""
-        from replay.run import choose_device
-
-        device = choose_device(self.device)
-        if device == "virtual" and played.seed is not None:
+        target = DeviceChoice.of({**vars(self), **others})
+        if target.device == "virtual" and played.seed is not None:
             raise InputError("`seed`: the virtual device has no weights; leave it out")
-        return device
+        return target

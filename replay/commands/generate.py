@@ -1,13 +1,12 @@
 """The command `moe-replay generate`: a model continues with prompts, its experts behind a cache."""
 
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from replay.live.options import LiveOptions
+from replay.commands.live_options import LiveOptions
 from sim.commands import options
 from sim.commands.printed import progress
 from traces.commands import console
@@ -51,7 +50,6 @@ def generate(
     from policies.core.spec import parse
     from replay import report
     from replay.live.answering import TextStream, answer
-    from replay.live.opening import open_live
     from replay.live.prediction import outcome
     from replay.live.prompts import prompts_of, reading_ids
     from replay.warmup import undisturbed
@@ -76,8 +74,8 @@ def generate(
         console.out.file.write(text)
         console.out.file.flush()
 
-    how = replace(opened.how(model, record), policy=seeded(parse(opened.policy), seed))
-    with open_live(how, partial(progress, quiet=quiet, what="experts")) as live:
+    opened.require_apart(record)
+    with opened.live(model, seeded(parse(opened.policy), seed), partial(progress, quiet=quiet, what="experts")) as live:
         loaded = reading_ids(live.loaded) if token_ids else live.loaded
         if loaded.tokenizer is None:
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,9 +19,15 @@ from traces.errors import InputError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from replay.run import Choice, Outcome
+    from replay.choice import Choice
+    from replay.device_choice import DeviceChoice
+    from replay.run import Outcome
     from sim.loop.log import StepRow
     from sim.sweeps.setup import Setup
+
+
+TIMED_BYTES = 1_000_000
+"""Of an expert that threads copy and compute in a time that is worth predicting."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def run(
     if no_slots and not timeline:
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
     request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
-    choice = _choose(request, on, on.chosen(played), verify=verify, nvtx=nvtx)
+    choice = _choose(request, on.chosen(played, verify=verify, nvtx=nvtx))
     output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
     folder = output.folder(choice.loaded.setup.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
@@ -128,10 +134,10 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
     return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
 
 
-def _choose(request: Request, on: DeviceOptions, device: str, **others: Any) -> "Choice":
+def _choose(request: Request, target: "DeviceChoice") -> "Choice":
     """Read everything; InputError for whatever cannot be used."""
     from policies.core.spec import parse
-    from replay.run import Choice, first_part
+    from replay.choice import Choice, first_part
 
     policy = parse(request.policy)
     loaded = request.setup.load()
@@ -143,8 +149,8 @@ def _choose(request: Request, on: DeviceOptions, device: str, **others: Any) -> 
             "this trace: it is of another model"
         )
     if not request.whole:
-        loaded = first_part(loaded, device)
-    return Choice(loaded, policy, slots, **{**vars(on), "device": device}, **others)
+        loaded = first_part(loaded, target.device)
+    return Choice(loaded, policy, slots, target)
 
 
 def _scope(request: Request, choice: "Choice", asked: str) -> str:
@@ -166,7 +172,6 @@ def _unpriced(choice: "Choice") -> list[str]:
 
 def _too_small(choice: "Choice") -> list[str]:
     """On threads, experts whose hand-over takes longer than they do."""
-    from replay.run import TIMED_BYTES
     from sim.quantities import show_bytes
 
     size = choice.loaded.expert_bytes or 0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from replay.live.options import LiveOptions
+from replay.commands.live_options import LiveOptions
 from sim.commands import options
 from sim.commands.printed import progress
 from traces.commands import console
@@ -41,13 +41,13 @@ def serve(
         from replay.live.server import Listener, Server, listen
     except ImportError as error:
         raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
-    from replay.live.opening import open_live
 
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
+    opened.require_apart()
     with (
         listen(host, port) as socket,
-        open_live(opened.how(model), partial(progress, quiet=quiet, what="experts")) as live,
+        opened.live(model, opened.policy, partial(progress, quiet=quiet, what="experts")) as live,
     ):
         for note in live.loaded.notes:
             console.warn(note)

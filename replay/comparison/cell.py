@@ -20,10 +20,12 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from policies.core.policy import Int
-from replay.calibration.pace import Pace, pausing
+from replay.calibration.pace import pausing
+from replay.choice import Choice, Described
 from replay.comparison import errors
 from replay.comparison.lockstep import Lockstep, LoopRecorder
-from replay.run import Choice, Described, bookkeeping_us, copy_gb_per_s, host_ms
+from replay.devices.waiting import Pace
+from replay.run import bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
@@ -320,7 +322,7 @@ def _without_host(choice: Choice, timing: Timing, link: Link, script: Decider | 
 
 def _device(choice: Choice, stage: "Stage | None", timing: Timing, link: Link) -> AbstractContextManager[Device]:
     if stage:
-        return stage.device(choice.slots, choice.contexts, choice.verify)
+        return stage.device(choice.slots, choice.contexts, choice.target.verify)
     return nullcontext(SimpyDevice(timing, link))
 
 

@@ -6,17 +6,15 @@ for the whole file. A file that is resumed keeps the cells that are finished; on
 in place of figures) is due again.
 """
 
-import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
+from replay.keys import code_digest, digest_of, plain_values
 from sim.results.metrics import Row
-from sim.results.provenance import commit, sources
+from sim.results.provenance import commit
 from traces.errors import InputError
 from traces.files import plain
 from traces.output import replacing
@@ -71,12 +69,12 @@ class Record:
 
     def require_code(self) -> None:
         """InputError where finished cells were run by other code: they would be judged beside new ones."""
-        if self._cells and self.facts.get("code") != _code():
+        if self._cells and self.facts.get("code") != code_digest():
             raise InputError(f"{self.path} is of other code than this: run without --resume")
 
     def begin(self, **facts: Any) -> None:
         """`tell`, and the commit, this project's code and the date (UTC) of now."""
-        self.tell(**facts, commit=commit(), code=_code(), date=datetime.now(UTC).isoformat(timespec="seconds"))
+        self.tell(**facts, commit=commit(), code=code_digest(), date=datetime.now(UTC).isoformat(timespec="seconds"))
 
     def __contains__(self, key: str) -> bool:
         return key in self._cells and ERROR not in self._cells[key]
@@ -114,35 +112,4 @@ class Record:
         """As JSON."""
         cells = list(self)
         content = digest_of({**self.facts, CELLS: cells})
-        return json.dumps(_plain({**self.facts, CONTENT: content, CELLS: cells}), indent=1, allow_nan=False)
-
-
-def key_of(**decides: Any) -> str:
-    """Of a cell that all this decides: texts, numbers, lists and tables; and this project's code as it is."""
-    return digest_of({**decides, "code": _code()})
-
-
-def digest_of(value: Any) -> str:
-    """Return a digest of texts, numbers, lists and tables."""
-    text = json.dumps(_plain(value), sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def _code() -> str:
-    """`sim.results.provenance.sources`, and this package."""
-    digest = hashlib.sha256(sources().encode())
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
-        digest.update(f"{file.name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    """For JSON: its numbers know no infinity (null), and NumPy's are not its own."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return json.dumps(plain_values({**self.facts, CONTENT: content, CELLS: cells}), indent=1, allow_nan=False)

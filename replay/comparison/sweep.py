@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from policies.core.spec import parse
+from replay.choice import Choice, Described
 from replay.comparison.cell import MODES, CellOutcome, OnStep, play_cell
-from replay.comparison.record import Record, key_of
+from replay.comparison.record import Record
 from replay.comparison.summary import accuracy, rankings
-from replay.run import Choice, Described
+from replay.keys import key_of
+from replay.prediction import under_contention
 from replay.warmup import undisturbed
 from sim.profiles.measured import MeasuredModel
 from sim.results.metrics import Row
@@ -92,7 +94,7 @@ class Comparison:
         return key_of(
             cell=key(choice.loaded, choice.policy, choice.slots),
             mode=mode,
-            device=choice.how,
+            device=choice.target.key(),
             calibrated=self.is_calibrated,
             repeat=self.repeat,
         )
@@ -100,9 +102,7 @@ class Comparison:
     def _stage(self) -> "AbstractContextManager[Stage | None]":
         if self.choice.device == "virtual":
             return nullcontext()
-        from replay.devices.stage import open_stage
-
-        return open_stage(self.choice.needs)
+        return self.choice.stage()
 
     def _facts(self, stage: "Stage | None", machine: "Machine") -> Row:
         """Of the top of the record."""
@@ -166,7 +166,7 @@ class Machine:
         if not self._found:
             timing = choice.loaded.timing(choice.policy)
             if known := choice.loaded.measured:
-                return choice.felt(known, timing.predictor_ns)
+                return under_contention(choice, known, timing.predictor_ns)
             return timing, choice.loaded.link
         return self._described(choice, self._found[-1].model)
 
@@ -185,7 +185,7 @@ class Machine:
             run = choice.on(model.timing(), model.link(choice.loaded.setup.chunk_bytes))
             with self._stage.device(choice.slots, choice.contexts) as device, undisturbed(run):
                 self._policy_ns[choice.policy.text] = policy_ns(run, device)
-        return choice.felt(model, self._policy_ns[choice.policy.text])
+        return under_contention(choice, model, self._policy_ns[choice.policy.text])
 
 
 def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
@@ -209,7 +209,7 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
         "expert_bytes": loaded.expert_bytes,
         "seed": loaded.setup.seed,
         "host_experts": stage.store.distinct if stage else None,
-        "dense": choice.dense,
+        "dense": choice.target.dense,
     }
 
 
@@ -246,7 +246,7 @@ def ceiling_gb_per_s(stage: "Stage") -> float | None:
     from replay.calibration.rates import seconds
     from replay.devices.lanes import rates
 
-    if stage.needs.store:
+    if stage.target.store:
         return rates(stage.store, stage.store.expert_bytes, (stage.lanes,))[stage.lanes]
     slab = stage.host.memory.slabs[0]
     size = min(len(slab), CEILING_BYTES)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from sim.quantities import show_bytes
-from traces.errors import InputError, unknown
+from traces.errors import InputError
 
 if TYPE_CHECKING:
     from replay.devices.gpu import Gpu
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
 
 REQUIRE, BEST_EFFORT = "require", "best-effort"
 PINS = (REQUIRE, BEST_EFFORT)
-
-
-def check(text: str) -> str:
-    """`--pin` as given; InputError for anything else."""
-    if text not in PINS:
-        raise unknown("--pin", text, PINS)
-    return text
 
 
 @contextmanager

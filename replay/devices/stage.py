@@ -1,4 +1,4 @@
-"""What a model needs on a machine before a run: its experts in host memory, pinned for a GPU, or in a file on a disk;
+"""What a model takes on a machine before a run: its experts in host memory, pinned for a GPU, or in a file on a disk;
 its network; and devices over both.
 
 A stage is opened once for a model and serves one run after another, each with a device of its own number of slots.
@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from replay.device_choice import DeviceChoice
 from replay.devices.cpu import CpuDevice
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import facts
@@ -20,9 +20,9 @@ from replay.devices.expert_file import ExpertFile
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
 from replay.devices.launches import Launches
-from replay.devices.pinning import REQUIRE, pinned
+from replay.devices.pinning import pinned
 from replay.devices.store import HostMemory, HostStore, require_host_memory, stride_of
-from replay.model.network import Network, expert_dtype_of
+from replay.model.network import Network
 from replay.model.weights import Checkpoint
 from sim.loop.device import Device
 from sim.profiles.model_profile import ModelProfile
@@ -32,33 +32,10 @@ from traces.errors import InputError
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a stage is opened for."""
-
-    profile: ModelProfile
-    device: str  # cpu, disk or cuda
-    most_tokens: int  # of a step
-    most_context: int
-    seed: int = 0
-    host_dedup: int | None = None  # distinct host buffers; None: one for each expert
-    dense: str = "real"  # or none: experts alone
-    weights: Path | None = None  # a checkpoint; None: random ones
-    pin: str = REQUIRE
-    store: Path | None = None  # the file of experts that a disk reads
-    lanes: int | None = None  # threads that read it; None: as many as it takes
-    threads: int | None = None  # that compute on a CPU; None: one less than torch takes
-
-    @property
-    def experts(self) -> int:
-        """Of all MoE layers."""
-        return self.profile.moe_layers * self.profile.experts
-
-
-@dataclass(frozen=True)
 class Stage:
     """Open: `device` makes one device after another over the same store and network."""
 
-    needs: Needs
+    target: DeviceChoice
     store: HostStore | ExpertFile
     network: Network
     is_pinned: bool
@@ -79,10 +56,10 @@ class Stage:
             **facts(self.gpu, self.store),
             "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
             "host_pinned": self.is_pinned,
-            "lanes": self.lanes if self.needs.store else None,
+            "lanes": self.lanes if self.target.store else None,
             "past_cache": self.store.past_cache if isinstance(self.store, ExpertFile) else None,
-            "dense": self.needs.dense,
-            "dense_loaded": self.network.loaded_share if self.needs.weights else None,
+            "dense": self.target.dense,
+            "dense_loaded": self.network.loaded_share if self.target.weights else None,
         }
 
     @contextmanager
@@ -112,8 +89,8 @@ class Stage:
         except (torch.OutOfMemoryError, MemoryError):
             raise _out_of_memory(needed, gpu_bytes) from None
         except torch.AcceleratorError as error:
-            told = str(error).splitlines()[0]
-            raise InputError(f"the GPU reports an error, and the run cannot continue: {told}") from error
+            reason = str(error).splitlines()[0]
+            raise InputError(f"the GPU reports an error, and the run cannot continue: {reason}") from error
 
     @property
     def _why(self) -> str:
@@ -121,7 +98,7 @@ class Stage:
         if isinstance(self.store, ExpertFile):
             self.store.require_unchanged()
             return f"with --verify, experts in {self.store.path} are compared with their checksums"
-        if folder := self.needs.weights:
+        if folder := self.target.weights:
             return f"the checkpoint in {folder} does not fit, or is damaged"
         return "try another --seed"
 
@@ -133,50 +110,59 @@ class Stage:
 
 
 @contextmanager
-def open_stage(needs: Needs, memory: HostMemory | None = None, gpu: Gpu | None = None) -> Iterator[Stage]:
+def open_stage(
+    target: DeviceChoice,
+    profile: ModelProfile,
+    most_tokens: int,
+    most_context: int,
+    seed: int = 0,
+    *,
+    memory: HostMemory | None = None,
+    gpu: Gpu | None = None,
+) -> Iterator[Stage]:
     """Take memory, pin it, fill it, make the network.
 
-    memory: one that exists, registered where `gpu` is given with it, for models that come one after another; the store
-    takes what fits of it.
+    most_tokens: of a step; most_context: of a KV cache, in tokens. memory: one that exists, registered where `gpu` is
+    passed with it, for models that come one after another; the store takes what fits of it.
+    Raise InputError where memory does not suffice, and for weights that cannot be multiplied.
     """
-    profile = needs.profile
-    expert_dtype_of(profile)
-    checkpoint = Checkpoint(needs.weights, profile) if needs.weights else None
-    if needs.device == "cuda" and gpu is None:
+    checkpoint = Checkpoint(target.weights, profile) if target.weights else None
+    if target.device == "cuda" and gpu is None:
         gpu = Gpu()
+
+    def network_on(device: torch.device, loaded: Checkpoint | None = None) -> Network:
+        return Network(profile, device, most_tokens, most_context, seed, target.dense, loaded)
+
+    network_bytes = network_on(torch.device("meta")).nbytes
     if memory is None:
-        _require_host_memory(needs)
+        _require_host_memory(target, profile, network_bytes)
     with ExitStack() as opened:
         is_pinned, lanes = gpu is not None, 1
-        if needs.store:
-            store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(needs.store, profile)))
-            lanes = needs.lanes or knee(rates(store, store.expert_bytes))
+        if target.store:
+            store: HostStore | ExpertFile = opened.enter_context(closing(ExpertFile(target.store, profile)))
+            lanes = target.lanes or knee(rates(store, store.expert_bytes))
         else:
-            store = _host_store(needs, checkpoint, memory)
+            store = _host_store(profile, memory, seed, target.host_dedup, checkpoint)
             if gpu and not memory:
-                is_pinned = opened.enter_context(pinned(store.memory, needs.pin, gpu))
-        device = gpu.device if gpu else torch.device("cpu")
+                is_pinned = opened.enter_context(pinned(store.memory, target.pin, gpu))
         if gpu is None:
-            opened.enter_context(_threads(needs.threads))
-        sizes = needs.most_tokens, needs.most_context
+            opened.enter_context(_threads(target.threads))
         try:
             opened.enter_context(torch.inference_mode())
-            network = Network(profile, device, *sizes, needs.seed, needs.dense, checkpoint)
-            yield Stage(needs, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
+            network = network_on(gpu.device if gpu else torch.device("cpu"), checkpoint)
+            yield Stage(target, store, network, is_pinned, gpu, Launches(gpu, network) if gpu else None, lanes)
             if isinstance(store, ExpertFile):
                 store.require_unchanged()
         except (torch.OutOfMemoryError, MemoryError):
-            raise _out_of_memory("the dense weights and the KV cache", _network_bytes(needs), advice=FEWER) from None
+            raise _out_of_memory("the dense weights and the KV cache", network_bytes, advice=FEWER) from None
 
 
-def _host_store(needs: Needs, checkpoint: Checkpoint | None, memory: HostMemory | None) -> HostStore:
-    """Every expert in host memory, with the checkpoint's weights."""
-    size = needs.profile.expert_bytes
-    store = (
-        HostStore(memory, needs.experts, size)
-        if memory
-        else HostStore.of(needs.experts, size, needs.seed, needs.host_dedup)
-    )
+def _host_store(
+    profile: ModelProfile, memory: HostMemory | None, seed: int, distinct: int | None, checkpoint: Checkpoint | None
+) -> HostStore:
+    """Return every expert in host memory, with the checkpoint's weights."""
+    total, size = profile.moe_layers * profile.experts, profile.expert_bytes
+    store = HostStore(memory, total, size) if memory else HostStore.of(total, size, seed, distinct)
     if checkpoint:
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(lambda expert: checkpoint.fill(expert, store[expert]), range(store.distinct)))
@@ -184,35 +170,29 @@ def _host_store(needs: Needs, checkpoint: Checkpoint | None, memory: HostMemory 
 
 
 @contextmanager
-def _threads(asked: int | None) -> Iterator[None]:
+def _threads(count: int | None) -> Iterator[None]:
     """Let so many threads compute; None: all but one, which is left to the driver and the link."""
     before = torch.get_num_threads()
-    torch.set_num_threads(asked or max(1, before - 1))
+    torch.set_num_threads(count or max(1, before - 1))
     try:
         yield
     finally:
         torch.set_num_threads(before)
 
 
-def _require_host_memory(needs: Needs) -> None:
-    """InputError before anything is taken."""
-    network_bytes = _network_bytes(needs)
-    if needs.store:
+def _require_host_memory(target: DeviceChoice, profile: ModelProfile, network_bytes: int) -> None:
+    """Raise InputError before anything is taken."""
+    if target.store:
         require_host_memory(network_bytes, "the dense part with its KV cache", FEWER)
         return
-    buffers = needs.host_dedup or needs.experts
-    nbytes: float = buffers * stride_of(needs.profile.expert_bytes)
-    what, advice = f"a host store of {buffers} of {needs.experts} experts", "--host-dedup N shares N between them all"
-    if needs.device == "cpu":
+    total = profile.moe_layers * profile.experts
+    buffers = target.host_dedup or total
+    nbytes: float = buffers * stride_of(profile.expert_bytes)
+    what, advice = f"a host store of {buffers} of {total} experts", "--host-dedup N shares N between them all"
+    if target.device == "cpu":
         what += f", beside dense weights and KV cache of {show_bytes(network_bytes)},"
         nbytes += network_bytes
     require_host_memory(nbytes, what, advice)
-
-
-def _network_bytes(needs: Needs) -> int:
-    """Of dense weights and KV cache, before they are taken."""
-    sizes = needs.most_tokens, needs.most_context
-    return Network(needs.profile, torch.device("meta"), *sizes, needs.seed, needs.dense).nbytes
 
 
 SMALLER, FEWER = "choose a smaller --cache-size, or --dense none", "continue with --dense none"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from functools import wraps
 from time import perf_counter_ns
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from sim.loop.device import Completion, Device
 from traces.errors import InputError
@@ -14,6 +14,13 @@ D = TypeVar("D", bound=Device)
 
 WATCHDOG_S = 60.0
 """Seconds without any completion after which something is stuck: no expert's copy or compute takes so long."""
+
+
+class Pace(NamedTuple):
+    """What one expert takes now, among others like it."""
+
+    read_ns: float
+    compute_ns: float  # for one token
 
 
 def timed(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P], T]:

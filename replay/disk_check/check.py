@@ -17,20 +17,22 @@ from tempfile import mkdtemp
 import torch
 
 from policies.core.spec import parse
+from replay.choice import Choice, first_tokens
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell, play_on
 from replay.comparison.lockstep import FixedOrder
-from replay.comparison.record import Record, key_of
+from replay.comparison.record import Record
 from replay.comparison.summary import accuracy, rankings
 from replay.comparison.sweep import Machine, ceiling_gb_per_s, copy_gb_per_s, head_of
+from replay.device_choice import DeviceChoice
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
-from replay.devices.stage import Stage, open_stage
+from replay.devices.stage import Stage
 from replay.devices.store import RESERVE_BYTES, Stamps, available_memory_bytes
 from replay.disk_check.mapped import MappedDevice, page_cache_of
 from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload
 from replay.gpu_check.baselines import ON_DEMAND, Resident, play_baseline
 from replay.gpu_check.bounds import ratios
 from replay.gpu_check.routing import content_of, load
-from replay.run import Choice, first_tokens
+from replay.keys import key_of
 from replay.warmup import undisturbed
 from sim.profiles import model_profile
 from sim.profiles.model_profile import ModelProfile
@@ -105,8 +107,8 @@ class Check:
         tokens = self.tokens or TOKENS.get(profile.name, 15)
         loaded = first_tokens(load(profile, self.traces, tokens), tokens)
         store = self._store(profile, folder)
-        choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), "disk", store=store)
-        with open_stage(choice.needs) as stage:
+        choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), DeviceChoice("disk", store=store))
+        with choice.stage() as stage:
             self.record.tell(
                 machine=stage.facts["device_name"],
                 hardware={"name": "this machine as measured", "threads": stage.facts["torch_threads"]},
@@ -151,8 +153,8 @@ class Check:
         key = key_of(**{name: head[name] for name in names}, tokens=self.tokens, content=content)
 
         def play() -> Row:
-            assert choice.store
-            read_through(choice.store)
+            assert choice.target.store
+            read_through(choice.target.store)
             outcome = play_cell(choice, mode, *machine.under(choice), stage)
             machine.measure()
             outcome = machine.predicted_again(outcome)

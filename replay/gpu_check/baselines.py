@@ -19,11 +19,11 @@ import torch
 
 from policies.core.policy import Float, Int, Shape
 from policies.core.residency import NO_EXPERT
+from replay.choice import Choice
 from replay.comparison.cell import OnStep, Played, play_on
 from replay.comparison.lockstep import FixedOrder
 from replay.devices.cuda import CudaDevice
 from replay.devices.stage import Stage
-from replay.run import Choice
 from replay.warmup import undisturbed
 from sim.loop.device import Device, Work
 from sim.loop.log import COUNTERS
@@ -235,7 +235,7 @@ def play_baseline(choice: Choice, name: str, stage: Stage, on_step: OnStep | Non
         slots, residency = schedules[name]
         decider = FixedOrder(residency)
     path = DATA_PATHS.get(name, CudaDevice)
-    with stage.device(slots, choice.contexts, choice.verify, path) as device, undisturbed(run):
+    with stage.device(slots, choice.contexts, choice.target.verify, path) as device, undisturbed(run):
         if name == RESIDENT:
             fill(device, slots, run.gpu.link.expert_bytes)
         return play_on(choice, run.with_slots(slots), device, decider, on_step)

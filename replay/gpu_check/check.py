@@ -24,22 +24,25 @@ from policies.core.spec import parse
 from replay.calibration import calibrate
 from replay.calibration.measure import Measurement
 from replay.calibration.rates import rates
+from replay.choice import Choice, first_tokens
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, play_cell
-from replay.comparison.record import Record, key_of
+from replay.comparison.record import Record
 from replay.comparison.summary import rankings
 from replay.comparison.sweep import ceiling_gb_per_s, copy_gb_per_s, head_of
+from replay.device_choice import DeviceChoice
 from replay.devices.cuda import CudaDevice
 from replay.devices.device_facts import driver
 from replay.devices.gpu import Gpu
 from replay.devices.pinning import REQUIRE, pinned
-from replay.devices.stage import Stage, open_stage
+from replay.devices.stage import Stage
 from replay.devices.store import RESERVE_BYTES, HostMemory, available_memory_bytes
 from replay.gpu_check.accelerate_baseline import FAMILIES, accelerate_offload
 from replay.gpu_check.baselines import LAYER_STREAM, LRU_SWAP, SCHEDULES, SYNC_PER_COPY, play_baseline
 from replay.gpu_check.bounds import ratios, verdict
 from replay.gpu_check.routing import content_of, load
 from replay.gpu_check.verify import verify
-from replay.run import Choice, first_tokens
+from replay.keys import key_of
+from replay.prediction import under_contention
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
 from sim.loop.run import gpu_run
@@ -257,9 +260,9 @@ class Check:
         with self._recorded(key_of(model=name), {"model": name, "mode": None, "policy": None}):
             profile = model_profile.model(name)
             loaded = load(profile, self.traces, FULL_TOKENS if name in FULL else SHORT_TOKENS.get(name, 20))
-            choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), "cuda")
+            choice = Choice(loaded, parse("lru"), loaded.slots(QUARTER), DeviceChoice("cuda"))
             self.told(f"{name}: weights and graphs")
-            with open_stage(choice.needs, memory, self.gpu) as stage:
+            with choice.stage(memory, self.gpu) as stage:
                 if not self.found.facts:
                     self.found.facts = stage.facts
                     self.record.tell(ceiling_gb_per_s=ceiling_gb_per_s(stage))
@@ -312,7 +315,7 @@ class Check:
 
         def play() -> Row:
             assert choice.loaded.measured
-            machine = choice.felt(choice.loaded.measured, choice.loaded.timing(choice.policy).predictor_ns)
+            machine = under_contention(choice, choice.loaded.measured, choice.loaded.timing(choice.policy).predictor_ns)
             outcome = play_cell(choice, mode, *machine, stage, self._in_time)
             log = outcome.measured.log
             first_ms = log.step_ns[log.phase == DECODE][:BASELINE_TOKENS].mean() / 1e6

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replay.run import first_tokens
+from replay.choice import first_tokens
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile

@@ -27,19 +27,22 @@ import torch
 import typer
 
 from policies.core.spec import parse
-from replay.comparison.record import Record, key_of
+from replay.choice import Choice
+from replay.comparison.record import Record
+from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.device_facts import driver, machine_name
 from replay.devices.expert_file import read_through, write
 from replay.devices.store import Stamps, available_memory_bytes
 from replay.disk_check.mapped import page_cache_of
 from replay.gpu_check.accelerate_baseline import accelerate_offload, build, decode_ms
+from replay.keys import key_of
 from replay.live.answering import answer
-from replay.live.opening import DEVICES, How, open_live
+from replay.live.opening import DEVICES, open_live
 from replay.live.prediction import outcome
 from replay.live.prompts import prompts_of, reading_ids
-from replay.run import Choice, replay, require_cuda
+from replay.run import replay
 from replay.warmup import undisturbed
-from sim.defaults import CACHE_SIZE, POLICY
+from sim.defaults import POLICY
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
@@ -202,7 +205,7 @@ class Check:
         sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
         with (
             self._limited(limit, folder),
-            open_live(How(str(folder), policy=POLICY, cache_size=CACHE_SIZE, device=self.device, lanes=lanes)) as live,
+            open_live(str(folder), DeviceChoice(self.device, lanes=lanes)) as live,
             undisturbed(),
         ):
             asked = prompts_of([], None, PROMPT)
@@ -218,7 +221,7 @@ class Check:
         if self.device == "disk":
             from_disk = {"store": store, "lanes": live.lanes, "threads": torch.get_num_threads()}
         with self._limited(limit, store):
-            found = replay(Choice(loaded, parse(POLICY), live.slots, self.device, **from_disk))
+            found = replay(Choice(loaded, parse(POLICY), live.slots, DeviceChoice(self.device, **from_disk)))
         took_ms: float = found.row["tpot_mean_ms"]
         return took_ms
 
@@ -233,8 +236,8 @@ class Check:
         """Decode with the shipped model in turns: with a cache that holds all experts, and without one."""
         alone = load_model(str(demo.MODEL), Loading(device=self._on.type)).model
         took: dict[str, list[float]] = {CACHED: [], ALONE: []}
-        how = How(str(demo.MODEL), name=demo.NAME, policy="lru", cache_size="100%", device=self.device)
-        with open_live(how) as live, undisturbed():
+        cached = open_live(str(demo.MODEL), DeviceChoice(self.device), policy="lru", cache_size="100%", name=demo.NAME)
+        with cached as live, undisturbed():
             for round_ in range(ROUNDS):
                 turns = [(CACHED, live.model), (ALONE, alone)]
                 for mode, model in turns if round_ % 2 else turns[::-1]:

@@ -4,9 +4,10 @@ On `disk`, experts stay in the checkpoint's files and slots are in host memory, 
 experts are read into host memory once, slots and the dense part are in the GPU's.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
@@ -19,6 +20,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from policies.core.policy import Shape
 from policies.core.spec import FETCHED, PolicySpec, parse
 from replay import kv_cache
+from replay.device_choice import DeviceChoice, require_cuda
 from replay.devices.cpu import nothing
 from replay.devices.gpu import Gpu
 from replay.devices.lanes import knee, rates
@@ -30,8 +32,8 @@ from replay.live.loading import IMPLEMENTATION, Opened, Progress, expert_store, 
 from replay.live.memory import cache_bytes, memory_of
 from replay.live.model import HOOK, LiveModel
 from replay.live.profile import starting_from
-from replay.run import require_cuda
 from replay.warmup import decide
+from sim.defaults import CACHE_SIZE, POLICY
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
@@ -39,30 +41,15 @@ from sim.sweeps.setup import Requests
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel
-from traces.commands import console
 from traces.errors import InputError, unknown
 from traces.synthetic import synthetic
 
+DISK = DeviceChoice("disk")
 DEVICES = ("disk", "cuda")
 SMALLER = "choose a smaller --cache-size"
 
 TRIED_TOKENS = 24
 """Of a prefill, from which the bytes of KV cache a token are measured."""
-
-
-@dataclass(frozen=True)
-class How:
-    """How a model is opened."""
-
-    source: str  # a folder or a hub id
-    name: str | None = None  # None: the folder's, or the hub id
-    policy: str | PolicySpec = "eamc-blend"
-    cache_size: str = "25%"
-    dtype: str = "auto"  # the checkpoint's
-    device: str = "disk"  # or cuda
-    lanes: int | None = None  # threads that read the disk; None: as many as it takes
-    store: Path | None = None  # for experts that loading converts; None: in the user's cache folder
-    profile: Path | None = None  # what the policy has learned before, if the file is there
 
 
 def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -73,36 +60,45 @@ def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 @contextmanager
 def open_live(
-    how: How,
+    source: str,
+    target: DeviceChoice = DISK,
+    *,
+    policy: str | PolicySpec = POLICY,
+    cache_size: str = CACHE_SIZE,
+    dtype: str = "auto",
+    profile: Path | None = None,
+    name: str | None = None,
     progress: Progress = lambda count: nullcontext(lambda pieces: None),
-    on_note: Callable[[str], None] = console.warn,
+    on_note: Callable[[str], None] = warnings.warn,
 ) -> Iterator[LiveModel]:
     """Load a model without its experts and put a cache of them in front of disk or host memory.
 
-    progress: is shown while experts are written to a store, or read into host memory; on_note: hears of what no
-    forward pass can raise. Raise InputError for whatever cannot be.
+    source: a folder or a hub id. target: `disk` (with `lanes`, and `store`, a file for experts that loading converts;
+    by default in the user's cache folder) or `cuda`. dtype: auto is the checkpoint's. profile: what the policy has
+    learned before, if the file is there. name: of the model; by default the folder's, or the hub id. progress: is shown
+    while experts are written to a store, or read into host memory; on_note: called with what no forward pass can raise.
+
+    Raise InputError for a model, a device or a policy that cannot run so, and where memory does not suffice.
     """
-    if how.device not in DEVICES:
-        raise unknown("device", how.device, DEVICES)
-    if how.device == "cuda" and how.lanes:
-        raise InputError("--lanes are threads that read a disk: leave it out with --device cuda")
-    policy = starting_from(parse(how.policy), how.profile)
-    require_causal(policy)
-    gpu = _gpu() if how.device == "cuda" else None
+    if target.device not in DEVICES:
+        raise unknown("device", target.device, DEVICES)
+    spec = starting_from(parse(policy), profile)
+    require_causal(spec)
+    gpu = _gpu() if target.device == "cuda" else None
     ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _live_experts)
     with ExitStack() as opening:
-        without = opening.enter_context(opened(how.source, how.dtype, how.name))
+        without = opening.enter_context(opened(source, dtype, name))
         loaded = without.loaded
         if gpu:
             _move(loaded.model, gpu.device)
         layers, hook = rehearse(without)
-        store = opening.enter_context(expert_store(without, layers, how.store, progress))
+        store = opening.enter_context(expert_store(without, layers, target.store, progress))
         shape = Shape(len(layers), layers[0].experts)
         stride = stride_of(store.expert_bytes) if gpu else store.stride
-        slots = parse_cache_size(how.cache_size, shape.total, stride)
-        policy.divide(shape, slots)
+        slots = parse_cache_size(cache_size, shape.total, stride)
+        spec.divide(shape, slots)
         _require(gpu, slots * stride, f"a cache of {slots} experts")
-        run = gpu_run((), shape, slots, policy, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
+        run = gpu_run((), shape, slots, spec, FixedTiming(1, 1, 0, 1, 1), Link(0, 1, 1, store.expert_bytes))
         _warm_up(run, hook.top_k)
         kv_per_token, dense_ns = _try_out(loaded, len(layers))
         memory = memory_of(loaded, without.dense_bytes, slots * stride, stride, hook.top_k, kv_per_token)
@@ -118,7 +114,7 @@ def open_live(
         else:
             device = LiveDevice(store, slots)
             opening.callback(device.close)
-            lanes = how.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
+            lanes = target.lanes or knee(rates(store, store.expert_bytes, slots=device.pool))
             device.read_with(lanes)
         unchanged = nothing if gpu else store.require_unchanged  # a GPU's experts have been read
         live = LiveModel(loaded, hook, layers, device, run, memory, lanes, dense_ns, on_note, unchanged)
@@ -144,12 +140,12 @@ def _require(gpu: Gpu | None, needed_bytes: int, what: str) -> None:
     if gpu is None:
         require_host_memory(needed_bytes, what, SMALLER, reserve_bytes=0)
     elif needed_bytes > (free := gpu.free_bytes()):
-        needs = f"{what} needs {show_bytes(needed_bytes)}"
-        raise InputError(f"{needs}, but {show_bytes(free)} of GPU memory are free: {SMALLER}")
+        needed = f"{what} needs {show_bytes(needed_bytes)}"
+        raise InputError(f"{needed}, but {show_bytes(free)} of GPU memory are free: {SMALLER}")
 
 
 def require_causal(policy: PolicySpec) -> None:
-    """InputError for a policy that a model which runs now cannot serve."""
+    """Raise InputError for a policy that a model which runs now cannot serve."""
     if policy.oracle:
         raise InputError(f"{policy.text} knows the future, which a live model does not: choose another policy")
     if policy.needs_lookahead:
@@ -189,13 +185,13 @@ def _warm_up(run: Run, top_k: int) -> None:
 def _try_out(loaded: LoadedModel, layers: int) -> tuple[int, int]:
     """Run a prefill and a few tokens with experts that add nothing: bytes of KV cache a token, and ns a layer."""
     model, ids = loaded.model, torch.zeros(1, TRIED_TOKENS, dtype=torch.int64, device=loaded.device)
-    took, asked = [], {"use_cache": True, "return_dict": True}  # whatever the config says
+    took, options = [], {"use_cache": True, "return_dict": True}  # whatever the config says
     with torch.inference_mode():
         name = kv_cache.name_in(model)
-        cache = model(input_ids=ids, **asked)[name]
+        cache = model(input_ids=ids, **options)[name]
         size = cache_bytes(cache)
         for _ in range(3):
             began = perf_counter_ns()
-            model(input_ids=ids[:, :1], **asked, **{name: cache}).logits[0, 0, 0].item()
+            model(input_ids=ids[:, :1], **options, **{name: cache}).logits[0, 0, 0].item()
             took.append(perf_counter_ns() - began)
     return -(-size // TRIED_TOKENS), int(median(took)) // layers

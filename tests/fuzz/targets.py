@@ -28,10 +28,11 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from policies.prefetch.stride import Predictor
-from replay.comparison.record import CONTENT, Record, digest_of
+from replay.comparison.record import CONTENT, Record
 from replay.devices.expert_file import ExpertFile
 from replay.devices.store import anonymous
 from replay.gpu_check import draw
+from replay.keys import digest_of
 from replay.model.weights import Checkpoint
 from replay.report import done_before
 from sim.backtest import file as backtest

@@ -18,6 +18,7 @@ from replay.calibration import calibrate, rates, toml
 from replay.calibration.calibrate import Found, choices, made_up, profile, steps_ns
 from replay.calibration.measure import Measurement, middle
 from replay.commands.calibrate import _free
+from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
@@ -200,27 +201,27 @@ def write_profile(made: ModelProfile, folder: Path) -> str:
 def test_a_trace_is_played_by_the_first_named_model_of_its_shape_and_others_get_made_up_routing(tmp_path: Path) -> None:
     shape_of_the_trace = write_profile(tiny("alike"), tmp_path)
     another = write_profile(replace(tiny("wider"), experts=96), tmp_path)
-    chosen = choices([another, shape_of_the_trace], [str(demo_trace())], "cpu", 7, "real")
+    chosen = choices([another, shape_of_the_trace], [str(demo_trace())], DeviceChoice("cpu", host_dedup=7))
     by_name = {choice.loaded.profile.name: choice for choice in chosen if choice.loaded.profile}
     assert set(by_name) == {"alike", "wider"}
     assert by_name["alike"].loaded.setup.trace == str(demo_trace())
     assert by_name["wider"].loaded.trace.num_experts == 96
     assert by_name["wider"].most_context == calibrate.LONGEST["cpu"] + 1
-    assert {choice.host_dedup for choice in chosen} == {7}
-    (own,) = choices([], [str(demo_trace())], "cpu", None, "none")
+    assert {choice.target.host_dedup for choice in chosen} == {7}
+    (own,) = choices([], [str(demo_trace())], DeviceChoice("cpu", dense="none"))
     assert own.loaded.profile
     assert own.loaded.profile == replace(tiny(), name=own.loaded.profile.name)
-    assert own.dense == "none"
+    assert own.target.dense == "none"
 
 
 def test_slots_suffice_for_all_experts_of_a_token() -> None:
-    (choice,) = choices([], [str(demo_trace())], "cpu", None, "real")
+    (choice,) = choices([], [str(demo_trace())], DeviceChoice("cpu"))
     assert tiny().moe_layers * tiny().top_k <= choice.slots <= choice.loaded.all_experts
 
 
 def test_a_model_that_replay_cannot_multiply_is_refused_before_anything_is_measured() -> None:
     with pytest.raises(InputError, match="float32 and bfloat16"):
-        choices(["gpt-oss-20b"], [], "cpu", None, "real")
+        choices(["gpt-oss-20b"], [], DeviceChoice("cpu"))
 
 
 def test_made_up_routing_is_played_by_every_policy() -> None:

@@ -19,8 +19,10 @@ import torch
 import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay import cli, report, run
+from replay import cli, report
 from replay.calibration import measure
+from replay.choice import first_steps
+from replay.device_choice import DeviceChoice
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS, Share, StepRow
 from sim.results.metrics import REQUESTS, RESULTS
@@ -133,11 +135,11 @@ def test_quiet_prints_nothing(command) -> None:
 
 def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> None:
     loaded = Setup(trace=str(demo_trace())).load()
-    short = run.first_steps(loaded, 40)
+    short = first_steps(loaded, 40)
     played = [len(loaded.trace.steps(i).tokens) for i in range(len(short.trace.requests))]
     assert sum(played) >= 40 > sum(played[:-1])
     assert short.setup.requests == len(played)
-    assert run.first_steps(loaded, 10**9) is loaded
+    assert first_steps(loaded, 10**9) is loaded
 
 
 @pytest.mark.parametrize(("policy", "titled"), [("lru", "lru"), ("clock", "clock"), ("belady", "belady (oracle)")])
@@ -275,7 +277,7 @@ def test_cuda_is_refused_where_there_is_none(command) -> None:
     status, _, err = command("--policy", "lru", "--device", "cuda")
     assert status == 2
     assert "--device cuda: " in err
-    assert run.choose_device("auto") == "cpu"
+    assert DeviceChoice().resolved().device == "cpu"
 
 
 def test_a_model_that_memory_cannot_hold_is_refused(command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,14 +24,17 @@ from matplotlib.text import Text
 from policies.core.spec import parse
 from replay import cli
 from replay.calibration.measure import Around, Measurement, middle
-from replay.calibration.pace import DIFFER, NOISE, Factors, Pace
+from replay.calibration.pace import DIFFER, NOISE, Factors
+from replay.choice import Choice
 from replay.comparison import plot
 from replay.comparison import sweep as comparison
 from replay.comparison.cell import CLOSED_LOOP, LOCKSTEP, MODES, WithoutPolicy, counted_steps, play_cell
 from replay.comparison.errors import DECIDED
 from replay.comparison.lockstep import Lockstep, LoopRecorder
 from replay.comparison.summary import accuracy, in_words, rankings
-from replay.run import Choice
+from replay.device_choice import DeviceChoice
+from replay.devices.waiting import Pace
+from replay.prediction import under_contention
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import Driver, play
@@ -67,7 +70,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 def chosen(policy: str, slots: int = 40, **setup: Any) -> Choice:
     loaded = Setup(str(demo_trace()), requests=4, **setup).load()
-    return Choice(loaded, parse(policy), slots, "virtual")
+    return Choice(loaded, parse(policy), slots, DeviceChoice("virtual"))
 
 
 def machine(choice: Choice) -> tuple[Timing, Link]:
@@ -198,7 +201,7 @@ def test_what_transfers_and_compute_cost_each_other_is_felt_where_they_overlap()
         known = measured_machine(base.loaded, turnaround_ns=0)
         choice = dataclasses.replace(base, loaded=known)
         assert known.measured
-        described = choice.felt(dataclasses.replace(known.measured, **slowed), predictor_ns=0)
+        described = under_contention(choice, dataclasses.replace(known.measured, **slowed), predictor_ns=0)
         mean: float = play_cell(choice, CLOSED_LOOP, *described).predicted.row["tpot_mean_ms"]
         return mean
 
@@ -226,8 +229,8 @@ def test_a_cell_is_predicted_between_the_calibrations_on_both_sides_of_it_at_the
         before, after = (Measurement(each, 0.0, (Pace(100.0, 10.0),)) for each in (slow.measured, fast.measured))
         paces = [Pace(100.0 * reads * of, 10.0) for of in (0.9, 1.1)] if reads else []
         around = Around.of(before, after, paces)
-        cell = play_cell(choice, mode, *choice.felt(slow.measured, 0))
-        found = cell.predicted_again(around, partial(choice.felt, predictor_ns=0))
+        cell = play_cell(choice, mode, *under_contention(choice, slow.measured, 0))
+        found = cell.predicted_again(around, partial(under_contention, choice, predictor_ns=0))
         assert found.interval_ms
         assert found.calibrations_ms
         low, high = found.interval_ms

@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.calibration.pace import Pace, pausing
+from replay.calibration.pace import pausing
+from replay.device_choice import DeviceChoice
 from replay.devices import cpu
 from replay.devices import store as store_module
 from replay.devices.cpu import CpuDevice
-from replay.devices.stage import Needs, open_stage
+from replay.devices.stage import open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
+from replay.devices.waiting import Pace
 from replay.model.network import Network, dtype_of, expert_output
 from sim.engines.untimed import count
 from sim.loop.driver import Driver, play
@@ -225,8 +227,8 @@ def test_slabs_hold_all_experts_where_one_slab_does_not(monkeypatch: pytest.Monk
 
 def test_too_little_host_memory_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "available_memory_bytes", lambda: 10**9)
-    needs = Needs(model("olmoe-1b-7b"), "cpu", most_tokens=1, most_context=1)
-    with pytest.raises(InputError, match="--host-dedup"), open_stage(needs):
+    stage = open_stage(DeviceChoice("cpu"), model("olmoe-1b-7b"), 1, 1)
+    with pytest.raises(InputError, match="--host-dedup"), stage:
         pass
 
 

@@ -10,12 +10,13 @@ import torch
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
+from replay.device_choice import DeviceChoice
 from replay.devices import launches
 from replay.devices.cuda import CudaDevice
 from replay.devices.gpu import Gpu
 from replay.devices.launches import Launches
 from replay.devices.pinning import BEST_EFFORT, REQUIRE, pinned
-from replay.devices.stage import Needs, open_stage
+from replay.devices.stage import open_stage
 from replay.devices.store import HostMemory, HostStore
 from replay.model.network import Network
 from sim.engines.untimed import count
@@ -180,8 +181,7 @@ def test_out_of_gpu_memory_is_told_with_what_was_asked_for(fails_at: int, monkey
     def ones(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError
 
-    needs = Needs(PROFILE, "cuda", most_tokens=1, most_context=8)
-    with open_stage(needs, gpu=gpu) as stage:
+    with open_stage(DeviceChoice("cuda"), PROFILE, 1, 8, gpu=gpu) as stage:
         if fails_at:
             monkeypatch.setattr(torch, "ones", ones)
         slots = 4 if fails_at else 10**6
@@ -192,9 +192,8 @@ def test_out_of_gpu_memory_is_told_with_what_was_asked_for(fails_at: int, monkey
 
 
 def test_output_that_is_not_finite_is_refused() -> None:
-    needs = Needs(PROFILE, "cuda", most_tokens=1, most_context=8)
     with (
-        open_stage(needs, gpu=FakeGpu(0)) as stage,
+        open_stage(DeviceChoice("cuda"), PROFILE, 1, 8, gpu=FakeGpu(0)) as stage,
         pytest.raises(InputError, match="not finite"),
         stage.device(9, [1]),
     ):
@@ -228,7 +227,7 @@ def test_without_graphs_or_the_fused_kernel_it_computes_the_same_and_says_so(
     owner, name = (FakeGpu, "capture") if what == "CUDA graphs" else (launches, "fused")
     monkeypatch.setattr(owner, name, failing)
     gpu = FakeGpu(6)
-    with open_stage(Needs(PROFILE, "cuda", most_tokens=16, most_context=64), gpu=gpu) as stage:
+    with open_stage(DeviceChoice("cuda"), PROFILE, 16, 64, gpu=gpu) as stage:
         trace = synthetic(2, 6, layers=L, experts=E, top_k=K, seed=1)
         plan = run_of(Requests(trace), Shape(L, E), 9, parse("lru"), SIZE)
         with stage.device(9, range(1, 7), verify=True) as made:

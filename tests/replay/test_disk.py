@@ -23,10 +23,11 @@ import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from replay.commands import app, main
+from replay.device_choice import DeviceChoice
 from replay.devices.cpu import CpuDevice
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
 from replay.devices.lanes import PAGE, knee, page_up, parts, rates
-from replay.devices.stage import Needs, open_stage
+from replay.devices.stage import open_stage
 from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.engines.untimed import count
@@ -272,8 +273,8 @@ def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path
 
 
 def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path) -> None:
-    needs = Needs(PROFILE, "disk", most_tokens=2, most_context=4, store=files / "tiny", lanes=2, threads=1)
-    with open_stage(needs) as stage, stage.device(3, [1], verify=True) as opened:
+    target = DeviceChoice("disk", store=files / "tiny", lanes=2, threads=1)
+    with open_stage(target, PROFILE, 2, 4) as stage, stage.device(3, [1], verify=True) as opened:
         assert stage.facts["lanes"] == 2
         assert stage.facts["torch_threads"] == 1
         assert isinstance(opened, CpuDevice)
@@ -286,10 +287,10 @@ def test_output_that_is_not_finite_is_blamed_on_the_file_of_experts(
 ) -> None:
     monkeypatch.setattr(Network, "finite", lambda _: False)
     path = made(tmp_path / "file")
-    needs = Needs(PROFILE, "disk", most_tokens=2, most_context=4, store=path, lanes=1, threads=1)
+    target = DeviceChoice("disk", store=path, lanes=1, threads=1)
     changed = partial(os.utime, path, ns=(1, 1))
     for act, told in ((list, f"not finite.*with --verify, experts in {path}"), (changed, f"{path} was changed while")):
-        with pytest.raises(InputError, match=told), open_stage(needs) as stage, stage.device(3, [1]):
+        with pytest.raises(InputError, match=told), open_stage(target, PROFILE, 2, 4) as stage, stage.device(3, [1]):
             act()
 
 

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from replay.choice import Choice, first_tokens
 from replay.comparison.cell import play_cell
 from replay.comparison.record import ERROR, Record
-from replay.devices.stage import open_stage
 from replay.gpu_check import bounds, draw, routing
 from replay.gpu_check import check as gpu_check
 from replay.gpu_check.check import Check
 from replay.gpu_check.routing import made_up
-from replay.run import first_tokens
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.sweeps.setup import Loaded, Requests, Setup
@@ -166,12 +165,14 @@ def test_where_pinning_is_refused_half_as_much_is_tried(no_baselines, tmp_path):
 
 
 def test_a_model_that_cannot_be_opened_costs_its_own_cells_alone(no_baselines, tmp_path, monkeypatch):
-    def failing(needs, memory, gpu):
-        if needs.profile.name == "olmoe-1b-7b":
-            raise InputError("no\nroom")
-        return open_stage(needs, memory, gpu)
+    stage = Choice.stage
 
-    monkeypatch.setattr(gpu_check, "open_stage", failing)
+    def failing(choice, memory, gpu):
+        if choice.loaded.profile.name == "olmoe-1b-7b":
+            raise InputError("no\nroom")
+        return stage(choice, memory, gpu)
+
+    monkeypatch.setattr(Choice, "stage", failing)
     found, _ = check(tmp_path)
     failed = [cell for cell in found["cells"] if ERROR in cell]
     assert [(cell["model"], cell[ERROR]) for cell in failed] == [("olmoe-1b-7b", "no room")]

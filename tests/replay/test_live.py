@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
@@ -24,11 +25,12 @@ from policies.eamc.file import SavedEamc
 from policies.eamc.options import EamcOptions
 from replay import kv_cache
 from replay.commands import main
+from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu
 from replay.live import opening
 from replay.live.layout import ShardStore
 from replay.live.model import LiveModel
-from replay.live.opening import How, open_live
+from replay.live.opening import open_live
 from replay.live.profile import starting_from
 from replay.live.shards import Shard
 from sim.loop.log import COLUMNS
@@ -68,7 +70,7 @@ def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
     folder = saved(tmp_path, architecture, dtype)
     wanted = logits(whole_model(folder), prompt(17))
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
-        with open_live(How(str(folder), policy=policy, cache_size=size, lanes=2)) as live:
+        with open_live(str(folder), DeviceChoice("disk", lanes=2), policy=policy, cache_size=size) as live:
             assert isinstance(live.device.store, ShardStore)
             assert all(weight.is_meta for name, weight in live.model.named_parameters() if "experts.gate_up" in name)
             assert_equal(wanted, live, prompt(17))
@@ -79,19 +81,19 @@ def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
 def test_a_cache_given_in_bytes_takes_no_more_than_these(tmp_path: Path) -> None:
     """On a disk a slot is larger than an expert: what is read begins and ends at pages."""
     folder = saved(tmp_path, "olmoe")
-    with open_live(How(str(folder), policy="lru", cache_size="100kB", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="100kB") as live:
         assert live.memory.slots == live.run.gpu.slots * live.device.pool.shape[1] <= 100_000
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, architecture, "bfloat16")
-    with open_live(How(str(folder), policy="lru", cache_size="2", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="2") as live:
         assert_equal(logits(whole_model(folder), prompt(9), 6), live, prompt(9))
 
 
 def test_the_shipped_model_is_equal() -> None:
-    with open_live(How(str(demo.MODEL), policy="eamc-blend", cache_size="20%", lanes=2)) as live:
+    with open_live(str(demo.MODEL), DeviceChoice("disk", lanes=2), policy="eamc-blend", cache_size="20%") as live:
         assert_equal(logits(whole_model(demo.MODEL), prompt(30, 4096)), live, prompt(30, 4096))
 
 
@@ -100,7 +102,7 @@ def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: 
     """What libraries compute in float32 depends on it on some processors."""
     folder = saved(tmp_path, architecture, num_experts=5, moe_intermediate_size=23, hidden_size=40)
     whole = whole_model(folder)
-    with open_live(How(str(folder), policy="lru", cache_size="100%", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="100%") as live:
         held = dict(live.model.named_parameters())
         for name, parameter in whole.named_parameters():
             if not held[name].is_meta:
@@ -115,7 +117,7 @@ def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: 
 def test_other_routing_other_prompts_and_batches_are_equal_in_one_cache(tmp_path: Path) -> None:
     folder = saved(tmp_path, "qwen3_moe", num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
     model = whole_model(folder)
-    with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=3)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=3), policy="eamc-blend", cache_size="4") as live:
         for seed in range(3):
             ids = prompt(5 + seed, seed=seed)
             assert_equal(logits(model, ids, 8), live, ids)
@@ -125,7 +127,14 @@ def test_other_routing_other_prompts_and_batches_are_equal_in_one_cache(tmp_path
 
 def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "qwen2_moe")
-    how = How(str(folder), policy="lru", cache_size="3", dtype="bfloat16", lanes=2, store=tmp_path / "experts")
+    reopened = partial(
+        open_live,
+        str(folder),
+        DeviceChoice("disk", lanes=2, store=tmp_path / "experts"),
+        policy="lru",
+        cache_size="3",
+        dtype="bfloat16",
+    )
     model = whole_model(folder, "bfloat16")
     written: list[int] = []
 
@@ -133,7 +142,7 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
         return nullcontext(lambda pieces: written.append(count))
 
     for _ in range(2):
-        with open_live(how, told) as live:
+        with reopened(progress=told) as live:
             assert_equal(logits(model, prompt(9), 5), live, prompt(9))
     assert len(written) == written[0] == live.run.shape.total
 
@@ -141,11 +150,13 @@ def test_another_type_than_the_checkpoints_is_converted_once_and_equal(tmp_path:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_files_of_experts_that_change_meanwhile_are_refused_at_the_end(tmp_path: Path, dtype: str) -> None:
     folder, store = saved(tmp_path / "model", "qwen2_moe"), tmp_path / "experts"
-    how = How(str(folder), policy="lru", cache_size="3", dtype=dtype, lanes=1, store=store)
-    with open_live(how):
+    reopened = partial(
+        open_live, str(folder), DeviceChoice("disk", lanes=1, store=store), policy="lru", cache_size="3", dtype=dtype
+    )
+    with reopened():
         assert store.exists() == (dtype != "auto")
     changed = store if store.exists() else max(folder.glob("*.safetensors"))
-    with pytest.raises(InputError, match=f"{changed.name} was changed while it was read"), open_live(how):
+    with pytest.raises(InputError, match=f"{changed.name} was changed while it was read"), reopened():
         os.truncate(changed, changed.stat().st_size + 1)
 
 
@@ -154,12 +165,10 @@ def test_a_store_that_cannot_be_written_names_the_option_for_another(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    how = How(str(saved(tmp_path / "model", "qwen2_moe")), policy="lru", cache_size="3", dtype="bfloat16")
-    with pytest.raises(InputError, match=r"\(--store\): cannot write to .*file"), open_live(how):
-        pass
-    (tmp_path / "link").symlink_to("nothing")
-    linked = replace(how, store=tmp_path / "link")
-    with pytest.raises(InputError, match=r"\(--store\): cannot write .*link: it is a symbolic link"), open_live(linked):
+    reopened = partial(
+        open_live, str(saved(tmp_path / "model", "qwen2_moe")), policy="lru", cache_size="3", dtype="bfloat16"
+    )
+    with pytest.raises(InputError, match=r"\(--store\): cannot write to .*file"), reopened():
         pass
 
 
@@ -228,7 +237,7 @@ def test_a_config_that_leaves_open_what_a_model_returns_changes_nothing(tmp_path
     wanted = logits(whole_model(folder), prompt(9), 3)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "return_dict": None}))
-    with open_live(How(str(folder), policy="lru", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru") as live:
         live.model.config.return_dict = True
         assert_equal(wanted, live, prompt(9))
 
@@ -303,7 +312,7 @@ def test_the_seed_is_of_policies_that_draw_too(tmp_path: Path) -> None:
 
 def test_a_model_without_the_interface_is_refused_by_name(tmp_path: Path) -> None:
     folder = saved(tmp_path, "switch_transformers")
-    with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(How(str(folder))):
+    with pytest.raises(InputError, match="SwitchTransformersForConditionalGeneration"), open_live(str(folder)):
         pass
 
 
@@ -342,7 +351,10 @@ def damaged(folder: Path, change: Any) -> Path:
 
 def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp_path: Path) -> None:
     def refused(folder: Path, said: str) -> None:
-        with pytest.raises(InputError, match=said) as told, open_live(How(str(folder), policy="lru", lanes=1)):
+        with (
+            pytest.raises(InputError, match=said) as told,
+            open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru"),
+        ):
             pass
         assert "\n" not in str(told.value)
 
@@ -377,7 +389,7 @@ def test_sizes_in_a_config_that_its_weights_have_not_are_refused(
     folder = saved(tmp_path, "olmoe")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **sizes}))
-    with pytest.raises(InputError, match=said), open_live(How(str(folder), policy="lru", lanes=1)):
+    with pytest.raises(InputError, match=said), open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru"):
         pass
 
 
@@ -393,7 +405,7 @@ def test_expert_weights_that_do_not_fit_are_refused(change: str, tmp_path: Path)
                 del tensors[name]
         save_file(tensors, file, {"format": "pt"})
     refused = pytest.raises(InputError, match=r"down_proj has the shape .* in the checkpoint")
-    with refused, open_live(How(str(folder), policy="lru", lanes=1)) as live:
+    with refused, open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru") as live:
         logits(live.model, prompt(5))
 
 
@@ -407,7 +419,7 @@ def test_a_nan_in_an_expert_fails_that_request_and_the_next_one_works(tmp_path: 
 
     model = whole_model(folder)
     damaged(folder, spoil)
-    with open_live(How(str(folder), policy="lru", cache_size="4", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="4") as live:
         with pytest.raises(InputError, match="checkpoint is damaged"):
             logits(live.model, prompt(30))
         ids = next(ids for ids in (prompt(1, seed=seed) for seed in range(99)) if not _uses(model, ids, 1, 3))
@@ -434,7 +446,7 @@ def test_rows_of_two_bytes_a_number_are_read_straight_into_their_slots(
     """They lie anywhere within a page. Gate and up of an expert lie together, as names sort, unless files end there."""
     folder = saved(tmp_path, architecture, "bfloat16", "1GB")
     wanted = logits(whole_model(folder), prompt(17), 6)
-    with open_live(How(str(folder), policy="eamc-blend", cache_size="5", lanes=lanes)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=lanes), policy="eamc-blend", cache_size="5") as live:
 
         def copies(*_: object) -> None:
             raise AssertionError("an expert was copied")
@@ -464,7 +476,7 @@ def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
 
     monkeypatch.setattr(Shard, "_read", fails)
     for policy in ("lru", "eamc-blend"):
-        with open_live(How(str(folder), policy=policy, cache_size="4", lanes=2)) as live:
+        with open_live(str(folder), DeviceChoice("disk", lanes=2), policy=policy, cache_size="4") as live:
             for _ in range(3):
                 assert_equal(wanted, live, prompt(9))
                 live.model(input_ids=prompt(9))
@@ -489,7 +501,9 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
         return read(self, block, offset)
 
     monkeypatch.setattr(Shard, "_read", fails)
-    with open_live(How(str(folder), policy="lru+all", cache_size="12", lanes=2), on_note=notes.append) as live:
+    with open_live(
+        str(folder), DeviceChoice("disk", lanes=2), policy="lru+all", cache_size="12", on_note=notes.append
+    ) as live:
         for seed in range(50):
             name = kv_cache.name_in(live.model)
             cache = live.model(input_ids=prompt(9, seed=seed))[name]
@@ -513,8 +527,8 @@ def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: 
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
     notes: list[str] = []
-    how = How(str(folder), policy="eamc-blend", cache_size="4", lanes=2)
-    with open_live(how, on_note=notes.append) as live:
+    reopened = partial(open_live, str(folder), DeviceChoice("disk", lanes=2), policy="eamc-blend", cache_size="4")
+    with reopened(on_note=notes.append) as live:
         norm = live.model.model.layers[1].post_attention_layernorm
 
         def leave(*_: Any) -> None:
@@ -547,8 +561,8 @@ def test_from_host_memory_to_a_gpu_logits_are_equal(
     wanted = logits(model.to(ids.device), ids)
     read: list[int] = []
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
-        how = How(str(folder), policy=policy, cache_size=size, device="cuda")
-        with open_live(how, lambda count: nullcontext(lambda pieces: read.append(pieces))) as live:
+        reopened = partial(open_live, str(folder), DeviceChoice("cuda"), policy=policy, cache_size=size)
+        with reopened(progress=lambda count: nullcontext(lambda pieces: read.append(pieces))) as live:
             assert live.device.name == "cuda"
             assert_equal(wanted, live, ids)
             assert sum(read) == live.run.shape.total
@@ -561,7 +575,7 @@ def test_the_shipped_model_is_equal_on_a_gpu() -> None:
     ids = prompt(30, 4096).cuda()
     wanted = logits(whole_model(demo.MODEL).cuda(), ids, 100)
     for policy, size in (("eamc-blend", "20%"), ("lru", "100%")):
-        with open_live(How(str(demo.MODEL), policy=policy, cache_size=size, device="cuda")) as live:
+        with open_live(str(demo.MODEL), DeviceChoice("cuda"), policy=policy, cache_size=size) as live:
             for _ in range(2):
                 assert_equal(wanted, live, ids)
 
@@ -587,7 +601,7 @@ def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
 
     monkeypatch.setattr(Shard, "_read", halts)
     try:
-        with open_live(How(str(folder), policy="lru", cache_size="4", lanes=1)) as live:
+        with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="4") as live:
             monkeypatch.setattr(live.device, "watchdog_s", 0.1)
             halted.set()
             for _ in range(2):
@@ -603,7 +617,7 @@ def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
 ) -> None:
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
-    with open_live(How(str(folder), policy="eamc-blend", cache_size="4", lanes=2)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=2), policy="eamc-blend", cache_size="4") as live:
         assert_equal(wanted, live, prompt(9))
 
         def fails(*_: object) -> None:
@@ -623,7 +637,7 @@ def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None
         logits, weights, index = chosen
         return logits, weights, index[:, :1].expand_as(index)
 
-    with open_live(How(str(folder), policy="lru", cache_size="2", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="2") as live:
         for each in (model, live.model):
             for layer in each.model.layers:
                 layer.mlp.gate.register_forward_hook(twice)

@@ -18,8 +18,9 @@ import uvicorn
 from openai import OpenAI
 from transformers import GenerationConfig
 
+from replay.device_choice import DeviceChoice
 from replay.live.model import LiveModel
-from replay.live.opening import How, open_live
+from replay.live.opening import open_live
 from replay.live.requests import unused
 from replay.live.server import MOST_SENT, Server
 from replay.live.shards import Shard
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def live(folder: Path) -> Iterator[LiveModel]:
     torch.set_num_threads(1)
-    with open_live(How(str(folder), cache_size="5", lanes=1)) as live:
+    with open_live(str(folder), DeviceChoice("disk", lanes=1), cache_size="5") as live:
         yield live
 
 

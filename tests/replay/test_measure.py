@@ -26,11 +26,11 @@ from replay.calibration.measure import (
     settled,
 )
 from replay.calibration.meter import Meter, rising
-from replay.calibration.pace import Pace
 from replay.calibration.parts import _pumped, decoded_contexts, ladder, top_k, transfers
 from replay.devices.cuda import CudaDevice
 from replay.devices.launches import Launches
 from replay.devices.store import HostStore
+from replay.devices.waiting import Pace
 from replay.model.network import Network
 from sim.engines.engine import AUTO, simulate
 from sim.engines.simpy_engine import COMPUTE, SimpyDevice

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from replay.comparison import record as record_module
-from replay.comparison.record import CELLS, TOP, Record, key_of
+from replay.comparison.record import CELLS, TOP, Record
+from replay.keys import key_of
 from traces.errors import InputError
 
 CELL = {"policy": "lru", "measured": {"tpot_mean_ms": 1.5}}
@@ -119,7 +119,7 @@ def test_a_key_is_of_everything_that_decides_a_cell_and_of_the_code(monkeypatch:
     keys = {key_of(**facts), *(key_of(**{**facts, name: "other"}) for name in facts)}
     assert len(keys) == 5
     assert key_of(**facts) == key_of(**dict(reversed(facts.items())))
-    monkeypatch.setattr(record_module, "_code", lambda: "edited")
+    monkeypatch.setattr("replay.keys.code_digest", lambda: "edited")
     assert key_of(**facts) not in keys
 
 

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from policies.core.spec import parse
-from replay.run import Choice
+from replay.choice import Choice
+from replay.device_choice import DeviceChoice
 from sim.sweeps import report
 from sim.sweeps.grid import Grid, played
 from sim.sweeps.setup import Setup
@@ -225,4 +226,4 @@ def test_one_user_is_the_run_without_users(home: Path) -> None:
 def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, Any], policy: str) -> None:
     loaded = Setup(str(home / "tiny"), **options).load()
     with pytest.raises(InputError, match="moe-sim simulates it"):
-        Choice(loaded, parse(policy), 10, "virtual")
+        Choice(loaded, parse(policy), 10, DeviceChoice("virtual"))

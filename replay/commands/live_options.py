@@ -1,5 +1,7 @@
 """Options that `generate` and `serve` share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
@@ -7,17 +9,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from policies.core.spec import PolicySpec
+from replay.device_choice import DeviceChoice
 from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
+from traces.commands import console
 from traces.errors import InputError
 
 if TYPE_CHECKING:
-    from replay.live.opening import How
+    from replay.live.loading import Progress
+    from replay.live.model import LiveModel
 
 
 @dataclass(frozen=True)
 class LiveOptions:
-    """How a model is opened: fields of `replay.live.opening.How`, but for `model`."""
+    """How a model is opened."""
 
     policy: Annotated[str, typer.Option(help="Policy, as in lru or lru+eamc (eviction policy + prefetcher).")] = POLICY
     cache_size: Annotated[
@@ -38,17 +44,27 @@ class LiveOptions:
         Path | None, typer.Option(help="File for what the policy learns: it starts from it the next time.")
     ] = None
 
-    def how(self, model: str | None, record: Path | None = None) -> "How":
-        """Return how to open the model; None: the shipped one. record: folder that a trace is written to.
+    @contextmanager
+    def live(self, model: str | None, policy: "str | PolicySpec", progress: "Progress") -> "Iterator[LiveModel]":
+        """Open the model; None: the shipped one."""
+        from replay.live.opening import open_live
 
-        Raise InputError where one of the files would take another one's place.
-        """
-        from replay.live.opening import How
+        target = DeviceChoice.of({"device": self.device, "lanes": self.lanes, "store": self.store})
+        with open_live(
+            model or str(demo.MODEL),
+            target,
+            policy=policy,
+            cache_size=self.cache_size,
+            dtype=self.dtype,
+            profile=self.profile,
+            name=None if model else demo.NAME,
+            progress=progress,
+            on_note=console.warn,
+        ) as live:
+            yield live
 
-        self._require_apart(record)
-        return How(model or str(demo.MODEL), name=None if model else demo.NAME, **vars(self))
-
-    def _require_apart(self, record: Path | None) -> None:
+    def require_apart(self, record: Path | None = None) -> None:
+        """Raise InputError where one of the files would take another one's place. record: folder of a trace."""
         places = {name: Path(realpath(file)) for name in ("store", "profile") if (file := getattr(self, name))}
         if len(places) > len({*places.values()}):
             raise InputError(f"--store and --profile both name {self.profile}: name a file for each")

@@ -1,0 +1,169 @@
+"""What is replayed, and on what: an experiment with its files read, a policy, a cache, and a device.
+
+Policy overhead differs between a run and its prediction: on a real device the work is done, on this host, and predicted
+from what its first events took; for a profile, and on its logical clock, it takes what the simulator charges
+(`sim.profiles.policy_overhead`).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from policies.core.policy import Int
+from policies.core.spec import PolicySpec
+from replay.device_choice import DeviceChoice
+from replay.keys import key_of
+from sim.engines.simpy_engine import SimpyDevice
+from sim.loop.device import Device
+from sim.loop.run import Run
+from sim.profiles.timing import Link, Timing, experts_per_layer
+from sim.results.metrics import Row
+from sim.sweeps import grid
+from sim.sweeps.setup import Loaded, Requests
+from traces.errors import InputError
+from traces.shards import Shards
+
+if TYPE_CHECKING:  # needs torch, which the virtual device does not
+    from replay.devices.gpu import Gpu
+    from replay.devices.stage import Stage
+    from replay.devices.store import HostMemory
+
+DEFAULT_STEPS = 1_000
+"""By default, a real device runs the first requests that hold this many steps."""
+
+DISK_TOKENS = 100
+
+Described = tuple[Timing, Link]
+"""A machine, as the simulator takes it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One cell on one device. InputError for what no device runs."""
+
+    loaded: Loaded
+    policy: PolicySpec
+    slots: int
+    target: DeviceChoice  # resolved
+
+    def __post_init__(self) -> None:
+        simulated = self.loaded.simulated_alone(self.policy)
+        if simulated:
+            raise InputError(f"moe-replay does not run {simulated} on hardware so far: moe-sim simulates it")
+        if self.device == "disk" and self.target.store is None:
+            name = self.loaded.profile.name if self.loaded.profile else "NAME"
+            raise InputError(
+                "`device` disk reads experts from a file: write it with "
+                f"moe-replay store FILE --model-profile {name}, and name it with `store`"
+            )
+
+    @property
+    def device(self) -> str:
+        """Return the device's kind: one of DEVICES but auto."""
+        return self.target.device
+
+    @property
+    def machine(self) -> str | None:
+        """Return the name of the device; None for the virtual one."""
+        if self.device == "virtual":
+            return None
+        from replay.devices.device_facts import machine_name
+
+        return machine_name(self.device)
+
+    @property
+    def key(self) -> str:
+        """Return a digest of all that decides what is measured: sixteen hexadecimal digits."""
+        cell = grid.key(self.loaded, self.policy, self.slots)
+        return key_of(cell=cell, device={"machine": self.machine, **self.target.key()})
+
+    def stage(self, memory: "HostMemory | None" = None, gpu: "Gpu | None" = None) -> "AbstractContextManager[Stage]":
+        """Open what the model takes on the device, for this cell and others of its model; see `open_stage`."""
+        from replay.devices.stage import open_stage
+
+        assert self.loaded.profile
+        seed = self.loaded.setup.seed
+        return open_stage(
+            self.target, self.loaded.profile, self.most_tokens, self.most_context, seed, memory=memory, gpu=gpu
+        )
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Device, Row]]:
+        """Open the device; yield it and facts about it. It is closed afterwards, whatever happens."""
+        if self.device == "virtual":
+            yield SimpyDevice(self.loaded.timing(self.policy), self.loaded.link), {"device_name": None}
+            return
+        with self.stage() as stage, stage.device(self.slots, self.contexts, self.target.verify) as device:
+            yield device, stage.facts
+
+    @property
+    def run(self) -> Run:
+        """Return the run, on the machine of the hardware profile."""
+        return self.loaded.run(self.policy, self.slots)
+
+    def on(self, timing: Timing, link: Link) -> Run:
+        """Return the run on a machine with this timing and link."""
+        window = experts_per_layer(timing, link, self.loaded.trace.layers, self.loaded.trace.top_k)
+        return self.run.on(timing, link, window)
+
+    @cached_property
+    def steps(self) -> Int:
+        """Return the distinct (tokens, context) of all steps: int64[n, 2], ascending."""
+        requests = Requests(self.loaded.trace)
+        each = [np.unique(np.stack([request.tokens, request.context], axis=1), axis=0) for request in requests]
+        return np.unique(np.concatenate([np.ones((1, 2), np.int64), *each]), axis=0)
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the tokens of the longest step."""
+        return int(self.steps[:, 0].max())
+
+    @property
+    def most_context(self) -> int:
+        """Return the tokens of the longest KV cache."""
+        return int(self.steps[:, 1].max())
+
+    @property
+    def contexts(self) -> list[int]:
+        """Return the contexts at which single tokens are decoded."""
+        contexts: list[int] = self.steps[self.steps[:, 0] == 1, 1].tolist()
+        return contexts
+
+
+def first_steps(loaded: Loaded, steps: int) -> Loaded:
+    """Return the first requests, as many as hold `steps` steps and all that are warm-up and one more."""
+    trace = loaded.trace
+    ended = np.cumsum(np.diff(trace.offsets) - trace.prompts + (trace.prompts > 0))
+    enough = max(int(np.searchsorted(ended, steps)) + 1, loaded.setup.warmup_requests + 1)
+    if enough >= len(trace.requests):
+        return loaded
+    return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
+
+
+def first_part(loaded: Loaded, device: str) -> Loaded:
+    """Return what a device runs by default: all on a logical clock, else about DEFAULT_STEPS steps.
+
+    A disk is so slow that it decodes DISK_TOKENS tokens.
+    """
+    if device == "virtual":
+        return loaded
+    if device == "disk" and loaded.trace.phases != "prefill":
+        return first_tokens(loaded, DISK_TOKENS)
+    return first_steps(loaded, DEFAULT_STEPS)
+
+
+def first_tokens(loaded: Loaded, tokens: int) -> Loaded:
+    """Return the first requests, the last one cut off, so that just so many tokens are decoded, or all there are."""
+    decoded = np.cumsum(np.diff(loaded.trace.offsets) - loaded.trace.prompts)
+    enough = min(int(np.searchsorted(decoded, tokens)) + 1, len(decoded))
+    setup = replace(loaded.setup, requests=enough)
+    trace = loaded.trace.head(enough)
+    more = int(decoded[enough - 1]) - tokens
+    if more > 0:
+        held = replace(loaded, setup=setup).whole if isinstance(trace, Shards) else trace
+        trace = held.without_last(more)
+    return replace(loaded, trace=trace, setup=setup)

@@ -1,0 +1,118 @@
+"""The device that a run is measured on, and how it runs there: each option once, a field with all that is known of it.
+
+Options of commands, keywords of `replay.replay`, and what of the device decides a measurement's key are read off the
+fields. Combinations in which an option would do nothing are refused here, once.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from replay.devices.pinning import PINS, REQUIRE
+from replay.model import DENSE
+from traces.errors import InputError, unknown
+from traces.typed import typed
+
+DEVICES = ("auto", "virtual", "cpu", "disk", "cuda")
+
+MOST_THREADS = 256
+"""More of them is taken as a typo."""
+
+Threads = Annotated[int, Meta(ge=1, le=MOST_THREADS)]
+
+
+def _about(help: str, key: bool = True, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return what is known of a field. key: whether it decides what is measured; names: all values that it may have."""
+    return {"help": help, "key": key, "names": names}
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """A device and how it runs. InputError for options that contradict, once the device is not `auto` any more."""
+
+    device: str = field(
+        default="auto", metadata=_about("auto (cuda, or cpu without it), virtual, cpu, disk or cuda.", names=DEVICES)
+    )
+    store: Path | None = field(
+        default=None, metadata=_about("File of experts for --device disk (moe-replay store writes it).")
+    )
+    lanes: Threads | None = field(
+        default=None, metadata=_about("Threads that read the disk. Default: measured, the fewest that are fast.")
+    )
+    threads: Threads | None = field(
+        default=None, metadata=_about("Threads that compute on the CPU. Default: one less than there are cores.")
+    )
+    host_dedup: Annotated[int, Meta(ge=1)] | None = field(
+        default=None,
+        metadata=_about("Share N host buffers between all experts. Default: one buffer per expert."),
+    )
+    pin: str = field(
+        default=REQUIRE,
+        metadata=_about("Pinned memory: require, or best-effort (slower copies if refused).", names=PINS),
+    )
+    dense: str = field(
+        default=DENSE[0], metadata=_about("Dense part of the model: real, or none (experts only).", names=DENSE)
+    )
+    weights: Path | None = field(
+        default=None, metadata=_about("Folder of a safetensors checkpoint. Default: random weights of its shapes.")
+    )
+    verify: bool = field(default=False, metadata=_about("Compare slots with the host at each use (slow)."))
+    nvtx: bool = field(default=False, metadata=_about("Mark steps and layers for NVIDIA's profilers.", key=False))
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if (names := each.metadata["names"]) and getattr(self, each.name) not in names:
+                raise unknown(f"`{each.name}`", getattr(self, each.name), names)
+        if self.device == "auto":
+            return
+        if self.device == "virtual":
+            self._refuse("the virtual device moves and computes nothing", "host_dedup", "verify", "weights", "dense")
+        if self.device in ("virtual", "cuda"):
+            self._refuse(f"only a CPU computes with them, and the device is {self.device}", "threads")
+        if self.device != "disk":
+            self._refuse(f"it needs the device disk, not {self.device}", "store", "lanes")
+        if self.device != "cuda":
+            self._refuse(f"it needs the device cuda, not {self.device}", "nvtx", "pin")
+        if self.device == "disk":
+            self._refuse("for experts in a file, use moe-replay store --dedup", "host_dedup")
+
+    def _refuse(self, why: str, *names: str) -> None:
+        """Raise InputError where one of these options has a value other than its default."""
+        for each in fields(self):
+            if each.name in names and getattr(self, each.name) != each.default:
+                raise InputError(f"`{each.name}`: {why}; leave it out")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "DeviceChoice":
+        """Return the choice of options as users write them, resolved. Raise InputError."""
+        paths = {name: Path(value) for name in ("store", "weights") if (value := values.get(name)) is not None}
+        return typed(cls, {**values, **paths}).resolved()
+
+    def resolved(self) -> "DeviceChoice":
+        """Return the choice with CUDA, where there is one, else the CPU, for `auto`.
+
+        Raise InputError for a GPU that is not there.
+        """
+        if self.device == "cuda":
+            require_cuda("cpu")
+        if self.device != "auto":
+            return self
+        import torch
+
+        return replace(self, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def key(self) -> dict[str, Any]:
+        """Return all options that decide what is measured."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.metadata["key"]}
+
+
+def require_cuda(instead: str) -> None:
+    """Raise InputError where there is no GPU; instead: a device that needs none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        built = "torch finds no GPU" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        raise InputError(f"`device` cuda: {built}; `device` {instead} needs none")
