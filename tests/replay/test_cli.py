@@ -19,7 +19,7 @@ import torch
 import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay import cli, report
+from replay import commands, report
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
@@ -45,7 +45,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "argv", ["moe-replay", *arguments])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            commands.main()
         printed = capsys.readouterr()
         return int(ended.value.code or 0), printed.out, printed.err
 
