@@ -101,12 +101,12 @@ def _tell(found: "Found", path: Path) -> None:
 
 
 def _free(name: str, overwrite: bool) -> Path:
-    """Of that name or, unless a file may be replaced, the first one behind it that is free."""
+    """Return the file of that name or, unless one may be replaced, the first one behind it that is free."""
     names = (Path(f"{name}.toml" if n == 1 else f"{name}-{n}.toml") for n in count(1))
     return next(path for path in names if overwrite or not path.exists())
 
 
 def _slug(name: str) -> str:
-    """`NVIDIA H200 SXM` -> `nvidia-h200-sxm`."""
+    """Return a name for a file: `NVIDIA H200 SXM` -> `nvidia-h200-sxm`."""
     words = "".join(letter if letter.isascii() and letter.isalnum() else " " for letter in name.lower()).split()
     return "-".join(words) or "this-machine"

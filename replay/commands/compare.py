@@ -113,7 +113,7 @@ def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _require_calibrated(loaded: "Loaded") -> None:
-    """A datasheet's rates describe no machine: InputError."""
+    """Raise InputError for rates of a datasheet, which describe no machine."""
     assert loaded.profile
     if loaded.measured is None:
         raise InputError(
@@ -189,7 +189,7 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
 
 
 def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
-    """A line for each cell of one mode; errors are predicted / measured - 1."""
+    """Return a line for each cell of one mode; errors are predicted / measured - 1."""
     from sim.results.metrics import size_text
 
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
@@ -215,7 +215,7 @@ def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
 
 
 def ranking_line(ranking: "Row") -> str:
-    """How the policies of one size and mode are ordered."""
+    """Return how well the policies of one size and mode are ordered."""
     from sim.results.metrics import size_text
 
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
@@ -228,7 +228,7 @@ def ranking_line(ranking: "Row") -> str:
 
 
 def last_line(cells: "list[Row]") -> str:
-    """The worst TPOT mean."""
+    """Return the worst TPOT mean in words."""
     worst = max(cells, key=off_by)
     predicted, measured = (worst[side]["tpot_mean_ms"] for side in ("predicted", "measured"))
     return (
@@ -238,13 +238,12 @@ def last_line(cells: "list[Row]") -> str:
 
 
 def off_by(cell: "Row") -> float:
-    """The error of its TPOT mean, unsigned; JSON has no infinity."""
+    """Return the error of a cell's TPOT mean, unsigned; JSON has no infinity."""
     error = cell["errors"]["tpot_mean"]
     return math.inf if error is None else abs(error)
 
 
 def named(cell: "Row") -> str:
-    """Policy, cache and mode."""
     from sim.results.metrics import cell_text
 
     return f"{cell_text(cell)}, {cell['mode']}"

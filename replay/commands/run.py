@@ -135,7 +135,7 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
 
 
 def _choose(request: Request, target: "DeviceChoice") -> "Choice":
-    """Read everything; InputError for whatever cannot be used."""
+    """Read all files. Raise InputError for whatever cannot be used."""
     from policies.core.spec import parse
     from replay.choice import Choice, first_part
 
@@ -154,7 +154,7 @@ def _choose(request: Request, target: "DeviceChoice") -> "Choice":
 
 
 def _scope(request: Request, choice: "Choice", asked: str) -> str:
-    """Which device, and how much of the trace."""
+    """Return a note on the device, and on how much of the trace runs."""
     device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
     played, setup = choice.loaded.trace, choice.loaded.setup
     if setup.requests == request.setup.requests:
@@ -171,7 +171,7 @@ def _unpriced(choice: "Choice") -> list[str]:
 
 
 def _too_small(choice: "Choice") -> list[str]:
-    """On threads, experts whose hand-over takes longer than they do."""
+    """Return a note on experts that threads take longer to hand over than to copy and compute."""
     from sim.quantities import show_bytes
 
     size = choice.loaded.expert_bytes or 0
@@ -186,7 +186,7 @@ def _too_small(choice: "Choice") -> list[str]:
 def _replay(
     choice: "Choice", folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
 ) -> "Outcome":
-    """Run, write, report; a folder in which nothing was written does not stay."""
+    """Run and write; a folder in which nothing was written does not stay."""
     from replay import report
     from sim.sweeps.setup import Requests
     from traces.output import claimed

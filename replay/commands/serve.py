@@ -72,7 +72,7 @@ def serve(
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this computer reaches an address."""
+    """Return whether only this computer reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

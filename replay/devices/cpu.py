@@ -66,7 +66,7 @@ class LinkThreads(Device):
         return pool
 
     def now(self) -> int:
-        """Wall clock, but for pauses."""
+        """Return the wall clock without pauses, in ns."""
         return time.perf_counter_ns() - self._paused_ns
 
     @contextmanager
@@ -90,7 +90,7 @@ class LinkThreads(Device):
 
     @staticmethod
     def _begun(streams: Sequence["Stream"], works: Sequence[Sequence[Callable[[], None]]], kind: Kind) -> Outcomes:
-        """Give each stream its part of each piece of work; return what hears of the end of all."""
+        """Give each stream its part of each piece of work; return the queue that gets the end of all."""
         outcomes = Outcomes()
         report = Report(Completion(kind), outcomes.put, len(works) * len(streams))
         for work in works:
@@ -99,7 +99,6 @@ class LinkThreads(Device):
         return outcomes
 
     def _wait(self, outcomes: Outcomes, kind: Kind) -> None:
-        """Wait for the end of what was begun."""
         try:
             self._raised(outcomes.get(timeout=self.watchdog_s))
         except Empty:
@@ -108,7 +107,6 @@ class LinkThreads(Device):
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        """Each lane its part."""
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
         report = Report(completion, self._hear, len(self._lanes))
@@ -119,7 +117,7 @@ class LinkThreads(Device):
 
     @timed
     def next_completion(self) -> Completion:
-        """Whichever thread is done first; what a thread raised is raised here."""
+        """Wait for the thread that is done first. Raise what a thread has raised."""
         if not (self._copies or self._computes):
             raise nothing_under_way()
         while True:
@@ -185,25 +183,21 @@ class CpuDevice(LinkThreads):
 
     @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        """The real shapes."""
         self._multiply(Completion(Kind.ROUTER), lambda: self._network.dense(layer, tokens, context))
 
     @timed
     def experts(self, works: Sequence[Work]) -> None:
-        """One after another, each when it has landed."""
         for expert, slot, tokens in works:
             work = partial(self._expert, expert, slot, tokens, self._landing.get(expert))
             self._multiply(Completion(Kind.EXPERT, expert), work)
 
     @timed
     def combine(self, layer: int, tokens: int, context: int) -> None:
-        """Add up, in a layer that runs."""
         runs = self._network.profile.runs(layer, tokens, context)
         self._multiply(Completion(Kind.COMBINE), lambda: self._network.combine(tokens) if runs else None)
 
     @timed
     def head(self, tokens: int, requests: int = 1) -> None:
-        """The vocabulary."""
         self._multiply(Completion(Kind.HEAD), lambda: self._network.head(tokens))
 
     @timed
@@ -255,7 +249,6 @@ class CpuDevice(LinkThreads):
         ]
 
     def close(self) -> None:
-        """End all threads."""
         super().close()
         self._compute.close(wait=not self._stuck)
 
@@ -264,7 +257,6 @@ class CpuDevice(LinkThreads):
         self._compute.submit(work, Report(completion, self._outcomes.put))
 
     def _expert(self, expert: int, slot: int, tokens: int, landed: Flag | None) -> None:
-        """On the compute thread."""
         if landed:
             landed.wait()
         if self._verify:
@@ -279,7 +271,7 @@ class CpuDevice(LinkThreads):
 
 
 def nothing() -> None:
-    """Work that takes no time."""
+    pass
 
 
 class Report:
@@ -292,7 +284,7 @@ class Report:
         self._lock = Lock()
 
     def part_ended(self, error: Exception | None = None) -> None:
-        """On the thread of that part, before it begins another one: so pieces end in the order of submission."""
+        """Count a part as ended, on its thread, before that begins another: pieces end in order of submission."""
         with self._lock:
             self._error = self._error or error
             self._left -= 1
@@ -311,7 +303,7 @@ class Stream(Thread):
         self.start()
 
     def submit(self, work: Callable[[], None], report: Report) -> None:
-        """Do `work`, then let the report hear of it, also where it fails."""
+        """Do `work`, then report its end, or what it raised."""
         self._work.put((work, report))
 
     def close(self, wait: bool) -> None:
@@ -321,7 +313,7 @@ class Stream(Thread):
             self.join()
 
     def run(self) -> None:
-        """The thread. OpenMP keeps a number of threads for each of ours, so what holds for the process is set again."""
+        """Run the thread. OpenMP keeps a number of threads for each of ours, so that of the process is set again."""
         torch.set_num_threads(torch.get_num_threads())
         with torch.inference_mode():
             while item := self._work.get():

@@ -68,16 +68,13 @@ class CudaDevice(Device):
         gpu.synchronize()
 
     def prepare(self, contexts: Iterable[int]) -> None:
-        """Capture graphs."""
         self._launches.prepare(contexts)
 
     def now(self) -> int:
-        """Wall clock of the host."""
         return time.perf_counter_ns()
 
     @timed
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        """One asynchronous copy."""
         target, source = self._rows[slot][first:last], self._host[expert % self.store.distinct][first:last]
         if first == 0:
             self._copying(expert, slot)
@@ -89,7 +86,7 @@ class CudaDevice(Device):
 
     @timed
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        """The real shapes; its event is the causality gate."""
+        """Compute the real shapes; the event behind them is the causality gate."""
         one = tokens == 1
         self._compute.run(
             self._launches.dense(layer, context) if one else partial(self._network.dense, layer, tokens, context)
@@ -98,7 +95,7 @@ class CudaDevice(Device):
 
     @timed
     def experts(self, works: Sequence[Work]) -> None:
-        """What is there in as few launches as possible; each that is landing behind its own arrival."""
+        """Compute what is there in as few launches as possible, each expert that is landing behind its own arrival."""
         here = [work for work in works if work[0] not in self._landing]
         for group in self._grouped(here):
             self._launch(group)
@@ -109,20 +106,18 @@ class CudaDevice(Device):
 
     @timed
     def combine(self, layer: int, tokens: int, context: int) -> None:
-        """Add up, in a layer that runs."""
         if self._network.profile.runs(layer, tokens, context):
             self._compute.run(self._launches.combine if tokens == 1 else partial(self._network.combine, tokens))
         self._mark(self._compute, self._computes, Completion(Kind.COMBINE))
 
     @timed
     def head(self, tokens: int, requests: int = 1) -> None:
-        """The vocabulary."""
         self._compute.run(self._launches.head if tokens == 1 else partial(self._network.head, tokens))
         self._mark(self._compute, self._computes, Completion(Kind.HEAD))
 
     @timed
     def next_completion(self) -> Completion:
-        """Poll: no thread to wake, no synchronise."""
+        """Poll until something has ended: no thread to wake, no synchronise."""
         copies, computes = self._copies, self._computes
         if not (copies or computes):
             raise nothing_under_way()
@@ -157,13 +152,12 @@ class CudaDevice(Device):
             self.gpu.synchronize()
 
     def _grouped(self, works: list[Work]) -> Iterable[list[Work]]:
-        """One launch each."""
         if self._launches.experts and all(tokens == 1 for _, _, tokens in works):
             return [works] if works else []
         return [[work] for work in works]
 
     def _launch(self, works: list[Work]) -> None:
-        """One launch, with a completion for each expert."""
+        """Launch once, with a completion for each expert."""
         slots = [slot for _, slot, _ in works]
         tokens = works[0][2]
         if self._verify:
@@ -182,14 +176,14 @@ class CudaDevice(Device):
         self._computes.append(Pending(final, event))
 
     def _in_memory(self, slots: list[int]) -> tuple[torch.Tensor, list[int]]:
-        """What a fused launch reads: uint8[n, stride] and rows of it."""
+        """Return what a fused launch reads: uint8[n, stride] and rows of it."""
         return self.pool, slots
 
     def _copying(self, expert: int, slot: int) -> None:
-        """A transfer into a slot begins (for `replay.gpu_check.baselines`)."""
+        """Begin a transfer into a slot: a hook for other paths."""
 
     def _copied(self) -> None:
-        """A piece was submitted (for `replay.gpu_check.baselines`)."""
+        """End the submission of a piece: a hook for other paths."""
 
     def _mark(self, stream: Stream, pending: deque[Pending], completion: Completion) -> Event:
         event = self._spare.pop() if self._spare else self.gpu.event()

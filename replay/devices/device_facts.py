@@ -12,7 +12,7 @@ from sim.results.metrics import Row
 
 
 def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
-    """Columns of a replay's row that the machine decides."""
+    """Return the columns of a replay's row that the machine decides."""
     return {
         "device_name": gpu.name if gpu else _processor(),
         "driver": driver() if gpu else None,
@@ -23,7 +23,7 @@ def facts(gpu: Gpu | None, store: ExpertSource) -> Row:
 
 
 def machine_name(device: str) -> str:
-    """Of the GPU, or of the processor."""
+    """Return the name of the GPU, or of the processor."""
     return torch.cuda.get_device_name() if device == "cuda" else _processor()
 
 

@@ -84,13 +84,11 @@ class ExpertFile:
                 raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
 
     def holds(self, expert: int, content: Bytes) -> bool:
-        """By the checksum."""
         place = expert % self.distinct * 8
         return CHECKSUM.format(zlib.crc32(content.data)) == self.facts.checksums[place : place + 8]
 
     @property
     def nbytes(self) -> int:
-        """Of all experts in the file."""
         return self.distinct * self.stride
 
     def require_unchanged(self) -> None:
@@ -98,12 +96,11 @@ class ExpertFile:
         require_unchanged(self.path, self._file, self._stamp)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 
 def stride_of(expert_bytes: int) -> int:
-    """From one expert's first byte to the next one's."""
+    """Return the bytes from one expert's beginning to the next one's."""
     return page_up(expert_bytes)
 
 
@@ -157,7 +154,7 @@ def _write_all(file: int, content: bytes | memoryview) -> None:
 
 
 def _header_of(facts: Facts) -> bytes:
-    """The length of the header, and the header, filled up with spaces to whole pages."""
+    """Return the length of the header and the header, filled up with spaces to whole pages."""
     stride = stride_of(facts.expert_bytes)
     header: dict[str, object] = {"__metadata__": {name: str(value) for name, value in asdict(facts).items()}}
     for expert in range(facts.distinct):
@@ -169,7 +166,7 @@ def _header_of(facts: Facts) -> bytes:
 
 
 def _header(path: Path) -> tuple[Facts, int]:
-    """What the file says of itself, and where its experts begin."""
+    """Return the facts that a file states, and where its experts begin."""
     try:
         header, begin = header_of(path)
         metadata = header["__metadata__"]
@@ -201,7 +198,7 @@ def _require(facts: Facts, profile: ModelProfile) -> None:
 
 
 def open_past_cache(path: Path) -> tuple[int, bool]:
-    """A descriptor, and whether what it reads passes by the page cache."""
+    """Return a descriptor, and whether what it reads passes by the page cache."""
     if hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # some file systems know it not
             return os.open(path, os.O_RDONLY | os.O_DIRECT), True

@@ -20,7 +20,7 @@ class Event(Protocol):
     """A mark in a stream, ended as long as it was not recorded."""
 
     def query(self) -> bool:
-        """Whether all work before its latest record has ended."""
+        """Return whether all work before its latest record has ended."""
         ...
 
 
@@ -35,7 +35,6 @@ class Stream:
         self._back_to = back_to
 
     def run(self, task: Task) -> None:
-        """Submit what `task` launches."""
         if self._back_to is None:
             task()
             return
@@ -46,11 +45,10 @@ class Stream:
             torch.cuda.set_stream(self._back_to)
 
     def record(self, event: Any) -> None:
-        """Mark this place."""
         event.record(self._stream)
 
     def wait(self, event: Any) -> None:
-        """What is submitted from now on begins, on the device, after the event's latest record."""
+        """Let what is submitted from now on begin, on the device, after the event's latest record."""
         self._stream.wait_event(event)
 
     def synchronize(self) -> None:
@@ -71,20 +69,19 @@ class Gpu:
         self._compute, self._copy, self._side = (_new_stream() for _ in range(3))
 
     def compute_stream(self) -> Stream:
-        """The one on which everything is computed, made torch's current one; tasks on other streams only copy."""
+        """Return the stream on which all is computed, made torch's current one; tasks on other streams only copy."""
         torch.cuda.set_stream(self._compute)
         return Stream(self._compute)
 
     def copy_stream(self) -> Stream:
-        """The one beside the current one, to which it goes back after each task: experts are copied on it."""
+        """Return the stream for copies of experts; after each task the current stream is the compute stream again."""
         return Stream(self._copy, back_to=self._compute)
 
     def current_stream(self) -> Stream:
-        """What this thread computes on, whichever that is."""
+        """Return the stream on which this thread computes."""
         return Stream(torch.cuda.current_stream(self.device))
 
     def event(self) -> Event:
-        """A new one, without timing."""
         made: Callable[[], torch.cuda.Event] = torch.cuda.Event
         return made()
 
@@ -118,11 +115,10 @@ class Gpu:
         return replays
 
     def register(self, memory: NDArray[Any]) -> int:
-        """Pin host memory where it is, at its true size, unlike torch's pinned allocator; 0, or the driver's error."""
+        """Pin host memory where it is, at its true size; return 0, or the driver's error."""
         return int(_runtime().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0))
 
     def unregister(self, memory: NDArray[Any]) -> None:
-        """Give it back."""
         _runtime().cudaHostUnregister(memory.ctypes.data)
 
     def mapped(self, memory: NDArray[np.uint8]) -> torch.Tensor:
@@ -133,16 +129,16 @@ class Gpu:
         return torch.as_tensor(_OnDevice(memory), device=self.device)
 
     def free_bytes(self) -> int:
-        """Of its memory, what may still be taken: what the driver says, and what torch holds unused."""
+        """Return the memory that may still be taken: what the driver says, and what torch holds unused."""
         unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + unused
 
     def total_bytes(self) -> int:
-        """Of its memory, as the driver says."""
+        """Return the size of its memory, as the driver says."""
         return int(torch.cuda.mem_get_info()[1])
 
     def peak_bytes(self) -> int:
-        """Of its memory, the most that torch ever had in use."""
+        """Return the most of its memory that torch ever had in use."""
         return int(torch.cuda.max_memory_allocated())
 
     def release(self) -> None:

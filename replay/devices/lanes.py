@@ -22,7 +22,6 @@ SLOTS_BYTES = 512 << 20
 
 
 def page_up(size: int) -> int:
-    """Round up to whole pages."""
     return -(-size // PAGE) * PAGE
 
 

@@ -54,13 +54,13 @@ class Launches:
             self._dense.update(zip(missing, graphs, strict=False))
 
     def dense(self, layer: int, context: int) -> Task:
-        """Of one token; what was not prepared is launched kernel by kernel."""
+        """Return the launch of one token's dense part; what was not prepared is launched kernel by kernel."""
         graph = self._dense.get((layer, self._network.bucket(1, context)))
         return graph or partial(self._network.dense, layer, 1, context)
 
 
 def fused(network: Network) -> Fused | None:
-    """None where experts are large, their numbers are not those of the hidden state, or Triton is missing."""
+    """Return the fused kernel; None for large experts, other numbers than the hidden state's, and without Triton."""
     if network.hidden.device.type != "cuda" or find_spec("triton") is None:
         return None
     from replay.model.kernels import FusedExperts, is_small

@@ -32,13 +32,12 @@ class _Marked:
         return getattr(self._device, name)  # all that opens and closes nothing
 
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
-        """A range around the submission."""
         self._push(f"copy {expert} into {slot}")
         self._device.copy(expert, slot, first, last)
         self._pop()
 
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        """The layer before ends; the first one begins a step."""
+        """End the range of the layer before; the first layer begins a step."""
         if not self._open:
             self._begin(f"step {self._step}: {tokens} tokens, context {context}")
         while self._open > 1:
@@ -47,24 +46,21 @@ class _Marked:
         self._device.dense(layer, tokens, context)
 
     def experts(self, works: Sequence[Work]) -> None:
-        """A range around the submission."""
         self._push(f"experts {' '.join(str(expert) for expert, _, _ in works)}")
         self._device.experts(works)
         self._pop()
 
     def head(self, tokens: int, requests: int = 1) -> None:
-        """The last layer ends."""
         while self._open > 1:
             self._end()
         self._begin("head")
         self._device.head(tokens)
 
     def next_completion(self) -> Completion:
-        """With the head a step ends."""
+        """Return what has ended; with the head a step's range ends."""
         return self._ended(self._device.next_completion())
 
     def poll(self) -> Completion | None:
-        """The same, if something has ended by now."""
         completion = self._device.poll()
         return completion and self._ended(completion)
 

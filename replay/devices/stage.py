@@ -45,13 +45,12 @@ class Stage:
 
     @property
     def host(self) -> HostStore:
-        """The experts, where they lie in host memory."""
         assert isinstance(self.store, HostStore)
         return self.store
 
     @property
     def facts(self) -> Row:
-        """Columns of a replay's row that the stage decides."""
+        """Return the columns of a replay's row that the stage decides."""
         return {
             **facts(self.gpu, self.store),
             "fallbacks": "; ".join(self.launches.fallbacks) or None if self.launches else None,
@@ -94,7 +93,7 @@ class Stage:
 
     @property
     def _why(self) -> str:
-        """What may have made the output infinite. Raise InputError where a file of experts was changed meanwhile."""
+        """Return what may have made the output infinite. Raise InputError for a file of experts that was changed."""
         if isinstance(self.store, ExpertFile):
             self.store.require_unchanged()
             return f"with --verify, experts in {self.store.path} are compared with their checksums"

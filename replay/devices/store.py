@@ -74,7 +74,6 @@ class Stamps:
         self._sequence = torch.from_numpy(numbers * 0.02).to(torch.bfloat16).view(torch.uint8).numpy()
 
     def write(self, buffer: int, target: Bytes, /) -> None:
-        """Fill `target`, uint8[at most stride]."""
         np.copyto(target, self._sequence[buffer * STAMP_BYTES :][: len(target)])
 
 
@@ -96,7 +95,7 @@ class HostMemory:
             self._fill(stride, seed)
 
     def cut(self, stride: int) -> list[Bytes]:
-        """Every buffer of `stride` bytes, none across two slabs."""
+        """Return every buffer of `stride` bytes, none across two slabs."""
         return [slab[at : at + stride] for slab in self.slabs for at in range(0, len(slab) - stride + 1, stride)]
 
     def _fill(self, stride: int, seed: int) -> None:
@@ -126,32 +125,28 @@ class HostStore:
 
     @classmethod
     def of(cls, total: int, expert_bytes: int, seed: int, distinct: int | None = None) -> "HostStore":
-        """One for one model, with memory of its own; InputError where its numbers are impossible."""
+        """Return a store for one model, with memory of its own. Raise InputError for more buffers than experts."""
         buffers = total if distinct is None else distinct
         if not 1 <= buffers <= total:
             raise InputError(f"--host-dedup {distinct}: must be 1 to {total}, the number of experts of the model")
         return cls(HostMemory(buffers, stride_of(expert_bytes), seed), total, expert_bytes, buffers)
 
     def __getitem__(self, expert: int) -> Bytes:
-        """The buffer that serves `expert`: uint8[expert_bytes]."""
+        """Return the buffer that serves `expert`: uint8[expert_bytes]."""
         return self._buffers[expert % self.distinct]
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
         return self.distinct * self.stride
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
-        """memcpy."""
         np.copyto(slot[first:last], self[expert][first:last])
 
     def holds(self, expert: int, content: Bytes) -> bool:
-        """Whether `content` is `expert`, to the byte."""
         return np.array_equal(self[expert], content)
 
 
 def stride_of(expert_bytes: int) -> int:
-    """From one expert's buffer to the next."""
     return -(-expert_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -168,7 +163,7 @@ def anonymous(size: int) -> Bytes:
 
 
 def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_bytes: int = RESERVE_BYTES) -> None:
-    """InputError before the system runs out of memory, which would end the process without a word."""
+    """Raise InputError before the system runs out of memory, which would end the process without a word."""
     free = available_memory_bytes()
     if free is not None and needed_bytes > free - reserve_bytes:
         beside = f" beside {show_bytes(reserve_bytes)} for all else" if reserve_bytes else ""
@@ -177,7 +172,7 @@ def require_host_memory(needed_bytes: float, what: str, advice: str, reserve_byt
 
 
 def available_memory_bytes() -> int | None:
-    """What may still be allocated here without swapping, limits of the control group included; None if unknown."""
+    """Return the bytes that may be allocated without swapping, limits of control groups included; None if unknown."""
     known = []
     try:
         system = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -196,7 +191,7 @@ def available_memory_bytes() -> int | None:
 
 
 def _control_groups() -> Iterator[tuple[Path, str, str, str]]:
-    """Folders that may tell of this process's limits, and their files: of cgroup v2 and v1, its own and the root's."""
+    """Yield folders that may hold this process's limits, and their files: of cgroup v2 and v1, own and root."""
     root = Path("/sys/fs/cgroup")
     second = "memory.max", "memory.current", "inactive_file"
     first = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

@@ -38,7 +38,7 @@ def timed(method: Callable[Concatenate[D, P], T]) -> Callable[Concatenate[D, P],
 
 
 def stuck(seconds: float, oldest: Iterable[Completion]) -> InputError:
-    """Nothing has ended for too long; `oldest` of each stream are under way."""
+    """Return the error for a device on which nothing ends; `oldest`: of each stream, what is under way."""
     named = [(each.kind.name.lower(), each.expert) for each in oldest]
     waiting = " and ".join(kind if expert < 0 else f"{kind} of expert {expert}" for kind, expert in named)
     return InputError(f"the device is stuck: nothing has ended for {seconds:g} s, under way since: {waiting}")

@@ -26,12 +26,10 @@ class TextStream:
         self._shown = ""
 
     def add(self, token: int) -> None:
-        """Take the next token."""
         self.tokens.append(token)
         self._tell(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
     def end(self) -> None:
-        """Show what is left."""
         self._tell(self._loaded.text(self.tokens))
 
     def _tell(self, text: str) -> None:

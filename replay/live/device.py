@@ -47,7 +47,6 @@ class LiveDevice(LinkThreads):
 
     @property
     def slots(self) -> Tensor:
-        """uint8[slots, stride]."""
         return torch.from_numpy(self.pool)
 
     def finish(self) -> None:
@@ -58,17 +57,16 @@ class LiveDevice(LinkThreads):
         return peak_bytes()
 
     def dense(self, layer: int, tokens: int, context: int, requests: int = 1) -> None:
-        """Nothing: the model's thread does it."""
+        pass
 
     def experts(self, works: Sequence[Work]) -> None:
-        """One after another, each when it has landed."""
         self.works.append(works)
 
     def combine(self, layer: int, tokens: int, context: int) -> None:
-        """Nothing."""
+        pass
 
     def head(self, tokens: int, requests: int = 1) -> None:
-        """Nothing."""
+        pass
 
     def settle(self) -> None:
         """Return when nothing is under way, whatever has become of it. Raise InputError where that never comes."""
@@ -83,7 +81,7 @@ class LiveDevice(LinkThreads):
             self._outcomes.get()
 
     def copied(self) -> None:
-        """The oldest copy has ended, good or bad."""
+        """Forget the oldest copy, which has ended, good or bad."""
         self._copies.popleft()
 
     def await_landing(self, expert: int) -> bool:
@@ -96,7 +94,6 @@ class LiveDevice(LinkThreads):
         return True
 
     def forget(self) -> None:
-        """Drop what was submitted; nothing is under way."""
         self.works.clear()
         self._landing.clear()
 
@@ -120,7 +117,6 @@ class LiveGpu(LiveDevice):
 
     @property
     def slots(self) -> Tensor:
-        """uint8[slots, stride], in the GPU's memory."""
         return cast(Tensor, self.pool)
 
     @property
@@ -129,14 +125,12 @@ class LiveGpu(LiveDevice):
         return self.gpu
 
     def finish(self) -> None:
-        """Wait for the stream of this thread."""
         self._on.current_stream().synchronize()
 
     def stuck(self) -> Exception:
-        """As above; what the GPU may still read is not given back."""
+        """Return what is to be raised; what the GPU may still read is not given back."""
         self._on.is_stuck = True
         return super().stuck()
 
     def peak_bytes(self) -> int:
-        """Of the GPU's memory."""
         return self._on.peak_bytes()

@@ -26,7 +26,7 @@ class LayerExperts:
     """Computes one event at a time: `whole`, or `begin`, `expert` for each in any order, and `combined`."""
 
     def __init__(self, layer: ExpertLayer, views: "SlotViews", places: Sequence[tuple[int, ...]]) -> None:
-        """views: of slots, as the rows of this layer; places: in a slot, of the rows of each expert."""
+        """Take views of slots as the rows of this layer, and the places in a slot of the rows of each expert."""
         self._layer, self._views, self._places = layer, views.of, places
         names = {row.name for row in layer.rows}
         rest = {name: value for name, value in layer.module._parameters.items() if name not in names}
@@ -45,7 +45,7 @@ class LayerExperts:
         self._records: dict[tuple[torch.dtype, torch.dtype], Record] = {}  # by types of tokens and their weights
 
     def whole(self, hidden: Tensor, index: Tensor, weights: Tensor, slots: dict[int, int]) -> Tensor:
-        """Compute an event of which every expert is in a slot, given by expert."""
+        """Compute an event of which every expert is in a slot; slots: by expert."""
         for name, rows in self._rows.items():
             rows.of = {expert: self._view(expert, slot)[name][0] for expert, slot in slots.items()}
         output: Tensor = self._eager(self._all, hidden, index, weights)
@@ -115,7 +115,7 @@ class Record:
 
     @property
     def is_trusted(self) -> bool:
-        """Whether the program, if there is one, needs no comparison any more."""
+        """Return whether the program, if there is one, needs no comparison any more."""
         return self._trials == TRIALS
 
     def add(self, found: Recording, inputs: tuple[Tensor, ...]) -> None:

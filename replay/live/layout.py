@@ -48,7 +48,6 @@ class Row:
 
     @property
     def nbytes(self) -> int:
-        """Of the row."""
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, slot: Tensor, place: int) -> Tensor:
@@ -67,7 +66,6 @@ class ExpertLayer:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in a slot."""
         last = self.rows[-1]
         return last.begin + last.nbytes
 
@@ -102,7 +100,7 @@ def _layer(name: str, module: nn.Module) -> ExpertLayer:
 
 
 def _experts(name: str, module: nn.Module) -> int:
-    """E: the length of the stacked matrices, which must agree."""
+    """Return E, the length of the stacked matrices, which must agree."""
     lengths = {len(weight) for weight in module.parameters(recurse=False) if weight.dim() == 3}
     if len(lengths) != 1:
         raise InputError(f"{name} ({type(module).__name__}) has no stacked experts: it cannot generate from a cache")
@@ -183,13 +181,13 @@ class Source:
         return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
     def _in_order(self) -> list[list[ShardTensor]]:
-        """By the converter's patterns, as Concatenate takes them."""
+        """Return the tensors by the converter's patterns, as Concatenate takes them."""
         patterns = [pattern for pattern in self.converter.source_patterns if pattern in self.tensors]
         return [self.tensors[pattern] for pattern in patterns or self.tensors]
 
     @staticmethod
     def _of_each(tensors: list[ShardTensor], experts: int, merges: bool) -> list[tuple[Shard, int, int]] | None:
-        """Where each expert's part lies: a tensor each, or a row of one."""
+        """Return where each expert's part lies: a tensor each, or a row of one."""
         if merges:
             each = [(tensor.shard, tensor.offset, tensor.nbytes) for tensor in tensors]
             return each if len(each) == experts else None

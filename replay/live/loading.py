@@ -45,7 +45,6 @@ class Opened:
 
     @property
     def dense_bytes(self) -> int:
-        """Of everything but experts."""
         model = self.loaded.model
         held = {
             tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta
@@ -63,7 +62,6 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
     origins: dict[str, Source] = {}
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
-        """Stands for the model's own loading."""
         if load_config.hf_quantizer is not None:
             raise InputError(f"{found.name} is quantised: its experts are not read so; take them in bf16 or fp32")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
@@ -112,7 +110,6 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
 
 
 def _class_of(found: Found) -> Any:
-    """The model's class."""
     kinds = found.auto._model_mapping[type(found.config)]
     if not isinstance(kinds, tuple | list):
         return kinds
@@ -149,14 +146,13 @@ def expert_store(
 
 
 def _own_file(name: str, origin: str) -> Path:
-    """Where a store lies that has no given name, by what it is made from."""
+    """Return the file of a store that nobody named, by what it is made from."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     digest = hashlib.sha256(origin.encode()).hexdigest()[:16]
     return caches / "moe-expert-cache" / f"{name.replace('/', '--')}-{digest}.experts"
 
 
 def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
-    """Of each expert of all layers; None where any has to be converted."""
     found: list[InSlot] = []
     for layer in layers:
         by_row = [model.sources[f"{layer.name}.{row.name}"].rows(row, layer.experts) for row in layer.rows]
@@ -200,7 +196,6 @@ class _Converting:
 
 
 def _profile(model: Opened, layers: list[ExpertLayer]) -> ModelProfile:
-    """Of what a file of experts says of its model."""
     config, width = model.loaded.model.config.get_text_config(), layers[0].rows[0].dtype.itemsize
     return ModelProfile(
         name=model.loaded.name,
@@ -220,7 +215,7 @@ def _profile(model: Opened, layers: list[ExpertLayer]) -> ModelProfile:
 
 
 def _origin(model: Opened, layers: list[ExpertLayer]) -> str:
-    """What the experts are made from, in words that no others share: the files, and the type of the weights."""
+    """Return what the experts are made from, in words that no others share: the files, and the type of the weights."""
     digest = hashlib.sha256()
     for shard in model.shards:
         found = shard.path.stat()

@@ -75,7 +75,7 @@ class LiveLoop:
             self._driver.session.start(step)
 
     def route(self, experts: Int, counts: Int) -> None:
-        """The router of the next layer has chosen. experts: distinct ids over all layers, ascending."""
+        """Take the choice of the next layer's router. experts: distinct ids over all layers, ascending."""
         with self._changed:
             self._require()
             session, layer = self._driver.session, self.layer
@@ -109,7 +109,7 @@ class LiveLoop:
                 session.submitting(Kind.COMBINE)
 
     def combined(self) -> None:
-        """Their sum has been computed: what follows is the next layer's dense part, or the head."""
+        """Note that their sum has been computed: what follows is the next layer's dense part, or the head."""
         with self._changed:
             session = self._driver.session
             session.handle(Completion(Kind.COMBINE))
@@ -118,7 +118,7 @@ class LiveLoop:
             self.layer += 1
 
     def end(self, ends_request: bool) -> StepRow | None:
-        """The forward pass has ended; return its row. None where it was left before its end, or was ended before."""
+        """End the forward pass; return its row. None where it was left before its end, or was ended before."""
         step, is_whole = self._step, self.layer == self._run.shape.layers
         self.layer = AT_NO_LAYER
         if step is None or not is_whole:
@@ -156,7 +156,7 @@ class LiveLoop:
     # Lanes
 
     def _copied(self, outcome: Outcome) -> None:
-        """A piece of a transfer has ended, or failed."""
+        """Handle the end, or the failure, of a piece of a transfer."""
         with self._changed:
             self._device.copied()
             if not self._failure:

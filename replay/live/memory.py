@@ -32,15 +32,14 @@ class Memory:
     fixed: int  # of any
 
     def kv(self, tokens: int) -> int:
-        """Of a context of so many tokens."""
+        """Return the bytes of the KV cache of so many tokens."""
         return self.kv_per_token * tokens
 
     def workspace(self, context: int) -> int:
-        """Of a prefill of so many tokens, with the part of the KV cache that is copied as it grows."""
+        """Return the bytes of a prefill of so many tokens, with the part of the KV cache that is copied as it grows."""
         return self.fixed + (self.pass_per_token + self.kv_per_token) * context
 
     def stated(self, context: int) -> int:
-        """Return all of it."""
         return self.program + self.dense + self.slots + self.kv(context) + self.workspace(context)
 
     def sentence(self, context: int, peak: int) -> str:

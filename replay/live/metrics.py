@@ -27,7 +27,6 @@ class Metrics:
         Gauge("moe_experts", "Experts of the model.", registry=own).set(experts)
 
     def served(self, request: Served) -> None:
-        """A request has ended."""
         self._requests.labels(request.outcome).inc()
         self._tokens.labels("prompt").inc(request.prompt_tokens)
         self._tokens.labels("answer").inc(request.tokens)

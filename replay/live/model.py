@@ -103,7 +103,7 @@ class LiveModel:
         return transfers(Meter(self.device), gpu.link.expert_bytes, run.shape.total, cycle_slots(run, self.hook.top_k))
 
     def _window(self, dense_ns: int) -> float:
-        """How many experts the link brings while a layer of a decoded token computes: for prefetch budgets."""
+        """Return how many experts the link brings while a layer of a decoded token computes: for prefetch budgets."""
         timed = []
         for _ in range(2 * TRIALS):
             began = perf_counter_ns()
@@ -149,7 +149,7 @@ class LiveModel:
         self._require_unchanged()
 
     def save(self, file: Path) -> None:
-        """Write what the policy knows now, for `How.profile`."""
+        """Write what the policy has learned, for the `profile` of `open_live`."""
         decider = self._loop.decider
         write_learned((decider.retention, decider.prefetcher), self.loaded.name, file)
 
@@ -164,7 +164,6 @@ class LiveModel:
                 handle.remove()
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A forward pass begins."""
         names = ("input_ids", "inputs_embeds")
         given: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows, columns = given.shape[:2]
@@ -181,14 +180,14 @@ class LiveModel:
             self.parts.head[was].add(took)
 
     def _end_pass(self, ends_request: bool) -> bool:
-        """The forward pass that was begun last has ended, if it has come to its end and was not ended before."""
+        """End the forward pass that was begun last, if it has come to its end and was not ended before."""
         row = self._loop.end(ends_request)
         if row:
             self.rows.append(row)
         return row is not None
 
     def _event(self, layer: int, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """The experts of a layer: everything between its router and its sum."""
+        """Compute the experts of a layer: everything between its router and its sum."""
         if layer != self._loop.layer:
             raise InputError(f"{self._names[layer]} was called out of order: call the whole model, one pass at a time")
         parts, ids = self.parts, index.cpu().numpy()

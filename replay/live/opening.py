@@ -53,7 +53,7 @@ TRIED_TOKENS = 24
 
 
 def _live_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The experts implementation that transformers calls."""
+    """Compute experts: the implementation that transformers calls."""
     output: Tensor = getattr(module, HOOK)(hidden, index, weights)
     return output
 
@@ -123,7 +123,7 @@ def open_live(
 
 
 def _gpu() -> Gpu:
-    """The GPU of torch. Raise InputError where there is none."""
+    """Return torch's GPU. Raise InputError where there is none."""
     require_cuda("disk")
     return Gpu()
 

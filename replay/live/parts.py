@@ -30,7 +30,7 @@ class Mean:
 
     @property
     def value(self) -> int:
-        """0 where there was none."""
+        """Return the mean; 0 where there was none."""
         return self.total // max(1, self.count)
 
 
@@ -76,7 +76,7 @@ class Parts:
 
 
 def _thinned(found: list[tuple[int, Mean]]) -> Iterable[tuple[int, int]]:
-    """A few points of (context, ns), each the mean of those around it."""
+    """Return a few points of (context, ns), each the mean of those around it."""
     groups = [found[part[0] : part[-1] + 1] for part in np.array_split(range(len(found)), CONTEXTS) if len(part)]
     contexts = [group[len(group) // 2][0] for group in groups]
     means = [sum(mean.total for _, mean in group) // sum(mean.count for _, mean in group) for group in groups]
@@ -84,6 +84,6 @@ def _thinned(found: list[tuple[int, Mean]]) -> Iterable[tuple[int, int]]:
 
 
 def _curve(found: dict[int, Mean]) -> Curve:
-    """By tokens, rising; one for a single token where nothing was timed."""
+    """Return ns by tokens, rising; one for a single token where nothing was timed."""
     sizes = sorted(found) or [1]
     return tuple(zip(sizes, rising([found[size].value if found else 0 for size in sizes]), strict=True))

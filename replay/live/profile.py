@@ -29,7 +29,7 @@ def _from(half: Part, file: Path) -> Part:
 
 
 def write_learned(halves: tuple[Listener, Listener], model: str, file: Path) -> None:
-    """Write what the policy knows now, of runs of `model`."""
+    """Write what the policy has learned from runs of `model`."""
     for half in halves:
         if half.starts_from:
             with replacing(file) as part, part.open("wb") as written:

@@ -21,7 +21,6 @@ class TokenIds:
         self.pad_token_id = getattr(own, "pad_token_id", None)
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        """Return the ids of a text."""
         parts = [part.strip() for part in text.split(",")]
         if odd := [part for part in parts if not re.fullmatch(r"\d{1,18}", part)]:
             raise InputError(

@@ -41,7 +41,6 @@ class Added(TorchFunctionMode):
         return self.called(func, args, kwargs or {})
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what anything else returns."""
         return func(*args, **kwargs)
 
 
@@ -56,7 +55,6 @@ class Recording(Added):
         self._calls: list[Call] = []
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Take note of the call, and make it."""
         result = func(*args, **kwargs)
         given, options = self._replaced(args), self._replaced(kwargs)
         if func is Tensor.__getitem__ and _is_number(given[1]):
@@ -129,7 +127,7 @@ def _is_number(thing: Any) -> bool:
 
 
 def _places(thing: Any) -> Iterator[int]:
-    """All places in nested arguments."""
+    """Yield all places in nested arguments."""
     if isinstance(thing, Place):
         yield thing
     elif isinstance(thing, tuple | list | dict):

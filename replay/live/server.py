@@ -139,12 +139,12 @@ class Server:
         async def chat(body: ChatRequest, request: Request) -> Response:
             tokens = await asyncio.to_thread(self._chat_tokens, body)
             limit = body.max_completion_tokens or body.max_tokens or NEW_TOKENS
-            return await self._answer(body, tokens, limit, Chat(self._loaded.name), request)
+            return await self._answer(body, tokens, limit, Shape(self._loaded.name, True), request)
 
         @app.post("/v1/completions", dependencies=guarded)
         async def completions(body: CompletionRequest, request: Request) -> Response:
             tokens = await asyncio.to_thread(self._prompt_tokens, body)
-            return await self._answer(body, tokens, body.max_tokens or 16, Completion(self._loaded.name), request)
+            return await self._answer(body, tokens, body.max_tokens or 16, Shape(self._loaded.name, False), request)
 
         return app
 
@@ -172,7 +172,7 @@ class Server:
         return self._ids.known(ids)
 
     async def _answer(
-        self, body: Requested, tokens: list[int], limit: int, shape: "Completion", request: Request
+        self, body: Requested, tokens: list[int], limit: int, shape: "Shape", request: Request
     ) -> Response:
         job, pieces = self._submitted(body, tokens, limit, request)
         try:
@@ -216,47 +216,31 @@ class Server:
         return job, pieces
 
 
-class Completion:
-    """How an answer of /v1/completions is sent: whole, or piece by piece."""
+class Shape:
+    """How an answer is sent, whole or in pieces: of /v1/chat/completions, else of /v1/completions."""
 
-    kind, piece_kind, prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, model: str) -> None:
-        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, is_chat: bool) -> None:
+        prefix = "chatcmpl" if is_chat else "cmpl"
+        self._common = {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._is_chat = is_chat
 
     def whole(self, text: str, finish: str | None, usage: dict[str, int]) -> dict[str, Any]:
         """Return an answer that has ended."""
-        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **self.content(text)}
-        return {**self._common, "object": self.kind, "choices": [choice], "usage": usage}
+        content = {"message": {"role": "assistant", "content": text}} if self._is_chat else {"text": text}
+        kind = "chat.completion" if self._is_chat else "text_completion"
+        return {**self._common, "object": kind, "choices": _choices(finish, content), "usage": usage}
 
-    def piece(self, text: str | None, finish: str | None) -> dict[str, Any]:
-        """Return a piece of one; no text: the end."""
-        choice = {"index": 0, "finish_reason": finish, "logprobs": None, **self.delta(text)}
-        return {**self._common, "object": self.piece_kind, "choices": [choice]}
-
-    def sum(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return what follows the last piece, where usage was requested."""
-        return {**self._common, "object": self.piece_kind, "choices": [], "usage": usage}
-
-    def content(self, text: str) -> dict[str, Any]:
-        """Return the part of a choice that holds the text."""
-        return {"text": text}
-
-    def delta(self, text: str | None) -> dict[str, Any]:
-        """Return the part of a piece's choice that holds the text."""
-        return {"text": text or ""}
+    def piece(self, text: str, finish: str | None = None, usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """Return a piece of one; at the end without text; behind it, where it was requested, with the usage alone."""
+        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        if usage:
+            return {**self._common, "object": kind, "choices": [], "usage": usage}
+        delta = {"delta": {} if finish else {"role": "assistant", "content": text}}
+        return {**self._common, "object": kind, "choices": _choices(finish, delta if self._is_chat else {"text": text})}
 
 
-class Chat(Completion):
-    """How an answer of /v1/chat/completions is sent."""
-
-    kind, piece_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def content(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text}}
-
-    def delta(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"role": "assistant", "content": text}}
+def _choices(finish: str | None, content: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"index": 0, "finish_reason": finish, "logprobs": None, **content}]
 
 
 async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
@@ -274,20 +258,20 @@ async def _next(pieces: "asyncio.Queue[Piece]", request: Request) -> Piece:
 
 
 async def _events(
-    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Completion, usage: bool
+    job: Job, first: Piece, pieces: "asyncio.Queue[Piece]", shape: Shape, usage: bool
 ) -> AsyncIterator[str]:
     """Yield server-sent events; a client that vanishes ends the job."""
     piece = first
     try:
         while not piece.ends:
-            yield _event(shape.piece(piece.text, None))
+            yield _event(shape.piece(piece.text))
             piece = await pieces.get()
         if piece.error:
             yield _event(_error_body(_failed(piece.error)))
             return
-        yield _event(shape.piece(None, piece.finish))
+        yield _event(shape.piece("", piece.finish))
         if usage:
-            yield _event(shape.sum(_usage(job, piece.tokens)))
+            yield _event(shape.piece("", usage=_usage(job, piece.tokens)))
         yield "data: [DONE]\n\n"
     finally:
         job.left.set()

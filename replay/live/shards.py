@@ -96,7 +96,6 @@ class Shard:
         require_unchanged(self.path, self._file, self._stamp)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def _block(self, size: int) -> Bytes:
@@ -124,7 +123,6 @@ class ShardTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its content."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __getitem__(self, _: object) -> Tensor:
@@ -139,7 +137,6 @@ class ShardTensor:
         return content.view(self.dtype).view(self.shape)
 
     def get_shape(self) -> list[int]:
-        """Return its shape."""
         return list(self.shape)
 
 

@@ -3,10 +3,9 @@
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, Full, Queue
 from typing import NamedTuple
 
 import torch
@@ -69,57 +68,45 @@ class Served(NamedTuple):
 
 
 class Worker:
-    """Answers jobs until it is closed; at most `waiting` wait. `served` is called with each that has ended."""
+    """Answers jobs until it is closed; at most `most` wait. `served` is called with each that has ended."""
 
-    def __init__(
-        self, live: LiveModel, loaded: LoadedModel, served: Callable[[Served], None], waiting: int = 64
-    ) -> None:
-        self._live, self._loaded, self._served = live, loaded, served
-        self._jobs: Queue[Job | None] = Queue(waiting)
-        self._current: Job | None = None
+    def __init__(self, live: LiveModel, loaded: LoadedModel, served: Callable[[Served], None], most: int = 64) -> None:
+        self._live, self._loaded, self._served, self._most = live, loaded, served, most
+        self._jobs: list[Job] = []  # the one that runs, and those that wait
         self._closing = False
-        self._thread = threading.Thread(target=self._work, name="worker", daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, "worker")
 
     @property
     def waiting(self) -> int:
         """Return how many jobs have not begun."""
-        return self._jobs.qsize()
+        return max(0, len(self._jobs) - 1)
 
     def put(self, job: Job) -> bool:
         """Let a job wait for its turn; return False where too many wait already."""
-        if self._closing:
-            job.report(Piece(error=ClosedError()))
-            return True
-        try:
-            self._jobs.put_nowait(job)
-        except Full:
+        if len(self._jobs) > self._most:
             return False
+        self._jobs.append(job)
+        self._thread.submit(self._work, job)
         return True
 
     def refuse(self) -> None:
         """Refuse all jobs, later ones too, as the worker ends. The one that runs ends at its next token."""
         self._closing = True
-        with suppress(Empty):
-            while job := self._jobs.get_nowait():
-                job.report(Piece(error=ClosedError()))
-        if current := self._current:
-            current.report(Piece(error=ClosedError()))
+        for job in list(self._jobs):
+            job.report(Piece(error=ClosedError()))
 
     def close(self) -> None:
         """Refuse all jobs, and return when the one that runs has ended."""
         self.refuse()
-        self._jobs.put(None)
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _work(self) -> None:
-        with self._live.hook:
-            while job := self._jobs.get():
-                self._current = job
-                if self._closing:  # `refuse` came between the two
-                    job.report(Piece(error=ClosedError()))
-                elif not job.left.is_set():
-                    self._answer(job)
+    def _work(self, job: Job) -> None:
+        if self._closing:
+            job.report(Piece(error=ClosedError()))
+        elif not job.left.is_set():
+            with self._live.hook:
+                self._answer(job)
+        self._jobs.remove(job)
 
     def _answer(self, job: Job) -> None:
         began, answer = len(self._live.rows), _Answer(job, self._loaded, lambda: self._closing)

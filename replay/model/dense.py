@@ -26,7 +26,7 @@ class Loaded(Protocol):
     """Real weights, where there are any: see `replay.model.weights.Checkpoint`."""
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The tensor of that name and shape; None if there is none."""
+        """Return the tensor of that name and shape; None if there is none."""
         ...
 
 
@@ -40,20 +40,20 @@ class Source:
         self._loaded = loaded
 
     def linear(self, inputs: int, parts: Mapping[str, int], scale: float | None = None) -> torch.Tensor:
-        """Matrices of so many rows each, one under the other: [sum of rows, inputs]; scale: the numbers' deviation."""
+        """Return matrices of so many rows, one under the other: [sum of rows, inputs]; scale: standard deviation."""
         made = self._normal((sum(parts.values()), inputs), scale or inputs**-0.5)
         for (name, rows), place in zip(parts.items(), torch.split(made, list(parts.values())), strict=True):
             self._load(name, place, rows * inputs)
         return made
 
     def norm(self, name: str, size: int) -> torch.Tensor:
-        """The weights of an RMS norm: ones unless loaded."""
+        """Return the weights of an RMS norm: ones unless loaded."""
         made = torch.ones(size, device=self.device, dtype=self.dtype)
         self._load(name, made, size)
         return made
 
     def cache(self, *shape: int) -> torch.Tensor:
-        """Keys and values of tokens that were never computed: random, so that no cache is ever zero."""
+        """Return keys and values of tokens that were never computed: random, so that no cache is ever zero."""
         made = self._normal(shape, 1.0)
         self.cached += made.numel()
         return made
@@ -86,7 +86,7 @@ class GroupedQueryAttention:
         self.cache = source.cache(2, self.kv_heads, positions, self.head_size) if causal else None
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
-        """residual [n, H] += attention of tokens [n, H]."""
+        """Add the attention of tokens [n, H] to residual [n, H]."""
         n = len(tokens)
         mixed = functional.linear(tokens, self.projection)
         queries = by_head(mixed[:, : self.queries], self.heads)
@@ -117,7 +117,7 @@ class CrossAttention:
         self.cache = source.cache(2, self.kv_heads, positions, self.head_size)
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int, encoded: torch.Tensor | None) -> None:
-        """residual [n, H] += attention of tokens [n, H] to `context` states; encoded: [context, H] in a prefill."""
+        """Add the attention of tokens [n, H] to `context` states to residual; encoded: [context, H] in a prefill."""
         if encoded is not None:
             new = functional.linear(encoded, self.expand).view(len(encoded), 2, self.kv_heads, self.head_size)
             self.cache[:, :, : len(encoded)] = new.permute(1, 2, 0, 3)
@@ -154,7 +154,7 @@ class LatentAttention:
         self.cache = source.cache(positions, cached)
 
     def add(self, residual: torch.Tensor, tokens: torch.Tensor, context: int) -> None:
-        """residual [n, H] += attention of tokens [n, H]."""
+        """Add the attention of tokens [n, H] to residual [n, H]."""
         n = len(tokens)
         queries, latent, shared = torch.split(functional.linear(tokens, self.projection), self.parts, dim=-1)
         if self.query_norm is not None:
@@ -165,7 +165,7 @@ class LatentAttention:
         residual.addmm_(by_token(attend(by_head(queries, self.heads), keys)), self.output.T)
 
     def _plain(self, queries: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-        """Every head's own keys and values. queries: [heads, n, head_size + shared], cached: [n, latent + shared]."""
+        """Attend with each head's keys and values; queries: [heads, n, head + shared], cached: [n, latent + shared]."""
         latent, shared = torch.split(cached, [self.latent, self.shared], dim=-1)
         expanded = by_head(functional.linear(latent, self.expand), self.heads)
         keys, values = torch.split(expanded, self.head_size, dim=-1)
@@ -173,7 +173,7 @@ class LatentAttention:
         return attention(queries, keys, values, causal=True, scale=1.0)
 
     def _absorbed(self, queries: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
-        """The latents are the keys and values of all heads. cached: [context, latent + shared]."""
+        """Attend to latents as the keys and values of all heads. cached: [context, latent + shared]."""
         own, shared = torch.split(queries, [self.head_size, self.shared], dim=-1)
         asked = torch.cat([own @ self.keys, shared], dim=-1)  # [heads, n, latent + shared]
         weights = torch.softmax(asked.flatten(0, 1) @ cached.T, dim=-1)
@@ -217,7 +217,7 @@ class Layer:
     def __call__(
         self, residual: torch.Tensor, hidden: torch.Tensor, context: int, encoded: torch.Tensor | None
     ) -> None:
-        """residual [n, H] takes in all but the routed experts; hidden [n, H] becomes what these get."""
+        """Add all but the routed experts to residual [n, H]; hidden [n, H] becomes their input."""
         self.attention.add(residual, rms_norm(residual, self.norms[0]), context)
         if self.cross:
             self.cross.add(residual, rms_norm(residual, self.cross_norm), context, encoded)
@@ -255,7 +255,7 @@ class Stack:
         self.token.copy_(torch.arange(max_tokens) % profile.vocabulary)
 
     def before_router(self, moe_layer: int, residual: torch.Tensor, hidden: torch.Tensor, context: int) -> None:
-        """From one MoE layer's combine to the next one's router; an encoder has no part in decoding."""
+        """Compute from one MoE layer's combine to the next one's router; an encoder has no part in decoding."""
         n = len(residual)
         prefill = n == context
         if moe_layer < self.encoder and not prefill:
@@ -269,7 +269,7 @@ class Stack:
             layer(residual, hidden, context, encoded)
 
     def head(self, residual: torch.Tensor, hidden: torch.Tensor) -> None:
-        """Trailing layers among the step's own tokens, then the vocabulary: the greatest is the next token."""
+        """Compute trailing layers among the step's own tokens, then the vocabulary: the greatest is the next token."""
         for layer in self.stretches[-1]:
             layer(residual, hidden, len(residual), self.encoded[: len(residual)] if self.encoder else None)
         logits = functional.linear(rms_norm(residual[-1:], self.norm), self.vocabulary)
@@ -277,14 +277,14 @@ class Stack:
 
 
 def feed_forward(source: Source, name: str, hidden: int, intermediate: int, matrices: int) -> Weights:
-    """The matrices of an MLP, as an expert has them."""
+    """Return the matrices of an MLP, as an expert has them."""
     parts = ("gate_proj", "up_proj")[3 - matrices :]
     first = source.linear(hidden, {f"{name}.{part}": intermediate for part in parts})
     return first, source.linear(intermediate, {f"{name}.down_proj": hidden})
 
 
 def activated(first: torch.Tensor, tokens: torch.Tensor, matrices: int) -> torch.Tensor:
-    """What goes into an MLP's down projection, [n, I]; three matrices: silu(gate) * up, two: relu(up)."""
+    """Return what goes into an MLP's down projection, [n, I]; three matrices: silu(gate) * up, two: relu(up)."""
     inner = functional.linear(tokens, first)
     if matrices == 3:
         gate, up = inner.chunk(2, dim=-1)
@@ -293,17 +293,16 @@ def activated(first: torch.Tensor, tokens: torch.Tensor, matrices: int) -> torch
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-    """Over the last axis."""
     return functional.rms_norm(values, values.shape[-1:], weight, eps=1e-6)
 
 
 def by_head(values: torch.Tensor, heads: int) -> torch.Tensor:
-    """[n, heads * d] -> [heads, n, d], a view."""
+    """Return [n, heads * d] as [heads, n, d], a view."""
     return values.view(len(values), heads, -1).transpose(0, 1)
 
 
 def by_token(values: torch.Tensor) -> torch.Tensor:
-    """[heads, n, d] -> [n, heads * d]."""
+    """Return [heads, n, d] as [n, heads * d]."""
     return values.transpose(0, 1).flatten(1)
 
 
@@ -314,7 +313,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """queries [heads, n, d], keys [kv heads, m, d], values [kv heads, m, d2] -> [heads, n, d2]."""
+    """Return [heads, n, d2] of queries [heads, n, d], keys [kv heads, m, d] and values [kv heads, m, d2]."""
     return functional.scaled_dot_product_attention(
         queries[None], keys[None], values[None], is_causal=causal, scale=scale, enable_gqa=len(keys) < len(queries)
     )[0]
@@ -331,7 +330,7 @@ def windowed_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.
     asked = functional.pad(queries, (0, 0, 0, behind)).reshape(heads, blocks, window, -1).transpose(0, 1)
 
     def pairs(each: torch.Tensor) -> torch.Tensor:
-        """[kv heads, n, d] -> [blocks, heads, 2 * window, d]."""
+        """Return [kv heads, n, d] as [blocks, heads, 2 * window, d]."""
         doubled = functional.pad(each, (0, 0, window, behind)).unfold(1, 2 * window, window)
         return doubled.permute(1, 0, 3, 2).repeat_interleave(heads // len(each), dim=1)
 

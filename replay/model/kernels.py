@@ -41,7 +41,7 @@ def _weights(
     ids_3: tl.tensor,
     like: tl.tensor,
 ) -> tl.tensor:
-    """Where the weights of the launch's expert of that number begin, as a pointer of the same type as `like`."""
+    """Return where the weights of the launch's expert of that number begin, as a pointer of the type of `like`."""
     word = tl.where(expert < 3, ids_0, tl.where(expert < 6, ids_1, tl.where(expert < 9, ids_2, ids_3))).to(tl.int64)
     slot = (word >> (21 * (expert % 3))) & 0x1FFFFF
     return (pool + slot * stride).to(tl.pointer_type(like.dtype.element_ty))
@@ -113,7 +113,7 @@ def _down_tile(
     GATED: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """A tile's inner activations and weights; zeros beyond the last expert."""
+    """Return a tile's inner activations and weights; zeros beyond the last expert."""
     TILES: tl.constexpr = (I + COLUMNS - 1) // COLUMNS
     expert = tile // TILES
     columns = tile % TILES * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -171,7 +171,7 @@ Known = tuple[Callable[[], torch.Tensor | None], ...]
 
 
 def _nothing() -> None:
-    """As a reference to a tensor that is gone."""
+    pass
 
 
 class FusedExperts:
@@ -220,7 +220,7 @@ class FusedExperts:
             self._down[self._down_programs, 1, 1](out, weight, len(part), *where, *self._down_constants)
 
     def _require(self, x: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        """What the compiled code takes for granted."""
+        """Raise an error for what the compiled code does not support."""
         for name, tensor, dtype in (("x", x, self._dtype), ("out", out, torch.float32)):
             if tensor.dtype != dtype or tensor.shape != (self._hidden_size,) or not tensor.is_contiguous():
                 raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} [{self._hidden_size}]")
@@ -234,12 +234,12 @@ class FusedExperts:
 
 
 def is_small(hidden_size: int, intermediate_size: int, matrices: int, dtype: torch.dtype) -> bool:
-    """Whether the fused kernels are meant for experts of this shape; matmuls on slot views suffice for larger ones."""
+    """Return whether the fused kernels are meant for experts of this shape; matmuls suffice for larger ones."""
     return dtype in _POINTERS and matrices * hidden_size * intermediate_size * dtype.itemsize <= FUSED_BYTES
 
 
 def packed(slots: Sequence[int]) -> tuple[int, int, int, int]:
-    """At most EXPERTS_PER_LAUNCH ids as four arguments; none is negative as a signed 64-bit number."""
+    """Return at most EXPERTS_PER_LAUNCH ids as four arguments; none is negative as a signed 64-bit number."""
     words = [0, 0, 0, 0]
     for place, slot in enumerate(slots):
         words[place // 3] |= slot << 21 * (place % 3)
@@ -252,7 +252,7 @@ Constants = tuple[int, int, bool, int, int]
 def constants(
     hidden_size: int, intermediate_size: int, matrices: int, dtype: torch.dtype
 ) -> tuple[Constants, Constants]:
-    """What `gate_up` and `down` are compiled for, in the order of their last arguments."""
+    """Return what `gate_up` and `down` are compiled for, in the order of their last arguments."""
     gated = matrices == 3
     columns = WARPS * 32 * LOAD_BYTES // dtype.itemsize  # one load of each thread, 32 to a warp
     shape = (hidden_size, intermediate_size, gated)
@@ -277,7 +277,7 @@ def compiled(kernel: Any, dtype: torch.dtype, constants: Constants, target: Any)
 
 
 def _loaded(kernel: Any, dtype: torch.dtype, constants: Constants) -> Any:
-    """Something that `[grid](*arguments)` launches, on the current device."""
+    """Return what `[grid](*arguments)` launches, on the current device."""
     if not isinstance(kernel, triton.JITFunction):
         return kernel  # Triton interprets
     ready = compiled(kernel, dtype, constants, triton.runtime.driver.active.get_current_target())

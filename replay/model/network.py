@@ -54,17 +54,16 @@ class Network:
 
     @property
     def nbytes(self) -> int:
-        """Of dense weights and KV cache. A network on the device `meta` tells it without taking them."""
+        """Return the bytes of dense weights and KV cache; a network on the device `meta` takes none."""
         return (self._source.parameters + self._source.cached) * self._source.dtype.itemsize
 
     @property
     def parameters(self) -> int:
-        """Of the dense part."""
         return self._source.parameters
 
     @property
     def loaded_share(self) -> float:
-        """Of the dense parameters, those that the checkpoint gave."""
+        """Return the share of the dense parameters that is loaded from the checkpoint."""
         return self._source.loaded_parameters / max(1, self._source.parameters)
 
     def bucket(self, tokens: int, context: int) -> int:
@@ -76,7 +75,7 @@ class Network:
         return context if is_prefill else min(-(-context // BUCKET) * BUCKET, self._positions)
 
     def weights(self, buffer: torch.Tensor) -> Weights:
-        """An expert's matrices as views of its bytes. buffer: uint8[expert_bytes]."""
+        """Return an expert's matrices as views of its bytes. buffer: uint8[expert_bytes]."""
         profile = self.profile
         H, I = profile.hidden_size, profile.expert_intermediate_size  # noqa: E741  the field's name
         used = profile.expert_parameters * self.expert_dtype.itemsize
@@ -96,22 +95,21 @@ class Network:
             hidden.copy_(rms_norm(residual))
 
     def expert(self, weights: Weights, tokens: int) -> None:
-        """`tokens` tokens through one expert; its output is added to the event's."""
+        """Compute one expert for `tokens` tokens; its output is added to the event's."""
         output = expert_output(weights, self.hidden[:tokens].to(self.expert_dtype), self.profile.expert_matrices)
         self.experts_out[:tokens].add_(output, alpha=self.router_weight)
 
     def forget(self) -> None:
-        """The experts' outputs are dropped."""
         self.experts_out.zero_()
 
     def combine(self, tokens: int) -> None:
-        """The experts' outputs join the stream."""
+        """Add the experts' outputs to the residual stream."""
         out = self.experts_out[:tokens]
         self._residual[:tokens] += out
         out.zero_()
 
     def head(self, tokens: int) -> None:
-        """The layers after the last experts, and the last token's vocabulary logits: the greatest comes next."""
+        """Compute the layers after the last experts, and the last token's logits: the greatest comes next."""
         residual, hidden = self._residual[:tokens], self.hidden[:tokens]
         if self._stack:
             self._stack.head(residual, hidden)
@@ -119,13 +117,13 @@ class Network:
             hidden.copy_(rms_norm(residual))
 
     def finite(self) -> bool:
-        """Whether the state holds neither NaN nor infinity."""
+        """Return whether the state holds neither NaN nor infinity."""
         state = (self._residual, self.hidden, self.experts_out)
         return all(bool(each.isfinite().all()) for each in state)
 
 
 def expert_output(weights: Weights, tokens: torch.Tensor, matrices: int) -> torch.Tensor:
-    """One expert on tokens [n, H] -> [n, H]; three matrices: down(silu(gate) * up), two: down(relu(up))."""
+    """Return one expert's output of tokens [n, H]; three matrices: down(silu(gate) * up), two: down(relu(up))."""
     first, down = weights
     return functional.linear(activated(first, tokens, matrices), down)
 
@@ -138,7 +136,7 @@ def expert_dtype_of(profile: ModelProfile) -> torch.dtype:
 
 
 def dtype_of(bytes_per_parameter: float, whose: str) -> torch.dtype:
-    """float32 or bfloat16; a buffer may hold a little more than the matrices (biases), which is moved as well."""
+    """Return float32 or bfloat16; a buffer may hold a little more than matrices (biases), which is moved as well."""
     for dtype in (torch.float32, torch.bfloat16):
         if dtype.itemsize <= bytes_per_parameter < dtype.itemsize * 1.05:
             return dtype

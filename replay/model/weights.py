@@ -73,7 +73,7 @@ class Checkpoint:
             rest = rest[piece.numel() :]
 
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """What `replay.model.dense` names so; None where the checkpoint has no such tensor in that shape."""
+        """Return what `replay.model.dense` names so; None where the checkpoint has no such tensor in that shape."""
         root = self._places[0].split(".layers.")[0]
         names = [f"{root}.{name}"]
         for ours, theirs in _DENSE.items():
@@ -87,7 +87,7 @@ class Checkpoint:
         return None
 
     def _named(self, place: str, number: int) -> Iterator[torch.Tensor]:
-        """Matrices with names of their own, then their biases."""
+        """Yield matrices with names of their own, then their biases."""
         H, I = self.profile.hidden_size, self.profile.expert_intermediate_size  # noqa: E741  the field's name
         assert self._matrices
         *first, last = [f"{place}.{self._prefix}{number}.{matrix}" for matrix in self._matrices]
@@ -99,7 +99,7 @@ class Checkpoint:
                 yield self._read(f"{name}.bias", (size,))
 
     def _stacked(self, place: str, number: int) -> Iterator[torch.Tensor]:
-        """Those of all experts in one tensor. gpt-oss's, which have biases, are transposed, gate and up by turns."""
+        """Yield rows of stacked tensors. gpt-oss's, which have biases, are transposed, gate and up by turns."""
         H, I, E = self.profile.hidden_size, self.profile.expert_intermediate_size, self.profile.experts  # noqa: E741
         first, down = f"{place}.gate_up_proj", f"{place}.down_proj"
         if f"{first}_bias" not in self._files:
@@ -116,7 +116,7 @@ class Checkpoint:
         yield self._read(f"{down}_bias", (E, H), number)
 
     def _read(self, name: str, shape: tuple[int, ...], row: int | None = None) -> torch.Tensor:
-        """The tensor, or one row of its first axis."""
+        """Return the tensor, or one row of its first axis."""
         if name not in self._files:
             raise self._error(f"there is no tensor {name}")
         tensor = self._files[name].get_slice(name)
@@ -129,7 +129,7 @@ class Checkpoint:
         return read
 
     def _require(self, matrices: set[str]) -> None:
-        """InputError unless there are the profile's layers of experts, of a known family and so many matrices."""
+        """Raise InputError unless there are the profile's layers of experts, of a known family and so many matrices."""
         profile, found = self.profile, len(self._places)
         if not found or (matrices and not self._matrices):
             quantised = [name for name in self._files if "experts" in name and not name.endswith(("weight", "bias"))]
@@ -148,7 +148,7 @@ class Checkpoint:
 
 
 def _open(folder: Path) -> dict[str, Any]:
-    """Every tensor's name and the open file that holds it; nothing is read but headers."""
+    """Return every tensor's name and the open file that holds it; nothing is read but headers."""
     with located("--weights"):
         files = files_of(folder)
         if not files:
@@ -161,6 +161,6 @@ def _open(folder: Path) -> dict[str, Any]:
 
 
 def _execution_order(place: str) -> tuple[bool, int]:
-    """An encoder's layers before its decoder's, then by number."""
+    """Return a sort key: an encoder's layers before its decoder's, then by number."""
     number = re.search(r"\.(\d+)(\.|$)", place)
     return "decoder" in place.split("."), int(number[1]) if number else 0
