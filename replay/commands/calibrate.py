@@ -2,20 +2,24 @@
 
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from policies.core.grammar import split_list
+from policies.core.spec import parse
+from replay.calibration.calibrate import AGREES, Found, choices, profile, steps_of
+from replay.calibration.calibrate import calibrate as measured
 from replay.commands.device_options import Dense
+from replay.device_choice import DeviceChoice
+from replay.devices.device_facts import machine_name
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from traces import demo_trace
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from replay.calibration.calibrate import Found
+from traces.output import check_file, replacing
 
 
 @options.expanded
@@ -51,13 +55,6 @@ def calibrate(
 
     [b]moe-sim sweep --hardware here.toml ...[/b]
     """
-    from policies.core.grammar import split_list
-    from policies.core.spec import parse
-    from replay.calibration.calibrate import AGREES, choices, profile, steps_of
-    from replay.calibration.calibrate import calibrate as measured
-    from replay.device_choice import DeviceChoice
-    from replay.devices.device_facts import machine_name
-    from traces.output import check_file, replacing
 
     if repeat < 2:
         raise InputError(f"--repeat {repeat}: whether passes agree takes two at least")
@@ -85,7 +82,7 @@ def calibrate(
         console.fail("moe-replay", f"{noisy}; {path} was written all the same", 1)
 
 
-def _tell(found: "Found", path: Path) -> None:
+def _tell(found: Found, path: Path) -> None:
     for name in found.models:
         model = found.settled(name)
         gb_per_s = model.expert_bytes / model.transfer_ns

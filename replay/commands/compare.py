@@ -4,27 +4,31 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from policies.core.grammar import policy_title
+from policies.core.grammar import policy_title, split_list
+from replay.choice import Choice, first_part
 from replay.commands.device_options import DeviceOptions, ReplayOptions
+from replay.comparison import plot as plot_compare
+from replay.comparison.cell import check_mode
+from replay.comparison.plot import NAME as PICTURE
+from replay.comparison.record import ERROR, Record
+from replay.comparison.summary import in_words
+from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
+from sim.results.metrics import Row, cell_text, size_text
+from sim.sweeps.grid import grid_of
+from sim.sweeps.setup import Loaded, Requests
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from replay.comparison.record import Record
-    from replay.comparison.sweep import Comparison
-    from sim.results.metrics import Row
-    from sim.sweeps.setup import Loaded
+from traces.output import claimed
 
 MOST_REPEATS = 10_000
 
@@ -64,13 +68,6 @@ def compare(
 
     [b]moe-replay compare my-trace --policies lru,eamc,belady --cache-sizes 25% --modes lockstep --repeat 3[/b]
     """
-    from policies.core.grammar import split_list
-    from replay.choice import Choice, first_part
-    from replay.comparison.plot import NAME as PICTURE
-    from replay.comparison.record import Record
-    from replay.comparison.sweep import MAKER, RECORD, TOKENS, Comparison
-    from sim.sweeps.grid import grid_of
-    from traces.output import claimed
 
     _check(max_error, repeat)
     target = on.chosen(played)
@@ -103,7 +100,6 @@ def _check(max_error: float | None, repeat: int) -> None:
 
 
 def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
-    from replay.comparison.cell import check_mode
 
     if not names:
         raise InputError(f"`modes` is empty: use {MODES}")
@@ -112,7 +108,7 @@ def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _require_calibrated(loaded: "Loaded") -> None:
+def _require_calibrated(loaded: Loaded) -> None:
     """Raise InputError for rates of a datasheet, which describe no machine."""
     assert loaded.profile
     if loaded.measured is None:
@@ -122,8 +118,7 @@ def _require_calibrated(loaded: "Loaded") -> None:
         )
 
 
-def _play(comparison: "Comparison", record: "Record", output: options.OutputOptions) -> None:
-    from sim.sweeps.setup import Requests
+def _play(comparison: Comparison, record: Record, output: options.OutputOptions) -> None:
 
     due = comparison.due(record)
     if len(record):
@@ -134,9 +129,7 @@ def _play(comparison: "Comparison", record: "Record", output: options.OutputOpti
         comparison.run(record, lambda row: advance(1), output.note)
 
 
-def _report(comparison: "Comparison", record: "Record", max_error: float | None, output: options.OutputOptions) -> None:
-    from replay.comparison.record import ERROR
-    from replay.comparison.sweep import TOKENS
+def _report(comparison: Comparison, record: Record, max_error: float | None, output: options.OutputOptions) -> None:
 
     asked = [record[key] for key in comparison.cells()]
     finished, failed = ([cell for cell in asked if (ERROR in cell) is wrong] for wrong in (False, True))
@@ -156,8 +149,7 @@ def _report(comparison: "Comparison", record: "Record", max_error: float | None,
         console.fail("moe-replay", text, 1)
 
 
-def _draw(cells: "list[Row]", folder: Path, output: options.OutputOptions) -> list[str]:
-    from replay.comparison import plot as plot_compare
+def _draw(cells: list[Row], folder: Path, output: options.OutputOptions) -> list[str]:
 
     if not cells:
         return []
@@ -173,9 +165,7 @@ def _draw(cells: "list[Row]", folder: Path, output: options.OutputOptions) -> li
     return []
 
 
-def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Iterator[str | Table]":
-    from replay.comparison.record import ERROR
-    from replay.comparison.summary import in_words
+def _shown(record: Record, finished: list[Row], failed: list[Row]) -> Iterator[str | Table]:
 
     facts = record.facts
     machine = facts["machine"] or f"a logical clock for {facts['hardware']['name']}"
@@ -188,9 +178,8 @@ def _shown(record: "Record", finished: "list[Row]", failed: "list[Row]") -> "Ite
         yield in_words(found)
 
 
-def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
+def table(cells: list[Row], ceiling_gb_per_s: float | None) -> Table:
     """Return a line for each cell of one mode; errors are predicted / measured - 1."""
-    from sim.results.metrics import size_text
 
     headings = ["cache", "predicted\n(ms)", "measured\n(ms)", "error", "p99\nerror", "MAPE", "steps\ndiffer", "GB/s"]
     shown = plain_table("policy", *headings, *(["of the\nlink"] if ceiling_gb_per_s else []), gap=1, fold=True)
@@ -214,9 +203,8 @@ def table(cells: "list[Row]", ceiling_gb_per_s: float | None) -> "Table":
     return shown
 
 
-def ranking_line(ranking: "Row") -> str:
+def ranking_line(ranking: Row) -> str:
     """Return how well the policies of one size and mode are ordered."""
-    from sim.results.metrics import size_text
 
     correlation = "all equal" if ranking["spearman"] is None else f"rank correlation {ranking['spearman']:.2f}"
     pairs = f"{ranking['pairs_as_measured']} of {ranking['pairs_that_differ']} pairs"
@@ -227,7 +215,7 @@ def ranking_line(ranking: "Row") -> str:
     return f"{where}: {correlation} over {ranking['policies']} policies; {pairs} that differ{noise} are in order"
 
 
-def last_line(cells: "list[Row]") -> str:
+def last_line(cells: list[Row]) -> str:
     """Return the worst TPOT mean in words."""
     worst = max(cells, key=off_by)
     predicted, measured = (worst[side]["tpot_mean_ms"] for side in ("predicted", "measured"))
@@ -237,14 +225,13 @@ def last_line(cells: "list[Row]") -> str:
     )
 
 
-def off_by(cell: "Row") -> float:
+def off_by(cell: Row) -> float:
     """Return the error of a cell's TPOT mean, unsigned; JSON has no infinity."""
     error = cell["errors"]["tpot_mean"]
     return math.inf if error is None else abs(error)
 
 
-def named(cell: "Row") -> str:
-    from sim.results.metrics import cell_text
+def named(cell: Row) -> str:
 
     return f"{cell_text(cell)}, {cell['mode']}"
 

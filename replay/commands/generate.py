@@ -6,11 +6,21 @@ from typing import Annotated
 
 import typer
 
+from policies.core.spec import parse
+from replay import report
 from replay.commands.live_options import LiveOptions
+from replay.live.answering import TextStream, answer
+from replay.live.prediction import outcome
+from replay.live.prompts import prompts_of, reading_ids
+from replay.warmup import undisturbed
 from sim.commands import options
 from sim.commands.printed import progress
+from sim.sweeps.config import seeded
+from tracer.answers import Sampling
+from tracer.record import Options
 from traces.commands import console
 from traces.errors import InputError
+from traces.writer import check_target
 
 
 @options.expanded
@@ -47,16 +57,6 @@ def generate(
 
     [b]moe-replay generate --model ./tiny --token-ids 5,6,7 --print-token-ids --max-new-tokens 16[/b]
     """
-    from policies.core.spec import parse
-    from replay import report
-    from replay.live.answering import TextStream, answer
-    from replay.live.prediction import outcome
-    from replay.live.prompts import prompts_of, reading_ids
-    from replay.warmup import undisturbed
-    from sim.sweeps.config import seeded
-    from tracer.answers import Sampling
-    from tracer.record import Options
-    from traces.writer import check_target
 
     if overwrite and not record:
         raise InputError("--overwrite replaces the trace of --record: name its folder, or leave it out")

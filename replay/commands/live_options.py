@@ -5,20 +5,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from os.path import realpath
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
+from replay.live.loading import Progress
+from replay.live.model import LiveModel
+from replay.live.opening import open_live
 from sim.defaults import CACHE_SIZE, POLICY
 from tracer import demo
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from replay.live.loading import Progress
-    from replay.live.model import LiveModel
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,8 @@ class LiveOptions:
     ] = None
 
     @contextmanager
-    def live(self, model: str | None, policy: "str | PolicySpec", progress: "Progress") -> "Iterator[LiveModel]":
+    def live(self, model: str | None, policy: str | PolicySpec, progress: Progress) -> Iterator[LiveModel]:
         """Open the model; None: the shipped one."""
-        from replay.live.opening import open_live
 
         target = DeviceChoice.of({"device": self.device, "lanes": self.lanes, "store": self.store})
         with open_live(

@@ -5,26 +5,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from policies.core.spec import parse
+from replay import report
+from replay.choice import Choice, first_part
 from replay.commands.device_options import DeviceOptions, ReplayOptions
+from replay.device_choice import DeviceChoice
+from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, written
+from sim.loop.log import StepRow
+from sim.quantities import show_bytes
+from sim.sweeps import winner
+from sim.sweeps.setup import Requests, Setup
+from sim.timeline.file import writing
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from replay.choice import Choice
-    from replay.device_choice import DeviceChoice
-    from replay.run import Outcome
-    from sim.loop.log import StepRow
-    from sim.sweeps.setup import Setup
-
+from traces.output import claimed
 
 TIMED_BYTES = 1_000_000
 """Of an expert that threads copy and compute in a time that is worth predicting."""
@@ -65,7 +67,6 @@ def run(
 
     [b]moe-replay --from results/demo --device cpu[/b]
     """
-    from replay import report
 
     if min_gb_per_s is not None and not 0 < min_gb_per_s < math.inf:
         raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
@@ -99,7 +100,7 @@ def run(
 class Request:
     """What is to be replayed, as far as options say, and what was taken where they do not."""
 
-    setup: "Setup"
+    setup: Setup
     policy: str
     cache_size: str
     cache_experts: int | None = None  # what the size came to in the sweep; None: typed
@@ -115,7 +116,6 @@ def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
 
 def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
-    from sim.sweeps import winner
 
     swept, winners = winner.read(folder)
     setup = replace(swept, untimed=False, **options.setup_fields(cell, played))
@@ -134,10 +134,8 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
     return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
 
 
-def _choose(request: Request, target: "DeviceChoice") -> "Choice":
+def _choose(request: Request, target: DeviceChoice) -> Choice:
     """Read all files. Raise InputError for whatever cannot be used."""
-    from policies.core.spec import parse
-    from replay.choice import Choice, first_part
 
     policy = parse(request.policy)
     loaded = request.setup.load()
@@ -153,7 +151,7 @@ def _choose(request: Request, target: "DeviceChoice") -> "Choice":
     return Choice(loaded, policy, slots, target)
 
 
-def _scope(request: Request, choice: "Choice", asked: str) -> str:
+def _scope(request: Request, choice: Choice, asked: str) -> str:
     """Return a note on the device, and on how much of the trace runs."""
     device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
     played, setup = choice.loaded.trace, choice.loaded.setup
@@ -162,7 +160,7 @@ def _scope(request: Request, choice: "Choice", asked: str) -> str:
     return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
 
 
-def _unpriced(choice: "Choice") -> list[str]:
+def _unpriced(choice: Choice) -> list[str]:
     """Return a note on a policy whose overhead was never measured."""
     if choice.loaded.predictor_us(choice.policy) is not None:
         return []
@@ -170,9 +168,8 @@ def _unpriced(choice: "Choice") -> list[str]:
     return [f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"]
 
 
-def _too_small(choice: "Choice") -> list[str]:
+def _too_small(choice: Choice) -> list[str]:
     """Return a note on experts that threads take longer to hand over than to copy and compute."""
-    from sim.quantities import show_bytes
 
     size = choice.loaded.expert_bytes or 0
     if choice.device not in ("cpu", "disk") or size >= TIMED_BYTES:
@@ -184,12 +181,9 @@ def _too_small(choice: "Choice") -> list[str]:
 
 
 def _replay(
-    choice: "Choice", folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
-) -> "Outcome":
+    choice: Choice, folder: Path, timeline: Path | None, slots: bool, output: options.ResumableOptions
+) -> Outcome:
     """Run and write; a folder in which nothing was written does not stay."""
-    from replay import report
-    from sim.sweeps.setup import Requests
-    from traces.output import claimed
 
     requests, key = Requests(choice.loaded.trace), choice.key
     steps = sum(len(request.tokens) for request in requests)
@@ -208,18 +202,15 @@ def _replay(
 
 
 def _played(
-    choice: "Choice",
+    choice: Choice,
     folder: Path,
     timeline: Path | None,
     slots: bool,
     output: options.ResumableOptions,
-    done: "list[StepRow]",
+    done: list[StepRow],
     steps: int,
-) -> "Outcome":
+) -> Outcome:
     """Run behind the steps `done`, each step written as it ends; say what is kept of an interrupted run."""
-    from replay import report
-    from replay.run import replay
-    from sim.timeline.file import writing
 
     key, played = choice.key, len(done)
     about = {"made by": "moe-replay"}
@@ -230,7 +221,7 @@ def _played(
             writing(timeline, lambda: about, output.overwrite) if timeline else nullcontext() as shown,
         ):
 
-            def on_step(row: "StepRow") -> None:
+            def on_step(row: StepRow) -> None:
                 nonlocal played
                 write(row)
                 played += 1
@@ -243,8 +234,7 @@ def _played(
         console.fail("moe-replay", f"interrupted after {played} of {steps} steps{kept}", 130)
 
 
-def _shown(outcome: "Outcome", folder: Path) -> "Iterator[str | Table]":
-    from replay import report
+def _shown(outcome: Outcome, folder: Path) -> Iterator[str | Table]:
 
     yield report.title(outcome)
     yield report.table(outcome)

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from replay.commands.live_options import LiveOptions
+from replay.live.requests import unused
+from replay.live.server import Listener, Server, listen
 from sim.commands import options
 from sim.commands.printed import progress
 from traces.commands import console
@@ -36,12 +38,6 @@ def serve(
 
     [b]moe-replay serve --model ~/models/OLMoE-1B-7B --cache-size 8GiB[/b]
     """
-    try:
-        from replay.live.requests import unused
-        from replay.live.server import Listener, Server, listen
-    except ImportError as error:
-        raise InputError(f"serve needs {error.name}: pip install 'moe-expert-cache[serve]'") from error
-
     if api_key is None and not _is_loopback(host):
         raise InputError(f"--host {host} can be reached from elsewhere: say with --api-key what clients must send")
     opened.require_apart()

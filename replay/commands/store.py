@@ -5,9 +5,15 @@ from typing import Annotated
 
 import typer
 
+from replay.devices.expert_file import Fill, stride_of, write
+from replay.devices.store import Stamps
+from replay.model.network import expert_dtype_of
+from replay.model.weights import Checkpoint
 from sim.commands import options
 from sim.commands.printed import progress
+from sim.profiles.model_profile import model
 from sim.quantities import show_bytes
+from traces.commands import console
 from traces.errors import InputError
 from traces.output import check_file
 
@@ -39,12 +45,6 @@ def store(
 
     [b]moe-replay store qwen3.experts --model-profile qwen3-30b-a3b --dedup 1024[/b]
     """
-    from replay.devices.expert_file import Fill, stride_of, write
-    from replay.devices.store import Stamps
-    from replay.model.network import expert_dtype_of
-    from replay.model.weights import Checkpoint
-    from sim.profiles.model_profile import model
-    from traces.commands import console
 
     if model_profile is None:
         raise InputError("--model-profile says whose experts they are: name one (moe-replay store --help)")
@@ -61,8 +61,7 @@ def store(
     else:
         fill, source = Stamps(distinct, profile.expert_bytes, seed).write, f"random weights, seed {seed}"
     with progress(distinct, quiet, "experts written") as advance:
-        smaller = "; --dedup N writes N experts that all share"
-        write(file, profile, fill, source, distinct, lambda: advance(1), smaller, overwrite)
+        write(file, profile, fill, source, distinct, lambda: advance(1), overwrite)
     if not quiet:
         size = show_bytes(distinct * stride_of(profile.expert_bytes))
         console.say(f"wrote {distinct} of {experts} experts of {profile.name} to {file}: {size}, {source}")

@@ -13,14 +13,16 @@ import struct
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.safetensors_files import header_of
-from sim.quantities import show_bytes
 from traces.errors import InputError, located
 from traces.output import replacing
 
@@ -33,6 +35,9 @@ Fill = Callable[[int, Bytes], None]
 """Writes an expert's bytes into a buffer, uint8[expert_bytes]."""
 
 
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a file says of itself: safetensors' metadata, all of it text there."""
@@ -40,9 +45,9 @@ class Facts:
     format: str
     model: str  # the model profile's name
     weights: str  # where they are from
-    experts: int  # of the model, in all MoE layers
-    distinct: int  # in the file
-    expert_bytes: int
+    experts: Positive  # of the model, in all MoE layers
+    distinct: Positive  # in the file
+    expert_bytes: Positive
     checksums: str  # eight hexadecimal digits an expert
 
 
@@ -52,20 +57,19 @@ class ExpertFile:
     past_cache: whether its bytes come from the disk at every read.
     """
 
-    def __init__(self, path: Path, profile: ModelProfile) -> None:
-        """Raise InputError if the file is missing, damaged, or is of another model."""
+    def __init__(self, path: Path, model: "StoredModel | ModelProfile") -> None:
+        """Raise InputError if the file is missing, cut off, or is of another model."""
         self.path = path
         with located(str(path)):
             if not path.is_file():
                 raise InputError("there is no such file; moe-replay store writes one")
             self.facts, self.begin = _header(path)
-            _require(self.facts, profile)
-            self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
-            self.stride = stride_of(self.expert_bytes)
-            size = self.begin + self.distinct * self.stride
-            if path.stat().st_size != size:
-                raise InputError(f"has {path.stat().st_size} bytes instead of {size}: write it again")
-            self._file, self.past_cache = open_past_cache(path)
+            _require(self.facts, model)
+        self.expert_bytes, self.distinct = self.facts.expert_bytes, self.facts.distinct
+        self.stride = stride_of(self.expert_bytes)
+        if path.stat().st_size != self.begin + self.nbytes:
+            raise InputError(f"{path} is cut off: write it again with moe-replay store")
+        self._file, self.past_cache = open_past_cache(path)
         self._stamp = stamp(self._file)
 
     def read(self, expert: int, first: int, last: int, slot: Bytes) -> None:
@@ -73,12 +77,7 @@ class ExpertFile:
         begin, end = page_up(first), min(page_up(last), self.stride)
         at, target = self.begin + expert % self.distinct * self.stride, slot.data
         while begin < end:
-            try:
-                got = os.preadv(self._file, [target[begin:end]], at + begin)
-            except OSError as error:
-                raise InputError(f"{self.path}: expert {expert} cannot be read: {error.strerror}") from error
-            if got == 0:
-                raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
+            got = os.preadv(self._file, [target[begin:end]], at + begin)
             begin += got if begin + got >= end else got // PAGE * PAGE
             if got < PAGE and begin < end:
                 raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
@@ -104,47 +103,45 @@ def stride_of(expert_bytes: int) -> int:
     return page_up(expert_bytes)
 
 
+class StoredModel(NamedTuple):
+    """What a file of experts states of their model."""
+
+    name: str
+    moe_layers: int
+    experts: int  # of a layer
+    expert_bytes: int
+
+
 def write(
     path: Path,
-    profile: ModelProfile,
+    model: "StoredModel | ModelProfile",
     fill: Fill,
     weights: str,
     distinct: int,
-    told: Callable[[], None] = lambda: None,
-    advice: str = "",
+    on_written: Callable[[], None] = lambda: None,
     overwrite: bool = True,
 ) -> None:
     """Write a file whole or not at all.
 
     fill: gives the bytes of each expert. weights: where they are from, in words. distinct: how many experts the file
-    holds, at least 1. told: is called after each. Raise InputError, with `advice`, where the disk has no room, and
-    without `overwrite` where a file is there by then.
+    holds, at least 1. on_written: called after each. Raise InputError where the disk has not enough space, and without
+    `overwrite` where a file is there by then.
     """
-    experts = profile.moe_layers * profile.experts
-    size, stride = profile.expert_bytes, stride_of(profile.expert_bytes)
-    facts = Facts(FORMAT, profile.name, weights, experts, distinct, size, "0" * 8 * distinct)
-    begin = len(_header_of(facts))
-    buffer = anonymous(stride)
-    buffer[:] = 0
-    checksums = []
-    try:
-        with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
-            file.seek(begin)
-            for expert in range(distinct):
-                fill(expert, buffer[:size])
-                checksums.append(CHECKSUM.format(zlib.crc32(buffer[:size].data)))
-                _write_all(file.fileno(), buffer.data)
-                told()
-            file.seek(0)
-            _write_all(file.fileno(), _header_of(Facts(**{**asdict(facts), "checksums": "".join(checksums)})))
-            os.fsync(file.fileno())
-    except InputError as error:
-        if not isinstance(error.__cause__, OSError):  # no lack of room
-            raise
-        needed = show_bytes(begin + distinct * stride)
-        raise InputError(f"{error} ({needed}){advice}") from error
+    size, stride = model.expert_bytes, stride_of(model.expert_bytes)
+    facts = Facts(FORMAT, model.name, weights, model.moe_layers * model.experts, distinct, size, "0" * 8 * distinct)
+    begin, buffer, checksums = len(_header_of(facts)), anonymous(stride), list[str]()
+    with replacing(path, overwrite=overwrite) as part, part.open("wb", buffering=0) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, begin + distinct * stride)
+        file.seek(begin)
+        for expert in range(distinct):
+            fill(expert, buffer[:size])
+            checksums.append(CHECKSUM.format(zlib.crc32(buffer[:size].data)))
+            _write_all(file.fileno(), buffer.data)
+            on_written()
+        file.seek(0)
+        _write_all(file.fileno(), _header_of(replace(facts, checksums="".join(checksums))))
+        os.fsync(file.fileno())
 
 
 def _write_all(file: int, content: bytes | memoryview) -> None:
@@ -169,31 +166,21 @@ def _header(path: Path) -> tuple[Facts, int]:
     """Return the facts that a file states, and where its experts begin."""
     try:
         header, begin = header_of(path)
-        metadata = header["__metadata__"]
-        numbers = {name: int(str(metadata[name])) for name in ("experts", "distinct", "expert_bytes")}
-        texts = {name: str(metadata[name]) for name in ("format", "model", "weights", "checksums")}
-    except InputError as error:
+        facts = msgspec.convert(header.get("__metadata__"), Facts, strict=False)
+    except (InputError, msgspec.ValidationError) as error:
         raise InputError(f"is no file of experts, as moe-replay store writes one: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError("is no file of experts, as moe-replay store writes one: its header describes none") from error
-    facts = Facts(**texts, **numbers)  # type: ignore[arg-type]  # by name, each of its type
-    if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct or min(numbers.values()) < 1:
+    if facts.format != FORMAT or len(facts.checksums) != 8 * facts.distinct:
         raise InputError("is not a file of experts of this version: write it again with moe-replay store")
     return facts, begin
 
 
-def _require(facts: Facts, profile: ModelProfile) -> None:
-    """Raise InputError where the file's experts are not the profile's."""
-    experts = profile.moe_layers * profile.experts
-    if (facts.experts, facts.expert_bytes) != (experts, profile.expert_bytes):
+def _require(facts: Facts, model: "StoredModel | ModelProfile") -> None:
+    """Raise InputError where the file's experts are not the model's."""
+    experts = model.moe_layers * model.experts
+    if (facts.model, facts.experts, facts.expert_bytes) != (model.name, experts, model.expert_bytes):
         raise InputError(
-            f"holds {facts.model}: {facts.experts} experts of {facts.expert_bytes} bytes; {profile.name} has {experts} "
-            f"of {profile.expert_bytes}"
-        )
-    if facts.model != profile.name:
-        raise InputError(
-            f"holds {facts.model} ({facts.weights}), whose experts are as many and as large as those of "
-            f"{profile.name}: name the store of that model, or write one"
+            f"holds {facts.model} ({facts.weights}): {facts.experts} experts of {facts.expert_bytes} bytes; "
+            f"{model.name} has {experts} of {model.expert_bytes}"
         )
 
 
@@ -202,10 +189,7 @@ def open_past_cache(path: Path) -> tuple[int, bool]:
     if hasattr(os, "O_DIRECT"):
         with suppress(OSError):  # some file systems know it not
             return os.open(path, os.O_RDONLY | os.O_DIRECT), True
-    try:
-        file = os.open(path, os.O_RDONLY)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}") from error
+    file = os.open(path, os.O_RDONLY)
     with suppress(ImportError, AttributeError, OSError):  # macOS
         import fcntl
 
@@ -235,7 +219,5 @@ def read_through(path: Path) -> None:
     try:
         while got and at < os.fstat(file).st_size:
             at += (got := os.preadv(file, [memory.data], at))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
     finally:
         os.close(file)

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from replay.devices.expert_file import ExpertFile, write
+from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
-from sim.profiles.model_profile import ModelProfile
 from tracer.checkpoints import Found, blaming, find_model, notes_of, require_numbers, require_weights
 from tracer.models import LoadedModel
 from traces.errors import InputError, located
@@ -129,7 +128,8 @@ def expert_store(
     if experts is not None:
         yield ShardStore(experts, max(layer.expert_bytes for layer in layers))
         return
-    profile, origin = _profile(model, layers), _origin(model, layers)
+    origin = _origin(model, layers)
+    stored = StoredModel(model.loaded.name, len(layers), layers[0].experts, max(layer.expert_bytes for layer in layers))
     file = file or _own_file(model.loaded.name, origin)
     if not file.exists():
         count = len(layers) * layers[0].experts
@@ -137,8 +137,8 @@ def expert_store(
             make_folder(file.parent)
             check_file(file)
             with progress(count) as advance:
-                write(file, profile, _Converting(model, layers).fill, origin, count, lambda: advance(1))
-    with closing(ExpertFile(file, profile)) as written:
+                write(file, stored, _Converting(model, layers).fill, origin, count, lambda: advance(1))
+    with closing(ExpertFile(file, stored)) as written:
         if written.facts.weights != origin:
             raise InputError(f"{file} holds experts of {written.facts.weights}: remove it, or name another --store")
         yield written
@@ -193,25 +193,6 @@ class _Converting:
             with blaming(f"{name} cannot be made of the checkpoint"):
                 made = self._model.sources[name].converted(model, model.config)
             self._made |= {each: tensor.to(dtype) for each, tensor in made.items()}
-
-
-def _profile(model: Opened, layers: list[ExpertLayer]) -> ModelProfile:
-    config, width = model.loaded.model.config.get_text_config(), layers[0].rows[0].dtype.itemsize
-    return ModelProfile(
-        name=model.loaded.name,
-        hub_ids=(),
-        moe_layers=len(layers),
-        experts=layers[0].experts,
-        top_k=1,
-        hidden_size=config.hidden_size,
-        expert_intermediate_size=1,
-        expert_bytes_per_parameter=width,
-        heads=1,
-        head_size=1,
-        vocabulary=config.vocab_size,
-        dense_bytes_per_parameter=width,
-        layer_expert_bytes=(max(layer.expert_bytes for layer in layers),) * len(layers),
-    )
 
 
 def _origin(model: Opened, layers: list[ExpertLayer]) -> str:

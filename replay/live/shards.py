@@ -18,8 +18,7 @@ from replay.devices.expert_file import open_past_cache, require_unchanged, stamp
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from sim.profiles.safetensors_files import StoredTensor, tensors_of
-from traces.errors import InputError, located
-from traces.files import plain
+from traces.errors import InputError
 
 DTYPES = {
     "F64": torch.float64,
@@ -47,21 +46,17 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with located(str(path)):
-            try:
-                self._file, self.past_cache = open_past_cache(plain(path))
-            except OSError as error:
-                raise InputError(f"cannot be read: {error.strerror}") from error
+        self._file, self.past_cache = open_past_cache(path)
         self._stamp = stamp(self._file)
         self._bounce = local()
 
     def read(self, offset: int, target: Bytes) -> None:
-        """Read len(target) bytes from `offset` on. Raise InputError if they cannot be read."""
+        """Read len(target) bytes from `offset` on. Raise InputError where the file is cut off."""
         begin, end = 0, len(target)
         while begin < end:
             lead = (offset + begin) % PAGE
             block = self._block(lead + end - begin)
-            got = min(self._read(block, offset + begin - lead) - lead, end - begin)
+            got = min(os.preadv(self._file, [block.data], offset + begin - lead) - lead, end - begin)
             if got <= 0:
                 raise self._cut_off(offset + begin)
             np.copyto(target[begin : begin + got], block[lead : lead + got])
@@ -71,22 +66,16 @@ class Shard:
         """Read the pages that hold `size` bytes from `offset` on, so that these come to lie at `memory[place]`.
 
         Nothing is copied: place and offset lie equally far behind the beginning of a page, and so does `memory` at one.
-        What else is in the pages is written as well. Raise InputError if they cannot be read.
+        What else is in the pages is written as well. Raise InputError where the file is cut off.
         """
         lead = offset % PAGE
         begin, end, at = place - lead, page_up(place + size), offset - lead
         while begin < place + size:
-            got = self._read(memory[begin:end], at)
+            got = os.preadv(self._file, [memory[begin:end].data], at)
             whole = got if begin + got >= place + size else got // PAGE * PAGE  # else at the file's end
             if not whole:
                 raise self._cut_off(at + got)
             begin, at = begin + whole, at + whole
-
-    def _read(self, block: Bytes, offset: int) -> int:
-        try:
-            return os.preadv(self._file, [block.data], offset)
-        except OSError as error:
-            raise InputError(f"{self.path} cannot be read: {error.strerror}") from error
 
     def _cut_off(self, offset: int) -> InputError:
         return InputError(f"{self.path} is cut off at byte {offset}")
