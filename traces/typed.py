@@ -5,8 +5,9 @@ A dataclass states at each field what it may hold, by its type and `msgspec.Meta
 
 import dataclasses
 import re
+import reprlib
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
@@ -19,25 +20,39 @@ def typed(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """Return an instance of the dataclass `cls` with these values; numbers may be whole where a float is expected.
 
     Raises InputError, beginning with `where`, for an unknown key (near ones are offered), a missing key, a value of
-    another type and one outside the field's limits.
+    another type and one outside the field's limits, also in tables of a list of dataclasses.
     """
     prefix = f"{where}: " if where else ""
-    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise InputError(f"{prefix}{unknown('key', key, known)}")
+    _require_known(cls, values, prefix)
     try:
         return msgspec.convert(values, cls)
     except msgspec.ValidationError as error:
         raise InputError(f"{prefix}{_reason(str(error), values)}") from None
 
 
-def _reason(text: str, values: Mapping[str, Any]) -> str:
+def _require_known(cls: Any, values: Mapping[str, Any], prefix: str) -> None:
+    known = [field.name for field in dataclasses.fields(cls) if field.init]
+    kinds = get_type_hints(cls)
+    for key, value in values.items():
+        if key not in known:
+            raise InputError(f"{prefix}{unknown('key', key, known)}")
+        inner = next(filter(dataclasses.is_dataclass, get_args(kinds[key])), None)
+        for i, table in enumerate(value if inner and isinstance(value, list) else ()):
+            if isinstance(table, Mapping):
+                _require_known(inner, table, f"{prefix}{key}[{i}]: ")
+
+
+def _reason(text: str, values: Any) -> str:
     """Return the message of msgspec with the key and the value in front."""
     reason, _, path = text.partition(" - at `$")
-    if not path:
-        return reason[:1].lower() + reason[1:]
+    reason = f"{reason[:1].lower()}{reason[1:].replace('`', '')}"
     key = path.rstrip("`").lstrip(".")
-    name = re.split(r"[.\[]", key)[0]
-    value = f" = {values[name]!r}" if name in values else ""
-    return f"{key}{value}: {reason[:1].lower()}{reason[1:].replace('`', '')}"
+    for step in re.findall(r"[^.\[\]]+", key):
+        if isinstance(values, Mapping) and step in values:
+            values = values[step]
+        elif isinstance(values, list) and step.isdigit():
+            values = values[int(step)]
+        else:  # of a value of a mapping msgspec names no key
+            return f"{key}: {reason}"
+    value = "" if isinstance(values, Mapping) else f" = {reprlib.repr(values)}"
+    return f"{key}{value}: {reason}" if key else reason

@@ -46,7 +46,7 @@ from replay.prediction import under_contention
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
 from sim.loop.run import gpu_run
-from sim.profiles import measured, model_profile
+from sim.profiles import model_profile
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
@@ -56,6 +56,7 @@ from sim.sweeps.setup import Requests
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
+from traces.typed import typed
 
 POLICIES = ("lru", "eamc", "eamc-blend")
 ORACLE = "belady"
@@ -379,7 +380,7 @@ def peer_s(name: str) -> float:
 def calibrated_before(record: Record) -> Sequence[MeasuredModel]:
     """Models that a check which continues has calibrated: its profile is never edited."""
     text = record.facts.get("hardware")
-    return measured.read(f"{record.path}: measured", tomllib.loads(text)["measured"]) if len(record) and text else ()
+    return [typed(MeasuredModel, table) for table in tomllib.loads(text)["measured"]] if len(record) and text else ()
 
 
 def _cells(name: str, choice: Choice) -> Iterator[tuple[Choice, str, int]]:

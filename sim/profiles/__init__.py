@@ -1,9 +1,6 @@
 """Profiles are TOML files, one per machine or model: shipped ones beside this file, others by their path.
 
-Every key carries its unit in its name; an unknown, missing or impossible one is refused with the file's name.
-
-What a field may hold is said once, by its type and metadata. `make` and `checked` hold what a file says against that,
-`check` an instance, whoever made it: so options, files and callers of Python are held to the same.
+Every key carries its unit in its name. What a field may hold stands at the field, and `traces.typed` checks it.
 """
 
 import dataclasses
@@ -13,15 +10,24 @@ from functools import partial
 from os.path import exists  # of any name, however long
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from msgspec import Meta
 
 from traces.errors import InputError, unknown
 from traces.files import expanded, read_toml
+from traces.typed import typed
 
 T = TypeVar("T")
 
 MOST = 10**15
 """Of any number: beyond, times leave the range of a clock of 64 bits, and nothing is so large."""
+
+Positive = Annotated[float, Meta(gt=0, le=MOST)]
+NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Size = Annotated[int, Meta(ge=0, le=MOST)]
+"""0 where there is none."""
 
 LEAST = 1 / MOST
 """Of any number above 0: times that are divided by less leave all ranges."""
@@ -82,13 +88,9 @@ def absolute(kind: str, text: str) -> str:
     return text if text in names(kind) else os.path.realpath(expanded(text))
 
 
-def read(cls: type[T], path: Path, readers: Mapping[Any, Reader] | None = None) -> T:
-    """A profile as an instance of the dataclass `cls`, its field `name` being the file's stem; the rest as `make`."""
-    held = read_toml(path)
-    try:
-        return make(cls, held, readers or {}, name=path.stem)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+def read(cls: type[T], path: Path) -> T:
+    """Return a profile as an instance of the dataclass `cls`, its field `name` being the file's stem."""
+    return typed(cls, {**read_toml(path), "name": path.stem}, str(path))
 
 
 def make(cls: type[T], held: Mapping[str, Any], readers: Mapping[Any, Reader], **given: Any) -> T:

@@ -43,8 +43,8 @@ def expert_bytes_by_layer(path: Path | str, experts: int | None = None) -> NDArr
     path: a .gguf file (of a split model any of its files), a .safetensors file, or a folder of safetensors files with
     or without an index. All tensors of an expert count: matrices, biases and scales. What all experts of a layer share
     in one tensor is divided by their number, rounded up. Raises InputError for a file of another format, a damaged or
-    missing one, for a tensor in two files, and where no experts are found, those of a layer differ in size or are not
-    as many as `experts`.
+    missing one, a tensor in two files, and where no experts are there, those of a layer differ in size or are not as
+    many as `experts`.
     """
     path = expanded(path)
     layers: dict[str, _Layer] = defaultdict(_Layer)
@@ -66,18 +66,14 @@ def _expert_bytes(name: str, layer: _Layer, experts: int | None) -> int:
     if layer.own:
         counts.add(len(layer.own))
     if len(counts) != 1 or 0 in counts:
-        found = ", ".join(map(str, sorted(counts))) or "in a matrix of all of them"
-        raise InputError(f"the number of experts of {name} is unclear: {found}")
+        raise InputError(f"the number of experts of {name} is unclear: {', '.join(map(str, sorted(counts)))}")
     if experts not in (None, *counts):
         raise InputError(f"{name} has {counts.pop()} experts, not {experts}")
     if len(set(layer.own.values())) > 1:
         smallest, largest = min(layer.own.values()), max(layer.own.values())
         raise InputError(f"the experts of {name} differ in size: {smallest} to {largest} bytes")
     shared = sum(tensor.size for tensor in layer.fused)
-    size = max(layer.own.values(), default=0) + -(-shared // counts.pop())
-    if not size:
-        raise InputError(f"the experts of {name} have no bytes")
-    return size
+    return max(layer.own.values(), default=0) + -(-shared // counts.pop())
 
 
 def _order(layer: str) -> tuple[bool, list[str]]:
@@ -113,14 +109,11 @@ def _gguf_files(path: Path) -> list[Path]:
     split = SPLIT.fullmatch(path.name)
     if split is None:
         return [path]
-    count = int(split[3])
-    return [_existing(path.with_name(f"{split[1]}-{i:05d}-of-{count:05d}.gguf"), path) for i in range(1, count + 1)]
-
-
-def _existing(file: Path, named_by: Path) -> Path:
-    if not file.is_file():
-        raise InputError(f"{file.name} is missing beside {named_by}")
-    return file
+    files = [path.with_name(f"{split[1]}-{i:05d}-of-{split[3]}.gguf") for i in range(1, int(split[3]) + 1)]
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{file.name} is missing beside {path}")
+    return files
 
 
 def _gguf(file: Path) -> Iterator[StoredTensor]:

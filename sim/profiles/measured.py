@@ -9,19 +9,21 @@ it is what was measured. Everything is rounded up to whole ns.
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any
+from typing import Annotated, Any
 
-from sim import profiles
+from msgspec import Meta
+
+from sim.profiles import MOST, Count, NotNegative, Size
 from sim.profiles.timing import Link, Timing
 from traces.errors import InputError
 
-Curve = tuple[tuple[int, int], ...]
+Curve = Annotated[tuple[tuple[Count, Size], ...], Meta(min_length=1)]
 """(tokens, ns) or (context, ns), the first ascending."""
 
-Surface = tuple[tuple[int, int, int], ...]
+Surface = Annotated[tuple[tuple[Count, Count, Size], ...], Meta(min_length=1)]
 """(tokens, context, ns), ascending by tokens, then context."""
 
 TABLES = ("first_dense", "dense", "expert", "combine", "head")
@@ -33,34 +35,31 @@ class MeasuredModel:
     """One model on one machine; ns are whole."""
 
     model: str  # name of its profile
-    expert_bytes: int
-    transfer_ns: int  # of a whole expert, one behind another
-    latency_ns: int = field(metadata=profiles.MAY_BE_ZERO)  # of it what does not grow with bytes
-    turnaround_ns: int = field(metadata=profiles.MAY_BE_ZERO)  # of the host: from a router's end to what answers it
-    launch_ns: int = field(metadata=profiles.MAY_BE_NEGATIVE)  # of the host: what each expert of a decoded token adds
+    expert_bytes: Count
+    transfer_ns: Count  # of a whole expert, one behind another
+    latency_ns: Size  # of it what does not grow with bytes
+    turnaround_ns: Size  # of the host: from a router's end to what answers it
+    launch_ns: Annotated[int, Meta(ge=-MOST, le=MOST)]  # of the host: what each expert of a decoded token adds
     # to that; below 0 where transfers start later
     first_dense: Surface  # layer 0, with what comes before it
     dense: Surface  # every other layer
     expert: Curve  # one of top-k that are launched together
     combine: Curve
     head: Curve
-    compute_slowed: float = 1.0  # beside transfers, an expert's compute for a token takes so many times as long
-    transfer_slowed: float = 1.0  # beside compute, a transfer does
-    predictor_us: Mapping[str, float] = field(default_factory=dict, metadata=profiles.MAY_BE_ZERO)  # an event, by
-    # policies as given
+    compute_slowed: Annotated[float, Meta(ge=1, le=MOST)] = 1.0  # beside transfers, an expert's compute for a token
+    # takes so many times as long
+    transfer_slowed: Annotated[float, Meta(ge=1, le=MOST)] = 1.0  # beside compute, a transfer does
+    predictor_us: Mapping[str, NotNegative] = field(default_factory=dict)  # an event, by policies as stated
 
     def __post_init__(self) -> None:
-        """InputError, naming the key, for what no machine measures."""
-        for key in ("compute_slowed", "transfer_slowed"):
-            if getattr(self, key) < 1:
-                raise profiles.FieldError(key, getattr(self, key), "must be at least 1")
         for key in TABLES:
-            _check_rows(key, getattr(self, key))
+            rows = getattr(self, key)
+            if any(row[:-1] <= before[:-1] for before, row in pairwise(rows)):
+                raise InputError(f"{key}: rows ascend by tokens, then context, none twice")
         if self.latency_ns > self.transfer_ns:
-            raise profiles.FieldError("latency_ns", self.latency_ns, "must be at least 0, at most transfer_ns")
+            raise InputError(f"latency_ns = {self.latency_ns} is above transfer_ns")
         if self.launch_ns < -self.expert[0][1]:
-            least = f"must be at least {-self.expert[0][1]}: an expert of one token would take less than no time"
-            raise profiles.FieldError("launch_ns", self.launch_ns, least)
+            raise InputError(f"launch_ns = {self.launch_ns}: an expert of one token would take less than no time")
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
         """Return its durations under a policy with this overhead for each event; `host`: of experts computed there."""
@@ -148,50 +147,3 @@ def _segment(points: Sequence[tuple[int, Any]], x: int) -> slice:
         return slice(1)
     last = min(bisect_left(points, x, key=itemgetter(0)), len(points) - 1)
     return slice(last - 1, last + 1)
-
-
-def _check_rows(key: str, rows: Sequence[Sequence[int]]) -> None:
-    if not rows:
-        raise InputError(f"{key}: has no row")
-    for row in rows:
-        if min(row[:-1]) < 1 or not 0 <= row[-1] <= profiles.MOST:
-            raise InputError(f"{key}: row {list(row)}: tokens and context are at least 1, ns at least 0")
-    for before, row in pairwise(rows):
-        if tuple(row[:-1]) <= tuple(before[:-1]):
-            raise InputError(f"{key}: row {list(row)} must lie above {list(before)}: rows ascend, none twice")
-
-
-def _whole(key: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= profiles.MOST:
-        return value
-    raise InputError(f"{key} = {value!r}: must be a whole number, at most {profiles.MOST:.0e}")
-
-
-def _rows(key: str, value: object, columns: str) -> tuple[tuple[int, ...], ...]:
-    width = len(columns.split(", "))
-    if isinstance(value, list) and all(isinstance(row, list) and len(row) == width for row in value):
-        return tuple(tuple(_whole(f"{key}: {row}", number) for number in row) for row in value)
-    raise InputError(f"{key}: must be a list of rows {columns}")
-
-
-_READERS: dict[Any, profiles.Reader] = {
-    Curve: partial(_rows, columns="[tokens, ns]"),
-    Surface: partial(_rows, columns="[tokens, context, ns]"),
-}
-
-
-def read(key: str, value: object) -> tuple[MeasuredModel, ...]:
-    """The tables `[[measured]]` of a profile as they stand in the file; InputError, beginning with the key."""
-    if not isinstance(value, list) or not all(isinstance(table, dict) for table in value):
-        raise InputError(f"{key}: must be a list of tables, each headed [[measured]]")
-    found: dict[tuple[str, int], MeasuredModel] = {}
-    for place, table in enumerate(value, 1):
-        try:
-            model = profiles.make(MeasuredModel, table, _READERS)
-        except InputError as error:
-            raise InputError(f"{key} {place}: {error}") from None
-        if found.setdefault((model.model, model.expert_bytes), model) is not model:
-            raise InputError(
-                f"{key} {place}: {model.model} with experts of {model.expert_bytes} bytes stands there twice"
-            )
-    return tuple(found.values())

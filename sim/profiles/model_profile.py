@@ -5,21 +5,20 @@ Figures of all shipped models: the configurations that their authors published.
 """
 
 import re
-from dataclasses import dataclass, field, replace
-from os.path import exists  # of any name, however long
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from msgspec import Meta
 
 from sim import profiles
-from sim.profiles import transformers_config
-from traces.errors import InputError, located
+from sim.profiles import Count, NotNegative, Positive, Size, transformers_config
+from traces.errors import InputError
 from traces.files import expanded
 from traces.schema import TraceMeta
+from traces.typed import typed
 
-
-def _none() -> Any:
-    """A size that most models do not have: 0 unless given."""
-    return field(default=0, metadata=profiles.MAY_BE_ZERO)
-
+MOST_LAYERS = 100_000
+"""No model has so many; each is looked at."""
 
 WEIGHTS = (".gguf", ".safetensors")
 """Files that state sizes of experts (`sim.profiles.expert_sizes`), and not all that a profile needs."""
@@ -31,35 +30,45 @@ class ModelProfile:
 
     name: str
     hub_ids: tuple[str, ...]
-    moe_layers: int = field(metadata={"most": transformers_config.MOST_LAYERS})
-    experts: int
-    top_k: int
-    hidden_size: int
-    expert_intermediate_size: int
-    expert_bytes_per_parameter: float
-    heads: int
-    head_size: int
-    vocabulary: int
-    dense_bytes_per_parameter: float
-    expert_matrices: int = 3  # gate, up and down; 2 without a gate
-    encoder_moe_layers: int = _none()
-    kv_heads: int = _none()  # 0: as many as heads
-    kv_latent_size: int = _none()  # MLA; 0: keys and values by head
-    rope_head_size: int = _none()  # MLA: beside head_size
-    query_latent_size: int = _none()  # MLA whose queries pass a latent too; 0: they do not
-    sliding_window: int = _none()  # of the layers that `window_of` names; 0: none
-    full_attention_every: int = 2  # MoE layers, of each so many the last; the others have the window
-    shared_intermediate_size: int = _none()  # of all shared experts
-    dense_intermediate_size: int = _none()  # of a layer without experts
-    dense_matrices: int = 3
-    leading_dense_layers: int = _none()
-    dense_layers_before_each: int = _none()  # each MoE layer
-    dense_sliding_window: int = _none()  # of those before each MoE layer; 0: none
-    trailing_dense_layers: int = _none()
-    layer_expert_bytes: tuple[int, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
-    kv_bytes_per_value: float = _none()  # 0: as the dense weights
-    stated_dense_bytes: int = _none()  # of what a token reads beside routed experts and head; 0: as the shape says
-    stated_head_bytes: int = _none()  # of the vocabulary matmul; 0: as the shape says
+    moe_layers: Annotated[int, Meta(ge=1, le=MOST_LAYERS)]
+    experts: Count
+    top_k: Count
+    hidden_size: Count
+    expert_intermediate_size: Count
+    expert_bytes_per_parameter: Positive
+    heads: Count
+    head_size: Count
+    vocabulary: Count
+    dense_bytes_per_parameter: Positive
+    expert_matrices: Count = 3  # gate, up and down; 2 without a gate
+    encoder_moe_layers: Size = 0
+    kv_heads: Size = 0  # 0: as many as heads
+    kv_latent_size: Size = 0  # MLA; 0: keys and values by head
+    rope_head_size: Size = 0  # MLA: beside head_size
+    query_latent_size: Size = 0  # MLA whose queries pass a latent too; 0: they do not
+    sliding_window: Size = 0  # of the layers that `window_of` names; 0: none
+    full_attention_every: Count = 2  # MoE layers, of each so many the last; the others have the window
+    shared_intermediate_size: Size = 0  # of all shared experts
+    dense_intermediate_size: Size = 0  # of a layer without experts
+    dense_matrices: Count = 3
+    leading_dense_layers: Size = 0
+    dense_layers_before_each: Size = 0  # each MoE layer
+    dense_sliding_window: Size = 0  # of those before each MoE layer; 0: none
+    trailing_dense_layers: Size = 0
+    layer_expert_bytes: tuple[Count, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
+    kv_bytes_per_value: NotNegative = 0.0  # 0: as the dense weights
+    stated_dense_bytes: Size = 0  # of what a token reads beside routed experts and head; 0: as the shape says
+    stated_head_bytes: Size = 0  # of the vocabulary matmul; 0: as the shape says
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.experts:
+            raise InputError(f"top_k {self.top_k} is above {self.experts} experts")
+        if self.layer_expert_bytes and len(self.layer_expert_bytes) != self.moe_layers:
+            raise InputError(
+                f"layer_expert_bytes has {len(self.layer_expert_bytes)} sizes for {self.moe_layers} MoE layers"
+            )
+        if self.encoder_moe_layers >= self.moe_layers:
+            raise InputError("encoder_moe_layers leaves no MoE layer to the decoder")
 
     @property
     def expert_parameters(self) -> int:
@@ -200,38 +209,20 @@ class ModelProfile:
 
 
 def model(text: str) -> ModelProfile:
-    """The shipped profile of that name, or that of a TOML file or a transformers config at that path.
+    """Return the shipped profile of that name, or that of a TOML file or a transformers config at that path.
 
-    InputError where it cannot be used.
+    Raise InputError where it cannot be used.
     """
     path = expanded(text)
-    if text not in profiles.names("models") and exists(path) and transformers_config.is_config(path):
-        profile = ModelProfile(**transformers_config.read(path))
-        with located(str(path)):
-            profiles.check(profile)
-    else:
-        path = profiles.find("models", "model", text)
-        if path.suffix in WEIGHTS:
-            raise InputError(
-                f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
-                "profile in TOML, or a shipped model (moe-sim models lists them)"
-            )
-        profile = profiles.read(ModelProfile, path)
-    if profile.top_k > profile.experts:
-        raise InputError(f"{path}: top_k {profile.top_k} is above {profile.experts} experts")
-    if profile.layer_expert_bytes and len(profile.layer_expert_bytes) != profile.moe_layers:
-        given = len(profile.layer_expert_bytes)
-        raise InputError(f"{path}: layer_expert_bytes has {given} sizes for {profile.moe_layers} MoE layers")
-    if profile.expert_bytes < 1:
-        width = profile.expert_bytes_per_parameter
-        raise InputError(f"{path}: expert_bytes_per_parameter {width} leaves an expert no bytes")
-    if not profile.kv_latent_size and profile.heads % (profile.kv_heads or profile.heads):
-        raise InputError(f"{path}: {profile.heads} heads cannot share {profile.kv_heads} kv_heads")
-    if (layers := profile.moe_layers + profile.layers_without_experts) > transformers_config.MOST_LAYERS:
-        raise InputError(f"{path}: it has {layers} layers, more than {transformers_config.MOST_LAYERS}")
-    if profile.encoder_moe_layers >= profile.moe_layers:
-        raise InputError(f"{path}: encoder_moe_layers leaves no MoE layer to the decoder")
-    return profile
+    if text not in profiles.names("models") and path.exists() and transformers_config.is_config(path):
+        return typed(ModelProfile, transformers_config.read(path), str(path))
+    path = profiles.find("models", "model", text)
+    if path.suffix in WEIGHTS:
+        raise InputError(
+            f"{path} holds weights: name its transformers config (config.json or the folder that holds it), a "
+            "profile in TOML, or a shipped model (moe-sim models lists them)"
+        )
+    return profiles.read(ModelProfile, path)
 
 
 def known(name: str) -> ModelProfile | None:

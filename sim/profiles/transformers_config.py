@@ -9,10 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from traces import facts
 from traces.errors import InputError, located
 from traces.facts import parse_json
-from traces.files import plain
 
 Config = Mapping[str, Any]
 
@@ -43,9 +41,6 @@ METHODS = {"mxfp4": 4.25, "nvfp4": 4.5, "fp8": 8.0, "fbgemm_fp8": 8.0, "eetq": 8
 SCALES = 0.25
 """Bits of scales for a parameter of fewer than 8 bits."""
 
-MOST_LAYERS = 100_000
-"""No model has so many; each is looked at."""
-
 WHOLE = ("fp8", "fbgemm_fp8")
 """Methods that quantise the layers without experts too."""
 
@@ -59,19 +54,8 @@ def read(path: Path) -> dict[str, Any]:
     """Return the fields of a profile by a config file, or the one in a folder. Raise InputError for what it lacks."""
     file = path / "config.json" if path.is_dir() else path
     name = file.parent.resolve().name if file.name == "config.json" else file.stem
-    try:
-        config = parse_json(plain(file).read_text("utf-8"), "it")
-    except (OSError, ValueError, InputError) as error:
-        raise InputError(f"{file} is no transformers config that can be read: {error}") from None
-    if not isinstance(config, dict):
-        raise InputError(f"{file}: a transformers config is a JSON object")
     with located(str(file)):
-        try:
-            return fields_of(config, name)
-        except InputError:
-            raise
-        except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise InputError(f"a key holds what transformers does not write there: {error}") from error
+        return fields_of(parse_json(file.read_text("utf-8"), "a transformers config"), name)
 
 
 def fields_of(config: Config, name: str) -> dict[str, Any]:
@@ -85,8 +69,6 @@ def fields_of(config: Config, name: str) -> dict[str, Any]:
             config = {**config, **{key: value for key, value in config[inner].items() if key != "model_type"}}
     experts = _size(config, EXPERTS)
     layers, hidden = _size(config, LAYERS), _size(config, HIDDEN)
-    if layers > MOST_LAYERS:
-        raise InputError(f"it has {layers} layers, more than {MOST_LAYERS}")
     heads = _size(config, HEADS)
     moe = _moe_layers(config, layers)
     leading, between, trailing = _dense_layers(moe)
@@ -136,34 +118,33 @@ def _first(config: Config, names: Sequence[str]) -> int | None:
 
 
 def _size(config: Config, names: Sequence[str]) -> int:
-    found = _first(config, names)
-    if found is None:
+    size = _first(config, names)
+    if size is None:
         what = "this is no Mixture-of-Experts model" if names is EXPERTS else f"expected {names[0]}"
         raise InputError(f"none of the keys {', '.join(names)} is there: {what}")
-    return found
+    return size
 
 
 def _moe_layers(config: Config, layers: int) -> list[bool]:
     """Return which layers have experts. Raise InputError where none has."""
     kinds = config.get("mlp_layer_types")
-    if isinstance(kinds, list) and len(kinds) == layers:
-        found = [kind == "sparse" for kind in kinds]
+    if kinds and len(kinds) == layers:
+        moe = [kind == "sparse" for kind in kinds]
     elif isinstance(config.get("moe_layers"), list):  # Llama 4
-        found = [i in config["moe_layers"] for i in range(layers)]
+        moe = [i in config["moe_layers"] for i in range(layers)]
     else:
         leading = config.get("first_k_dense_replace", config.get("moe_layer_start_index", 0)) or 0
-        leading = (
-            config.get("num_dense_layers", leading) if isinstance(config.get("num_dense_layers"), int) else leading
-        )
+        if isinstance(config.get("num_dense_layers"), int):
+            leading = config["num_dense_layers"]
         last = config.get("moe_layer_end_index", -1)
         last = layers - 1 if not isinstance(last, int) or last < 0 else last
         step = _first(config, MOE_STEP) or 1
         place = config.get("expert_layer_offset", step - 1)  # Jamba states which of a period has experts
         dense = config.get("mlp_only_layers") or []
-        found = [int(leading) <= i <= last and i % step == place and i not in dense for i in range(layers)]
-    if not any(found):
+        moe = [int(leading) <= i <= last and i % step == place and i not in dense for i in range(layers)]
+    if not any(moe):
         raise InputError("none of its layers has experts")
-    return found
+    return moe
 
 
 def _dense_layers(moe: Sequence[bool]) -> tuple[int, int, int]:
@@ -195,10 +176,10 @@ def _stated_bits(quantised: Config, method: str) -> float:
         return 4.5  # a scale of 32 bits for 64 parameters
     groups = quantised.get("config_groups") or {}
     stated = [quantised.get("bits"), *((group.get("weights") or {}).get("num_bits") for group in groups.values())]
-    found = [facts.whole("quantization_config: bits", bits, 1, 32) for bits in stated if bits is not None]
-    if not found:
+    bits: int = max((each for each in stated if each), default=0)
+    if not bits:
         raise InputError(f"quantization_config: nothing says how many bits {method!r} has: state its `bits`")
-    return max(found) + (SCALES if max(found) < 8 else 0.0)
+    return bits + (SCALES if bits < 8 else 0.0)
 
 
 def _windows(config: Config, moe: Sequence[bool], heads: int, head_size: int, kv_values: int) -> dict[str, int]:

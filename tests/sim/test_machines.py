@@ -134,7 +134,7 @@ def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_pa
     with pytest.raises(InputError, match="without any expert"):
         Setup(str(home / "tiny"), hardware=str(tiny)).load()
     tiny.write_text(shipped.replace("disk_bandwidth_gb_per_s = 6.5", "disk_bandwidth_gb_per_s = 0"), encoding="utf-8")
-    with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0: must be above 0"):
+    with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0"):
         Setup(str(home / "tiny"), hardware=str(tiny)).load()
 
 

