@@ -1,22 +1,23 @@
 """The commands `moe-sim analyze` and `moe-sim compare`: what a trace allows, and whether a difference is one."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from policies.core.grammar import policy_title
+from policies.core.grammar import policy_title, split_list
 from sim import defaults
+from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentence, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
+from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
+from sim.sweeps import report
+from sim.sweeps.config import specs
+from sim.sweeps.grid import grid_of
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sim.analysis.misses import Analysis
-    from sim.results.compare import Difference, SweptRun
+from traces.output import claimed
 
 
 @options.expanded
@@ -36,13 +37,6 @@ def analyze(
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
-    from policies.core.grammar import split_list
-    from sim.analysis.misses import MAKER, NAMES, analyse, save, sentence, to_play
-    from sim.sweeps import report
-    from sim.sweeps.config import specs
-    from sim.sweeps.grid import grid_of
-    from traces.output import claimed
-
     setup = options.setup_of(requests, trace=trace, untimed=True)
     loaded = setup.load()
     sizes = split_list(cache_sizes)
@@ -81,8 +75,6 @@ def compare(
 
     [b]moe-sim compare results/x:lru@25% results/y:eamc@25%[/b]
     """
-    from sim.results.compare import differences
-
     pairs = _pairs(a, b, policies, cache_size)
     found = [(one, other, differences(one, other, seed, resamples)) for one, other in pairs]
     if as_json:
@@ -96,12 +88,10 @@ def compare(
             console.say(f"{size}{difference.sentence()}")
 
 
-def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "list[tuple[SweptRun, SweptRun]]":
+def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> list[tuple[SweptRun, SweptRun]]:
     """(baseline, cell): what was asked for."""
-    from policies.core.grammar import split_list
-    from sim.results.compare import choose, pairs_across, pairs_within, read, split_name
 
-    def named(text: str) -> "list[SweptRun]":
+    def named(text: str) -> list[SweptRun]:
         folder, policy, own_size = split_name(text)
         return choose(read(folder), policy, own_size or size)
 
@@ -114,7 +104,7 @@ def _pairs(a: str, b: str | None, policies: str | None, size: str | None) -> "li
     return pairs_within(named(a), list(dict.fromkeys(split_list(policies))))
 
 
-def _row(baseline: "SweptRun", cell: "SweptRun", difference: "Difference") -> dict[str, object]:
+def _row(baseline: SweptRun, cell: SweptRun, difference: Difference) -> dict[str, object]:
     return {
         "measure": difference.measure.name,
         "unit": difference.measure.unit,
@@ -125,12 +115,12 @@ def _row(baseline: "SweptRun", cell: "SweptRun", difference: "Difference") -> di
     }
 
 
-def _cell(one: "SweptRun") -> dict[str, object]:
+def _cell(one: SweptRun) -> dict[str, object]:
     said = {"policy": one.policy, "oracle": one.oracle, "cache_experts": one.cache_experts}
     return {"folder": str(one.folder), **said}
 
 
-def _misses(found: "Analysis") -> "Table":
+def _misses(found: Analysis) -> Table:
     """A row per size and policy: how its misses split."""
     shown = table("cache", "policy", "hit rate", "misses", "compulsory", "capacity", "policy's own", gap=1)
     for split, following in zip(found.splits, [*found.splits[1:], None], strict=True):
@@ -144,7 +134,7 @@ def _misses(found: "Analysis") -> "Table":
     return shown
 
 
-def _reuse(found: "Analysis") -> "Table":
+def _reuse(found: Analysis) -> Table:
     """A row per power of two that counts: how far the uses of an expert are from the one before."""
     shown = table("used again after", "in accesses", "in tokens", gap=1)
     rows = found.distances()
@@ -157,7 +147,7 @@ def _reuse(found: "Analysis") -> "Table":
     return shown
 
 
-def _locality(found: "Analysis") -> "Table":
+def _locality(found: Analysis) -> Table:
     """A row per segment length: SRP and SCH."""
     shown = table("segment", "SRP", "experts needed", "SCH, 1x active", "SCH, 2x active", gap=1)
     for metrics in found.locality:

@@ -1,16 +1,22 @@
 """The commands `moe-sim eamc build` and `moe-sim eamc show`: collections of past EAMs that a run can start from."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import numpy as np
 import typer
 
+from policies.eamc.build import build as learn
+from policies.eamc.eamc import Predictor
+from policies.eamc.file import Part, SavedEamc
+from policies.eamc.kmeans import scaled
 from sim.commands import options
 from sim.commands.options import Overwrite
+from sim.quantities import show_bytes
 from traces.commands import console
-
-if TYPE_CHECKING:
-    from policies.eamc.file import Part, SavedEamc
+from traces.output import check_file, replacing
+from traces.trace import Trace
 
 
 @options.expanded
@@ -27,13 +33,9 @@ def build(
 
     [b]moe-sim sweep other-trace --policies lru,eamc:capacity=300:collection=eamc.npz[/b]
     """
-    from policies.eamc import build
-    from traces.output import check_file, replacing
-    from traces.trace import Trace
-
     check_file(out, overwrite)
     source = Trace.read(trace)
-    saved = build.build(source, policy, capacity).saved(source.name)
+    saved = learn(source, policy, capacity).saved(source.name)
     with replacing(out, overwrite=overwrite) as part, part.open("wb") as file:
         saved.write(file)
     held = ", ".join(f"{len(part.eams)} EAMs of {name}" for name, part in _named(saved))
@@ -50,12 +52,6 @@ def show(
 
     Nearest other: the mean, over the EAMs, of the cosine with the most similar other one.
     """
-    from dataclasses import asdict, replace
-
-    from policies.eamc.eamc import Predictor
-    from policies.eamc.file import SavedEamc
-    from sim.quantities import show_bytes
-
     saved = SavedEamc.read(file)
     memory = Predictor(saved.shape, replace(saved.options, collection=str(file))).memory_bytes
     if as_json:
@@ -80,17 +76,13 @@ def show(
         console.say(line)
 
 
-def _named(saved: "SavedEamc") -> "list[tuple[str, Part]]":
+def _named(saved: SavedEamc) -> list[tuple[str, Part]]:
     names = ("prefill", "decode") if saved.options.split else ("both phases",)
     return list(zip(names, saved.parts, strict=True))
 
 
-def _nearest_other(saved: "SavedEamc", part: "Part") -> float | None:
+def _nearest_other(saved: SavedEamc, part: Part) -> float | None:
     """None for fewer than two. By the cosine of the options."""
-    import numpy as np
-
-    from policies.eamc.kmeans import scaled
-
     n, rows = len(part.eams), saved.shape.layers if saved.options.cosine == "rows" else 1
     if n < 2:
         return None

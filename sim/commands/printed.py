@@ -1,35 +1,31 @@
 """What several commands print alike: a bar, a cell's title, a table's columns, figures, which files were written."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from rich import box
+from rich.progress import ProgressColumn, Task
+from rich.table import Table
+from rich.text import Text
+
+from sim.engines import compiling
+from sim.results.metrics import Row, cell_text
 from traces.commands import console
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sim.results.metrics import Row
 
 METRICS = {"tpot_mean_ms": "TPOT ms", "ttft_mean_ms": "TTFT ms", "misses": "misses"}
 """Columns of results by which cells are judged, as tables head them."""
 
 
-def cell_title(row: "Row", machine: str | None) -> str:
+def cell_title(row: Row, machine: str | None) -> str:
     """Return what was run on what."""
-    from sim.results.metrics import cell_text
-
     where = f" on {machine}" if machine else ""
     played = f"requests {row['requests']:,}, tokens {row['tokens']:,} of {row['trace']}"
     return f"{row['model']}{where}: {cell_text(row)} of the experts; {played}"
 
 
-def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> "Table":
+def table(*headings: str, left: int = 1, gap: int = 0, fold: bool = False) -> Table:
     """Return a plain table; its first columns are flush left (and fold), the others flush right."""
-    from rich import box
-    from rich.table import Table
-
     shown = Table(box=box.SIMPLE_HEAD, padding=(0, gap, 0, 0))
     for i, heading in enumerate(headings):
         shown.add_column(heading, justify="left" if i < left else "right", no_wrap=True)
@@ -43,26 +39,18 @@ def milliseconds(value: float) -> str:
     return f"{value:,.{2 if value >= 10 else 3}f}"
 
 
-@contextmanager
-def progress(total: int, quiet: bool, what: str = "requests run", done: int = 0) -> "Iterator[Callable[..., None]]":
-    """Draw a bar on standard error, with what is compiled meanwhile.
+class _Compiling(ProgressColumn):
+    """What is compiled meanwhile."""
 
-    Yield what advances it by a number, and changes `what` if another text follows.
-    """
-    from rich import progress
-    from rich.text import Text
+    def render(self, task: Task) -> Text:
+        return Text(compiling.words(), style="dim")
 
-    from sim.engines import compiling
 
-    class Compiling(progress.ProgressColumn):
-        def render(self, task: progress.Task) -> Text:
-            return Text(compiling.words(), style="dim")
-
-    text, rest = progress.TextColumn("{task.description}", markup=False), progress.TimeRemainingColumn()
-    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), text, rest, Compiling())
-    with progress.Progress(*columns, console=console.err, disable=console.is_unwatched(quiet), transient=True) as bar:
-        task = bar.add_task(what, total=total, completed=done)
-        yield lambda by, what=None: bar.update(task, advance=by, description=what)
+def progress(
+    total: int, quiet: bool, what: str = "requests run", done: int = 0
+) -> AbstractContextManager[console.Advance]:
+    """Draw a bar on standard error, with what is compiled meanwhile."""
+    return console.progress(total, quiet, what, done, _Compiling())
 
 
 def written(files: Iterable[Path | str], folder: Path) -> str:

@@ -5,9 +5,15 @@ from typing import Annotated
 
 import typer
 
+from policies.blend.build import build as learn
+from policies.core.policy import Shape
 from sim.commands import options
 from sim.commands.options import Overwrite
+from sim.sweeps.setup import Requests
 from traces.commands import console
+from traces.errors import InputError
+from traces.output import check_file, replacing
+from traces.shards import Shards
 
 
 @options.expanded
@@ -24,13 +30,6 @@ def build(
 
     [b]moe-sim sweep other-trace --policies lru,eamc-blend,eamc-blend:profile=model.npz[/b]
     """
-    from policies.blend.build import build as learn
-    from policies.core.policy import Shape
-    from sim.sweeps.setup import Requests
-    from traces.errors import InputError
-    from traces.output import check_file, replacing
-    from traces.shards import Shards
-
     check_file(out, overwrite)
     opened = [Shards.open(trace) for trace in traces]
     for each in opened:

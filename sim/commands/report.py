@@ -7,8 +7,11 @@ from typing import Annotated
 import typer
 
 from sim.commands import options
+from sim.quantities import show_bytes
+from sim.report import inputs, page
 from traces.commands import console
 from traces.errors import InputError
+from traces.output import check_file, replacing
 
 
 @options.expanded
@@ -25,10 +28,6 @@ def report(
 
     [b]moe-sim report results/my-trace results/my-replay --out report.html[/b]
     """
-    from sim.quantities import show_bytes
-    from sim.report import inputs, page
-    from traces.output import check_file, replacing
-
     check_file(out, overwrite)
     if not any(folder.exists() for folder in results):
         raise InputError(f"no such folder: {', '.join(map(str, results))}; name what moe-sim sweep --out has written")

@@ -7,11 +7,14 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
 from sim.commands import options
 from sim.commands.options import Overwrite, Quiet
 from sim.commands.printed import progress
 from traces.commands import console
 from traces.errors import InputError
+from traces.output import check_file, replacing
+from traces.trace import Trace
 
 
 @options.expanded
@@ -36,10 +39,6 @@ def train_stride(
 
     [b]moe-sim sweep other-trace --policies lru+stride:model=stride.npz[/b]
     """
-    from policies.prefetch.stride_training import Tokens, Training, recall, recall_of_previous, train
-    from traces.output import check_file, replacing
-    from traces.trace import Trace
-
     training = Training(stride, back, epochs, seed)
     if not 0 <= held_out < 1:
         raise InputError(f"--held-out {held_out}: a share of the requests, 0 or more and below 1")

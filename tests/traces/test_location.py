@@ -200,12 +200,6 @@ def test_commands_read_a_trace_at_a_url(memory: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("typed", [("info", "memory://none/t"), ("import", "hf://x/y", "--out=t")])
-def test_a_command_names_an_address_as_it_was_typed(typed: tuple[str, ...]) -> None:
-    ended = run(tracer.commands.main, *typed)
-    assert (ended.returncode, typed[1] in ended.stderr) == (2, True), ended.stderr
-
-
 def test_a_nul_in_a_path_is_refused_in_one_line() -> None:
     with pytest.raises(InputError, match="cannot be opened: no path holds a NUL"):
         Location.of("a\0b")

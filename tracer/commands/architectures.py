@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from tracer.architectures import architectures as known
 from traces.commands import console
 
 
@@ -13,12 +14,10 @@ def architectures(as_json: Annotated[bool, typer.Option("--json", help="Print JS
 
     Example: moe-trace architectures
     """
-    from tracer.architectures import architectures as known
-
     found = known()
     if as_json:
         console.say_json([asdict(one) for one in found])
         return
     width = max(len(one.name) for one in found)
     for one in found:
-        console.out.print(one.line(width), soft_wrap=True, highlight=False)
+        console.say(one.line(width))

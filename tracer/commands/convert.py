@@ -5,9 +5,16 @@ from typing import Annotated
 
 import typer
 
-from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, tell
+from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, TraceArgument, report
+from tracer.torch_dumps import load
 from traces.commands import console
 from traces.errors import InputError, unknown
+from traces.export import FORMATS, of_phase
+from traces.export import check_target as check_export
+from traces.importers import Options, import_dump
+from traces.reader import open_folder
+from traces.trace import Trace
+from traces.writer import check_target, write_trace
 
 
 def import_(
@@ -56,10 +63,6 @@ def import_(
 
     Example: moe-trace import answers.jsonl --experts 128 --out traces/recorded/qwen3
     """
-    from tracer.torch_dumps import load
-    from traces.importers import Options, import_dump
-    from traces.writer import check_target, write_trace
-
     file = file.resolve() if file.name in ("", "..") else file
     if not file.name:
         raise InputError(f"{file} is not the name of a dump: give a file, or a folder of files")
@@ -74,7 +77,7 @@ def import_(
     for text in assumed:
         console.warn(text)
     write_trace(made, folder, overwrite)
-    tell(folder, quiet)
+    report(folder, quiet)
 
 
 def export(
@@ -93,17 +96,13 @@ def export(
 
     Example: moe-trace export traces/demo --to oracleGeneral --phase decode --out demo.oracleGeneral
     """
-    from traces.export import FORMATS, check_target, of_phase
-    from traces.reader import open_folder
-    from traces.trace import Trace
-
     if to not in FORMATS:
         raise unknown("format", to, FORMATS)
     if phase not in ("prefill", "decode", "both"):
         raise unknown("phase", phase, ("prefill", "decode", "both"))
     if expert_bytes is not None and to != "oracleGeneral":
         raise InputError(f"--expert-bytes belongs to oracleGeneral, not to {to}: leave it out")
-    check_target(out, to, overwrite)
+    check_export(out, to, overwrite)
     columns = {"oracleGeneral": (), "csv": ("weights",), "npz": ("weights", "token_id")}[to]
     held = of_phase(Trace.read(trace, columns), phase)
     folder = open_folder(trace)
@@ -114,4 +113,4 @@ def export(
     written = FORMATS[to](held, out, overwrite=overwrite, **size)
     if not quiet:
         what = {"oracleGeneral": "accesses", "csv": "rows", "npz": "tokens"}[to]
-        console.out.print(f"{out}: {written} {what}", soft_wrap=True)
+        console.say(f"{out}: {written} {what}")

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from rich.progress import Progress
 
-from tracer.commands.shared import Overwrite, Quiet, TraceArgument, tell, warn_if_unfinished
+from tracer.commands.shared import Overwrite, Quiet, TraceArgument, report, warn_if_unfinished
 from traces.commands import console
 from traces.edit import Source, join
 from traces.errors import InputError, unknown
@@ -97,7 +96,6 @@ def _write(sources: Sequence[Source], out: Path, overwrite: bool, quiet: bool, p
     for source in sources if not quiet else ():
         warn_if_unfinished(source.folder)
     total = sum(int(source.keep.sum()) for source in sources)
-    with Progress(console=console.err, disable=console.is_unwatched(quiet), transient=True) as progress:
-        bar = progress.add_task("requests", total=total)
-        join(sources, out, overwrite, prefix, lambda done: progress.advance(bar, done))
-    tell(out, quiet)
+    with console.progress(total, quiet, "requests") as advance:
+        join(sources, out, overwrite, prefix, advance)
+    report(out, quiet)

@@ -8,6 +8,10 @@ from rich.table import Table
 
 from tracer.commands.shared import TraceArgument, size, suggest, warn_if_unfinished
 from traces.commands import console
+from traces.reader import EXTRA, open_folder
+from traces.stats import summary
+from traces.stream import pieces
+from traces.trace import Trace
 
 
 def info(
@@ -18,10 +22,6 @@ def info(
 
     Example: moe-trace info traces/recorded/demo
     """
-    from traces.reader import open_folder
-    from traces.stats import summary
-    from traces.trace import Trace
-
     warn_if_unfinished(open_folder(trace))
     held = Trace.read(trace)
     facts = summary(held)
@@ -38,13 +38,10 @@ def validate(trace: TraceArgument) -> None:
 
     Example: moe-trace validate traces/recorded/demo
     """
-    from traces.reader import EXTRA, open_folder
-    from traces.stream import pieces
-
     tokens = sum(len(piece.step) for piece in pieces(trace, EXTRA))
     folder = open_folder(trace)
     warn_if_unfinished(folder)
-    console.out.print(f"{trace} is a valid trace: {size(folder, tokens)}", soft_wrap=True)
+    console.say(f"{trace} is a valid trace: {size(folder, tokens)}")
     suggest(f"moe-trace info {trace}")
 
 
@@ -60,7 +57,7 @@ def _print_info(facts: dict[str, Any]) -> None:
         "tokens": facts["phase"] if facts["tokens"] is None else f"{facts['tokens']:,} ({facts['phase']})",
     }
     for name, text in lines.items():
-        console.out.print(f"{name:<10}{text}", soft_wrap=True)
+        console.say(f"{name:<10}{text}")
     phases = [phase for phase in ("prefill", "decode") if phase in facts]
     table = Table("", *phases, box=None, pad_edge=False)
     for row in ROWS:

@@ -10,9 +10,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tracer import demo
-from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
+from tracer.answers import Sampling
+from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
+from tracer.models import Loading, load_model
+from tracer.prompts import Columns, read_prompts
+from tracer.record import FORCED, GENERATE, MODES, Options
+from tracer.record import record as record_routing
 from traces.commands import console
 from traces.errors import InputError, unknown
+from traces.writer import check_target
 
 PROMPTS, RUN, KEEP = "Prompts", "Running the model", "What to record"
 """Headings of the help."""
@@ -184,9 +190,6 @@ def record(
 
       moe-trace record --model ./my-model --prompts mmlu/ --mode teacher-forced --offload disk --max-memory 8GiB
     """
-    from tracer.prompts import Columns, read_prompts
-    from traces.writer import check_target
-
     part = _shard(shard)
     if overwrite and resume:
         raise InputError("--overwrite starts again and --resume continues: give one of them")
@@ -199,11 +202,6 @@ def record(
         for option, given, default in (("--model", model, demo.MODEL), ("--prompts", prompts, demo.PROMPTS)):
             if given is None:
                 console.note(f"no {option} given: taking what ships with the project, {default}")
-
-    from tracer.answers import Sampling
-    from tracer.models import Loading, load_model
-    from tracer.record import FORCED, GENERATE, MODES, Options
-    from tracer.record import record as record_routing
 
     if mode not in MODES:
         raise unknown("mode", mode, MODES)
@@ -244,7 +242,7 @@ def record(
         kept = f"the {meter.done} that finished are readable in {folder}, and --resume continues with them"
         kept = kept if meter.done else "nothing was written"
         console.fail("moe-trace", f"interrupted after {meter.done} of {requests} requests: {kept}", 130)
-    tell(folder, quiet)
+    report(folder, quiet)
 
 
 def _shard(text: str | None) -> tuple[int, int]:

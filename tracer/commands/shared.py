@@ -1,14 +1,12 @@
-"""What several commands share: their arguments, and how they tell of a trace."""
+"""What several commands share: their arguments, and the lines about a trace."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from traces.commands import console
-
-if TYPE_CHECKING:
-    from traces.reader import Folder
+from traces.reader import Folder, open_folder
 
 RECORDED = Path("traces/recorded")
 
@@ -18,31 +16,29 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a trace th
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no notes, only errors.")]
 
 
-def size(folder: "Folder", read: int | None = None) -> str:
-    """A trace in one line. read: its tokens where they were read, without those of requests that are not listed."""
+def size(folder: Folder, read: int | None = None) -> str:
+    """Return a trace in one line. read: tokens that were read, where requests that are not listed have others."""
     meta, (requests, stored) = folder.meta, folder.size
     tokens = stored if read is None else read
-    held = f"{requests} requests, {tokens} tokens" if meta.mode != "aggregate" else f"EAMs of {requests} requests"
-    return f"{held} of {meta.model}, {meta.layers} MoE layers x {meta.experts} experts, top-{meta.top_k}"
+    content = f"{requests} requests, {tokens} tokens" if meta.mode != "aggregate" else f"EAMs of {requests} requests"
+    return f"{content} of {meta.model}, {meta.layers} MoE layers x {meta.experts} experts, top-{meta.top_k}"
 
 
-def warn_if_unfinished(folder: "Folder") -> None:
-    """Say that a recording was interrupted, where its settings tell of more requests than it holds."""
+def warn_if_unfinished(folder: Folder) -> None:
+    """Warn of an interrupted recording, whose settings name more requests than it holds."""
     held, wanted = folder.size[0], folder.meta.settings.get("requests")
     if isinstance(wanted, int) and held < wanted:
-        how = "`moe-trace record --resume` continues with one of its own"
-        console.warn(f"{folder.path} holds {held} of {wanted} requests: its recording was interrupted ({how})")
+        command = "`moe-trace record --resume` continues with one of its own"
+        console.warn(f"{folder.path} holds {held} of {wanted} requests: its recording was interrupted ({command})")
 
 
-def tell(path: Path, quiet: bool) -> None:
-    """Say where the result lies and what to do with it."""
-    from traces.reader import open_folder
-
+def report(path: Path, quiet: bool) -> None:
+    """Print where the result lies, and what to do next."""
     if not quiet:
-        console.out.print(f"{path}: {size(open_folder(path))}", soft_wrap=True)
+        console.say(f"{path}: {size(open_folder(path))}")
         suggest(f"moe-trace info {path}")
 
 
 def suggest(command: str) -> None:
-    """Say what to do next."""
-    console.out.print(f"next: {command}", soft_wrap=True)
+    """Print what to do next."""
+    console.say(f"next: {command}")

@@ -1,21 +1,26 @@
 """`moe-trace synth`: make a synthetic trace that behaves as a real one, of any model's shape."""
 
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import numpy as np
 import typer
+from numpy.typing import NDArray
+from rich.table import Table
 
-from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, tell
+from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
+from tracer.commands.shared import RECORDED, Out, Overwrite, Quiet, report
+from tracer.shapes import Shape, shape_of
 from traces.commands import console
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from traces.trace import Trace
-
+from traces.fit import fit, thinned
+from traces.location import Location
+from traces.schema import TraceMeta
+from traces.stats import statistics
+from traces.trace import Trace
+from traces.writer import check_target, write_trace
 
 MOST_TOKENS = 10**9
 MOST = 1 << 16
@@ -59,15 +64,6 @@ def synth(
 
     Example: moe-trace synth --like traces/recorded/demo --model mixtral-8x7b --out traces/recorded/mixtral-synth
     """
-    from importlib.metadata import version
-
-    from tracer.shapes import Shape, shape_of
-    from traces.fit import fit, thinned
-    from traces.location import Location
-    from traces.schema import TraceMeta
-    from traces.trace import Trace
-    from traces.writer import check_target, write_trace
-
     given = (layers, experts, top_k)
     if model is not None and any(size is not None for size in given):
         raise InputError("--model names the shape of the model: leave --layers, --experts and --top-k out")
@@ -120,20 +116,16 @@ def synth(
         console.say_json({"out": str(target), **statistics})
         return
     _print(statistics)
-    tell(target, quiet)
+    report(target, quiet)
 
 
-def _by_cluster(trace: "Trace", cluster: "NDArray[np.int64]") -> "Trace":
+def _by_cluster(trace: Trace, cluster: NDArray[np.int64]) -> Trace:
     """Return the trace with its clusters as tasks, as the synthetic trace has them."""
     return replace(trace, requests=trace.requests.assign(task=[f"cluster-{number}" for number in cluster]))
 
 
-def _statistics(trace: "Trace") -> dict[str, Any]:
+def _statistics(trace: Trace) -> dict[str, Any]:
     """Return the statistics of `moe-trace info`, and the quantiles of the requests' lengths."""
-    import numpy as np
-
-    from traces.stats import statistics
-
     prefill = trace.prompts
     lengths = {"prefill": prefill, "decode": np.diff(trace.offsets) - prefill}
     quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9}
@@ -147,10 +139,6 @@ def _statistics(trace: "Trace") -> dict[str, Any]:
 
 
 def _print(statistics: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from tracer.commands.inspect import LENGTH_ROWS, ROWS, cells
-
     for phase in ("prefill", "decode"):
         columns = {name: facts[phase] for name, facts in statistics.items() if phase in facts}
         if columns:

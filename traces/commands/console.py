@@ -5,10 +5,13 @@ Names and paths are printed as they are: the consoles take no markup and no emoj
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -70,6 +73,20 @@ def note(text: str) -> None:
 def warn(text: str) -> None:
     """Print one warning line on standard error."""
     err.print(Text.assemble(("warning:", "yellow"), f" {text}"), soft_wrap=True)
+
+
+Advance = Callable[..., None]
+"""Advances a bar by a number, and changes the text behind it if another one follows."""
+
+
+@contextmanager
+def progress(total: int, quiet: bool, what: str, done: int = 0, *columns: ProgressColumn) -> Iterator[Advance]:
+    """Draw a bar on standard error, with `what` is counted and further columns behind it, and remove it at the end."""
+    text = TextColumn("{task.description}", markup=False)
+    shown = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn(), *columns)
+    with Progress(*shown, console=err, disable=is_unwatched(quiet), transient=True) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda by, what=None: bar.update(task, advance=by, description=what)
 
 
 def is_unwatched(quiet: bool) -> bool:
