@@ -77,7 +77,7 @@ class ExpertFile:
         begin, end = page_up(first), min(page_up(last), self.stride)
         at, target = self.begin + expert % self.distinct * self.stride, slot.data
         while begin < end:
-            got = os.preadv(self._file, [target[begin:end]], at + begin)
+            got = read_at(self.path, self._file, target[begin:end], at + begin)
             begin += got if begin + got >= end else got // PAGE * PAGE
             if got < PAGE and begin < end:
                 raise InputError(f"{self.path}: expert {expert} is cut off: the file has shrunk while it was read")
@@ -198,6 +198,14 @@ def open_past_cache(path: Path) -> tuple[int, bool]:
     return file, False
 
 
+def read_at(path: Path, file: int, target: memoryview, offset: int) -> int:
+    """Read from the open file into `target`; return how many bytes. Raise InputError for an error of the disk."""
+    try:
+        return os.preadv(file, [target], offset)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def stamp(file: int) -> tuple[int, int]:
     """Return what differs once an open file was written to: its size, and when that was."""
     facts = os.fstat(file)
@@ -218,6 +226,6 @@ def read_through(path: Path) -> None:
     memory, at, got = anonymous(READ_BYTES), 0, 1
     try:
         while got and at < os.fstat(file).st_size:
-            at += (got := os.preadv(file, [memory.data], at))
+            at += (got := read_at(path, file, memory.data, at))
     finally:
         os.close(file)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from replay.devices.expert_file import open_past_cache, require_unchanged, stamp
+from replay.devices.expert_file import open_past_cache, read_at, require_unchanged, stamp
 from replay.devices.lanes import PAGE, page_up
 from replay.devices.store import Bytes, anonymous
 from sim.profiles.safetensors_files import StoredTensor, tensors_of
@@ -56,7 +56,7 @@ class Shard:
         while begin < end:
             lead = (offset + begin) % PAGE
             block = self._block(lead + end - begin)
-            got = min(os.preadv(self._file, [block.data], offset + begin - lead) - lead, end - begin)
+            got = min(read_at(self.path, self._file, block.data, offset + begin - lead) - lead, end - begin)
             if got <= 0:
                 raise self._cut_off(offset + begin)
             np.copyto(target[begin : begin + got], block[lead : lead + got])
@@ -71,7 +71,7 @@ class Shard:
         lead = offset % PAGE
         begin, end, at = place - lead, page_up(place + size), offset - lead
         while begin < place + size:
-            got = os.preadv(self._file, [memory[begin:end].data], at)
+            got = read_at(self.path, self._file, memory[begin:end].data, at)
             whole = got if begin + got >= place + size else got // PAGE * PAGE  # else at the file's end
             if not whole:
                 raise self._cut_off(at + got)

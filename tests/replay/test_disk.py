@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
-from typer.testing import CliRunner
 
 import sim.profiles
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from replay.commands import app, main
+from replay.commands import main
 from replay.device_choice import DeviceChoice
 from replay.devices.cpu import CpuDevice
 from replay.devices.expert_file import ExpertFile, read_through, stride_of, write
@@ -114,11 +113,6 @@ def test_hits_misses_and_evictions_are_those_of_the_untimed_analysis(files: Path
     np.testing.assert_array_equal(log.evictions, expected.evictions)
 
 
-def test_memory_that_the_system_does_not_give_is_told_as_such() -> None:
-    with pytest.raises(MemoryError, match="cannot be allocated"):
-        anonymous(1 << 60)
-
-
 def test_the_file_is_read_by_safetensors_and_holds_what_host_memory_would(files: Path) -> None:
     store = HostStore.of(L * E, BIG.expert_bytes, seed=0)
     with safe_open(files / "big", framework="np") as opened, closing(ExpertFile(files / "big", BIG)) as own:
@@ -190,8 +184,6 @@ def test_a_file_is_read_through_to_its_last_byte(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "preadv", some)
     read_through(path)
     assert read == content
-    with pytest.raises(InputError, match="cannot be read: No such file"):
-        read_through(tmp_path / "none")
 
 
 def test_an_error_of_the_disk_ends_the_run_in_one_line(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +198,7 @@ def test_an_error_of_the_disk_ends_the_run_in_one_line(files: Path, monkeypatch:
     requests = Requests(synthetic(1, 20, layers=L, experts=E, top_k=K, seed=1))
     monkeypatch.setattr(os, "preadv", failing)
     with (
-        pytest.raises(InputError, match=r"expert \d+ cannot be read: Input/output error"),
+        pytest.raises(InputError, match="cannot be read: Input/output error"),
         device(files / "tiny", 4, lanes=2) as opened,
     ):
         play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
@@ -238,38 +230,25 @@ def test_bytes_that_changed_since_are_noticed_before_they_are_computed(tmp_path:
         play(run_of(requests, Shape(L, E), 4, parse("lru"), SIZE), opened)
 
 
-@pytest.mark.parametrize("where", ["posix_fallocate", "write", "fsync"])
-def test_a_full_disk_leaves_no_file(tmp_path: Path, stand_in: str, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, where, full)
-    with pytest.raises(InputError, match=r"No space left on device \(.*\)$"):
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(InputError, match="No space left on device"):
         made(tmp_path / "file")
-    ended = CliRunner().invoke(app, ["store", str(tmp_path / "file"), "--model-profile", stand_in, "-q"])
-    assert str(ended.exception).endswith("); --dedup N writes N experts that all share")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_that_are_none_are_refused_in_one_line(tmp_path: Path, files: Path) -> None:
-    damaged = {"empty": b"", "text": b"hello, this is no file of experts", "long": b"\xff" * 64}
-    for name, content in damaged.items():
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(InputError, match="moe-replay store writes one"):
-            ExpertFile(tmp_path / name, PROFILE)
+def test_files_that_are_none_or_of_another_model_are_refused(tmp_path: Path, files: Path) -> None:
+    (tmp_path / "text").write_text("hello, this is no file of experts")
     save_file({"a": torch.zeros(2)}, tmp_path / "weights")
-    with pytest.raises(InputError, match="moe-replay store writes one: its header describes none"):
-        ExpertFile(tmp_path / "weights", PROFILE)
-    with pytest.raises(InputError, match="there is no such file"):
-        ExpertFile(tmp_path / "nowhere", PROFILE)
-    with pytest.raises(InputError, match=r"holds olmoe-1b-7b: .* big has"):
-        ExpertFile(files / "tiny", BIG)
-    with pytest.raises(InputError, match=r"holds olmoe-1b-7b \(random weights, seed 0\), .* those of other"):
-        ExpertFile(files / "tiny", replace(PROFILE, name="other"))
-    cut = tmp_path / "cut"
-    cut.write_bytes((files / "tiny").read_bytes()[:-1])
-    with pytest.raises(InputError, match="instead of"):
-        ExpertFile(cut, PROFILE)
+    (tmp_path / "cut").write_bytes((files / "tiny").read_bytes()[:-1])
+    wrong = [(tmp_path / name, PROFILE) for name in ("text", "weights", "cut", "nowhere")]
+    wrong += [(files / "tiny", BIG), (files / "tiny", replace(PROFILE, name="other"))]
+    for path, profile in wrong:
+        with pytest.raises(InputError, match=str(path)):
+            ExpertFile(path, profile)
 
 
 def test_a_stage_reads_the_file_and_takes_no_host_memory_for_experts(files: Path) -> None:
@@ -337,30 +316,13 @@ def test_a_machine_with_a_disk_is_calibrated(
     assert machine.calibration["lanes"] >= 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--device", "disk"], "moe-replay store FILE --model-profile"),
-        (["--device", "disk", "--store", "nowhere"], "there is no such file"),
-        (["--device", "cpu", "--store", "file"], "--store needs the device disk"),
-        (["--device", "virtual", "--threads", "2"], "--threads compute on the CPU"),
-        (["--device", "disk", "--store", "file", "--lanes", "0"], "--lanes 0: must be 1 to"),
-        (["--device", "disk", "--store", "file", "--host-dedup", "3"], "moe-replay store --dedup"),
-        (["store", "file"], "--model-profile says whose experts they are"),
-        (["store", "none/file", "--model-profile", "olmoe-1b-7b"], "cannot write none/file"),
-        (["store", "file", "--model-profile", "olmoe-1b-7b", "--dedup", "0"], "--dedup 0"),
-        (["store", "file", "--model-profile", "gpt-oss-20b"], "replay multiplies float32 and bfloat16"),
-    ],
-)
-def test_bad_input_ends_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str
+def test_a_disk_without_a_file_is_told_how_to_write_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    status, told = run(capsys, monkeypatch, *arguments, "-q")
+    status, printed = run(capsys, monkeypatch, "--device", "disk", "-q")
     assert status == 2
-    assert said in told
-    assert told.count("\n") == 1
-    assert not (tmp_path / "file").exists()
+    assert "moe-replay store FILE --model-profile" in printed
 
 
 def test_real_profiles_fit_whole_pages() -> None:

@@ -412,7 +412,7 @@ def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
                 assert_equal(wanted, live, prompt(9))
                 live.model(input_ids=prompt(9))
                 broken[0] = True
-                with pytest.raises(OSError, match="Input/output error"):
+                with pytest.raises(InputError, match="Input/output error"):
                     logits(live.model, prompt(12))
                 broken[0] = False
                 assert_equal(wanted, live, prompt(9))
