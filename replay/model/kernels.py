@@ -9,10 +9,9 @@ H / TILE_ROWS, 4 to a multiprocessor, and it asks two tiles ahead. A program own
 order, and results repeat to the bit. Slot ids travel as kernel arguments: no copy to the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 import triton
@@ -167,13 +166,6 @@ def down(
     tl.store(out + rows, before + weight * tl.sum(sums, axis=1), mask=rows < H)
 
 
-Known = tuple[Callable[[], torch.Tensor | None], ...]
-
-
-def _nothing() -> None:
-    pass
-
-
 class FusedExperts:
     """out += weight * sum of experts(x), for experts of one shape, on the CUDA stream that is torch's current one.
 
@@ -185,15 +177,10 @@ class FusedExperts:
     def __init__(
         self, hidden_size: int, intermediate_size: int, matrices: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if matrices not in (2, 3) or dtype not in _POINTERS:
-            raise ValueError(f"fused experts have 2 or 3 matrices of bfloat16 or float32, not {matrices} of {dtype}")
-        self._hidden_size, self._dtype = hidden_size, dtype
-        self._used_bytes = matrices * hidden_size * intermediate_size * dtype.itemsize
         self._inner = torch.empty(EXPERTS_PER_LAUNCH, intermediate_size, dtype=dtype, device=device)
         self._up_constants, self._down_constants = constants(hidden_size, intermediate_size, matrices, dtype)
         self._up_programs = triton.cdiv(intermediate_size, self._up_constants[3])
         self._down_programs = triton.cdiv(hidden_size, self._down_constants[3])
-        self._known: Known = (_nothing, _nothing, _nothing)  # the tensors of the call before, which were looked at
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self._gate_up = _loaded(gate_up, dtype, self._up_constants)
             self._down = _loaded(down, dtype, self._down_constants)
@@ -201,36 +188,16 @@ class FusedExperts:
     def __call__(
         self, x: torch.Tensor, pool: torch.Tensor, slots: Sequence[int], weight: float, out: torch.Tensor
     ) -> None:
-        """Add the experts in `slots` to `out`. x: [H]; pool: uint8[slots, stride]; out: float32[H].
+        """Add the experts in `slots` to `out`.
 
-        ValueError for tensors of another form, and for a slot that the pool has not or whose id does not fit.
+        x: [H], of the kernel's type; pool: uint8[slots, stride]; out: float32[H]; all contiguous, each slot, x and out
+        at multiples of LOAD_BYTES, and ids below SLOTS.
         """
-        known_x, known_pool, known_out = self._known
-        if known_x() is not x or known_pool() is not pool or known_out() is not out:
-            self._require(x, pool, out)
-            self._known = ref(x), ref(pool), ref(out)
-        fits = min(len(pool), SLOTS)
-        for slot in slots:
-            if not 0 <= slot < fits:
-                raise ValueError(f"slot {slot} is not among the {len(pool)} of the pool, or not below {SLOTS}")
         for start in range(0, len(slots), EXPERTS_PER_LAUNCH):
             part = slots[start : start + EXPERTS_PER_LAUNCH]
             where = (self._inner, pool, pool.shape[1], *packed(part))
             self._gate_up[self._up_programs, len(part), 1](x, *where, *self._up_constants)
             self._down[self._down_programs, 1, 1](out, weight, len(part), *where, *self._down_constants)
-
-    def _require(self, x: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-        """Raise an error for what the compiled code does not support."""
-        for name, tensor, dtype in (("x", x, self._dtype), ("out", out, torch.float32)):
-            if tensor.dtype != dtype or tensor.shape != (self._hidden_size,) or not tensor.is_contiguous():
-                raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} [{self._hidden_size}]")
-        count, width = pool.shape
-        if pool.dtype != torch.uint8 or width < self._used_bytes or not pool.is_contiguous():
-            raise ValueError(
-                f"the pool is {pool.dtype} {[count, width]}, not uint8 [slots, {self._used_bytes} or more]"
-            )
-        if any(place % LOAD_BYTES for place in (width, pool.data_ptr(), x.data_ptr(), out.data_ptr())):
-            raise ValueError(f"x, out and every slot of the pool must begin at a multiple of {LOAD_BYTES} bytes")
 
 
 def is_small(hidden_size: int, intermediate_size: int, matrices: int, dtype: torch.dtype) -> bool:

@@ -8,10 +8,9 @@ router's own choice is computed and not used, and experts count with equal weigh
 import torch
 from torch.nn import functional
 
-from replay.model import DENSE
 from replay.model.dense import Loaded, Source, Stack, Weights, activated, rms_norm
 from sim.profiles.model_profile import ModelProfile
-from traces.errors import InputError, unknown
+from traces.errors import InputError
 
 BUCKET = 256
 """Contexts are rounded up to multiples of this, so that few CUDA graphs serve all."""
@@ -35,10 +34,6 @@ class Network:
         dense: str = "real",
         loaded: Loaded | None = None,
     ) -> None:
-        if dense not in DENSE:
-            raise unknown("dense part", dense, DENSE)
-        if not profile.kv_latent_size and profile.heads % (profile.kv_heads or profile.heads):
-            raise InputError(f"{profile.heads} heads cannot share {profile.kv_heads} kv_heads: see the model profile")
         if device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans again for each shape, in the middle of a run
         self.profile = profile

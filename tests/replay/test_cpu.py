@@ -21,7 +21,7 @@ from replay.devices.cpu import CpuDevice
 from replay.devices.stage import open_stage
 from replay.devices.store import STAMP_BYTES, HostMemory, HostStore
 from replay.devices.waiting import Pace
-from replay.model.network import Network, dtype_of, expert_output
+from replay.model.network import Network, expert_output
 from sim.engines.untimed import count
 from sim.loop.driver import Driver, play
 from sim.loop.log import RunLog
@@ -149,25 +149,6 @@ def replay_of(trace: Trace, slots: int) -> RunLog:
         return play(run_of(Requests(trace), Shape(L, E), slots, parse("lru"), SIZE), made)
 
 
-def test_a_read_that_never_ends_in_a_pause_is_told_in_one_line(monkeypatch):
-    go_on = threading.Event()
-    with device(4) as made:
-        play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
-        made.watchdog_s = 0.02
-        monkeypatch.setattr(made.store, "read", lambda *_: go_on.wait())
-        with pytest.raises(InputError, match=r"stuck: nothing has ended for 0\.02 s, under way since: copy"):
-            made.pace()
-    go_on.set()
-
-
-def test_what_fails_in_a_pause_is_raised(monkeypatch):
-    with device(4) as made:
-        play(run_of(Requests(synthetic(1, 2, L, E, K, seed=1)), Shape(L, E), 4, parse("lru"), SIZE), made)
-        monkeypatch.setattr(made.store, "read", lambda *_: (_ for _ in ()).throw(InputError("the disk fails")))
-        with pytest.raises(InputError, match="the disk fails"):
-            made.pace()
-
-
 def test_cold_empties_the_cache_between_requests() -> None:
     warm, cold = replay(L * E, "lru"), replay(L * E, "lru", cold=True)
     assert cold.misses.sum() > warm.misses.sum()
@@ -232,13 +213,6 @@ def test_too_little_host_memory_is_refused_before_it_is_taken(monkeypatch: pytes
         pass
 
 
-def test_a_refusal_for_lack_of_memory_says_what_is_kept_for_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "available_memory_bytes", lambda: 600_000_000)
-    told = r"slots needs 403 MB beside 537 MB for all else, but 600 MB of host memory are free: take fewer"
-    with pytest.raises(InputError, match=told):
-        store_module.require_host_memory(403e6, "slots", "take fewer", reserve_bytes=537_000_000)
-
-
 def test_stores_of_two_models_lie_over_one_memory_and_share_buffers_where_it_is_short() -> None:
     memory = HostMemory(6, 1_024, seed=2)
     small, large = HostStore(memory, 100, 500), HostStore(memory, 4, 1_500)
@@ -259,8 +233,3 @@ def test_a_wrong_slot_is_noticed() -> None:
         made.experts([(5, 0, 1)])
         with pytest.raises(InputError, match="slot 0 computes as expert 5"):
             made.next_completion()
-
-
-def test_quantised_experts_are_refused() -> None:
-    with pytest.raises(InputError, match=r"0\.53"):
-        dtype_of(0.53, "an expert's")

