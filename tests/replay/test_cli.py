@@ -273,17 +273,7 @@ def test_a_link_below_the_least_bandwidth_fails_when_all_is_written(command, tmp
     assert (tmp_path / "here" / "results.parquet").exists()
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda text: text[:-4], None),  # a line that was cut off
-        (lambda text: text + "7,", None),
-        (lambda text: text.replace("0,1,1,", "3,1,1,", 1), "does not hold the steps of this trace"),
-        (lambda text: text.replace("request", "quest", 1), "holds another run"),
-        (lambda text: text.replace("\n0,1,1,", "\n0,1,1,x", 1), "holds no run that could continue"),
-    ],
-)
-def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damage, said, tmp_path: Path) -> None:
+def test_a_line_of_steps_that_was_cut_off_is_not_counted(tmp_path: Path) -> None:
     requests = list(Requests(Trace.read(demo_trace()).head(3)))
     with report.step_writer(tmp_path, "a key") as write:
         for request in requests[:2]:
@@ -291,14 +281,9 @@ def test_a_damaged_file_of_steps_is_told_and_a_line_cut_off_is_not_counted(damag
                 phase, tokens = int(request.phase[step]), int(request.tokens[step])
                 write(StepRow([phase, tokens, *[5] * (len(COLUMNS) - 2)], [Share(request.request, tokens, 5)]))
     file = tmp_path / "per_token.csv"
-    file.write_text(damage(file.read_text()))
-    if said:
-        with pytest.raises(InputError, match=f"{said}.*start again with --overwrite$"):
-            report.done_before(tmp_path, "a key", requests)
-        return
+    file.write_text(file.read_text()[:-4])
     done = report.done_before(tmp_path, "a key", requests)
-    found = {share.request for row in done for share in row.shares}
-    assert found == ({0} if "7," not in file.read_text()[-2:] else {0, 1})
+    assert {share.request for row in done for share in row.shares} == {0}
     with pytest.raises(InputError, match="another run"):
         report.done_before(tmp_path, "other", requests)
 

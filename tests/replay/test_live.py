@@ -60,6 +60,11 @@ def assert_equal(wanted: Sequence[torch.Tensor], live: LiveModel, ids: torch.Ten
         assert torch.equal(ours, theirs), f"logits differ at token {place}"
 
 
+def opened(folder: Path, lanes: int = 1, policy: str = "lru", cache_size: str = "25%", **more: Any) -> Any:
+    """A model whose experts are on the disk."""
+    return open_live(str(folder), DeviceChoice("disk", lanes=lanes), policy=policy, cache_size=cache_size, **more)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
@@ -68,7 +73,7 @@ def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
     folder = saved(tmp_path, architecture, dtype)
     wanted = logits(whole_model(folder), prompt(17))
     for policy, size in (("lru", "1"), ("eamc-blend", "30%"), ("lru", "100%")):
-        with open_live(str(folder), DeviceChoice("disk", lanes=2), policy=policy, cache_size=size) as live:
+        with opened(folder, lanes=2, policy=policy, cache_size=size) as live:
             assert isinstance(live.device.store, ShardStore)
             assert all(weight.is_meta for name, weight in live.model.named_parameters() if "experts.gate_up" in name)
             assert_equal(wanted, live, prompt(17))
@@ -79,14 +84,14 @@ def test_logits_equal_those_of_the_whole_model_from_one_slot_to_all(
 def test_a_cache_given_in_bytes_takes_no_more_than_these(tmp_path: Path) -> None:
     """On a disk a slot is larger than an expert: what is read begins and ends at pages."""
     folder = saved(tmp_path, "olmoe")
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="100kB") as live:
+    with opened(folder, cache_size="100kB") as live:
         assert live.memory.slots == live.run.gpu.slots * live.device.pool.shape[1] <= 100_000
 
 
 @pytest.mark.parametrize("architecture", OTHERS)
 def test_other_kinds_of_experts_are_equal_too(architecture: str, tmp_path: Path) -> None:
     folder = saved(tmp_path, architecture, "bfloat16")
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="2") as live:
+    with opened(folder, cache_size="2") as live:
         assert_equal(logits(whole_model(folder), prompt(9), 6), live, prompt(9))
 
 
@@ -100,7 +105,7 @@ def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: 
     """What libraries compute in float32 depends on it on some processors."""
     folder = saved(tmp_path, architecture, num_experts=5, moe_intermediate_size=23, hidden_size=40)
     whole = whole_model(folder)
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="100%") as live:
+    with opened(folder, cache_size="100%") as live:
         held = dict(live.model.named_parameters())
         for name, parameter in whole.named_parameters():
             if not held[name].is_meta:
@@ -115,7 +120,7 @@ def test_weights_are_aligned_as_in_the_whole_model(architecture: str, tmp_path: 
 def test_other_routing_other_prompts_and_batches_are_equal_in_one_cache(tmp_path: Path) -> None:
     folder = saved(tmp_path, "qwen3_moe", num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
     model = whole_model(folder)
-    with open_live(str(folder), DeviceChoice("disk", lanes=3), policy="eamc-blend", cache_size="4") as live:
+    with opened(folder, lanes=3, policy="eamc-blend", cache_size="4") as live:
         for seed in range(3):
             ids = prompt(5 + seed, seed=seed)
             assert_equal(logits(model, ids, 8), live, ids)
@@ -210,16 +215,6 @@ def test_what_no_live_model_does_is_refused(arguments: tuple[str, ...], said: st
     assert said in done.stderr
 
 
-def test_a_config_that_leaves_open_what_a_model_returns_changes_nothing(tmp_path: Path) -> None:
-    folder = saved(tmp_path, "olmoe")
-    wanted = logits(whole_model(folder), prompt(9), 3)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "return_dict": None}))
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru") as live:
-        live.model.config.return_dict = True
-        assert_equal(wanted, live, prompt(9))
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -302,7 +297,7 @@ def test_a_missing_or_cut_shard_and_nan_are_refused_when_the_model_is_opened(tmp
     def refused(folder: Path, said: str) -> None:
         with (
             pytest.raises(InputError, match=said) as told,
-            open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru"),
+            opened(folder),
         ):
             pass
         assert "\n" not in str(told.value)
@@ -336,7 +331,7 @@ def test_expert_weights_that_do_not_fit_are_refused(change: str, tmp_path: Path)
                 del tensors[name]
         save_file(tensors, file, {"format": "pt"})
     refused = pytest.raises(InputError, match=r"down_proj has the shape .* in the checkpoint")
-    with refused, open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru") as live:
+    with refused, opened(folder) as live:
         logits(live.model, prompt(5))
 
 
@@ -350,7 +345,7 @@ def test_a_nan_in_an_expert_fails_that_request_and_the_next_one_works(tmp_path: 
 
     model = whole_model(folder)
     damaged(folder, spoil)
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="4") as live:
+    with opened(folder, cache_size="4") as live:
         with pytest.raises(InputError, match="checkpoint is damaged"):
             logits(live.model, prompt(30))
         ids = next(ids for ids in (prompt(1, seed=seed) for seed in range(99)) if not _uses(model, ids, 1, 3))
@@ -377,7 +372,7 @@ def test_rows_of_two_bytes_a_number_are_read_straight_into_their_slots(
     """They lie anywhere within a page. Gate and up of an expert lie together, as names sort, unless files end there."""
     folder = saved(tmp_path, architecture, "bfloat16", "1GB")
     wanted = logits(whole_model(folder), prompt(17), 6)
-    with open_live(str(folder), DeviceChoice("disk", lanes=lanes), policy="eamc-blend", cache_size="5") as live:
+    with opened(folder, lanes=lanes, policy="eamc-blend", cache_size="5") as live:
 
         def copies(*_: object) -> None:
             raise AssertionError("an expert was copied")
@@ -407,7 +402,7 @@ def test_a_read_that_fails_in_mid_token_fails_that_pass_and_the_next_one_works(
 
     monkeypatch.setattr(os, "preadv", fails)
     for policy in ("lru", "eamc-blend"):
-        with open_live(str(folder), DeviceChoice("disk", lanes=2), policy=policy, cache_size="4") as live:
+        with opened(folder, lanes=2, policy=policy, cache_size="4") as live:
             for _ in range(3):
                 assert_equal(wanted, live, prompt(9))
                 live.model(input_ids=prompt(9))
@@ -432,9 +427,7 @@ def test_a_prefetch_that_fails_between_two_passes_is_reported_and_the_next_pass_
         return read(file, blocks, offset)
 
     monkeypatch.setattr(os, "preadv", fails)
-    with open_live(
-        str(folder), DeviceChoice("disk", lanes=2), policy="lru+all", cache_size="12", on_note=notes.append
-    ) as live:
+    with opened(folder, lanes=2, policy="lru+all", cache_size="12", on_note=notes.append) as live:
         for seed in range(50):
             name = kv_cache.name_in(live.model)
             cache = live.model(input_ids=prompt(9, seed=seed))[name]
@@ -458,7 +451,7 @@ def test_a_pass_that_is_left_in_the_middle_does_not_harm_the_next_one(tmp_path: 
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
     notes: list[str] = []
-    reopened = partial(open_live, str(folder), DeviceChoice("disk", lanes=2), policy="eamc-blend", cache_size="4")
+    reopened = partial(opened, folder, lanes=2, policy="eamc-blend", cache_size="4")
     with reopened(on_note=notes.append) as live:
         norm = live.model.model.layers[1].post_attention_layernorm
 
@@ -523,7 +516,7 @@ def test_a_read_that_never_ends_is_told_and_closing_does_not_wait_for_it(
 
     monkeypatch.setattr(os, "preadv", halts)
     try:
-        with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="4") as live:
+        with opened(folder, cache_size="4") as live:
             monkeypatch.setattr(live.device, "watchdog_s", 0.1)
             halted.set()
             for _ in range(2):
@@ -539,7 +532,7 @@ def test_a_policy_that_fails_fails_that_pass_and_the_next_one_works(
 ) -> None:
     folder = saved(tmp_path, "olmoe")
     wanted = logits(whole_model(folder), prompt(9), 6)
-    with open_live(str(folder), DeviceChoice("disk", lanes=2), policy="eamc-blend", cache_size="4") as live:
+    with opened(folder, lanes=2, policy="eamc-blend", cache_size="4") as live:
         assert_equal(wanted, live, prompt(9))
 
         def fails(*_: object) -> None:
@@ -559,7 +552,7 @@ def test_a_router_that_names_an_expert_twice_is_followed(tmp_path: Path) -> None
         logits, weights, index = chosen
         return logits, weights, index[:, :1].expand_as(index)
 
-    with open_live(str(folder), DeviceChoice("disk", lanes=1), policy="lru", cache_size="2") as live:
+    with opened(folder, cache_size="2") as live:
         for each in (model, live.model):
             for layer in each.model.layers:
                 layer.mlp.gate.register_forward_hook(twice)

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +166,6 @@ def test_what_a_request_does_not_say_is_as_the_model_says_else_one(
     "config",
     [
         {"repetition_penalty": 1.5, "do_sample": False},
-        {"temperature": 3.0, "top_k": 4},
         {"temperature": 2.0, "min_p": 0.2, "repetition_penalty": 1.3},
         {"temperature": 3.0, "top_k": 9, "top_p": 0.8},
     ],
@@ -259,21 +257,6 @@ def test_what_cannot_be_served_is_refused_and_the_next_request_works(client: Ope
     assert done.usage.total_tokens <= 256
 
 
-def test_names_reach_the_chat_template_and_what_else_a_message_has_is_refused(
-    client: OpenAI, live: LiveModel, model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    template = "{% for said in messages %}{{ said.name }}:{{ said.content }}{% endfor %}"
-    monkeypatch.setattr(live.loaded.tokenizer, "chat_template", template)
-    said: Any = [{"role": "user", "content": "Hi", "name": "Ann", "tool_calls": None, "annotations": []}]
-    done = client.chat.completions.create(model=model, messages=said, max_tokens=1)
-    assert done.usage is not None
-    assert done.usage.prompt_tokens == len("Ann:Hi")
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    said += [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    with pytest.raises(openai.BadRequestError, match=r"not served here: messages\.1\.tool_calls;"):
-        client.chat.completions.create(model=model, messages=said, max_tokens=1)
-
-
 @pytest.fixture
 def failing() -> Iterator[None]:
     yield
@@ -292,35 +275,15 @@ def test_a_disk_that_fails_is_told_to_that_client_alone(client: OpenAI, folder: 
         assert client.completions.create(**asked).choices[0].text == wanted
 
 
-@pytest.mark.usefixtures("failing")
-def test_a_disk_that_fails_in_mid_stream_ends_the_stream_with_the_error(
-    client: OpenAI, folder: Path, model: str
-) -> None:
-    received: list[str] = []
-
-    def listen() -> None:
-        stream = client.completions.create(model=model, prompt="Hello", max_tokens=200, temperature=0, stream=True)
-        received.extend(piece.choices[0].text for piece in stream)
-
-    READS[0] = 200  # more than a prefill needs
-    with pytest.raises(openai.APIError, match="Input/output error"):
-        listen()
-    READS[0] = 10**9
-    text = "".join(received)
-    assert text
-    assert expected(folder, "Hello", 200).startswith(text)
-
-
-@pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_from_files_that_were_written_to_meanwhile_ends_with_an_error(
-    client: OpenAI, folder: Path, model: str, stream: bool
+    client: OpenAI, folder: Path, model: str
 ) -> None:
     written = {file: file.stat().st_mtime_ns for file in folder.glob("*.safetensors")}
     for file, when in written.items():
         os.utime(file, ns=(when, when + 1))
     try:
         with pytest.raises(openai.APIError, match=r"\.safetensors was changed while .* start the command again"):
-            list(client.completions.create(model=model, prompt="Hi", max_tokens=2, stream=stream))
+            client.completions.create(model=model, prompt="Hi", max_tokens=2)
     finally:
         for file, when in written.items():
             os.utime(file, ns=(when, when))
@@ -358,24 +321,6 @@ def test_several_clients_at_a_time_wait_for_their_turns(client: OpenAI, folder: 
     for thread in threads:
         thread.join()
     assert found == wanted
-
-
-def test_a_long_prompt_holds_up_nobody_while_it_is_tokenised(client: OpenAI, port: int, model: str) -> None:
-    def ask() -> None:
-        with pytest.raises(openai.BadRequestError, match="the context 256"):
-            client.completions.create(model=model, prompt="long " * 200_000)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    heard: list[float] = []
-    while asking.is_alive():
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("GET", "/health")
-        assert connection.getresponse().status == 200
-        heard.append(time.monotonic())
-        time.sleep(0.01)
-    pauses = [later - before for before, later in pairwise(heard)]
-    assert max(pauses) < sum(pauses) / 2
 
 
 def test_a_request_that_would_fill_the_memory_is_refused(client: OpenAI, port: int, model: str) -> None:
