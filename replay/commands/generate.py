@@ -60,7 +60,7 @@ def generate(
 
     if overwrite and not record:
         raise InputError("--overwrite replaces the trace of --record: name its folder, or leave it out")
-    asked = prompts_of(prompt or [], prompts, token_ids)
+    texts = prompts_of(prompt or [], prompts, token_ids)
     if record:
         check_target(record, overwrite)
     settings = Options(
@@ -81,7 +81,6 @@ def generate(
             raise InputError(f"{loaded.name} has no tokenizer: ask it with --token-ids 5,6,7")
         stream = TextStream(loaded, show)
         last: list[int] = []
-        recorded = 0
 
         def ended() -> None:
             nonlocal stream, last
@@ -90,26 +89,19 @@ def generate(
             show("\n")
             stream = TextStream(loaded, show)
 
-        def kept(requests: int) -> None:
-            nonlocal recorded
-            recorded = requests
-
         try:
             with undisturbed():
                 answered = answer(
-                    *(live, loaded, asked, settings, lambda token: stream.add(token), ended),
-                    *(record, overwrite, console.warn, kept),
+                    *(live, loaded, texts, settings, lambda token: stream.add(token), ended),
+                    *(record, overwrite, console.warn),
                 )
-        except KeyboardInterrupt:
-            there = f": {record} holds the requests that finished ({recorded})" if recorded else ""
-            console.fail("moe-replay", f"interrupted{there}", 130)
         finally:
             if opened.profile:
                 live.save(opened.profile)
         if print_token_ids:
             console.say(" ".join(map(str, last)))
         if not quiet:
-            found = outcome(live, answered)
-            for part in (report.title(found), report.table(found), report.last_line(found)):
+            measured = outcome(live, answered)
+            for part in (report.title(measured), report.table(measured), report.last_line(measured)):
                 console.tell(part)
             console.tell(live.memory.sentence(int(answered.trace.position.max()) + 2, live.device.peak_bytes()))

@@ -51,7 +51,7 @@ class LinkThreads(Device):
         self.store = store
         self.pool = self._slots(slots)
         self._outcomes: Outcomes = SimpleQueue()
-        self._hear: Callable[[Outcome], None] = self._outcomes.put  # of copies
+        self._on_ended: Callable[[Outcome], None] = self._outcomes.put  # of copies
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
         self._copies: deque[Completion] = deque()  # under way
         self._computes: deque[Completion] = deque()
@@ -109,7 +109,7 @@ class LinkThreads(Device):
     def copy(self, expert: int, slot: int, first: int, last: int) -> None:
         completion = Completion(Kind.COPY, expert)
         self._copies.append(completion)
-        report = Report(completion, self._hear, len(self._lanes))
+        report = Report(completion, self._on_ended, len(self._lanes))
         if last == self.store.expert_bytes:
             self._landing[expert] = report.ended
         for lane, part in zip(self._lanes, parts(first, last, len(self._lanes)), strict=True):
@@ -275,11 +275,11 @@ def nothing() -> None:
 
 
 class Report:
-    """What is heard once all parts of a piece of work have ended: its completion, or what a part raised."""
+    """Reports once all parts of a piece of work have ended: its completion, or what a part raised."""
 
-    def __init__(self, completion: Completion, hear: Callable[[Outcome], None], parts: int = 1) -> None:
+    def __init__(self, completion: Completion, on_ended: Callable[[Outcome], None], parts: int = 1) -> None:
         self.ended = Flag()
-        self._completion, self._hear, self._left = completion, hear, parts
+        self._completion, self._on_ended, self._left = completion, on_ended, parts
         self._error: Exception | None = None
         self._lock = Lock()
 
@@ -290,7 +290,7 @@ class Report:
             self._left -= 1
             if self._left:
                 return
-        self._hear(self._error or self._completion)
+        self._on_ended(self._error or self._completion)
         self.ended.set()
 
 

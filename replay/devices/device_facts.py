@@ -39,9 +39,9 @@ def _processor() -> str:
 
 def driver() -> str | None:
     """Return the version of the GPU's driver; None if it is unknown."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        answer = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return None
     return answer[0] if answer else None

@@ -41,20 +41,20 @@ def rates(store: ExpertSource, size: int, tried: Sequence[int] = TRIED, slots: B
         count = max(1, SLOTS_BYTES // store.stride)
         slots = anonymous(count * store.stride).reshape(count, store.stride)
         slots.fill(1)
-    found: dict[int, list[float]] = {lanes: [] for lanes in tried}
+    by_lanes: dict[int, list[float]] = {lanes: [] for lanes in tried}
     at = 0
     for _ in range(SERIES):
         for lanes in tried:
             with ThreadPoolExecutor(lanes) as threads:
                 at, rate = _series(store, size, slots, threads, parts(0, size, lanes), at)
-            found[lanes].append(rate)
-    return {lanes: median(each) for lanes, each in found.items()}
+            by_lanes[lanes].append(rate)
+    return {lanes: median(each) for lanes, each in by_lanes.items()}
 
 
-def knee(found: dict[int, float]) -> int:
+def knee(by_lanes: dict[int, float]) -> int:
     """Return the fewest lanes whose rate is close to the best."""
-    best = max(found.values())
-    return min(lanes for lanes, rate in found.items() if rate >= CLOSE * best)
+    best = max(by_lanes.values())
+    return min(lanes for lanes, rate in by_lanes.items() if rate >= CLOSE * best)
 
 
 def _series(

@@ -27,12 +27,12 @@ class TextStream:
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
-        self._tell(self._loaded.text(self.tokens).rstrip(UNFINISHED))
+        self._send(self._loaded.text(self.tokens).rstrip(UNFINISHED))
 
     def end(self) -> None:
-        self._tell(self._loaded.text(self.tokens))
+        self._send(self._loaded.text(self.tokens))
 
-    def _tell(self, text: str) -> None:
+    def _send(self, text: str) -> None:
         if len(text) > len(self._shown):
             self._show(text[len(self._shown) :])
             self._shown = text
@@ -56,12 +56,11 @@ def answer(
     record: Path | None = None,
     overwrite: bool = False,
     on_note: Callable[[str], None] = lambda text: None,
-    on_recorded: Callable[[int], None] = lambda requests: None,
 ) -> Answered:
     """Answer all prompts, one request after another. Raise InputError.
 
-    loaded: the live model, with the tokenizer that reads the prompts; on_token: hears each new token; on_answer: the
-    end of each request; record: folder for a trace; on_recorded: hears how many requests it has now.
+    loaded: the live model, with the tokenizer that reads the prompts; on_token: called with each new token;
+    on_answer: at the end of each request; record: folder for a trace.
     """
     first, traces = len(live.rows), []
 
@@ -81,6 +80,5 @@ def answer(
                 traces.append(trace)
                 if writer:
                     writer.add(trace)
-                    on_recorded(writer.added)
     log = RunLog.of_rows(live.rows[first:], live.run.gpu.link.expert_bytes, ())
     return Answered(concatenate(traces), log)

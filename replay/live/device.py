@@ -38,12 +38,12 @@ class LiveDevice(LinkThreads):
             lane.close(wait=True)
         self._lanes = [Stream(f"lane {lane}") for lane in range(lanes)]
 
-    def listen(self, hear: Callable[[Outcome], None] | None) -> None:
-        """Hear of the end of each copy, good or bad, before its expert counts as landed, on the thread of its lane.
+    def listen(self, on_ended: Callable[[Outcome], None] | None) -> None:
+        """Call `on_ended` with the end of each copy, before its expert counts as landed, on the thread of its lane.
 
         None: wait to be asked. Called while nothing is under way.
         """
-        self._hear = hear or self._outcomes.put
+        self._on_ended = on_ended or self._outcomes.put
 
     @property
     def slots(self) -> Tensor:

@@ -118,19 +118,19 @@ class Record:
         """Return whether the program, if there is one, needs no comparison any more."""
         return self._trials == TRIALS
 
-    def add(self, found: Recording, inputs: tuple[Tensor, ...]) -> None:
+    def add(self, recording: Recording, inputs: tuple[Tensor, ...]) -> None:
         """Take note of one more run of the module's code."""
         if not self._trials:
-            self.program, self.dtype = found.program(), found.dtype
-        if self.program and not self._is_same(found, inputs):
+            self.program, self.dtype = recording.program(), recording.dtype
+        if self.program and not self._is_same(recording, inputs):
             self.program = None
         self._trials += 1
 
-    def _is_same(self, found: Recording, inputs: tuple[Tensor, ...]) -> bool:
+    def _is_same(self, recording: Recording, inputs: tuple[Tensor, ...]) -> bool:
         assert self.program
-        assert found.values is not None
+        assert recording.values is not None
         try:
-            return torch.equal(self.program(*inputs), found.values)
+            return torch.equal(self.program(*inputs), recording.values)
         except Exception:  # whatever keeps it from being done again, the module's code can do without
             return False
 

@@ -72,13 +72,13 @@ class ExpertLayer:
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the modules of a model that have the experts interface of transformers. Raise InputError for none."""
-    found = [_layer(name, module) for name, module in model.named_modules() if is_interface(module)]
-    if not found:
+    layers = [_layer(name, module) for name, module in model.named_modules() if is_interface(module)]
+    if not layers:
         raise InputError(
             f"{type(model).__name__} does not have the experts interface of transformers 5 (stacked experts behind "
             "use_experts_implementation): it cannot generate from a cache of experts"
         )
-    return found
+    return layers
 
 
 def is_interface(module: nn.Module) -> bool:
@@ -159,7 +159,7 @@ class Source:
         parts = [self._of_each(tensors, experts, merges) for tensors in self._in_order()]
         if any(part is None for part in parts):
             return None
-        found: list[OfExpert] = []
+        places: list[OfExpert] = []
         for number, each in enumerate(zip(*(part for part in parts if part is not None), strict=True)):
             begin, own = row.begin, list[Piece]()
             for shard, offset, size in each:
@@ -168,8 +168,8 @@ class Source:
             if begin != row.begin + row.nbytes:
                 return None
             lead = lead_of(number * row.nbytes if kinds else own[0].offset, row.dtype.itemsize)
-            found.append(OfExpert(tuple(own), lead))
-        return found
+            places.append(OfExpert(tuple(own), lead))
+        return places
 
     def converted(self, model: nn.Module, config: object) -> dict[str, Tensor]:
         """Return what loading makes of the tensors, by full names of parameters."""
@@ -215,7 +215,7 @@ def sources(
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
-    found: dict[str, Source] = {}
+    wanted_sources: dict[str, Source] = {}
     others: dict[str, ShardTensor] = {}
     for name in sorted(tensors, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
@@ -224,11 +224,11 @@ def sources(
         if target not in wanted:
             others[name] = tensors[name]
             continue
-        if target not in found:
+        if target not in wanted_sources:
             converter = by_pattern[pattern] if pattern else WeightRenaming(name, target)
-            found[target] = Source(target, converter)
-        found[target].tensors.setdefault(pattern or name, []).append(tensors[name])
-    return found, others
+            wanted_sources[target] = Source(target, converter)
+        wanted_sources[target].tensors.setdefault(pattern or name, []).append(tensors[name])
+    return wanted_sources, others
 
 
 class Placed(NamedTuple):
@@ -250,7 +250,7 @@ class InSlot:
     @staticmethod
     def of(rows: Sequence[Row], own: Sequence[OfExpert]) -> "InSlot":
         """Place each row, which lies there, behind the one before."""
-        places, found, end = [], [], 0
+        places, placed, end = [], [], 0
         for row, (pieces, lead) in zip(rows, own, strict=True):
             joined = _joined(pieces)
             offset, width = joined[0].offset, row.dtype.itemsize
@@ -258,21 +258,21 @@ class InSlot:
             in_pages = len(joined) == 1 and fits and offset % width == 0
             place = end + (offset % PAGE if in_pages else lead)
             places.append(place)
-            found += [Placed(piece, place + piece.begin - row.begin, in_pages) for piece in joined]
+            placed += [Placed(piece, place + piece.begin - row.begin, in_pages) for piece in joined]
             end = page_up(place + row.nbytes)
-        return InSlot(tuple(places), tuple(found), end)
+        return InSlot(tuple(places), tuple(placed), end)
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Return pieces of which none continues another one."""
-    found = [pieces[0]]
+    joined = [pieces[0]]
     for piece in pieces[1:]:
-        last = found[-1]
+        last = joined[-1]
         if piece.continues(last):
-            found[-1] = last._replace(size=last.size + piece.size)
+            joined[-1] = last._replace(size=last.size + piece.size)
         else:
-            found.append(piece)
-    return found
+            joined.append(piece)
+    return joined
 
 
 class ShardStore:

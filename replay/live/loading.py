@@ -30,7 +30,7 @@ IMPLEMENTATION = "moe-expert-cache"
 
 
 Progress = Callable[[int], AbstractContextManager[Callable[[int], None]]]
-"""Shows work of so many pieces while it is entered, and gives what hears of each."""
+"""Shows work of so many pieces while it is entered, and yields what is called with each."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,17 @@ class Opened:
 @contextmanager
 def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]:
     """Load the model without its experts; its files stay open inside. Raise InputError where it cannot be."""
-    found = find_model(source, needs_tokenizer=False)
-    kind = _class_of(found)
+    checkpoint = find_model(source, needs_tokenizer=False)
+    kind = _class_of(checkpoint)
     shards: list[Shard] = []
     layers: list[ExpertLayer] = []
     origins: dict[str, Source] = {}
 
     def load(model: Any, state_dict: Any, files: Any, load_config: Any, expected_keys: Any = None) -> Any:
         if load_config.hf_quantizer is not None:
-            raise InputError(f"{found.name} is quantised: its experts are not read so; take them in bf16 or fp32")
+            raise InputError(f"{checkpoint.name} is quantised: its experts are not read so; take them in bf16 or fp32")
         if not files or not all(str(file).endswith(".safetensors") for file in files):
-            raise InputError(f"{found.name} is no safetensors checkpoint: its experts cannot be read one by one")
+            raise InputError(f"{checkpoint.name} is no safetensors checkpoint: its experts cannot be read one by one")
         layers.extend(expert_layers(model))
         with_experts = model.state_dict()
         own, tensors = open_shards(Path(file) for file in files)
@@ -74,8 +74,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         lacking = {f"{layer.name}.{row.name}" for layer in layers for row in layer.rows} - origins.keys()
         if lacking:
             raise InputError(
-                f"{found.name} is no whole checkpoint of its model: {len(lacking)} stacks of experts are missing, such "
-                f"as {min(lacking)}"
+                f"{checkpoint.name} lacks {len(lacking)} stacks of experts of its model, such as {min(lacking)}"
             )
         for layer in layers:
             for row in layer.rows:
@@ -99,7 +98,7 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
         model.__class__ = kind
         model.requires_grad_(False)
         require_numbers(source, model)
-        loaded = LoadedModel(name or found.name, model.eval(), found.tokenizer, notes_of(loading))
+        loaded = LoadedModel(name or checkpoint.name, model.eval(), checkpoint.tokenizer, notes_of(loading))
         yield Opened(loaded, layers, origins, shards)
         for shard in shards:
             shard.require_unchanged()
@@ -108,11 +107,11 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             shard.close()
 
 
-def _class_of(found: Found) -> Any:
-    kinds = found.auto._model_mapping[type(found.config)]
+def _class_of(checkpoint: Found) -> Any:
+    kinds = checkpoint.auto._model_mapping[type(checkpoint.config)]
     if not isinstance(kinds, tuple | list):
         return kinds
-    named = set(getattr(found.config, "architectures", None) or ())
+    named = set(getattr(checkpoint.config, "architectures", None) or ())
     return next((kind for kind in kinds if kind.__name__ in named), kinds[0])
 
 
@@ -153,14 +152,14 @@ def _own_file(name: str, origin: str) -> Path:
 
 
 def _in_slots(model: Opened, layers: list[ExpertLayer]) -> list[InSlot] | None:
-    found: list[InSlot] = []
+    in_slots: list[InSlot] = []
     for layer in layers:
         by_row = [model.sources[f"{layer.name}.{row.name}"].rows(row, layer.experts) for row in layer.rows]
         known = [own for own in by_row if own is not None]
         if len(known) < len(by_row):
             return None
-        found += [InSlot.of(layer.rows, own) for own in zip(*known, strict=True)]
-    return found
+        in_slots += [InSlot.of(layer.rows, own) for own in zip(*known, strict=True)]
+    return in_slots
 
 
 class _Converting:
@@ -199,6 +198,6 @@ def _origin(model: Opened, layers: list[ExpertLayer]) -> str:
     """Return what the experts are made from, in words that no others share: the files, and the type of the weights."""
     digest = hashlib.sha256()
     for shard in model.shards:
-        found = shard.path.stat()
-        digest.update(repr((shard.path.resolve(), found.st_size, found.st_mtime_ns)).encode())
+        facts = shard.path.stat()
+        digest.update(repr((shard.path.resolve(), facts.st_size, facts.st_mtime_ns)).encode())
     return f"{model.loaded.name} as {str(layers[0].rows[0].dtype).removeprefix('torch.')} ({digest.hexdigest()[:16]})"

@@ -27,7 +27,7 @@ class LiveLoop:
     """Steps of the only request: `begin`; `route`, `works`, `computed` and `combined` for each layer; `end`.
 
     A pass that fails, or is left before its end, leaves nothing behind: with the next one, cache and policy start
-    again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` hears of it.
+    again. So they do after a transfer that failed when no pass ran, which no pass can raise: `on_note` is called.
     """
 
     def __init__(self, run: Run, device: LiveDevice, on_note: Callable[[str], None]) -> None:
@@ -66,8 +66,8 @@ class LiveLoop:
         self._events += self._run.shape.layers
         places = (Place(self._ordinal, 0, self._ordinal, tokens, self._number),)
         begins = () if self._number else places
-        asked = routing.chosen, routing.event, routing.start
-        step = Step(phase, tokens, context, places, begins, (), True, False, *asked)
+        callbacks = routing.chosen, routing.event, routing.start
+        step = Step(phase, tokens, context, places, begins, (), True, False, *callbacks)
         with self._changed:
             self._step, self._routing, self.layer = step, routing, 0
             self._driver.begin(step)

@@ -3,7 +3,7 @@
 Decisions are those of a replay: the session's (`sim.loop.session`), asked by the loop of a live model. A forward pass
 with an empty KV cache begins a request; `end_request` says that the last one has ended. When a read fails, early ones
 too, the pass that runs then raises the error, cache and policy start again, and the model can be called again. Where
-no pass runs then, `on_note` hears of it.
+no pass runs then, `on_note` is called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -165,14 +165,14 @@ class LiveModel:
 
     def _begins(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         names = ("input_ids", "inputs_embeds")
-        given: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
-        rows, columns = given.shape[:2]
+        inputs: Tensor = args[0] if args else next(kwargs[name] for name in names if kwargs.get(name) is not None)
+        rows, columns = inputs.shape[:2]
         cache = next((kwargs[name] for name in kv_cache.NAMES if kwargs.get(name) is not None), None)
         before = int(cache.get_seq_length()) if cache is not None else 0
         continues = before > 0 and self._end_pass(ends_request=False)
         if not continues:
             self._end_pass(ends_request=True)
-        ids = NO_INTS if given.is_floating_point() else given.cpu().numpy().reshape(-1)
+        ids = NO_INTS if inputs.is_floating_point() else inputs.cpu().numpy().reshape(-1)
         self._loop.begin(rows * columns, rows * (before + columns), before == 0, ids)
         was, self._tokens, self._context = self._tokens, rows * columns, before + columns
         took = self.parts.lap()

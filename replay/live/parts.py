@@ -72,18 +72,18 @@ class Parts:
         for (is_first, tokens, context), mean in sorted(self.dense.items()):
             if is_first == first:
                 by_tokens[tokens].append((context, mean))
-        return tuple((tokens, *point) for tokens, found in by_tokens.items() for point in _thinned(found))
+        return tuple((tokens, *point) for tokens, points in by_tokens.items() for point in _thinned(points))
 
 
-def _thinned(found: list[tuple[int, Mean]]) -> Iterable[tuple[int, int]]:
+def _thinned(points: list[tuple[int, Mean]]) -> Iterable[tuple[int, int]]:
     """Return a few points of (context, ns), each the mean of those around it."""
-    groups = [found[part[0] : part[-1] + 1] for part in np.array_split(range(len(found)), CONTEXTS) if len(part)]
+    groups = [points[part[0] : part[-1] + 1] for part in np.array_split(range(len(points)), CONTEXTS) if len(part)]
     contexts = [group[len(group) // 2][0] for group in groups]
     means = [sum(mean.total for _, mean in group) // sum(mean.count for _, mean in group) for group in groups]
     return zip(contexts, rising(means), strict=True)
 
 
-def _curve(found: dict[int, Mean]) -> Curve:
+def _curve(means: dict[int, Mean]) -> Curve:
     """Return ns by tokens, rising; one for a single token where nothing was timed."""
-    sizes = sorted(found) or [1]
-    return tuple(zip(sizes, rising([found[size].value if found else 0 for size in sizes]), strict=True))
+    sizes = sorted(means) or [1]
+    return tuple(zip(sizes, rising([means[size].value if means else 0 for size in sizes]), strict=True))

@@ -36,9 +36,9 @@ class TokenIds:
             )
         return ids
 
-    def decode(self, tokens: Sequence[int], **how: Any) -> str:
+    def decode(self, tokens: Sequence[int], **options: Any) -> str:
         """Return the text of ids: numbers where nothing else is known."""
-        return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **how))
+        return ",".join(map(str, tokens)) if self._own is None else str(self._own.decode(tokens, **options))
 
 
 def reading_ids(loaded: LoadedModel) -> LoadedModel:
@@ -49,8 +49,8 @@ def reading_ids(loaded: LoadedModel) -> LoadedModel:
 
 def prompts_of(texts: Sequence[str], file: Path | None, token_ids: str | None) -> list[Prompt]:
     """Return what was asked for; InputError unless it was asked for in one way."""
-    ways = [bool(texts), file is not None, token_ids is not None]
-    if sum(ways) != 1:
+    sources = [bool(texts), file is not None, token_ids is not None]
+    if sum(sources) != 1:
         raise InputError("say what the model is to continue with: --prompt TEXT, --prompts FILE or --token-ids 5,6,7")
     if file is not None:
         return read_prompts(file, Columns())

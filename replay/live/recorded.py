@@ -56,17 +56,17 @@ class Recording(Added):
 
     def called(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        given, options = self._replaced(args), self._replaced(kwargs)
-        if func is Tensor.__getitem__ and _is_number(given[1]):
-            given = given[0], int(given[1])  # which is what it means, and asks no tensor
-        if any(True for _ in _places((given, options))):
+        arguments, options = self._replaced(args), self._replaced(kwargs)
+        if func is Tensor.__getitem__ and _is_number(arguments[1]):
+            arguments = arguments[0], int(arguments[1])  # which is what it means, and asks no tensor
+        if any(True for _ in _places((arguments, options))):
             name = getattr(func, "__name__", "")
             writes = name in WRITES or "out" in kwargs or (name.endswith("_") and not name.endswith("__"))
             by_values = name in DYNAMIC or (name == "where" and len(args) + len(kwargs) == 1)
-            by_values |= func is Tensor.__getitem__ and any(True for _ in _places(given[1]))
+            by_values |= func is Tensor.__getitem__ and any(True for _ in _places(arguments[1]))
             results = result if isinstance(result, tuple | list) else [result]
             if results and all(isinstance(each, Tensor) for each in results):
-                self._calls.append((func, given, options, tuple(self._place(each) for each in results)))
+                self._calls.append((func, arguments, options, tuple(self._place(each) for each in results)))
                 self._is_fixed &= not (writes or by_values)
             else:
                 self._is_fixed &= name in SHAPE_ONLY
@@ -95,9 +95,9 @@ class Recording(Added):
             return None
         needed, calls = {int(result)}, list[Call]()
         for call in reversed(self._calls):
-            _, given, options, made = call
+            _, arguments, options, made = call
             if needed.intersection(made):
-                needed.update(_places((given, options)))
+                needed.update(_places((arguments, options)))
                 calls.append(call)
         return Program(calls[::-1], len(self._held), result)
 
@@ -111,8 +111,8 @@ class Program:
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return what comes of other inputs of the same shapes."""
         held: list[Any] = [*inputs, *[None] * (self._places - len(inputs))]
-        for func, given, options, places in self._calls:
-            result = func(*_filled(given, held), **(_filled(options, held) if options else {}))
+        for func, arguments, options, places in self._calls:
+            result = func(*_filled(arguments, held), **(_filled(options, held) if options else {}))
             if isinstance(result, tuple | list):
                 for place, each in zip(places, result, strict=True):
                     held[place] = each

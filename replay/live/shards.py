@@ -132,17 +132,17 @@ class ShardTensor:
 def open_shards(files: Iterable[Path]) -> tuple[list[Shard], dict[str, ShardTensor]]:
     """Open all files of a checkpoint; return them and what they hold. Raise InputError for one that cannot be used."""
     shards: list[Shard] = []
-    found: dict[str, ShardTensor] = {}
+    tensors: dict[str, ShardTensor] = {}
     try:
         for path in files:
             shards.append(Shard(path))
             for stored in tensors_of(path):
-                found[stored.name] = _tensor(shards[-1], stored)
+                tensors[stored.name] = _tensor(shards[-1], stored)
     except BaseException:
         for shard in shards:
             shard.close()
         raise
-    return shards, found
+    return shards, tensors
 
 
 def _tensor(shard: Shard, stored: StoredTensor) -> ShardTensor:

@@ -64,8 +64,8 @@ class Source:
 
     def _load(self, name: str, place: torch.Tensor, parameters: int) -> None:
         self.parameters += parameters
-        if self._loaded and (found := self._loaded.dense(name, tuple(place.shape))) is not None:
-            place.copy_(found)
+        if self._loaded and (loaded := self._loaded.dense(name, tuple(place.shape))) is not None:
+            place.copy_(loaded)
             self.loaded_parameters += parameters
 
 
@@ -175,10 +175,10 @@ class LatentAttention:
     def _absorbed(self, queries: torch.Tensor, cached: torch.Tensor) -> torch.Tensor:
         """Attend to latents as the keys and values of all heads. cached: [context, latent + shared]."""
         own, shared = torch.split(queries, [self.head_size, self.shared], dim=-1)
-        asked = torch.cat([own @ self.keys, shared], dim=-1)  # [heads, n, latent + shared]
-        weights = torch.softmax(asked.flatten(0, 1) @ cached.T, dim=-1)
-        found = weights @ cached[:, : self.latent]
-        return found.view(self.heads, -1, self.latent) @ self.values.transpose(1, 2)
+        absorbed = torch.cat([own @ self.keys, shared], dim=-1)  # [heads, n, latent + shared]
+        weights = torch.softmax(absorbed.flatten(0, 1) @ cached.T, dim=-1)
+        attended = weights @ cached[:, : self.latent]
+        return attended.view(self.heads, -1, self.latent) @ self.values.transpose(1, 2)
 
 
 class Layer:
@@ -327,7 +327,7 @@ def windowed_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.
     heads, n, _ = queries.shape
     blocks = -(-n // window)
     behind = blocks * window - n
-    asked = functional.pad(queries, (0, 0, 0, behind)).reshape(heads, blocks, window, -1).transpose(0, 1)
+    blocked = functional.pad(queries, (0, 0, 0, behind)).reshape(heads, blocks, window, -1).transpose(0, 1)
 
     def pairs(each: torch.Tensor) -> torch.Tensor:
         """Return [kv heads, n, d] as [blocks, heads, 2 * window, d]."""
@@ -338,5 +338,5 @@ def windowed_attention(queries: torch.Tensor, keys: torch.Tensor, values: torch.
     key = torch.arange(2 * window, device=queries.device)
     seen = ((key > query) & (key <= query + window)).expand(blocks, 1, -1, -1).clone()
     seen[0] &= key >= window
-    found = functional.scaled_dot_product_attention(asked, pairs(keys), pairs(values), attn_mask=seen)
-    return found.transpose(0, 1).flatten(1, 2)[:, :n]
+    attended = functional.scaled_dot_product_attention(blocked, pairs(keys), pairs(values), attn_mask=seen)
+    return attended.transpose(0, 1).flatten(1, 2)[:, :n]

@@ -81,9 +81,9 @@ class Checkpoint:
                 names = [f"{root}.{name.replace(f'.{ours}', f'.{their}')}" for their in theirs]
         if name == "lm_head":
             names = [name, f"{root}.embed_tokens"]  # the embedding's, where both are one
-        for found in (f"{each}.weight" for each in names):
-            if found in self._files and tuple(self._files[found].get_slice(found).get_shape()) == shape:
-                return self._read(found, shape)
+        for full in (f"{each}.weight" for each in names):
+            if full in self._files and tuple(self._files[full].get_slice(full).get_shape()) == shape:
+                return self._read(full, shape)
         return None
 
     def _named(self, place: str, number: int) -> Iterator[torch.Tensor]:
@@ -120,9 +120,9 @@ class Checkpoint:
         if name not in self._files:
             raise self._error(f"there is no tensor {name}")
         tensor = self._files[name].get_slice(name)
-        found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-        if found != shape:
-            raise self._error(f"{name} is {list(found)}, in the model profile {self.profile.name} it is {list(shape)}")
+        stored, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
+        if stored != shape:
+            raise self._error(f"{name} is {list(stored)}, in the model profile {self.profile.name} it is {list(shape)}")
         if dtype not in DTYPES:
             raise self._error(f"{name} is {dtype}: quantised weights are not read; take them in bf16")
         read: torch.Tensor = tensor[:] if row is None else tensor[row]
@@ -130,16 +130,16 @@ class Checkpoint:
 
     def _require(self, matrices: set[str]) -> None:
         """Raise InputError unless there are the profile's layers of experts, of a known family and so many matrices."""
-        profile, found = self.profile, len(self._places)
-        if not found or (matrices and not self._matrices):
+        profile, layers = self.profile, len(self._places)
+        if not layers or (matrices and not self._matrices):
             quantised = [name for name in self._files if "experts" in name and not name.endswith(("weight", "bias"))]
             raise self._error(
                 f"{quantised[0]}: quantised experts are not read; take them in bf16"
                 if quantised
                 else "no experts by a name that is known: see replay/model/weights.py"
             )
-        if found != profile.moe_layers:
-            raise self._error(f"{found} layers have experts, in the model profile {profile.name} {profile.moe_layers}")
+        if layers != profile.moe_layers:
+            raise self._error(f"{layers} layers have experts, in the model profile {profile.name} {profile.moe_layers}")
         if len(self._matrices or _MATRICES[0]) != profile.expert_matrices:
             raise self._error(f"an expert has not {profile.expert_matrices} matrices, as in the profile {profile.name}")
 

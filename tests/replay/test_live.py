@@ -274,7 +274,7 @@ def test_what_a_policy_has_learned_is_kept_and_starts_the_next_run(
         assert done.returncode == 0, done.stderr
         counted.append(int(Profile.read(blended).learned["passes"].sum()))
     assert known == [1, 2]
-    monkeypatch.setattr("replay.live.answering.answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("replay.commands.generate.answer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert generate(*asked, "--profile", blended).returncode == 130
     assert Profile.read(blended).learned["passes"].sum() == counted[1]
     blended.unlink()
