@@ -8,41 +8,34 @@ residency with scripted random routing on caches of all sizes (one slot, events 
 requests without decode or without any step, cold ends, the untimed mode), and with a link and a compute stream whose
 order of events is random but seeded. Checked: two runs decide alike; other routing after an event changes nothing
 before it (oracles excepted); nothing writes into the arrays of an event; victims are among those offered;
-keep scores and proposals are finite and in range; a user's policy ends each event in time. The cost of an event is
-measured and never judged.
+keep scores and proposals are finite and in range. The cost of an event is measured and never judged.
 """
 
+import argparse
 import random
-import signal
-import threading
+import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
 from policies.core.events import RequestEvents
-from policies.core.guard import THIRD_ROW, BrokenRuleError, PolicyError, own_classes, proposal_fault
+from policies.core.guard import THIRD_ROW, PolicyError, proposal_fault
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.residency_compiled import BLOCKED, NO_EXPERT, PRIORITY
 from policies.core.runner import PolicyRunner
 from policies.core.spec import Policy, PolicySpec, parse
 from policies.random_routing import Script, scripts
-from traces.commands import console, program
+from traces.errors import InputError
 from traces.steps import Lookahead, decode_steps
-
-LIMIT_S = 60.0
-"""Seconds for an event: for more than the first one of a policy that compiles itself needs."""
 
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What the kit found. us_per_event: mean time in `observe` and `propose` on a model of 26 x 64 experts, top-6."""
+    """What the kit measured. us_per_event: mean time in `observe` and `propose` on 26 x 64 experts, top-6."""
 
     policy: str
     failures: tuple[str, ...]  # a plain sentence each
@@ -51,11 +44,10 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether there are no failures."""
         return not self.failures
 
     def require(self) -> None:
-        """AssertionError with all failures, if there are any."""
+        """Raise AssertionError with all failures, if there are any."""
         if self.failures:
             raise AssertionError(str(self))
 
@@ -63,8 +55,8 @@ class Report:
         return str(self)
 
     def __str__(self) -> str:
-        found = "".join(f"\n  - {failure}" for failure in self.failures)
-        verdict = "does not conform:" + found if found else "conforms"
+        failures = "".join(f"\n  - {failure}" for failure in self.failures)
+        verdict = "does not conform:" + failures if failures else "conforms"
         return f"{self.policy} {verdict}\n  ({self.events:,} events run, {self.us_per_event:.1f} us an event)"
 
 
@@ -78,10 +70,10 @@ def check_policy(policy: Policy, seed: int = 0) -> Report:
     spec = parse(policy)
     failures: dict[str, str] = {}  # by rule, the first of each
     events = 0
-    for played in _CHECKS:
+    for check in (_determinism, _causality):
         for number, script in enumerate(scripts(seed)):
             try:
-                events += played(spec, script, random.Random(f"{seed} {number}"))
+                events += check(spec, script, random.Random(f"{seed} {number}"))
             except RuleError as broken:
                 failures.setdefault(broken.rule, f"{broken} ({script})")
         if failures:  # the next check takes for granted what this one is about
@@ -97,9 +89,6 @@ class RuleError(Exception):
         self.rule = rule
 
 
-# Driving a policy through a script
-
-
 class Drive:
     """One run of a policy over a script; `log` holds its decisions, `marks` where each event begins in it."""
 
@@ -109,27 +98,29 @@ class Drive:
         self._script = script
         self._turns = random.Random(script.seed)
         self._active = NO_EXPERT
-        with _time_limit(spec) as self._event_begins:
-            self._runner, self._residency = _told(lambda: self._begin(spec))
-            _told(self._play)
+        try:
+            self._run(spec)
+        except RuleError:
+            raise
+        except PolicyError as error:
+            raise RuleError(error.place, str(error).removeprefix(error.place)) from error
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
+            raise RuleError(f"it raises {type(error).__name__}", f": {error}, at {where}") from error
 
-    def _begin(self, spec: PolicySpec) -> tuple[PolicyRunner, Any]:
-        self._requests = self._script.requests()
-        shape = self._script.shape
-        runner = PolicyRunner(spec, shape, self._requests, self._script.untimed, experts_per_layer=1.0)
+    def _run(self, spec: PolicySpec) -> None:
+        script, requests, shape = self._script, self._script.requests(), self._script.shape
+        self._runner = runner = PolicyRunner(spec, shape, requests, script.untimed, experts_per_layer=1.0)
         partitions = len(spec.divide(shape, shape.total))
-        return runner, runner.residency(max(self._script.slots, partitions))
-
-    def _play(self) -> None:
-        script, runner, residency = self._script, self._runner, self._residency
-        L, played = script.shape.layers, 0
-        for ordinal, request in enumerate(self._requests):
-            events = RequestEvents(request, L, played, script.untimed)
-            played += events.count
+        self._residency: Any = runner.residency(max(script.slots, partitions))
+        before = 0
+        for ordinal, request in enumerate(requests):
+            events = RequestEvents(request, shape.layers, before, script.untimed)
+            before += events.count
             runner.begin_request(ordinal)
             for step in range(len(request.phase)):
-                for layer in range(L):
-                    self._event_begins()
+                for layer in range(shape.layers):
                     self.marks.append(len(self.log))
                     if script.untimed:
                         for event in events.accesses(step, layer):
@@ -137,13 +128,13 @@ class Drive:
                     else:
                         self._event(events.event(step, layer))
             runner.end_request()
-            cold = script.cold and ordinal < len(self._requests) - 1
+            cold = script.cold and ordinal < len(requests) - 1
             if cold:
                 self._active = NO_EXPERT
-            residency.end_request(cold)
+            self._residency.end_request(cold)
 
     def _access(self, event: Event) -> None:
-        """The untimed mode: an access is an event of its own, loaded and released at once."""
+        """Run an access of the untimed mode, an event of its own: loaded and released at once."""
         hit, _ = self._residency.route(event.experts)
         self._observe(event)
         if not hit:
@@ -159,7 +150,7 @@ class Drive:
         proposal = self._runner.propose(event)
         if proposal is not None:
             if fault := proposal_fault(proposal, self._script.shape.total):
-                raise RuleError(f"it proposes {fault[0]}", fault[1])
+                raise RuleError(f"it proposes {fault}")
             self.log.append(("propose", proposal[0].tolist(), proposal[1].tolist()))
             residency.propose(*proposal)
         idle = turns.randrange(4)
@@ -185,65 +176,24 @@ class Drive:
 
     def _observe(self, event: Event) -> None:
         """Rule 3, and a look at the scores."""
-        queued, heard = self._residency.keep[PRIORITY].copy(), [array.tobytes() for array in event[3:]]
+        queued, before = self._residency.keep[PRIORITY].copy(), [array.tobytes() for array in event[3:]]
         self._runner.observe(event)
-        if heard != [array.tobytes() for array in event[3:]]:
+        if before != [array.tobytes() for array in event[3:]]:
             raise RuleError("it writes into the arrays of an event, which its other half reads too")
         keeper = self._runner.retention
         if not isinstance(keeper, ScorePolicy):
             return
-        if not np.shares_memory(keeper.keep, self._residency.keep):
-            raise RuleError("it replaces its array `keep`: the residency holds the first one, so write into it")
         if not np.array_equal(keeper.keep[PRIORITY], queued):
             raise RuleError(THIRD_ROW)
         if not np.isfinite(keeper.keep[:2]).all():
             raise RuleError("its keep scores are not all finite")
 
 
-@contextmanager
-def _time_limit(spec: PolicySpec) -> Iterator[Callable[[], Any]]:
-    """Yield what says that an event begins: a user's policy has LIMIT_S seconds from there to the next.
-
-    Only the main thread of a POSIX system can be interrupted: elsewhere there is no limit. The signal comes again, for
-    a policy that catches it and for a first one that met a destructor, where Python drops what is raised.
-    """
-    own = any(own_classes(half.cls) for half in (spec.evict, spec.prefetch))
-    if not (own and hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()):
-        yield lambda: None
-        return
-
-    def late(*_: Any) -> None:
-        raise BrokenRuleError(f"it takes more than {LIMIT_S:g} s for an event")
-
-    before = signal.signal(signal.SIGALRM, late)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, LIMIT_S, LIMIT_S)
-        yield lambda: signal.setitimer(signal.ITIMER_REAL, LIMIT_S, LIMIT_S)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before or signal.SIG_DFL)
-
-
-def _told(act: Callable[[], Any]) -> Any:
-    """Whatever the policy raises, as a sentence."""
-    try:
-        return act()
-    except RuleError:
-        raise
-    except (PolicyError, BrokenRuleError) as error:
-        raise RuleError(error.broken, error.details) from error
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise RuleError(f"it raises {type(error).__name__}", f": {error}, at {where}") from error
-
-
 # The checks: each runs a script some times and returns the number of events
 
 
 def _determinism(spec: PolicySpec, script: Script, rng: random.Random) -> int:
-    first, second = Drive(spec, script), Drive(spec, script)
-    _alike(first, second, None, "two runs over the same events do not decide alike")
+    _alike(Drive(spec, script), Drive(spec, script), None, "two runs over the same events do not decide alike")
     return 2 * script.events
 
 
@@ -262,7 +212,7 @@ def _causality(spec: PolicySpec, script: Script, rng: random.Random) -> int:
 
 
 def _alike(one: Drive, other: Drive, upto: int | None, complaint: str) -> None:
-    """The same first `upto` decisions, or the same decisions."""
+    """Raise RuleError unless the first `upto` decisions are the same, or all."""
     ours, theirs = one.log[:upto], other.log[:upto]
     for i, (this, that) in enumerate(zip(ours, theirs, strict=False)):
         if this != that:
@@ -278,14 +228,8 @@ def _shown(decision: tuple[Any, ...]) -> str:
     return f"{decision[1]} proposed at {decision[2]}"
 
 
-_CHECKS = (_determinism, _causality)
-
-
-# The cost of an event
-
-
 def _us_per_event(spec: PolicySpec, seed: int) -> float:
-    """Mean microseconds in `observe` and `propose`, on decoded tokens of a model of 26 x 64 experts, top-6."""
+    """Return the mean microseconds in `observe` and `propose`, on decoded tokens of 26 x 64 experts, top-6."""
     rng = np.random.default_rng(seed)
     L, E, k, tokens = 26, 64, 6, 40
     chosen = np.argsort(rng.random((tokens, L, E)) * (1 + np.arange(E)), axis=-1)[..., :k]
@@ -293,30 +237,30 @@ def _us_per_event(spec: PolicySpec, seed: int) -> float:
     request = replace(request, lookahead=Lookahead(L, request.offsets, request.experts, request.counts))
     runner = PolicyRunner(spec, Shape(L, E), [request, request], experts_per_layer=1.0)
     for ordinal in range(2):  # the first warms up
-        events = RequestEvents(request, L)
-        heard = [events.event(step, layer) for step in range(tokens) for layer in range(L)]
+        made = RequestEvents(request, L)
+        events = [made.event(step, layer) for step in range(tokens) for layer in range(L)]
         began = perf_counter_ns()
         runner.begin_request(ordinal)
-        for event in heard:
+        for event in events:
             runner.observe(event)
             runner.propose(event)
         runner.end_request()
     return (perf_counter_ns() - began) / 1000 / (tokens * L)
 
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.command()
-def _check(
-    policies: Annotated[list[str], typer.Argument(metavar="POLICY...", help="lru+markov, my_file.py:Mine")],
-) -> None:
-    """Check that policies keep the contract. The status is 1 where one does not."""
-    reports = [check_policy(name) for name in policies]
-    for report in reports:
-        console.say(str(report))
-    raise typer.Exit(not all(report.passed for report in reports))
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m policies.checker",
+        description="Check that policies keep the contract. The status is 1 where one does not.",
+    )
+    parser.add_argument("policies", metavar="POLICY", nargs="+", help="lru+markov, my_file.py:Mine")
+    try:
+        reports = [check_policy(name) for name in parser.parse_args().policies]
+    except InputError as error:
+        parser.error(str(error))
+    print(*reports, sep="\n")
+    return int(not all(report.passed for report in reports))
 
 
 if __name__ == "__main__":
-    program.main(app, "python -m policies.checker")
+    sys.exit(main())

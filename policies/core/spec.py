@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from policies.core import guard, registry, user_file
@@ -287,7 +286,7 @@ class PolicySpec:
         """Raise InputError for a file that an option names and that is no good for this model, without an instance."""
         for half in (self.evict, self.prefetch):
             try:
-                guard.called(half.cls, "require", partial(half.cls.require, half.options, shape))
+                guard.guarded(half.cls, "require", half.cls.require)(half.options, shape)
             except guard.PolicyError:
                 raise
             except InputError as error:
@@ -420,20 +419,14 @@ def _no_such_option(policy: str, key: str, known: Iterable[str]) -> InputError:
 
 def _options(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]] = ()) -> Any:
     """Return the options of a class: its defaults and over them what is `given`, values or their text. InputError."""
-    return guard.called(cls, "Options", lambda: _chosen(cls, given))
+    return guard.guarded(cls, "Options", _chosen)(cls, given)
 
 
 def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, Any]]) -> Any:
     declared = dataclasses.fields(cls.Options) if dataclasses.is_dataclass(cls.Options) else ()
     values = defaults = {option.name: option.default for option in declared}
-    if bare := [name for name, default in defaults.items() if default is dataclasses.MISSING]:
-        raise InputError(f"option {bare[0]} of {cls.name} needs a default")
     if odd := [name for name, default in defaults.items() if not isinstance(default, bool | int | float | str)]:
-        raise guard.BrokenRuleError(f"option {odd[0]} has no default that is a bool, int, float or str")
-    if odd := [name for name, default in defaults.items() if not _fits(default)]:
-        raise guard.BrokenRuleError(f"option {odd[0]} has a default that does not fit 64 bits")
-    if type(defaults.get(SEED, 0)) is not int:
-        raise guard.BrokenRuleError(f"option {SEED} is not an int, as what it draws from is")
+        raise InputError(f"option {odd[0]} of {cls.name} needs a default that is a bool, int, float or str")
     for key, value in given:
         if key not in defaults:
             raise _no_such_option(cls.name, key, defaults)
@@ -444,23 +437,14 @@ def _chosen(cls: type[Listener | Scope | Placement], given: Iterable[tuple[str, 
             wanted = f"option {key} of {cls.name} needs a value of type {type(default).__name__}"
             size = ", from -2**63 to below 2**63" if type(default) is int else ""
             raise InputError(f"{wanted}, as in {key}={default}{size}") from None
-    made = cls.Options(**values)
-    for key, value in values.items():
-        if type(kept := getattr(made, key)) is not type(value) or not _fits(kept):
-            raise guard.BrokenRuleError(f"its Options turn {key} into {type(kept).__name__}: do so in its __init__")
-    return made
+    return cls.Options(**values)
 
 
 def _like(default: Any, value: Any) -> Any:
     """Return what `value`, or its text, is as the default's type. Raise ValueError where it is no such value."""
     if value is None or (isinstance(default, bool) and str(value).lower() not in ("true", "false")):
         raise ValueError(value)
-    found = str(value).lower() == "true" if isinstance(default, bool) else type(default)(str(value))
-    if not _fits(found):
+    typed = str(value).lower() == "true" if isinstance(default, bool) else type(default)(str(value))
+    if isinstance(typed, int) and not -(1 << 63) <= typed < 1 << 63:  # compiled code cannot take it
         raise ValueError(value)
-    return found
-
-
-def _fits(value: object) -> bool:
-    """Return whether compiled code can take an option's value."""
-    return not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+    return typed

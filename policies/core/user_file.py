@@ -1,13 +1,11 @@
 """A policy in a user's own file, named `path/my_file.py:MyPolicy`; nothing needs to be installed or registered.
 
 The file is imported once for as long as it does not change, under a module name of its own, so that worker processes
-find the same class by the same name.
+find the same class by the same name. Results depend on its content (`content`).
 """
 
 import hashlib
 import importlib.util
-import inspect
-import os
 import site
 import sys
 import sysconfig
@@ -20,10 +18,8 @@ from modulefinder import ModuleFinder
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from policies.core.grammar import file_and_class
-from policies.core.guard import BrokenRuleError, ProcessKept, text_of
 from policies.core.policy import Listener, Prefetcher, RetentionPolicy
 from traces.errors import InputError, unknown
 
@@ -33,14 +29,14 @@ MODULE = "policy_file_"
 CONTENT = "__content__"
 """The name in such a module of the digest of what it was made from."""
 
-_CONTENTS: WeakKeyDictionary[type, str] = WeakKeyDictionary()
+_CONTENTS: dict[type, str] = {}
 
 
 def load(name: str) -> type[Listener]:
     """Return the class that `path.py:Class` names. Raise InputError for whatever keeps it from being a policy."""
     path, wanted = file_and_class(name) or (name, "")
     file = Path(path)
-    if not os.path.isfile(file):  # false as well for what can be no path
+    if not file.is_file():
         raise InputError(f"{path}: no such file")
     module = _module(str(file.resolve()), file.stat().st_mtime_ns)
     here = {key: cls for key, cls in vars(module).items() if _is_policy(cls) and cls.__module__ == module.__name__}
@@ -62,13 +58,9 @@ def content(cls: type) -> str | None:
 
 
 def checked(cls: Any, name: str) -> type[Listener]:
-    """Return `cls`, which goes by `name`. Raise InputError where it is no policy that could run."""
+    """Return `cls`, which goes by `name`. Raise InputError where it is no policy."""
     if not _is_policy(cls):
         raise InputError(f"{name} is neither a RetentionPolicy nor a Prefetcher (policies.core.policy)")
-    if issubclass(cls, RetentionPolicy) and issubclass(cls, Prefetcher):
-        raise InputError(f"{name} is an eviction policy and a prefetcher in one: write a class for each")
-    if inspect.isabstract(cls):
-        raise InputError(f"{name} does not define {', '.join(sorted(cls.__abstractmethods__))}")
     policy: type[Listener] = cls
     return policy
 
@@ -81,7 +73,6 @@ class _Loader(SourceFileLoader):
     """Compiles the file as it is now: bytecode on disk may be of an earlier edit of the same second and length."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return the file's code."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
@@ -98,30 +89,18 @@ def _module(path: str, changed_ns: int) -> ModuleType:
     try:
         read = b"".join(each.read_bytes() for each in read_with(path))
         vars(module)[CONTENT] = hashlib.sha256(read).hexdigest()
-        with ProcessKept():
-            spec.loader.exec_module(module)
-    except KeyboardInterrupt:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise
-    except BaseException as error:  # SystemExit as well
-        del sys.modules[name]
-        kind = "" if isinstance(error, BrokenRuleError) else type(error).__name__
-        said = ": ".join(part for part in (kind, text_of(error)) if part)
-        raise InputError(f"{path}:{_line(path, error)}cannot be imported: {said}{_beside(path, error)}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else 1
+        raise InputError(f"{path}:{line}: cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _beside(path: str, error: BaseException) -> str:
-    """Return what makes a module importable that stands beside the file and was not found."""
-    folder = Path(path).parent
-    missing = folder / str(error.name) if isinstance(error, ModuleNotFoundError) else None
-    found = missing and (missing.is_dir() or missing.with_suffix(".py").is_file())
-    return f"; it stands beside the file: set PYTHONPATH to {folder}" if found else ""
-
-
-def _print(*values: Any, **given: Any) -> None:
-    """Print on standard error unless `file` is given: standard output is for results, such as JSON."""
-    print(*values, **{"file": sys.stderr, **given})
+def _print(*values: Any, **options: Any) -> None:
+    """Print on standard error unless `file` is stated: standard output is for results, such as JSON."""
+    print(*values, **{"file": sys.stderr, **options})
 
 
 def read_with(file: str) -> tuple[Path, ...]:
@@ -137,13 +116,5 @@ def read_with(file: str) -> tuple[Path, ...]:
     finder = ModuleFinder([str(each) for each in own])
     with suppress(OSError):  # what cannot be read is no module that the file could have imported
         finder.run_script(str(path))
-    found = (vars(module)["__file__"] for module in finder.modules.values())
-    return tuple(sorted({path, *(Path(each) for each in found if each)}))
-
-
-def _line(path: str, error: BaseException) -> str:
-    """The last line of the file that had to do with the error."""
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return f"{error.lineno}: "
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return f"{lines[-1]}: " if lines else " "
+    files = (vars(module)["__file__"] for module in finder.modules.values())
+    return tuple(sorted({path, *(Path(each) for each in files if each)}))

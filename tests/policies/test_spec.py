@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from policies.core import dispatch, registry
 from policies.core.grammar import Expression, Term, pieces, read, split_list, split_size
-from policies.core.guard import PolicyError
-from policies.core.policy import Prefetcher, RetentionPolicy, ScorePolicy, Shape
+from policies.core.policy import Prefetcher, ScorePolicy, Shape
 from policies.core.scope import SCOPES
 from policies.core.spec import Part, PolicySpec, make_policy, parse, text_of
 from sim.sweeps.config import seeded
@@ -156,7 +155,6 @@ def test_a_class_is_a_policy_wherever_a_name_is():
         (lambda: parse(MyPolicy, alhpa=1), "unknown option of MyPolicy 'alhpa'; did you mean alpha"),
         (lambda: parse(MyPolicy, seed=1.5), "option seed of MyPolicy needs a value of type int, as in seed=0"),
         (lambda: parse(Part), "Part is neither a RetentionPolicy nor a Prefetcher"),  # type: ignore[arg-type]  # on purpose
-        (lambda: parse(RetentionPolicy), "RetentionPolicy does not define victim"),
         (lambda: PolicySpec.of("lru", scope="layr"), "did you mean layer"),
     ],
 )
@@ -173,18 +171,6 @@ def test_a_whole_number_that_does_not_fit_64_bits_is_refused_with_its_range(valu
         with pytest.raises(InputError, match=re.escape(says.replace("=0", "=3" if "map" in policy else "=0"))):
             parse(f"{policy}:depth={value}")
     assert parse(f"lru+markov:depth={2**63 - 1}").prefetch.values["depth"] == 2**63 - 1
-
-
-@pytest.mark.parametrize("default", [2**63, 10**5000], ids=["64 bits", "digits"])
-def test_a_default_that_compiled_code_cannot_take_is_refused(default):
-    @dataclass(frozen=True)
-    class Odd:
-        """Has a text, for which some versions of Python would write the default out."""
-
-        depth: int = default
-
-    with pytest.raises(PolicyError, match="option depth has a default that does not fit 64 bits"):
-        parse(type("Mine", (MyPolicy,), {"Options": Odd}))
 
 
 def test_a_class_that_only_this_process_knows_says_so():
