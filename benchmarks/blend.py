@@ -15,12 +15,11 @@ from pathlib import Path
 
 import numpy as np
 
-from policies.blend import eamc_blend, fit
+from benchmarks import fit_blend as fit
+from policies.blend import eamc_blend
+from policies.blend.decisions import PARAMETERS, Blend, observe
 from policies.blend.evidence import AGAIN, EPS, EPS_IDS, FOLLOW_RATE, KINDS, NEXT, PRIOR_PASSES, PRIOR_TOKENS, SETTINGS
-from policies.blend.learning import PLACES, PRIOR
-from policies.blend.scores import observe
-from policies.blend.state import PARAMETERS, Blend
-from policies.blend.weights import CONSTANT, HORIZON, WEIGHTS
+from policies.blend.learning import CONSTANT, HORIZON, PLACES, PRIOR, WEIGHTS
 from policies.core.compiled import compiled
 from policies.core.events import Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape

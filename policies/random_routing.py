@@ -32,11 +32,9 @@ class Script:
 
     @property
     def events(self) -> int:
-        """Of all requests."""
         return self.shape.layers * sum(map(len, self.play))
 
     def requests(self) -> list[RequestSteps]:
-        """The routing as engines are given it."""
         return [_steps(i, request, self.shape) for i, request in enumerate(self.play)]
 
     def with_another_future(self, cut: int, rng: random.Random) -> "Script":

@@ -1,1 +1,1 @@
-"""`eamc-blend`, our own policy, the evidence that it weighs, and the fit of its weights."""
+"""`eamc-blend`, our own policy, and the evidence that it weighs."""

@@ -19,11 +19,11 @@ of what is worth as much (rule 6); each layer further away takes `later` from th
 
 Of a step of several requests each one's choice is a pass of its own; what is worth most to any of them counts.
 
-All weights begin as `python -m policies.blend.fit` fitted them and learn from the run (`policies.blend.learning`), so
+All weights begin as `python -m benchmarks.fit_blend` fitted them and learn from the run (`policies.blend.learning`), so
 that ids that foretell nothing soon count nothing. policies/README.md says what was left out. Causal; an event costs
 O(E * k) for its layer and the next ones.
 
-`policies.blend.state` is what a run knows, `policies.blend.scores` and `policies.blend.prefetch` are the two halves.
+`policies.blend.decisions` is what a run knows and what the two halves decide from it.
 """
 
 from dataclasses import dataclass
@@ -32,10 +32,18 @@ from typing import BinaryIO
 import numpy as np
 
 from policies.blend import evidence
-from policies.blend.prefetch import propose
+from policies.blend.decisions import (
+    NONE,
+    PER_ACCESS,
+    Blend,
+    close,
+    learned,
+    nothing_known,
+    observe,
+    propose,
+    score,
+)
 from policies.blend.profile import Profile
-from policies.blend.scores import close, observe, score
-from policies.blend.state import NONE, PER_ACCESS, Blend, learned, nothing_known, require_sound
 from policies.core.policy import Kernel, Listener, Options, Prefetcher, Requests, ScorePolicy, Shape, bounded
 from policies.core.registry import prefetcher, retention
 
@@ -61,11 +69,9 @@ class BlendOptions(Options, policy="eamc-blend"):
 
 
 def begin(shape: Shape, options: BlendOptions) -> Blend:
-    """Return the state of a run."""
     own = nothing_known(shape, options.distance, options.depth, options.later)
     if options.profile:
         Profile.read(options.profile).fill(learned(own), options.profile)
-        require_sound(own, options.profile)
     return own
 
 
@@ -92,12 +98,10 @@ class _StartsFromAProfile(Listener):
 
     @classmethod
     def require(cls, options: BlendOptions, shape: Shape) -> None:
-        """Raise InputError for a profile of another model."""
         if options.profile:
             Profile.read(options.profile).require(shape, options.profile)
 
     def save(self, file: BinaryIO, source: str) -> None:
-        """Write a profile."""
         profile_of(self, source).write(file)
 
 

@@ -72,7 +72,6 @@ class Evidence(NamedTuple):
 
 
 def nothing_known(shape: Shape) -> Evidence:
-    """The start of a run."""
     L, E, seats = shape.layers, shape.experts, shape.seats
     after, used = np.zeros((3, L, E, E), np.float32), np.zeros((seats, 3, L, E + 1), np.int64)
     latest = np.zeros((seats, L), np.int64)
@@ -80,7 +79,6 @@ def nothing_known(shape: Shape) -> Evidence:
 
 
 def begin_request(known: Evidence, seat: int) -> None:
-    """Reset the request's own counts."""
     known.tokens[seat] = 0
     known.used[seat] = 0
     known.latest[seat] = 0

@@ -1,4 +1,4 @@
-"""Weights that learn from the run: each starts from `policies.blend.weights` and is fitted while the run lasts.
+"""Weights that learn from the run: each starts from WEIGHTS and is fitted while the run lasts.
 
 The weights that ship were fitted on all models together. What a run's own model and requests make of the evidence
 differs: ids of tokens may be missing, shuffled or say much more than elsewhere. So about once a step each model asks
@@ -17,9 +17,34 @@ from typing import NamedTuple
 import numpy as np
 
 from policies.blend.evidence import BLIND
-from policies.blend.weights import CONSTANT, HORIZON, TIME, WEIGHTS
 from policies.core.compiled import apart, compiled
 from policies.core.policy import Float, Int, Shape
+
+CHANCE, CHANCE_BLIND, LAYER, LAYER_BLIND, STEP, TIME = range(6)
+"""Models."""
+
+CONSTANT = 11
+
+HORIZON = 64
+"""Passes: a next use further away counts as this."""
+
+WEIGHTS = np.array(
+    [
+        [0.14, -1.519, 0.109, 1.286, 0.448, -0.181, 0.57, 0.526, 0.0, 0.0, 0.0, 0.4],
+        [-0.033, -1.437, 0.227, 1.844, 0.686, -0.155, 0.0, 0.0, 0.0, 0.0, 0.0, 0.131],
+        [-0.492, -1.653, -0.006, 0.403, 0.148, -0.313, 0.206, 0.093, 1.997, 0.732, 0.39, 0.295],
+        [-0.889, -1.451, 0.17, 0.794, 0.237, -0.247, 0.0, 0.0, 2.697, 0.0, 0.0, -0.197],
+        [0.227, -1.688, 0.001, 1.046, 0.394, -0.27, 0.228, 0.092, 0.0, 1.048, 0.489, 0.548],
+        [-0.184, 0.099, -0.193, -0.073, -0.082, 0.093, 0.0, 0.0, 0.0, 0.0, 0.0, 2.084],
+    ]
+)
+"""[models, places], as `python -m benchmarks.fit_blend` prints them.
+
+Places are the kinds of `policies.blend.evidence`, in their order, and a constant. Models, a row each: the log odds of
+use in the next pass over those of an expert drawn evenly, with ids of tokens and without (CHANCE); of use in the layer
+that is next in this pass (LAYER); of use in another layer of this pass, from ids (STEP); and the logarithm of the
+passes until the next use of one that the next pass does not use (TIME).
+"""
 
 PLACES = CONSTANT + 1
 
@@ -36,7 +61,7 @@ USED, EVEN, ROWS = PLACES, PLACES + 1, PLACES + 2
 """Rows of `Learning.questions` after the evidence: whether the expert was used, as far as is known; in the first place
 the log odds of use of one drawn evenly."""
 
-LAYER, STEP, SEAT, SHOWN, MARKS = range(5)
+OF_LAYER, OF_STEP, OF_SEAT, SHOWN, MARKS = range(5)
 """Places in `Learning.asked`: which layer is asked about, in which step and of which request; whether it has shown."""
 
 NONE = -1
@@ -56,7 +81,6 @@ class Learning(NamedTuple):
 
 
 def nothing_learned(shape: Shape) -> Learning:
-    """The start of a run."""
     E, fits = shape.experts, np.zeros((MODELS + 1, PLACES + 1, PLACES))
     fits[:MODELS, WEIGHT], fits[:MODELS, CURVATURE] = WEIGHTS, np.diag(PRIOR)
     waits = np.zeros((HORIZON, E + 2), np.int64)
@@ -77,7 +101,7 @@ def ask(own: Learning, model: int, layer: int, step: int, seat: int, even: float
     asked, question = own.asked[model], own.questions[model]
     if asked[SHOWN] == 1:
         _settle(own.fits, model, question)
-    asked[LAYER], asked[STEP], asked[SEAT], asked[SHOWN] = layer, step, seat, 0
+    asked[OF_LAYER], asked[OF_STEP], asked[OF_SEAT], asked[SHOWN] = layer, step, seat, 0
     for e in range(question.shape[1]):
         question[USED, e] = 0.0
         question[CONSTANT, e] = 1.0
@@ -90,7 +114,7 @@ def show(own: Learning, layer: int, step: int, seat: int, experts: Int) -> None:
     E = own.questions.shape[2]
     for model in range(MODELS):
         asked = own.asked[model]
-        if asked[LAYER] == layer and asked[STEP] == step and asked[SEAT] == seat:
+        if asked[OF_LAYER] == layer and asked[OF_STEP] == step and asked[OF_SEAT] == seat:
             asked[SHOWN] = 1
             for expert in experts:
                 own.questions[model, USED, expert % E] = 1.0
@@ -98,7 +122,6 @@ def show(own: Learning, layer: int, step: int, seat: int, experts: Int) -> None:
 
 @compiled
 def _settle(fits: Float, model: int, question: Float) -> None:
-    """One step of Newton's method."""
     weights, curvature, gradient = fits[model, WEIGHT], fits[model, 1:], fits[MODELS, WEIGHT]
     gradient[:] = 0.0
     for e in range(question.shape[1]):

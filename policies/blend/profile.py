@@ -5,27 +5,19 @@ that outlive a request: a run that starts from it continues the one that wrote i
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from policies.blend.decisions import Learned
 from policies.core.policy import Shape
 from traces.arrays import read_described
 from traces.errors import InputError, located
-from traces.facts import short
 
 FORMAT = "moe-expert-cache eamc-blend profile 1"
-MOST = 1 << 20
-"""Layers or experts: no model has so many."""
-
 ADVICE = "make one with moe-sim profile build TRACE --out FILE"
-
-Learned = Mapping[str, NDArray[Any]]
-"""By name, arrays of a policy's state: the state's own, not copies."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,6 @@ class Profile:
     learned: Learned
 
     def write(self, file: BinaryIO) -> None:
-        """Write it whole."""
         about = {"format": FORMAT, "layers": self.shape.layers, "experts": self.shape.experts, "traces": self.traces}
         held: dict[str, Any] = {"about": np.array(json.dumps(about)), **self.learned}
         np.savez_compressed(file, **held)
@@ -46,8 +37,10 @@ class Profile:
     def read(path: Path | str) -> "Profile":
         """Raise InputError, one line, for a file that is missing, another, or damaged."""
         about, held = read_described(path, FORMAT, "profile of eamc-blend", ADVICE)
-        with located(f"{path} is damaged"):
-            return Profile(*_said(about), held)
+        try:
+            return Profile(Shape(about["layers"], about["experts"]), tuple(about["traces"]), held)
+        except (KeyError, TypeError) as error:
+            raise InputError(f"{path} is damaged ({error!r}): {ADVICE}") from error
 
     def require(self, shape: Shape, path: str) -> None:
         """Raise InputError for the profile of another model."""
@@ -67,13 +60,3 @@ class Profile:
                     raise InputError(f"what it holds as {name} does not fit this model; it was learned from {of}")
             for name, own in state.items():
                 own[...] = self.learned[name]
-
-
-def _said(about: dict[str, Any]) -> tuple[Shape, tuple[str, ...]]:
-    if not (isinstance(about.get("traces"), list) and all(_is_size(about.get(key)) for key in ("layers", "experts"))):
-        raise InputError(f"it does not say what it was learned from: {ADVICE}")
-    return Shape(about["layers"], about["experts"]), tuple(short("traces", name) for name in about["traces"])
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < MOST

@@ -51,7 +51,6 @@ class Tokens(NamedTuple):
 
 
 def no_tokens(shape: Shape) -> Tokens:
-    """The start of a run."""
     L, E, seats = shape.layers, shape.experts, shape.seats
     return Tokens(
         chosen=np.zeros((2, ROWS, L, E), np.uint8),
@@ -65,7 +64,6 @@ def no_tokens(shape: Shape) -> Tokens:
 
 
 def begin_request(tokens: Tokens, seat: int) -> None:
-    """Its history is empty."""
     tokens.request[seat] = NONE
     tokens.request[seat, [MATCHED, BEFORE + MATCHED, LENGTH]] = 0
     tokens.latest[seat] = NONE

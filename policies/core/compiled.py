@@ -172,7 +172,6 @@ class _PartLibrary(CPUCodeLibrary):
     """Code that is optimized and made executable once, in the function that Python calls."""
 
     def finalize(self) -> None:
-        """Link what it calls."""
         for library in dict.fromkeys(self._linking_libraries):
             self._final_module.link_in(library._get_module_for_linking(), preserve=True)
         self._finalized = True

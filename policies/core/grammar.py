@@ -78,7 +78,6 @@ def read_scope(text: str) -> Term:
 
 
 def read_options(text: str) -> Pairs:
-    """Return the options in `a=1:b=2`."""
     parts = (part.partition("=") for part in map(str.strip, text.split(":")) if part)
     return tuple((key, value if equals else None) for key, equals, value in parts)
 
@@ -106,7 +105,6 @@ def split_list(text: str | None) -> tuple[str, ...]:
 
 
 def split_alternatives(values: str) -> list[str]:
-    """Return what stands between the bars."""
     return values.split("|")
 
 

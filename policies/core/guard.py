@@ -121,14 +121,14 @@ def _check(half: Any, cls: type[Listener], shape: Shape) -> None:
     if not cls.oracle and ("foresee" in defined or any(getattr(each, "oracle", False) for each in cls.__mro__)):
         raise BrokenRuleError("its `foresee` sees the whole run ahead: declare `oracle = True` in its class")
     if scored:
-        rows, keep = scores.ROWS if half.rule in scores.WITH_OPTION else 3, getattr(half, "keep", None)
+        keep: Any = getattr(half, "keep", None)
+        rows = scores.ROWS if half.rule in scores.WITH_OPTION else 3
         sound = isinstance(keep, np.ndarray) and keep.dtype == np.float64 and keep.flags.carray and keep.ndim == 2
         if not sound or keep.shape[1] != shape.total or len(keep) < rows or not 0 <= half.rule < scores.NAMES_VICTIMS:
             raise BrokenRuleError(f"its `keep` is not the writable float64[{rows}, L*E] that its base class makes")
 
 
 def _guard(half: Any, cls: type[Listener], shape: Shape, own: list[type]) -> None:
-    """Put a guard around each method of an instance."""
     latest: tuple[Event | None, Event | None] = (None, None)  # as engines make it, and as the policy is passed it
     keep = getattr(half, "keep", None) if isinstance(half, ScorePolicy) else None
 
@@ -208,7 +208,6 @@ def proposal_fault(proposal: object, total: int) -> str | None:
 
 
 def _proposal(answer: Any, total: int) -> tuple[Int, Float]:
-    """Return a checked proposal as arrays of its own."""
     if fault := proposal_fault(answer, total):
         raise BrokenRuleError(f"it proposes {fault}")
     ids, priorities = answer
@@ -236,7 +235,7 @@ def _read_only(value: Any) -> Any:
 def read_only_event(event: Event) -> Event:
     """Return the event with arrays that cannot be written into; those that are one in the event are one here."""
     made: dict[int, NDArray[Any]] = {}
-    return Event(*(made.setdefault(id(value), _read_only(value)) for value in event))
+    return Event._make(made.setdefault(id(value), _read_only(value)) for value in event)
 
 
 class ReadOnly(Sequence[RequestSteps]):

@@ -56,7 +56,6 @@ def touch(h: Int, expert: int) -> None:
 
 @compiled
 def release(h: Int, expert: int) -> None:
-    """What `expert` was demanded for has ended."""
     h[DEMANDED, expert] = 0
 
 
@@ -140,7 +139,6 @@ def next_read(h: Int, m: Int, keep: Float, total: int) -> int:
 
 @compiled
 def start(h: Int, m: Int, expert: int) -> None:
-    """The read of `expert` starts."""
     h[READING, expert] = h[HELD, expert] = 1
     h[ONE, FREE] -= m[core.SIZE, expert]
     touch(h, expert)
@@ -174,7 +172,6 @@ class HostMemory:
         self._m, self._keep, self._total = m, keep, total
 
     def ready(self, expert: int) -> bool:
-        """Return whether `expert` is READY here."""
         return bool(self._m[core.BELOW, expert])
 
     def demanded(self, expert: int) -> bool:
@@ -194,15 +191,12 @@ class HostMemory:
         read_ended(self.h, self._m, expert)
 
     def touch(self, expert: int) -> None:
-        """A transfer of `expert` to the GPU starts, or its compute on the host."""
         touch(self.h, expert)
 
     def release(self, expert: int) -> None:
-        """What `expert` was demanded for has ended."""
         release(self.h, expert)
 
     def empty(self) -> None:
-        """Rule 10, `--cold`."""
         empty(self.h, self._m, self._total)
 
     def victims(self) -> list[int]:
@@ -213,6 +207,5 @@ class HostMemory:
         return left
 
     def counters(self) -> list[int]:
-        """Return reads so far, demanded ones and prefetches."""
         counts: list[int] = self.h[ONE, COUNTERS].tolist()
         return counts

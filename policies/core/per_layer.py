@@ -40,7 +40,6 @@ class PerLayer(RetentionPolicy):
     on_need = _of_one("on_need")
 
     def observe(self, event: Event) -> None:
-        """For the event's layer."""
         self._of[event.layer].observe(event)
 
     def victim(self, evictable: Int) -> int:

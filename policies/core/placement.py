@@ -51,7 +51,6 @@ class Fetch(Placement):
     name, number = "fetch", FETCH
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        """None."""
         return []
 
 
@@ -61,7 +60,6 @@ class Host(Placement):
     name, number = "host", HOST
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:
-        """All."""
         return list(misses)
 
 
@@ -105,7 +103,6 @@ class Layers(Placement):
 
     @property
     def layers(self) -> int:
-        """n."""
         return self._n
 
     def on_host(self, layer: int, misses: Sequence[int], tokens: dict[int, int], costs: Costs) -> list[int]:

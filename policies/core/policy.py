@@ -243,11 +243,9 @@ class ScorePolicy(RetentionPolicy):
             self._observe(self.state, self.keep, event)
 
     def on_hit(self, expert: int, serial: int) -> None:
-        """Not called by engines."""
         self._require_no_rule()
 
     def on_insert(self, expert: int, serial: int, start: int) -> None:
-        """Not called by engines."""
         self._require_no_rule()
 
     def _require_no_rule(self) -> None:

@@ -165,7 +165,6 @@ def placement(name: str | type[Placement]) -> type[Placement]:
 
 
 def tables() -> tuple[dict[str, type[RetentionPolicy]], dict[str, type[Prefetcher]]]:
-    """Return all eviction policies and all prefetchers, by name."""
     _load()
     return _retention, _prefetch
 

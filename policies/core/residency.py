@@ -260,7 +260,6 @@ class PolicyResidency:
 
     @property
     def serial(self) -> int:
-        """The number of the latest event."""
         return int(self.m[core.ONE, core.SERIAL])
 
     @property

@@ -62,7 +62,6 @@ class PolicyRunner:
         self.prefetcher.begin_request(ordinal, seat)
 
     def observe(self, event: Event) -> None:
-        """Rule 3."""
         self._take_states()
         for observe in self._observers:
             observe(event)

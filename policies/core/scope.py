@@ -43,7 +43,6 @@ class Global(Scope):
     per_layer = False
 
     def divide(self, shape: Shape, slots: int) -> tuple[int, ...]:
-        """All in one."""
         return (slots,)
 
 

@@ -62,7 +62,6 @@ def on_insert(rule: int, keep: Float, expert: int, serial: int, start: int) -> N
 
 @compiled
 def on_evict(rule: int, keep: Float, expert: int) -> None:
-    """`expert` leaves the cache."""
     if rule == LFU:
         keep[0, expert] = 0
     elif rule == VISITS:

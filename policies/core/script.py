@@ -57,16 +57,13 @@ class Recorder(ResidencyObserver):
         self._running = self._paused = NO_EXPERT  # prefetches
 
     def routed(self, experts: Int, hits: list[int]) -> None:
-        """A moment."""
         self._moment += 1
 
     def proposed(self, experts: Int, priorities: Float) -> None:
-        """A moment."""
         self.script.proposes = True
         self._moment += 1
 
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
-        """Write down what the link takes."""
         if expert < 0:
             return
         if expert == self._paused:
@@ -79,7 +76,6 @@ class Recorder(ResidencyObserver):
             self._write(Act.DEMAND, expert, victim)
 
     def interrupted(self, expert: int, victim: int) -> None:
-        """Write down the demand that interrupts."""
         if expert >= 0:
             self._paused = self._running
             self._write(Act.DEMAND, expert, victim, interrupts=True)
@@ -161,7 +157,6 @@ class ScriptedResidency(PolicyResidency):
         return expert, victim
 
     def _decision(self) -> Decision | None:
-        """The next one."""
         return self._decisions[self._next] if self._next < len(self._decisions) else None
 
     def _due(self, decision: Decision) -> bool:

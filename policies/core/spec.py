@@ -151,12 +151,10 @@ class PolicySpec:
 
     @property
     def oracle(self) -> bool:
-        """Whether either half sees the future."""
         return bool(self.evict.cls.oracle or self.prefetch.cls.oracle)
 
     @property
     def prefetches(self) -> bool:
-        """Whether anything is ever fetched early."""
         return self.prefetch != NO_PREFETCH
 
     @property
@@ -182,7 +180,6 @@ class PolicySpec:
 
     @property
     def compiled(self) -> bool:
-        """Whether compiled engines can run it."""
         return self.not_compiled is None
 
     @property

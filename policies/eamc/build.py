@@ -51,7 +51,6 @@ def predictor_of(policy: str, shape: Shape, capacity: int | None = None) -> Pred
 
 
 def _play(predictor: Predictor, request: RequestSteps) -> None:
-    """Every event of a request is observed."""
     events = RequestEvents(request, predictor.shape.layers)
     for step in range(len(request.phase)):
         for layer in range(events.layers):

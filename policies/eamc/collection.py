@@ -6,18 +6,62 @@ A collection of fixed capacity; what the EAM of a request that has ended replace
     least-used   the one that was among the matched at the fewest events (the public code); a new one starts at 0
     fifo         the oldest
     k-means      none at once: EAMs wait beside the collection, unmatched, until `capacity` wait; then all are grouped,
-                 and one stays for each of `capacity` groups (v1; see policies/eamc/kmeans.py)
+                 and one stays for each of `capacity` groups (v1)
 
 Ties go to the oldest. An EAM that is all zero teaches nothing.
 """
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
 
-from policies.core.policy import Float, Int, Shape
+from policies.core.policy import Float, Int, Options, Shape, bounded
 from policies.eamc import matching
-from policies.eamc.kmeans import representatives
 from policies.eamc.matching import ITERATION, NO_MATCH, REQUEST, SIZE, TIE, Bucket
-from policies.eamc.options import EamcOptions
+from traces.errors import InputError, unknown
+
+CHOICES = {
+    "source": ("iteration", "request", "both"),
+    "layers": ("all", "past", "future"),
+    "cosine": ("flat", "rows"),
+    "replacement": ("nearest", "least-used", "fifo", "k-means"),
+    "decay": ("first", "none", "next"),
+    "keep": ("ratio", "most-visited", "least-visited"),
+}
+
+
+@dataclass(frozen=True)
+class EamcOptions(Options, policy="eamc"):
+    """The defaults are the paper's where it is explicit (PAPER.md, *Defaults of eamc here*); InputError if unusable."""
+
+    capacity: int = bounded(120, least=1, most=100_000)  # EAMs kept, for each phase if they are split
+    eps: float = bounded(1e-8, least=0, below=math.inf)  # what an expert never seen is worth
+    source: str = "iteration"  # matched: the iEAM of the current step, the rEAM so far, or both (the mean similarity)
+    split: bool = True  # a collection for each phase, or one of prefill and decode counts together
+    layers: str = "all"  # rows that count: all of the stored EAM, those up to the current layer, those after it
+    cosine: str = "flat"  # of the flattened rows, or the mean over the rows of their cosines
+    matches: int = 1  # nearest EAMs that are summed
+    replacement: str = "nearest"  # what a full collection gives up: see above
+    threshold: float = bounded(0.0, least=-1, below=1)  # what a candidate's ratio is above; -1: all are
+    depth: int = bounded(0, least=0)  # layers ahead that are prefetched; 0: all later ones
+    decay: str = "first"  # of the keep score: from the first layer on, none, or with the distance to the next use
+    keep: str = "ratio"  # what goes: the least ratio (Algorithm 1), or the most or least visited
+    collection: str = ""  # file of `moe-sim eamc build` to start from; none: empty
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, known in CHOICES.items():
+            if getattr(self, option) not in known:
+                raise unknown(f"{option} of eamc", getattr(self, option), known)
+        if not 1 <= self.matches <= self.capacity:
+            raise InputError(f"eamc needs matches of 1 to its capacity, {self.capacity}, not {self.matches}")
+        if self.layers == "future" and self.source != "request":
+            raise InputError(
+                "eamc matches layers=future with source=request only: the iEAM has no rows after the current layer"
+            )
+        if self.keep != "ratio" and self.decay != "first":
+            raise InputError(f"eamc:keep={self.keep} has no use for decay={self.decay}, which weighs ratios")
 
 
 class Collection:
@@ -59,7 +103,6 @@ class Collection:
 
     @property
     def size(self) -> int:
-        """EAMs stored."""
         return int(self.bucket.numbers[SIZE])
 
     @property
@@ -95,7 +138,6 @@ class Collection:
             self._place(self._replaced_by(eam), eam, uses)
 
     def _replaced_by(self, eam: Int) -> int:
-        """The entry that goes."""
         age = self.bucket.born
         if self.options.replacement == "least-used":
             return int(np.lexsort((age, self.bucket.uses))[0])
@@ -147,3 +189,46 @@ def similarities(eams: Int, eam: Int, rows: int) -> Float:
     norms = np.sqrt(np.einsum("nrx,nrx->nr", ours, ours)) * np.sqrt(np.einsum("rx,rx->r", theirs, theirs))
     cosines: Float = np.divide(dots, norms, out=np.zeros(dots.shape), where=norms > 0).mean(axis=1)
     return cosines
+
+
+# K-means over EAMs as MoE-Infinity's first version builds its collection (arXiv 2401.14361v1): who stands for whom. The
+# distance is D = 1 - mean over layers of the cosine of the rows, so EAMs count with their rows scaled to norm 1 and a
+# centre is the sum of its members with its rows scaled likewise, which is the matrix nearest to them all (spherical
+# K-means); a row of zeros has the cosine 0 with anything. The start is stated, hence the outcome too.
+
+ROUNDS = 100
+
+
+def representatives(eams: Int, groups: int) -> Int:
+    """Ascending places of the EAMs that stand for `groups` groups: of each group the member nearest its centre.
+
+    eams: [n, L, E]; the centres start at the first `groups` of them and move until no EAM changes its group, at most
+    ROUNDS times. Equal distances (within TIE) go to the first group, and to the first member. A group that all have
+    left, as where two EAMs were alike, belongs to none: then there are fewer.
+    """
+    n = len(eams)
+    units = scaled(eams.astype(np.float64)).reshape(n, -1)
+    centres = units[:groups].copy()
+    group = np.full(n, -1)
+    for _ in range(ROUNDS):
+        near = units @ centres.T
+        before, group = group, _first_greatest(near)
+        if np.array_equal(before, group):
+            break
+        for g in np.unique(group):
+            centres[g] = scaled(units[group == g].reshape(-1, *eams.shape[1:]).sum(axis=0)).ravel()
+    chosen = [(members := np.flatnonzero(group == g))[_first_greatest(near[members, g])] for g in np.unique(group)]
+    return np.sort(np.array(chosen, np.int64))
+
+
+def scaled(matrices: Float) -> Float:
+    """Every row [..., E] divided by its norm; zeros stay."""
+    norms = np.linalg.norm(matrices, axis=-1, keepdims=True)
+    scaled: Float = np.divide(matrices, norms, out=np.zeros_like(matrices), where=norms > 0)
+    return scaled
+
+
+def _first_greatest(values: Float) -> Int:
+    """The first place along the last axis that ties with the greatest."""
+    places: Int = np.argmax(values >= values.max(axis=-1, keepdims=True) * (1 - TIE), axis=-1)
+    return places

@@ -32,10 +32,9 @@ from policies.core.limits import layers_ahead
 from policies.core.policy import Event, Float, Int, Kernel, Listener, Prefetcher, RetentionPolicy, ScorePolicy, Shape
 from policies.core.registry import prefetcher, retention
 from policies.eamc import matching
-from policies.eamc.collection import Collection
+from policies.eamc.collection import Collection, EamcOptions
 from policies.eamc.file import Part, SavedEamc
 from policies.eamc.matching import NO_MATCH, Bucket
-from policies.eamc.options import EamcOptions
 from traces.errors import InputError
 
 
@@ -154,7 +153,6 @@ def fetch(known: Matched, event: Event, ids: Int, priorities: Float) -> int:
 
 
 def begin(shape: Shape, options: EamcOptions) -> Matched:
-    """Return the state of a run."""
     return Predictor(shape, options).matched
 
 
@@ -247,12 +245,10 @@ class _StartsFromAFile(Listener):
 
     @classmethod
     def require(cls, options: EamcOptions, shape: Shape) -> None:
-        """Raise InputError for a collection that does not fit."""
         if options.collection:
             saved_for(options, shape)
 
     def save(self, file: BinaryIO, source: str) -> None:
-        """Write the collections."""
         self.predictor.saved(source).write(file)
 
 
@@ -271,7 +267,6 @@ class EamcRetention(_StartsFromAFile, ScorePolicy):
         score(self.predictor.says, self.keep, True, 0)
 
     def end_request(self, seat: int) -> None:
-        """Learn the request."""
         self.predictor.learn(seat)
 
 

@@ -70,7 +70,6 @@ class ExpertMaps(NamedTuple):
 
 
 def begin(shape: Shape, options: ExpertMapOptions) -> ExpertMaps:
-    """Return the state of a run."""
     L, E, C, seats = shape.layers, shape.experts, options.capacity, shape.seats
     numbers = np.zeros(NUMBERS, np.int64)
     numbers[SHOWN_MATCH], numbers[DEPTH] = NO_MATCH, layers_ahead(options.depth, shape)
@@ -143,7 +142,6 @@ def _compare_again(maps: ExpertMaps, seat: int, entry: int) -> None:
 
 
 def end_request(maps: ExpertMaps, seat: int) -> None:
-    """The last step has ended as well."""
     learn(maps, seat)
     maps.own_numbers[seat, STEP] = NOT_BEGUN
 

@@ -21,7 +21,6 @@ class Nothing(NamedTuple):
 
 
 def begin(shape: Shape, options: Limits) -> Nothing:
-    """Return the state of a run."""
     return Nothing(NO_INTS)
 
 

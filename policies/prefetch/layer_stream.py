@@ -32,7 +32,6 @@ class Reach(NamedTuple):
 
 
 def begin(shape: Shape, options: AllOptions) -> Reach:
-    """Return the state of a run."""
     return Reach(layers_ahead(options.depth, shape), shape.layers, shape.experts)
 
 

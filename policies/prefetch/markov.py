@@ -39,7 +39,6 @@ class Chain(NamedTuple):
 
 
 def begin(shape: Shape, options: MarkovOptions) -> Chain:
-    """Return the state of a run."""
     E = shape.experts
     return Chain(
         followed=np.zeros((shape.total, E), np.int32),

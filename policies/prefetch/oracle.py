@@ -41,7 +41,6 @@ class Horizon(NamedTuple):
 
 
 def begin(shape: Shape, options: Limits) -> Horizon:
-    """Return the state of a run."""
     horizon = options.horizon if isinstance(options, OracleOptions) else 1
     starts, ends = np.zeros((shape.seats, 2), np.int64), np.zeros(shape.seats, np.int64)
     stamps, proposals = np.zeros(shape.total, np.int64), np.zeros(1, np.int64)
@@ -96,11 +95,9 @@ class Foreseeing(Prefetcher):
         self._running: list[RequestSteps | None] = [None] * shape.seats
 
     def foresee(self, requests: Requests, per_access: bool) -> None:
-        """Keep the run's requests."""
         self._requests = requests
 
     def begin_request(self, request: int, seat: int) -> None:
-        """Turn to the request's routing."""
         self._running[seat] = self._requests[request]
         offsets, experts = [NO_INTS], [NO_INTS]
         for place, running in enumerate(self._running):
@@ -112,7 +109,6 @@ class Foreseeing(Prefetcher):
         self.state = self.state._replace(offsets=np.concatenate(offsets), experts=np.concatenate(experts))
 
     def end_request(self, seat: int) -> None:
-        """Let go of the request's routing."""
         self._running[seat] = None
 
 

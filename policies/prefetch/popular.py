@@ -31,13 +31,11 @@ class Popularity(NamedTuple):
 
 
 def begin(shape: Shape, options: PopularOptions) -> Popularity:
-    """Return the state of a run."""
     return Popularity(np.zeros((shape.layers, shape.experts), np.int64), min(options.n, shape.experts))
 
 
 @compiled
 def observe(known: Popularity, event: Event) -> None:
-    """Count the event for each of its experts."""
     E = known.events.shape[1]
     for expert in event.experts:
         known.events[event.layer, expert % E] += 1

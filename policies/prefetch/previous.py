@@ -37,24 +37,20 @@ class Latest(NamedTuple):
 
 
 def begin(shape: Shape, options: PreviousOptions) -> Latest:
-    """Return the state of a run."""
     return no_choices(shape, min(layers_ahead(options.depth, shape), shape.layers - 1))
 
 
 def no_choices(shape: Shape, depth: int) -> Latest:
-    """Return the state before any token."""
     sizes = np.zeros((shape.seats, shape.layers), np.int64)
     return Latest(np.empty((*sizes.shape, shape.experts), np.int64), sizes, depth)
 
 
 def begin_request(latest: Latest, seat: int) -> None:
-    """No token has been decoded."""
     latest.sizes[seat] = 0
 
 
 @compiled
 def observe(latest: Latest, event: Event) -> None:
-    """Remember each token's choice."""
     if event.phase == DECODE:
         for r in range(len(event.seats)):
             seat, first, last = event.seats[r], event.offsets[r], event.offsets[r + 1]

@@ -43,11 +43,9 @@ class Predictor:
 
     @property
     def shape(self) -> Shape:
-        """Of the model that it was trained for."""
         return Shape(*self.bias.shape)
 
     def save(self, path: Path) -> None:
-        """Write one npz file."""
         with path.open("wb") as file:
             np.savez(file, kind=KIND, stride=self.stride, weights=self.weights, bias=self.bias)
 
@@ -67,7 +65,6 @@ class Predictor:
         return found
 
     def _check(self, path: Path) -> None:
-        """Compiled code trusts the arrays."""
         L, E = self.bias.shape if self.bias.ndim == 2 else (0, 0)
         inputs = self.weights.shape[1] if self.weights.ndim == 4 else 0
         whole = self.weights.shape == (L, inputs, E, E) and self.weights.dtype == self.bias.dtype == np.float32
@@ -130,14 +127,12 @@ def begin(shape: Shape, options: StrideOptions) -> Foresight:
 
 
 def begin_request(known: Foresight, seat: int) -> None:
-    """No token has been decoded."""
     previous.begin_request(known.latest, seat)
     known.predicted[seat] = 0
 
 
 @compiled
 def observe(known: Foresight, event: Event) -> None:
-    """Remember what each decoded token chose."""
     remember(known.latest, event)
 
 
@@ -193,7 +188,6 @@ class Stride(Prefetcher):
 
     @classmethod
     def require(cls, options: StrideOptions, shape: Shape) -> None:
-        """Raise InputError without a predictor of this model."""
         predictor_for(options, shape)
 
     def __init__(self, shape: Shape, options: StrideOptions) -> None:

@@ -57,7 +57,6 @@ class Tokens:
 
     @staticmethod
     def of(trace: Trace) -> "Tokens":
-        """All of them; there may be none."""
         decoded = trace.phase == DECODE
         L, E = trace.layers, trace.num_experts
         chosen = trace.experts[decoded].astype(np.int32)
@@ -134,7 +133,6 @@ class Adam:
         self._mean, self._square = np.zeros_like(parameters), np.zeros_like(parameters)
 
     def step(self, gradient: Single, rate: float, number: int) -> None:
-        """Step `number`, from 1."""
         self._mean += (1 - MEAN_DECAY) * (gradient - self._mean)
         self._square += (1 - SQUARE_DECAY) * (gradient * gradient - self._square)
         root = np.sqrt(self._square / (1 - SQUARE_DECAY**number)) + EPSILON

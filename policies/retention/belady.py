@@ -53,7 +53,6 @@ class NextUses(NamedTuple):
 
 
 def begin(shape: Shape, options: Options) -> NextUses:
-    """Return the state of a run."""
     seats, several = shape.seats, shape.seats > 1
     upcoming = np.full((seats * several, shape.total * several), NEVER, np.int64)
     later = np.full(shape.total * several, NEVER, np.int64)
@@ -143,7 +142,6 @@ class Belady(ScorePolicy):
             self.state.upcoming[seat] = NEVER
 
     def _uses_after(self, request: int) -> Int:
-        """Return what is used next after a request."""
         if request not in self._after:
             self._turn_to_stretch(request // self._stretch)
         return self._after[request]

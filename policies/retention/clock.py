@@ -31,15 +31,12 @@ class Clock(RetentionPolicy):
         self._chances: OrderedDict[int, int] = OrderedDict()  # from the hand onwards
 
     def on_hit(self, expert: int, serial: int) -> None:
-        """One more chance."""
         self._chances[expert] = min(self._chances[expert] + 1, self._most)
 
     def on_insert(self, expert: int, serial: int, start: int) -> None:
-        """Stand behind the hand."""
         self._chances[expert] = 0
 
     def on_evict(self, expert: int) -> None:
-        """Leave the circle."""
         del self._chances[expert]
 
     def victim(self, evictable: Int) -> int:

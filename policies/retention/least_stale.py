@@ -24,12 +24,10 @@ class Passes(NamedTuple):
 
 
 def begin(shape: Shape, options: Options) -> Passes:
-    """Return the state of a run."""
     return Passes(np.full(shape.seats, NOT_BEGUN))
 
 
 def begin_request(passes: Passes, seat: int) -> None:
-    """The request's first step is another pass."""
     passes.steps[seat] = NOT_BEGUN
 
 

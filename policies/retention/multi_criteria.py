@@ -47,14 +47,12 @@ class Uses(NamedTuple):
 
 
 def begin(shape: Shape, options: MultiCriteriaOptions) -> Uses:
-    """Return the state of a run."""
     last, used = np.zeros((2, shape.seats, shape.total), np.int64)
     weights = float(options.recency), float(options.frequency), float(options.distance)
     return Uses(last, used, shape.layers, *weights)
 
 
 def begin_request(uses: Uses, seat: int) -> None:
-    """No step has used anything."""
     uses.last[seat] = 0
     uses.used[seat] = 0
 

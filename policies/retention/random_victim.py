@@ -29,5 +29,4 @@ class RandomVictim(RetentionPolicy):
         self._draws = Random(options.seed)
 
     def victim(self, evictable: Int) -> int:
-        """One draw."""
         return int(evictable[self._draws.randrange(len(evictable))])

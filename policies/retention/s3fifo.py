@@ -47,7 +47,6 @@ class S3FIFO(RetentionPolicy):
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def on_hit(self, expert: int, serial: int) -> None:
-        """One more lookup."""
         (self._small if expert in self._small else self._main)[expert] += 1
 
     def on_insert(self, expert: int, serial: int, start: int) -> None:

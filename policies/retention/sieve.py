@@ -23,15 +23,12 @@ class Sieve(RetentionPolicy):
         self._ahead: OrderedDict[int, bool] = OrderedDict()  # from the hand to the newest
 
     def on_hit(self, expert: int, serial: int) -> None:
-        """Mark it."""
         (self._ahead if expert in self._ahead else self._passed)[expert] = True
 
     def on_insert(self, expert: int, serial: int, start: int) -> None:
-        """Join as the newest, unmarked."""
         self._ahead[expert] = False
 
     def on_evict(self, expert: int) -> None:
-        """Leave the queue."""
         del (self._ahead if expert in self._ahead else self._passed)[expert]
         self._wrap()
 

@@ -31,7 +31,6 @@ class Static(ScorePolicy):
 
     @classmethod
     def require(cls, options: StaticOptions, shape: Shape) -> None:
-        """Raise InputError without a trace of this model."""
         if not options.profile:
             raise InputError(
                 "it needs a trace to take popularity from: its option profile, as in static:profile=FOLDER"

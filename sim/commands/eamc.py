@@ -8,9 +8,9 @@ import numpy as np
 import typer
 
 from policies.eamc.build import build as learn
+from policies.eamc.collection import scaled
 from policies.eamc.eamc import Predictor
 from policies.eamc.file import Part, SavedEamc
-from policies.eamc.kmeans import scaled
 from sim.commands import options
 from sim.commands.options import Overwrite
 from sim.quantities import show_bytes

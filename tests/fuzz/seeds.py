@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from policies.blend.build import build
 from policies.core.policy import Shape
+from policies.eamc.collection import EamcOptions
 from policies.eamc.file import Part, SavedEamc
-from policies.eamc.options import EamcOptions
 from policies.prefetch.stride import Predictor
 from replay.comparison.record import Record
 from replay.devices import expert_file

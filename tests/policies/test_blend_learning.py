@@ -5,7 +5,7 @@ import pytest
 
 from policies.blend import learning
 from policies.blend.evidence import BLIND
-from policies.blend.weights import CHANCE, CONSTANT, HORIZON, TIME, WEIGHTS
+from policies.blend.learning import CHANCE, CONSTANT, HORIZON, TIME, WEIGHTS
 from policies.core.policy import Shape
 
 E, K = 16, 4

@@ -12,8 +12,8 @@ from policies.core.events import alone
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from policies.eamc.build import predictor_of
+from policies.eamc.collection import EamcOptions
 from policies.eamc.eamc import EamcRetention
-from policies.eamc.options import EamcOptions
 from sim.engines.untimed import count
 from tests.support.slow_eamc import SlowEamc, compare, events, policy_of
 from traces.errors import InputError

@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.fit_blend import fit_chance, fit_time, samples
 from policies.blend import tokens
+from policies.blend.decisions import PARAMETERS
 from policies.blend.eamc_blend import BlendOptions, BlendPrefetcher, BlendRetention
 from policies.blend.evidence import (
     AGAIN_HERE,
@@ -22,10 +24,7 @@ from policies.blend.evidence import (
     weigh_ahead,
 )
 from policies.blend.evidence import LAYER as FOLLOWS_AHEAD
-from policies.blend.fit import fit_chance, fit_time, samples
-from policies.blend.learning import WEIGHT
-from policies.blend.state import PARAMETERS
-from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
+from policies.blend.learning import CHANCE, CHANCE_BLIND, CONSTANT, LAYER, LAYER_BLIND, STEP, TIME, WEIGHT, WEIGHTS
 from policies.core.events import alone
 from policies.core.policy import NO_INTS, START, Event, Shape
 from policies.core.spec import parse

@@ -1,6 +1,5 @@
 """A saved collection decides as the one that learned it in place; what is no such file is told in one line."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,21 +125,14 @@ def test_two_files_of_one_trace_are_equal_to_the_byte(tmp_path):
 def test_a_collection_that_does_not_fit_is_told_in_one_line(policy, shape, says, tmp_path):
     file = written(build(made(), "eamc:capacity=6"), tmp_path / "x.npz")
     with pytest.raises(InputError) as caught:
-        parse(f"{policy}:collection={file}").build(Shape(*shape))
+        parse(f"{policy}:collection={file}").require(Shape(*shape))
     assert says in str(caught.value)
     assert file in str(caught.value)
 
 
-def rewritten(file: Path, **changes) -> None:
-    """The file with other arrays; None takes one out."""
+def spoiled(file: Path, **changes) -> None:
     with np.load(file) as arrays:
-        held = {**arrays, **changes}
-    np.savez(file, **{name: array for name, array in held.items() if array is not None})
-
-
-def about(file: Path, **changes) -> np.ndarray:
-    with np.load(file) as arrays:
-        return np.array(json.dumps({**json.loads(str(arrays["about"])), **changes}))
+        np.savez(file, **{**arrays, **changes})
 
 
 @pytest.mark.parametrize(
@@ -148,34 +140,18 @@ def about(file: Path, **changes) -> np.ndarray:
     [
         (lambda file: file.unlink(), "No such file"),
         (lambda file: file.write_text("no archive"), "holds no EAMC"),
-        (lambda file: file.write_bytes(b""), "holds no EAMC"),
-        (lambda file: np.save(file.open("wb"), np.arange(3)), "holds no EAMC"),
-        (lambda file: file.write_bytes(file.read_bytes()[:-200]), "half of one"),
         (lambda file: file.write_bytes(file.read_bytes()[:900] + bytes(99) + file.read_bytes()[999:]), "damaged"),
-        (lambda file: np.savez(file, x=np.arange(3)), "holds no EAMC"),
-        (lambda file: rewritten(file, about=np.array("[]")), "holds no EAMC"),
-        (lambda file: rewritten(file, about=about(file, format="EAMC 0")), f"of this version ({FORMAT})"),
-        (lambda file: rewritten(file, about=about(file, layers=5)), "do not count tokens of 5 x 8"),
-        (lambda file: rewritten(file, about=about(file, options={"capacty": 3})), "capacty"),
-        (lambda file: rewritten(file, about=about(file, options={"capacity": "3"})), "damaged"),
-        (lambda file: rewritten(file, about=about(file, options={"split": -1})), "split is -1, not of type bool"),
-        (lambda file: rewritten(file, about=about(file, options={"matches": True})), "matches is True, not of type"),
-        (lambda file: rewritten(file, about=about(file, options=[])), "damaged"),
-        (lambda file: rewritten(file, about=about(file, options={"capacity": 3})), "more than its capacity 3"),
-        (lambda file: rewritten(file, eams1=None), "eams1"),
-        (lambda file: rewritten(file, eams1=np.zeros((6, 4, 8))), "do not count tokens"),
-        (lambda file: rewritten(file, eams1=-np.ones((6, 4, 8), np.int64)), "do not count tokens"),
-        (lambda file: rewritten(file, waiting0=np.zeros((1, 4, 8), np.int64)), "all zero"),
-        (lambda file: rewritten(file, uses0=np.zeros(2, np.int64)), "a count of use"),
+        (lambda file: spoiled(file, about=np.array('{"format": "EAMC 0"}')), f"of this version ({FORMAT})"),
+        (lambda file: spoiled(file, eams1=np.zeros((6, 4, 9), np.int64)), "are not of 4 x 8"),
     ],
 )
-def test_a_file_that_is_missing_or_damaged_or_another_is_told_in_one_line(spoil, says, tmp_path):
+def test_a_file_that_is_missing_or_damaged_or_another_is_one_line(spoil, says, tmp_path):
     file = tmp_path / "x.npz"
     written(build(made(), "eamc:capacity=6"), file)
     SavedEamc.read(file)
     spoil(file)
     with pytest.raises(InputError) as caught:
-        parse(f"eamc:collection={file}").build(Shape(4, 8))
+        parse(f"eamc:collection={file}").require(Shape(4, 8))
     assert says in str(caught.value)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)

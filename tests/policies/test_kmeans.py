@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from policies.eamc.kmeans import representatives
+from policies.eamc.collection import representatives
 from tests.support.slow_eamc import slow_representatives
 
 

@@ -172,7 +172,7 @@ def test_a_predictor_keeps_to_the_contract(tmp_path):
     spec = parse(f"lru+stride:model={path}:n=3:budget=2")
     played = 0
     for number, script in enumerate(script for script in scripts(0) if script.shape == Shape(3, 5)):
-        for held_to in checker._CHECKS:
+        for held_to in (checker._determinism, checker._causality):
             played += held_to(spec, script, random.Random(number))
     assert played > 1000
 

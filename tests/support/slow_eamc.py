@@ -5,7 +5,7 @@ import numpy as np
 from policies.core.events import RequestEvents
 from policies.core.policy import Event, ScorePolicy, Shape
 from policies.core.spec import parse
-from policies.eamc.options import EamcOptions
+from policies.eamc.collection import EamcOptions
 from traces.steps import RequestSteps
 
 

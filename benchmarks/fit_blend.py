@@ -1,9 +1,9 @@
-"""Fit the weights of `eamc-blend`: `python -m policies.blend.fit TRACE TRACE ... [--as-decode]`.
+"""Fit the weights of `eamc-blend`: `python -m benchmarks.fit_blend TRACE TRACE ... [--as-decode]`.
 
 Over the first half of the requests of each trace, at a random share of the events, for all traces together: logistic
 regressions of the use of an expert on the evidence, at the end of its layer's pass for the next one, and before a pass
 for that; and, of those that the next pass does not use, the least squares of the logarithm of the passes until their
-next use (at most HORIZON, so that the rarest do not decide). Prints `policies.blend.weights.WEIGHTS`. What decides is
+next use (at most HORIZON, so that the rarest do not decide). Prints `policies.blend.learning.WEIGHTS`. What decides is
 judged on the other half: `python -m benchmarks.blend`.
 """
 
@@ -31,7 +31,7 @@ from policies.blend.evidence import (
     weigh_ahead,
     weigh_here,
 )
-from policies.blend.weights import CHANCE, CHANCE_BLIND, CONSTANT, HORIZON, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
+from policies.blend.learning import CHANCE, CHANCE_BLIND, CONSTANT, HORIZON, LAYER, LAYER_BLIND, STEP, TIME, WEIGHTS
 from policies.core.compiled import compiled
 from policies.core.policy import Float, Int, Shape
 from traces.errors import InputError
@@ -209,7 +209,7 @@ def _with_constant(rows: Sequence[Float]) -> Float:
 
 
 def fit(found: Sequence[Samples], kept: Sequence[int] = range(CONSTANT)) -> Float:
-    """Return all weights, [models, places] as `policies.blend.weights` has them, from the kinds of evidence `kept`."""
+    """Return all weights, [models, places] as `policies.blend.learning` has them, from the kinds of evidence `kept`."""
     weights, even = np.zeros_like(WEIGHTS), [one.even for one in found]
     for model, all_kinds in EVIDENCE.items():
         kinds = [kind for kind in all_kinds if kind in kept]
@@ -227,7 +227,7 @@ def fit(found: Sequence[Samples], kept: Sequence[int] = range(CONSTANT)) -> Floa
 
 def main() -> None:
     """Read the command line and print the weights."""
-    parser = argparse.ArgumentParser(prog="python -m policies.blend.fit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fit_blend", description=__doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="folders of traces, with ids of tokens")
     parser.add_argument("--as-decode", action="store_true", help="run prefills token by token")
     chosen = parser.parse_args()
