@@ -12,11 +12,9 @@ from policies.eamc.file import SavedEamc
 from policies.prefetch.stride import Predictor
 from replay.comparison.record import Record
 from sim.backtest import file as backtest
-from sim.engines.cases import read_cases
 from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
-from sim.results import compare
 from sim.sweeps import config, winner
 from sim.sweeps.grid import _digest
 from tracer.models import Loading, load_model
@@ -35,9 +33,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "rows.toml": backtest.read,
     "eamc.npz": SavedEamc.read,
     "stride.npz": Predictor.load,
-    "cases.jsonl": lambda path: list(read_cases(path)),
     "compare.json": lambda path: Record.open(path, resume=True),
-    "results.parquet": lambda path: compare.read(path.parent),
     "dump.npz": lambda path: import_dump(path, options=Options(experts=4)),
     "dump.npy": lambda path: import_dump(path, options=Options(experts=4)),
     "dump.json": lambda path: import_dump(path),
@@ -45,7 +41,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "dump.csv": lambda path: import_dump(path, options=Options(top_k=2)),
     "dump.pt": lambda path: import_dump(path, load_pt=load),
     "of-torch.pt": load,
-    "model.safetensors": lambda path: expert_bytes_by_layer(path.parent),
 }
 
 

@@ -1,13 +1,10 @@
 """What a page is made of: sections of texts, lists, commands, tables and figures (SVG)."""
 
 import io
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from markupsafe import Markup
-
-from sim.report.inputs import Results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,29 +32,15 @@ class Section:
     content: tuple[Item, ...]
 
 
-def made(results: Results, make: Callable[[], Iterable[Item]]) -> tuple[Item, ...]:
-    """Return what is made, or that it needs columns or values that are not there."""
-    found = results.attempt(make)
-    if found is None:
-        lacking = f"columns that are not there: {', '.join(results.missing)}" if results.missing else "other values"
-        return (Item("text", f"This needs {lacking}."),)
-    return found
-
-
 def figure_item(figure: "Figure", caption: str) -> Item:
-    """Return a figure of matplotlib with its caption."""
-    return Item("figure", caption, svg_of(figure))
-
-
-def svg_of(figure: "Figure") -> Markup:
-    """Return a figure as SVG for a page, its text as text; matplotlib escapes what stands in it."""
+    """Return a figure of matplotlib with its caption, its text as text; matplotlib escapes what stands in it."""
     import matplotlib as mpl
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)
-    held = io.StringIO()
+    written = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "moe"}):
-        figure.savefig(held, format="svg", metadata={"Date": None, "Creator": None})
-    whole = held.getvalue()
-    return Markup(whole[whole.index("<svg") :])
+        figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None})
+    svg = written.getvalue()
+    return Item("figure", caption, Markup(svg[svg.index("<svg") :]))

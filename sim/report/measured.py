@@ -1,7 +1,6 @@
 """Replays on the page: what was predicted beside what was measured."""
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from sim.quantities import show_share
 from sim.report.elements import Item, Section, Shown, figure_item
@@ -14,8 +13,7 @@ def section(replays: Sequence[Results]) -> Section:
     """Return predicted beside measured."""
     title, pairs, rows = "Predicted against measured", {}, []
     for replay in replays:
-        of = f" ({replay.folder})" if len(replays) > 1 else ""
-        for name, pair, row in replay.attempt(partial(_predicted, replay, of)) or ():
+        for name, pair, row in _predicted(replay, f" ({replay.folder})" if len(replays) > 1 else ""):
             pairs[name] = pair
             rows.append(row)
     if not pairs:

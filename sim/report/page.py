@@ -5,11 +5,10 @@ Whatever comes from data is escaped: by jinja2 in the page, by matplotlib in the
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from sim.report import measured, recommendation, sweep
-from sim.report.elements import Item, Section, made
+from sim.report.elements import Item, Section
 from sim.report.inputs import DEVICE, Results
 from sim.results.provenance import commit
 from sim.sweeps import config
@@ -39,18 +38,14 @@ def written(results: Sequence[Results], command: str) -> tuple[str, list[str]]:
 
 
 def _title(results: Sequence[Results]) -> str:
-    models = dict.fromkeys(str(row["model"]) for each in results for row in each.rows if row.get("model"))
+    models = dict.fromkeys(row["model"] for each in results for row in each.rows)
     return f"Expert caching of {', '.join(models)}" if models else "Expert caching: no results"
 
 
 def _summary(sweeps: Sequence[Results]) -> list[str]:
     """Return the recommendation of each sweep, in a sentence or two."""
-    found = [made(sweep, partial(_recommended, sweep)) for sweep in sweeps if sweep.rows]
-    return [item.text for items in found for item in items] or ["There is no result to recommend anything by."]
-
-
-def _recommended(sweep: Results) -> list[Item]:
-    return [Item("text", recommendation.text(sweep))]
+    texts = [recommendation.text(sweep) for sweep in sweeps if sweep.rows]
+    return texts or ["There is no result to recommend anything by."]
 
 
 def _commands(results: Sequence[Results], command: str) -> Section:
@@ -61,8 +56,7 @@ def _commands(results: Sequence[Results], command: str) -> Section:
         folder = shlex.quote(str(each.folder))
         configured = [above for above in (each.folder, each.folder.parent) if (above / config.NAME).exists()]
         if each.replayed:
-            device = each.rows[0].get(DEVICE)
-            lines.append(f"moe-replay --from {source} --device {device} --out {folder}")
+            lines.append(f"moe-replay --from {source} --device {each.rows[0][DEVICE]} --out {folder}")
         elif configured:
             file, out = (shlex.quote(str(path)) for path in (configured[0] / config.NAME, configured[0]))
             lines.append(f"moe-sim sweep --config {file} --out {out} --resume")

@@ -1,6 +1,6 @@
 """The sections of the page about one sweep, but for its recommendation and its routing."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from policies.core.grammar import policy_title
 from sim.loop.log import STALLS
 from sim.quantities import show_share
 from sim.report import bounds, recommendation, routing
-from sim.report.elements import Item, Section, Shown, figure_item, made
+from sim.report.elements import Item, Section, Shown, figure_item
 from sim.report.inputs import Results
 from sim.results import diagnosis, plot
-from sim.results.metrics import RESULTS, Row, cell_text, size_text, users_text
+from sim.results.metrics import Row, cell_text, size_text, users_text
 from sim.sweeps import winner
 from sim.sweeps.setup import Loaded
 
@@ -45,16 +45,16 @@ def sections(sweep: Results, several: bool) -> Iterator[Section]:
     if not rows:
         yield Section(f"What was run{of}", (Item("text", f"{sweep.folder} holds no cells to show."),))
         return
-    makers: dict[str, Callable[[], Iterable[Item]]] = {
-        "What was run": lambda: (Item("text", _run(sweep)), _table(rows)),
-        "Hit rate and time against cache size": lambda: _against_size(sweep),
-        "Which policy": lambda: _ranking(sweep),
-        "Latencies": lambda: _latencies(sweep),
-        "Where the time goes": lambda: _time(rows),
-        "The routing": lambda: routing.items(sweep),
+    sections: dict[str, Iterable[Item]] = {
+        "What was run": (Item("text", _run(sweep)), _table(rows)),
+        "Hit rate and time against cache size": _against_size(sweep),
+        "Which policy": _ranking(sweep),
+        "Latencies": _latencies(sweep),
+        "Where the time goes": _time(rows),
+        "The routing": routing.items(sweep),
     }
-    for title, make in makers.items():
-        yield Section(f"{title}{of}", made(sweep, make))
+    for title, items in sections.items():
+        yield Section(f"{title}{of}", tuple(items))
 
 
 def _run(sweep: Results) -> str:
@@ -63,12 +63,12 @@ def _run(sweep: Results) -> str:
     where = f" on {first['hardware']}" if first["hardware"] else ", counted without a clock"
     policies = ", ".join(dict.fromkeys(policy_title(row["policy"], row["oracle"]) for row in sweep.rows))
     sizes = ", ".join(dict.fromkeys(size_text(row) for row in sweep.rows))
-    code = dict.fromkeys(str(row["commit"]) for row in sweep.rows if row["commit"])
+    code = dict.fromkeys(row["commit"] for row in sweep.rows)
     return (
-        f"{first['model']}{where}: {first['requests'] or 0:,} requests and {first['tokens'] or 0:,} tokens of "
-        f"{first['trace']}{users}; policies {policies}; caches of {sizes} of {first['all_experts'] or 0:,} experts; "
-        f"{'cold' if first['cold'] else 'warm'} between requests, {first['warmup_requests'] or 0} requests to warm up. "
-        f"Made by {', '.join(code) or 'an unknown version'}."
+        f"{first['model']}{where}: {first['requests']:,} requests and {first['tokens']:,} tokens of "
+        f"{first['trace']}{users}; policies {policies}; caches of {sizes} of {first['all_experts']:,} experts; "
+        f"{'cold' if first['cold'] else 'warm'} between requests, {first['warmup_requests']} requests to warm up. "
+        f"Made by {', '.join(code)}."
     )
 
 
@@ -90,7 +90,7 @@ def _against_size(sweep: Results) -> Iterator[Item]:
         drawn = [row for row in rows if row[column] is not None]
         if not drawn:
             continue
-        known = [row for row in bound if row.get(column) is not None]
+        known = [row for row in bound if row.get(column) is not None]  # a bound has the hit rate alone
         floor = lowest if column == "tpot_mean_ms" else []
         figure = plot.figure(drawn, known, demand, column, floor)
         yield figure_item(figure, _CAPTIONS[column] + (_FLOOR if floor else ""))
@@ -99,7 +99,7 @@ def _against_size(sweep: Results) -> Iterator[Item]:
         least = next(row for row in lowest if row["cache_experts"] == best["cache_experts"])
         ratio = best["tpot_mean_ms"] / least["tpot_mean_ms"]
         yield Item("text", f"The fastest cell takes {ratio:.2f} times the physical floor of its size.")
-    for line in diagnosis.lines(rows, bound, demand) if all(name in rows[0] for name in RESULTS.names) else ():
+    for line in diagnosis.lines(rows, bound, demand):
         yield Item("text", f"{line}.")
 
 
@@ -194,7 +194,7 @@ def _time(rows: Sequence[Row]) -> Iterator[Item]:
             **{
                 _STALLS.get(cause, cause): row[f"stall_{cause}_ms"] / row["tokens"]
                 for cause in STALLS
-                if any(each.get(f"stall_{cause}_ms") for each in shown)
+                if any(each[f"stall_{cause}_ms"] for each in shown)
             },
         }
         for row in shown

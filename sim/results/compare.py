@@ -15,17 +15,15 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from policies.core.grammar import policy_title, split_size
 from policies.core.scope import SCOPES
 from policies.core.spec import Policy, text_of
 from sim.quantities import parse_cache_size, stated_bytes
-from sim.results.files import read_table
-from sim.results.metrics import REQUESTS, RESULTS, Row, require_possible, require_together, tables_below
+from sim.results import files
+from sim.results.metrics import REQUESTS, RESULTS, Row
 from traces.errors import InputError, unknown
-from traces.files import plain
 
 CONFIDENCE = 0.95
 RESAMPLES = 10_000
@@ -124,27 +122,11 @@ class Difference:
 
 
 def read(folder: Path) -> list[SweptRun]:
-    """The cells of a sweep's results folder, in the order of its rows. Raise InputError if it is not one."""
-    tables = []
-    for name, schema in (("results.parquet", RESULTS), ("requests.parquet", REQUESTS)):
-        try:
-            table = read_table(plain(folder / name), schema.names).cast(schema)
-            table.validate(full=True)
-            if not table.num_rows:
-                raise InputError("it has no rows: run it again with --overwrite")
-            tables.append(table.to_pandas())
-            require_possible(tables[-1])
-        except FileNotFoundError as error:
-            raise InputError(f"{folder} holds no {name}: {tables_below(folder)}") from error
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise InputError(f"{folder / name} is no table that moe-sim sweep wrote: {error}") from error
-    cells, requests = tables
-    try:
-        require_together(cells, requests)
-    except InputError as error:
-        raise InputError(f"{folder}: {error}") from None
+    """Return the cells of a sweep's results folder, in the order of its rows. Raise InputError if it is not one."""
+    cells = files.read(folder / files.RESULTS_FILE, RESULTS).to_pandas().to_dict("records")
+    requests = files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas()
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
-    return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in cells.to_dict("records")]
+    return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in cells]
 
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:

@@ -1,4 +1,4 @@
-"""Tables and figures as files of results, each there whole or not at all."""
+"""Tables and figures as files of results: written whole or not at all, and read by one function."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,13 +11,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from traces.commands import console
-from traces.errors import missing_extra
+from traces.errors import InputError, missing_extra
 from traces.output import claim, replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Rows = Sequence[Mapping[str, Any]]
+
+RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
+"""Tables of results: a row per cell, and a row per cell and request."""
+
+NO_COLUMNS = pa.schema([])
 
 Drawn = Callable[[], "Figure"]
 """What draws a figure."""
@@ -41,12 +46,31 @@ def writing(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
         yield writer
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """A Parquet file, or some of its columns. OSError, ValueError or ArrowException where it cannot be read, or where a
-    page has changed since it was written."""
-    return pq.read_table(
-        path.absolute(), columns=columns and list(columns), partitioning=None, page_checksum_verification=True
-    )
+def read(path: Path, schema: pa.Schema, also: pa.Schema = NO_COLUMNS) -> pa.Table:
+    """Return the columns of `schema` of a table of results, and those of `also` that it has: the one reader of them.
+
+    Raise InputError where it is missing, has changed since it was written (pages have checksums), or where another
+    version wrote it, whose columns are others.
+    """
+    if not path.is_file():
+        raise InputError(f"{path.parent} holds no {path.name}: {tables_below(path.parent)}")
+    try:
+        names = set(pq.read_schema(path).names) if also else ()
+        wanted = pa.schema([*schema, *(field for field in also if field.name in names)])
+        options = {"partitioning": None, "page_checksum_verification": True}
+        return pq.read_table(path.absolute(), columns=wanted.names, **options).cast(wanted)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(
+            f"{path} is damaged, or of another version of moe-sim: run it again with --overwrite"
+        ) from error
+
+
+def tables_below(folder: Path) -> str:
+    """Return what to say of a folder that holds no table itself: which folders in it do."""
+    below = sorted(str(file.parent) for file in folder.glob(f"*/{REQUESTS_FILE}"))
+    if below:
+        return f"it holds several sweeps: name one of {', '.join(below)}"
+    return "name a folder that moe-sim sweep has written"
 
 
 def write_figure(figure: "Figure", path: Path) -> None:

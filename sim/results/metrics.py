@@ -11,9 +11,8 @@ share a step, what the step did is no single request's: hits and misses stand in
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,9 +27,6 @@ from traces.errors import InputError
 from traces.steps import DECODE, PREFILL
 
 Row = dict[str, Any]
-
-RESULTS_FILE, REQUESTS_FILE = "results.parquet", "requests.parquet"
-"""Tables that a sweep writes: a row per cell, and a row per cell and request."""
 
 TEXT, COUNT, SHARE, MS = pa.string(), pa.int64(), pa.float64(), pa.float64()
 
@@ -337,70 +333,3 @@ def users_text(row: Row) -> str:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
-
-
-_SIZE = ("cache_experts", "cache_fraction")
-
-_BELOW_0 = ("prefetch_coverage", "overlap")
-"""Columns of numbers that may be negative."""
-
-
-def require_possible(rows: pd.DataFrame) -> None:
-    """Raise InputError where a table of results, or of requests, has what no run writes, or a row twice."""
-    keys = [name for name in ("policy", "trace", *_SIZE, "cell", "request") if name in rows]
-    if not keys:
-        raise InputError("it has no column of results: name a folder that moe-sim sweep or moe-replay run has written")
-    twice = rows[rows.duplicated(keys)]
-    if len(twice):
-        raise InputError(f"it has {_which(twice.iloc[0])} twice: run it again with --overwrite")
-    for wrong, what in _impossible(rows):
-        if wrong.any():
-            where = _which(rows[wrong].iloc[0])
-            raise InputError(f"{what} for {where}: no run writes that; run it again with --overwrite")
-
-
-def _impossible(rows: pd.DataFrame) -> Iterator[tuple[pd.Series, str]]:
-    """Which rows are impossible, and in what; what is not there is in order."""
-    for field in REQUESTS if "request" in rows else RESULTS:
-        if field.name in rows and not field.nullable:
-            yield rows[field.name].isna(), f"{field.name} is missing"
-    for name, column in rows.select_dtypes("number").items():
-        yield ~(column.fillna(0).abs() < np.inf) | (column < 0) & (name not in _BELOW_0), f"{name} is out of range"
-    held = {name: rows[name] for name in RESULTS.names if name in rows}
-    if held.keys() >= {"lookups", *_LOOKED_UP}:
-        looked_up = sum(held[name] for name in _LOOKED_UP)
-        yield (held["lookups"] != looked_up) & looked_up.notna(), "lookups are not hits, late and misses"
-    if held.keys() >= {"hit_rate", "hits", "lookups"}:
-        share = held["hits"] / held["lookups"].where(held["lookups"] > 0)
-        yield ~np.isclose(held["hit_rate"], share, equal_nan=True), "hit_rate is not hits by lookups"
-    if held.keys() >= {"on_host", "misses"}:
-        yield held["on_host"] > held["misses"], "on_host is more than the misses"
-    if held.keys() >= {*_SIZE, "all_experts"}:
-        share = held["cache_experts"] / held["all_experts"].where(held["all_experts"] > 0)
-        yield ~np.isclose(held["cache_fraction"], share), "cache_fraction is not cache_experts by all_experts"
-
-
-def require_together(rows: pd.DataFrame, requests: pd.DataFrame) -> None:
-    """Raise InputError where a table of results and one of requests are not of the same run."""
-    by = [name for name in ("policy", "cache_experts", "cell") if name in rows and name in requests]
-    counted = requests[by].fillna("").value_counts()
-    for _, row in rows.iterrows():
-        found = counted.get(tuple(row[by].fillna("")), 0)
-        if not found or found != row["requests"]:
-            raise InputError(
-                f"{REQUESTS_FILE} has {found} requests of {_which(row)}, {RESULTS_FILE} {row['requests']}: "
-                "it is of another run; run it again with --overwrite"
-            )
-
-
-def _which(row: pd.Series) -> str:
-    cell = f"{row.get('policy')} at {row.get('cache_experts')} experts"
-    return f"request {row['request']!r} of {cell}" if "request" in row else cell
-
-
-def tables_below(folder: Path) -> str:
-    """What to say of a folder that holds no table itself: which folders in it do."""
-    below = sorted(str(file.parent) for file in folder.glob(f"*/{REQUESTS_FILE}"))
-    if below:
-        return f"it holds several sweeps: name one of {', '.join(below)}"
-    return "name a folder that moe-sim sweep has written"

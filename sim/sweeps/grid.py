@@ -29,7 +29,8 @@ from policies.core.guard import PolicyError, own_classes
 from policies.core.spec import Part, Policy, PolicySpec, parse
 from sim.loop.log import Ended, RunLog, joined
 from sim.results import files, metrics, plot
-from sim.results.metrics import REQUESTS_FILE, RESULTS, RESULTS_FILE, Row
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE
+from sim.results.metrics import RESULTS, Row
 from sim.results.provenance import sources
 from sim.sweeps import config, winner
 from sim.sweeps.setup import Loaded

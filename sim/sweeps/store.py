@@ -16,9 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sim.results import plot
-from sim.results.files import read_table, write_rows, write_table, writing
-from sim.results.metrics import REQUESTS, REQUESTS_FILE, RESULTS, RESULTS_FILE, Row, require_possible
-from traces.errors import InputError
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE, read, write_rows, write_table, writing
+from sim.results.metrics import REQUESTS, RESULTS, Row
 from traces.output import MARKER, claim, make_folder, marked
 
 MAKER = "moe-sim sweep"
@@ -41,7 +40,7 @@ class Store:
         self._tables: dict[str, Path] = {}
         for file in sorted(self._results.glob("[!.]*.parquet")):
             if (requests := self._requests / file.name).is_file():
-                self._rows[file.stem] = _row(file)
+                (self._rows[file.stem],) = read(file, RESULTS).to_pylist()
                 self._tables[file.stem] = requests
         for table in _ended(folder):
             self._take(table)
@@ -71,11 +70,8 @@ class Store:
 
     def requests(self, key: str) -> pa.Table:
         """The rows of its requests, in the order of the run."""
-        table = _read(self._tables[key], REQUESTS)
-        table = table.filter(pc.equal(table.column("cell"), key))
-        if len(table) != self._rows[key]["requests"]:
-            raise _damaged(self._tables[key])
-        return table
+        table = read(self._tables[key], REQUESTS)
+        return table.filter(pc.equal(table.column("cell"), key))
 
     def write_requests(self, keys: Iterable[str], path: Path) -> None:
         """The requests of these cells as one file, whole or not at all."""
@@ -92,8 +88,8 @@ class Store:
         rows, requests = folder / RESULTS_FILE, folder / REQUESTS_FILE
         if not (rows.is_file() and requests.is_file() and {RESULTS_FILE, REQUESTS_FILE} <= set(_ours(folder))):
             return
-        whole = set(_read(requests, pa.schema([REQUESTS.field("cell")])).column("cell").unique().to_pylist())
-        for row in _rows(rows):
+        whole = set(read(requests, pa.schema([REQUESTS.field("cell")])).column("cell").unique().to_pylist())
+        for row in read(rows, RESULTS).to_pylist():
             key = row["cell"]
             if key in whole and key not in self._rows:
                 self._rows[key], self._tables[key] = row, requests
@@ -140,38 +136,6 @@ def _ended(folder: Path) -> list[Path]:
 def _ours(folder: Path) -> list[str]:
     """Names in the folder that sweeps have written."""
     return [name for name, maker in marked(folder).items() if maker == MAKER]
-
-
-def _row(file: Path) -> Row:
-    """The row of the cell that the file is named by."""
-    rows = _rows(file)
-    if [row["cell"] for row in rows] != [file.stem]:
-        raise _damaged(file)
-    return rows[0]
-
-
-def _rows(file: Path) -> list[Row]:
-    table = _read(file, RESULTS)
-    try:
-        require_possible(table.to_pandas())
-    except InputError as error:
-        raise _damaged(file) from error
-    rows: list[Row] = table.to_pylist()
-    return rows
-
-
-def _read(file: Path, schema: pa.Schema) -> pa.Table:
-    try:
-        return read_table(file, schema.names).cast(schema)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise _damaged(file) from error
-
-
-def _damaged(file: Path) -> InputError:
-    return InputError(
-        f"{file} is damaged, or of another version of moe-sim sweep: drop what is there with --overwrite, "
-        "or name another folder"
-    )
 
 
 def _grouped(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:

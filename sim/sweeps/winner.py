@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sim import profiles
-from sim.results.metrics import Row, tables_below
+from sim.results.files import tables_below
+from sim.results.metrics import Row
 from sim.sweeps.setup import Setup
 from traces.errors import InputError, located
 from traces.files import read_toml

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -27,7 +26,6 @@ from sim.results.compare import (
     split_name,
 )
 from sim.sweeps import report
-from sim.sweeps.store import Store
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.synthetic import synthetic
@@ -82,14 +80,6 @@ def mean_interval_of_normal(values):
 def test_the_interval_of_many_values_is_that_of_the_central_limit_theorem():
     values = np.random.default_rng(1).gamma(4.0, 2.0, 3_000)
     assert interval(values, seed=2) == pytest.approx(mean_interval_of_normal(values), abs=0.02)
-
-
-def test_resamples_beyond_what_memory_holds_are_refused(home):
-    from tests.support.command import moe_sim as run
-
-    done = run("compare", "x", "--policies", "lru,lfu", "--resamples", "1000000000", cwd=home)
-    assert done.returncode == 2
-    assert "10000000" in done.stderr
 
 
 def test_resamples_are_drawn_a_part_at_a_time():
@@ -235,63 +225,29 @@ def test_untimed_cells_are_compared_in_what_they_have(home):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("x", "elsewhere"), "cannot pair different traces: x has tiny, elsewhere has other"),
-        (("x", "fewer"), "cannot pair different requests: x and fewer, 6 against 4 of them"),
-        (("x", "decode"), "cannot pair different traces: x has tiny, decode has tiny (prefill as decode)"),
-        (("x", "warm"), "cannot pair different numbers of warm-up requests: x has 0, warm has 2"),
-        (("x",), "`moe-sim compare` needs a second folder"),
-        (("x", "fast", "--policies", "lru,lfu"), "--policies compares within one folder"),
-        (("x", "--policies", "lru"), "--policies needs two or more"),
-        (("x", "--policies", "lru,lfuu"), "did you mean lfu"),
-        (("x", "--policies", "lru,lfu", "--cache-size", "30"), "x has no cache of 30 (30 experts); it has 12, 24"),
-        (("x:lfuu@25%", "x:lru@25%"), "did you mean lfu"),
-        (("x:lru@12", "one:lfu@12"), "one has no cache of 12"),
-        (("x:lru", "one"), "have no policy and size in common"),
-        (("nowhere", "x"), "no results folder nowhere"),
-        (("tiny", "x"), "tiny holds no results.parquet"),
-    ],
+    ("first", "second"),
+    [("x", "elsewhere"), ("x", "fewer"), ("x", "decode"), ("x", "warm"), ("x:lru", "one"), ("x:lru@12", "one:lfu@12")],
 )
-def test_what_cannot_be_paired_is_refused_in_one_line(home, arguments, error):
-    with pytest.raises(InputError) as refused:
-        moe_sim("compare", *arguments, cwd=home)
-    assert error in str(refused.value)
+def test_what_cannot_be_paired_is_refused(home, first, second):
+    with pytest.raises(InputError):
+        moe_sim("compare", first, second, cwd=home)
 
 
-def test_phases_and_lookups_must_agree():
-    one = played(hit_rate=[0.1, 0.2])
-    with pytest.raises(InputError, match="different phases: x has decode, x has both"):
-        differences(one, replace(one, phase="both"))
-    with pytest.raises(InputError, match="different modes: x has times, x has counts alone"):
-        differences(one, replace(one, timed=False))
-    with pytest.raises(InputError, match="request 1 looks up another number of experts"):
-        differences(one, replace(one, requests=one.requests.assign(lookups=[8, 9])))
-    with pytest.raises(InputError, match="fewer than two requests"):
-        differences(played(hit_rate=[0.1]), played(hit_rate=[0.2]))
+def test_a_folder_without_results_and_an_unknown_policy_are_refused(home):
+    with pytest.raises(InputError, match="tiny holds no results"):
+        moe_sim("compare", "tiny", "x", cwd=home)
+    with pytest.raises(InputError, match="did you mean lfu"):
+        moe_sim("compare", "x", "--policies", "lru,lfuu", cwd=home)
 
 
 def test_a_file_that_no_sweep_wrote_is_refused(tmp_path):
     pd.DataFrame({"a": [1]}).to_parquet(tmp_path / "results.parquet")
-    with pytest.raises(InputError, match=r"results\.parquet is no table that moe-sim sweep wrote"):
+    with pytest.raises(InputError, match=r"results\.parquet is damaged, or of another version"):
         read(tmp_path)
 
 
-def test_a_table_without_rows_is_refused(home, tmp_path):
-    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
-    pq.write_table(pq.read_table(folder / "results.parquet").slice(0, 0), folder / "results.parquet")
-    with pytest.raises(InputError, match=r"results\.parquet .*it has no rows: run it again with --overwrite"):
-        moe_sim("compare", "x:lru@25%", "x", cwd=tmp_path)
-
-
-def finished(folder: Path) -> list[pa.Table]:
-    """The requests of each cell, as a sweep that is resumed reads them."""
-    store = Store(folder)
-    return [store.requests(key) for key in store]
-
-
 @pytest.mark.parametrize("table", ["requests.parquet", "results.parquet"])
-def test_a_changed_bit_of_any_column_is_found_by_all_that_read_the_table(home, tmp_path, table):
+def test_a_changed_bit_of_any_column_is_noticed(home, tmp_path, table):
     folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
     written = (folder / table).read_bytes()
     group = pq.read_metadata(folder / table).row_group(0)
@@ -299,53 +255,20 @@ def test_a_changed_bit_of_any_column_is_found_by_all_that_read_the_table(home, t
         start = column.dictionary_page_offset or column.data_page_offset
         last = start + column.total_compressed_size - 1
         (folder / table).write_bytes(written[:last] + bytes([written[last] ^ 1]) + written[last + 1 :])
-        with pytest.raises(InputError, match=rf"{table} is no table"):
+        with pytest.raises(InputError):
             read(folder)
-        assert any(f"{table} cannot be read" in problem for problem in report_inputs.read([folder])[0].problems)
-        with pytest.raises(InputError, match=rf"{table} is damaged"):
-            finished(folder)
+    assert report_inputs.read([folder])[0].problems
 
 
-@pytest.mark.parametrize(
-    ("table", "what"),
-    [("requests.parquet", "request '0' of lru at 12 experts"), ("results.parquet", "lru at 12 experts")],
-)
-def test_rows_that_come_twice_are_refused(home, tmp_path, table, what):
-    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
-    rows = pq.read_table(folder / table)
-    pq.write_table(pa.concat_tables([rows, rows.slice(0, 1)]), folder / table)
-    with pytest.raises(InputError, match=f"{table} .*it has {what} twice"):
-        read(folder)
-    assert any(f"it has {what} twice" in problem for problem in report_inputs.read([folder])[0].problems)
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "value", "what"),
-    [
-        ("results.parquet", "phase", None, "null"),
-        ("results.parquet", "warmup_requests", None, "null"),
-        ("results.parquet", "tpot_mean_ms", float("inf"), "tpot_mean_ms is out of range"),
-        ("results.parquet", "misses", -1, "misses is out of range"),
-        ("results.parquet", "hits", 2**40, "lookups are not hits, late and misses"),
-        ("results.parquet", "lookups", 0, "lookups are not hits, late and misses"),
-        ("results.parquet", "hit_rate", 0.999, "hit_rate is not hits by lookups"),
-        ("results.parquet", "on_host", 2**40, "on_host is more than the misses"),
-        ("results.parquet", "cache_experts", 2**60, "cache_fraction is not cache_experts by all_experts"),
-        ("requests.parquet", "request", None, "null"),
-        ("requests.parquet", "ttft_ms", float("-inf"), "ttft_ms is out of range"),
-        ("requests.parquet", "lookups", 7, "lookups are not hits, late and misses"),
-    ],
-)
-def test_values_that_no_run_writes_are_refused_by_all_that_read_the_table(home, tmp_path, table, column, value, what):
-    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
-    _put(folder / table, column, value)
-    with pytest.raises(InputError, match=f"{table} is no table .*{what}"):
-        read(folder)
-    problems = report_inputs.read([folder])[0].problems
-    assert any(f"{table} cannot be read" in problem for problem in problems)
-    if table == "results.parquet":
-        with pytest.raises(InputError, match=rf"{table} is damaged"):
-            finished(folder)
+def test_phases_and_lookups_must_agree():
+    one = played(hit_rate=[0.1, 0.2])
+    for other in (
+        replace(one, phase="both"),
+        replace(one, timed=False),
+        replace(one, requests=one.requests.assign(lookups=[8, 9])),
+    ):
+        with pytest.raises(InputError):
+            differences(one, other)
 
 
 def test_requests_that_shared_steps_have_no_lookups_and_are_read(home):
@@ -356,37 +279,6 @@ def test_requests_that_shared_steps_have_no_lookups_and_are_read(home):
         assert "per token" in told
         assert "to the first token" in told
         assert "hit rate" not in told
-
-
-def test_requests_of_another_run_are_refused(home, tmp_path):
-    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
-    _put(folder / "requests.parquet", "cell", "0123456789abcdef")
-    with pytest.raises(InputError, match="it is of another run"):
-        read(folder)
-    (results,) = report_inputs.read([folder])
-    assert results.requests is None
-    assert any("it is of another run" in problem for problem in results.problems)
-
-
-def test_a_cell_without_requests_is_refused(home, tmp_path):
-    folder = Path(shutil.copytree(home / "x", tmp_path / "x"))
-    _put(folder / "results.parquet", "requests", 0)
-    rows = pq.read_table(folder / "requests.parquet")
-    first = read(home / "x")[0]
-    others = [
-        row for row in rows.to_pylist() if (row["policy"], row["cache_experts"]) != (first.policy, first.cache_experts)
-    ]
-    pq.write_table(pa.Table.from_pylist(others, rows.schema), folder / "requests.parquet")
-    with pytest.raises(InputError, match=r"has 0 requests of .* it is of another run"):
-        read(folder)
-
-
-def _put(path: Path, column: str, value: object) -> None:
-    """Put `value` into the first row of a column."""
-    rows = pq.read_table(path)
-    at = rows.schema.get_field_index(column)
-    values = pa.array([value, *rows[column].to_pylist()[1:]], rows.schema.field(at).type)
-    pq.write_table(rows.set_column(at, column, values), path)
 
 
 def test_a_size_in_bytes_finds_the_cache_that_was_swept_with_it_where_experts_differ_in_size(home, tmp_path):

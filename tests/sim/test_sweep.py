@@ -9,7 +9,8 @@ import pytest
 from policies.core.policy import ScorePolicy
 from policies.core.spec import parse
 from sim.results import plot
-from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE, Summary
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE
+from sim.results.metrics import Summary
 from sim.sweeps import report, winner
 from sim.sweeps.grid import Grid, Table, by_source, grid_of, key, outcome, played, save, sweep
 from sim.sweeps.setup import Requests, Setup
@@ -239,26 +240,6 @@ def test_a_cell_without_its_requests_is_not_finished(folder, tmp_path):
     assert lost in store
     assert lost not in Store(tmp_path)
     assert len(Store(tmp_path)) == len(store) - 1
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("results", lambda one, other: one[:0]),
-        ("results", lambda one, other: pd.concat([one, one])),
-        ("results", lambda one, other: other),
-        ("requests", lambda one, other: one[:2]),
-        ("requests", lambda one, other: pd.concat([one, one])),
-        ("requests", lambda one, other: other),
-    ],
-)
-def test_a_cells_file_with_other_rows_is_refused(folder, tmp_path, kind, change):
-    table, store = Table(Setup(folder).load(), grid("lru,lfu"), tmp_path), Store(tmp_path)
-    sweep([table], store)
-    one, other = (tmp_path / "cells" / kind / f"{key}.parquet" for key in list(store)[:2])
-    change(pd.read_parquet(one), pd.read_parquet(other)).to_parquet(one)
-    with pytest.raises(InputError, match=f"{one.name} is damaged"):
-        save([outcome(table, again := Store(tmp_path))], again, tmp_path)
 
 
 def test_coverage_does_not_outlive_the_cell_that_it_was_measured_against(folder, tmp_path):

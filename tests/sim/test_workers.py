@@ -16,7 +16,7 @@ import pytest
 from policies.core.policy import ScorePolicy
 from policies.core.spec import PolicySpec, parse
 from policies.retention.lru import LRU
-from sim.results.metrics import REQUESTS_FILE, RESULTS_FILE
+from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.sweeps import workers
 from sim.sweeps.grid import Grid, Table, outcome, played, save, sweep
 from sim.sweeps.setup import Setup
