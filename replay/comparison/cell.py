@@ -30,8 +30,9 @@ from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.device import Device
-from sim.loop.driver import Driver, LoopObserver
+from sim.loop.driver import Driver
 from sim.loop.log import RunLog, StepRow, joined
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.session import Decider
 from sim.profiles.measured import MeasuredModel, MeasuredTiming

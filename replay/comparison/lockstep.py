@@ -6,7 +6,7 @@ What then differs between the two runs is time, never a decision.
 from policies.core.policy import NOTHING, Event, Float, Int
 from policies.core.residency import Residency
 from policies.core.script import Recorder, Script, ScriptedResidency
-from sim.loop.driver import LoopObserver
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.session import Decider
 

@@ -14,8 +14,9 @@ from typing import Any
 import simpy
 
 from sim.loop.device import Completion, Device, Kind, Work, nothing_under_way
-from sim.loop.driver import Driver, LoopObserver
+from sim.loop.driver import Driver
 from sim.loop.log import Ended, RunLog, StepRow, whole
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing
 

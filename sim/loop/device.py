@@ -11,6 +11,7 @@ Devices: `sim.engines.simpy_engine.SimpyDevice`, `replay.devices.cpu.CpuDevice`,
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -41,6 +42,17 @@ class Completion(NamedTuple):
 
 Work = tuple[int, int, int]
 """An expert's compute: expert, the slot that holds it, tokens."""
+
+
+@dataclass(slots=True)
+class Transfer:
+    """An expert on its way into a slot."""
+
+    expert: int
+    slot: int
+    demand: bool  # started as one
+    size: int  # bytes
+    sent: int = 0  # of these, submitted
 
 
 class Device(ABC):

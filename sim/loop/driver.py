@@ -9,19 +9,10 @@ from time import perf_counter_ns
 
 from sim.loop.device import Device, Kind
 from sim.loop.log import RunLog, Share, StepRow
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Batches, OneAtATime, Schedule, Step
-from sim.loop.session import Decider, Session, SessionObserver
-
-
-class LoopObserver(SessionObserver):
-    """Hears also of steps; every method does nothing by default."""
-
-    def step_begins(self, step: Step, began: int) -> None:
-        """A step is about to be run."""
-
-    def step_ended(self, step: Step, ended: int) -> None:
-        """Its head has ended."""
+from sim.loop.session import Decider, Session
 
 
 def play(

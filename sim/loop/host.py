@@ -12,6 +12,7 @@ from policies.core.placement import Costs, Placement
 from policies.core.policy import Int
 from policies.core.residency import PolicyResidency
 from sim.loop.device import Device, Kind
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 
 NOTHING, HOPPING = -1, -2
@@ -22,23 +23,13 @@ def needed(run: Run) -> bool:
     return run.host is not None or run.policy.uses_host
 
 
-class HostObserver:
-    """Hears what host and disk begin; what ends is heard as a completion. Every method does nothing by default."""
-
-    def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
-        """The activations are on their way (HOP), or the host computes `expert` on its tokens (HOST)."""
-
-    def read_began(self, expert: int, demanded: bool) -> None:
-        """The disk reads `expert`, for a miss or a prefetch."""
-
-
 class Host:
     """The host of one run: the experts of the current event that it computes, and its memory over a disk."""
 
     def __init__(
-        self, run: Run, residency: PolicyResidency, device: Device, observer: HostObserver | None = None
+        self, run: Run, residency: PolicyResidency, device: Device, observer: LoopObserver | None = None
     ) -> None:
-        self._observer = observer or HostObserver()
+        self._observer = observer or LoopObserver()
         self._residency, self._device = residency, device
         self._timing, self._link = run.timing, run.gpu.link
         spec = run.policy.placement

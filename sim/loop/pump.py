@@ -11,27 +11,16 @@ are in flight. A device whose host answers at once has no tails, and one piece i
 
 from collections import deque
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 from policies.core.residency import BLOCKED
-from sim.loop.device import Device
+from sim.loop.device import Device, Transfer
 from sim.loop.host import Host
+from sim.loop.observer import LoopObserver
 from sim.profiles.timing import Link
 
 PIECES_IN_FLIGHT = 2
 """Of a prefetch, at most."""
-
-
-@dataclass(slots=True)
-class Transfer:
-    """An expert on its way into a slot."""
-
-    expert: int
-    slot: int
-    demand: bool  # started as one
-    size: int  # bytes
-    sent: int = 0  # of these, submitted
 
 
 class Transfers(Protocol):
@@ -62,16 +51,6 @@ class Transfers(Protocol):
         return []
 
 
-class PumpObserver:
-    """Hears what the link is given; every method does nothing by default."""
-
-    def copying(self, transfer: Transfer, first: int, upto: int) -> None:
-        """A piece is submitted."""
-
-    def copied(self) -> None:
-        """The oldest piece in flight has ended."""
-
-
 class Pump:
     """One transfer that sends, one more that was interrupted, and the pieces in flight."""
 
@@ -81,7 +60,7 @@ class Pump:
         device: Device,
         link: Link,
         experts: int,
-        observer: PumpObserver | None = None,
+        observer: LoopObserver | None = None,
         host: Host | None = None,
     ) -> None:
         """experts: of a layer; host: what it has to hear of transfers, if it does anything in this run."""

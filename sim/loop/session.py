@@ -8,17 +8,18 @@ its way: the device waits for it, the host does not (rule 9 needs no more: an ev
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Protocol
 
 from policies.core.policy import Event, Float, Int
-from policies.core.residency import ObservedResidency, PolicyResidency, Residency, ResidencyObserver
+from policies.core.residency import ObservedResidency, PolicyResidency, Residency
 from policies.core.runner import PolicyRunner
 from sim.loop import host
 from sim.loop.device import Completion, Device, Kind, Work
-from sim.loop.host import Host, HostObserver
+from sim.loop.host import Host
 from sim.loop.log import BEHIND_PREFETCH, DEMAND, DISK, HOST, LATE, PREDICTOR, SLOT, STALLS
-from sim.loop.pump import Pump, PumpObserver
+from sim.loop.observer import LoopObserver
+from sim.loop.pump import Pump
 from sim.loop.run import Run
 from sim.loop.schedule import Routing
 
@@ -71,33 +72,11 @@ def decider_of(run: Run) -> PolicyRunner:
     return PolicyRunner(run.policy, run.shape, run.requests, experts_per_layer=run.gpu.experts_per_layer)
 
 
-class SessionObserver(ResidencyObserver, PumpObserver, HostObserver):
-    """Hears also of events, of what all streams have ended and of stalls; every method does nothing by default."""
-
-    def run_begins(self, residency: Residency, now: Callable[[], int]) -> None:
-        """Nothing has been run yet; `now` asks for the device's time."""
-
-    def event_routed(self, tokens: dict[int, int], hits: list[int], late: list[int]) -> None:
-        """An event was looked up: the tokens of each of its experts, which are there, and which are on their way."""
-
-    def submitted(self, kind: Kind, experts: Sequence[int] = (NO_EXPERT,)) -> None:
-        """The compute stream is given work."""
-
-    def ended(self, completion: Completion) -> None:
-        """Work of the compute stream has ended, or of host or disk."""
-
-    def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
-        """The compute stream waited, for one of `STALLS`, while a piece of `on_link` was on the link (or NO_EXPERT)."""
-
-    def cutting(self) -> None:
-        """`--cold` is about to discard what is under way."""
-
-
 class Session:
     """Residency, pump, what the compute stream was given, and where the time went."""
 
     def __init__(
-        self, run: Run, device: Device, decider: Decider | None = None, observer: SessionObserver | None = None
+        self, run: Run, device: Device, decider: Decider | None = None, observer: LoopObserver | None = None
     ) -> None:
         """`decider`: who decides, if not the run's policies."""
         self.device = device

@@ -4,7 +4,7 @@ The format is the JSON of Chrome's trace events ("Trace Event Format", Google): 
 counter, `M` names a process or a thread. Times are microseconds there, written with three decimals, so that no
 nanosecond is lost. Perfetto looks names up by thread alone, so a number is never used twice, by whichever process. The
 file is written as events come, in any order of time; of slices on one track that begin together, the outer goes first.
-Knows nothing of who tells it: a simulated and a measured run may share a file.
+A simulated and a measured run may share a file.
 """
 
 import gzip
@@ -51,27 +51,23 @@ class Timeline:
         self.is_open = False
 
     def process(self, name: str) -> Process:
-        """A new group of tracks, shown below those made before."""
         process = Process(next(self._numbers))
         self._name("process", name, process.id, process.id)
         return process
 
     def track(self, process: Process, name: str) -> Track:
-        """A new track of a process, shown below those made before."""
+        """Return a new track of a process, shown below those made before."""
         track = Track(process, next(self._numbers))
         self._name("thread", name, process.id, track.id)
         return track
 
     def open(self, now: int) -> None:
-        """What happens from `now` on is written."""
         self.is_open, self._since = True, now
 
     def close(self) -> None:
-        """Nothing more is written."""
         self.is_open = False
 
     def slice(self, track: Track, name: str, began: int, ended: int, args: Args) -> None:
-        """Something lasted from `began` to `ended`."""
         if not self.is_open or (ended <= self._since and began < self._since):
             return
         began = max(began, self._since)
@@ -79,13 +75,12 @@ class Timeline:
         self._event(f'"ph":"X","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
     def instant(self, track: Track, name: str, at: int, args: Args) -> None:
-        """Something happened."""
         if self.is_open:
             where = f'"pid":{track.process.id},"tid":{track.id},"ts":{_us(at)}'
             self._event(f'"ph":"i","s":"t","name":{json.dumps(name)},{where},"args":{_shown(args)}')
 
     def counter(self, process: Process, name: str, at: int, values: Mapping[str, int]) -> None:
-        """From `at` on each of `values`, a counter of its own, is so much."""
+        """Set each of `values`, a counter of its own, from `at` on."""
         if self.is_open:
             where = f'"pid":{process.id},"ts":{_us(at)}'
             self._event(f'"ph":"C","name":{json.dumps(name)},{where},"args":{json.dumps(values)}')
@@ -112,7 +107,6 @@ class ComputeTrack:
         self.ended = 0  # of the latest part
 
     def begin(self, now: int) -> None:
-        """A step begins."""
         self._began = self.ended = now
         self._layers, self._parts = [], []
 
@@ -144,15 +138,15 @@ class ComputeTrack:
         head_began = self._parts[-1][1]
         for number, (began, ended) in enumerate(zip(self._layers, [*self._layers[1:], head_began], strict=True)):
             timeline.slice(track, f"layer {number}", began, ended, {"layer": number})
-        for part, began, ended, told in self._parts:
-            timeline.slice(track, part, began, ended, told)
+        for part, began, ended, shown in self._parts:
+            timeline.slice(track, part, began, ended, shown)
 
 
 @contextmanager
 def writing(path: Path, about: Callable[[], Args], overwrite: bool = False) -> Iterator[Timeline]:
     """A timeline at `path`, gzipped where the name ends in .gz; whole or not at all.
 
-    about: asked at the end, what the file says of itself (`otherData`). InputError where it cannot be written, or is
+    about: called at the end, what the file states of itself (`otherData`). InputError where it cannot be written, or is
     there and `overwrite` is not set.
     """
     check_file(path, overwrite)

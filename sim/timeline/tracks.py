@@ -4,32 +4,54 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from policies.core.policy import Int, Shape
+from policies.core.policy import Float, Int
 from policies.core.residency import NO_EXPERT, PolicyResidency
-from sim.loop.device import Completion, Kind
+from sim.loop.device import Completion, Kind, Transfer
 from sim.loop.host import needed
-from sim.loop.pump import Transfer
+from sim.loop.log import PREDICTOR, STALLS
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run
 from sim.loop.schedule import Step
 from sim.timeline.file import ComputeTrack, Process, Timeline, Track
 
-
-def expert_name(expert: int, shape: Shape) -> str:
-    """Return `L3 e17`: layer 3, expert 17 in it. (Perfetto gives names that differ in numbers only one colour.)"""
-    return f"L{expert // shape.experts} e{expert % shape.experts}"
+Args = dict[str, object]
 
 
-def expert_args(expert: int, shape: Shape) -> dict[str, object]:
-    """Return what every slice about an expert says of it."""
-    return {"expert": expert, "layer": expert // shape.experts, "expert_in_layer": expert % shape.experts}
+@dataclass(frozen=True)
+class Scene:
+    """What all tracks of a run draw from."""
+
+    timeline: Timeline
+    process: Process  # of compute and link
+    run: Run
+    residency: PolicyResidency
+    now: Callable[[], int]  # the device's clock since the run began
+    origin: int  # of that clock, as the loop shows times
+
+    @property
+    def sized(self) -> bool:
+        """Whether experts differ in size, so that several may leave for one transfer (rule 19)."""
+        return self.run.gpu.link.layer_bytes is not None
+
+    def name(self, expert: int) -> str:
+        """Return `L3 e17`: layer 3, expert 17 in it. (Perfetto gives names that differ in numbers only one colour.)"""
+        layer, number = divmod(expert, self.run.shape.experts)
+        return f"L{layer} e{number}"
+
+    def args(self, expert: int) -> Args:
+        """Return what every slice about an expert shows of it."""
+        layer, number = divmod(expert, self.run.shape.experts)
+        return {"expert": expert, "layer": layer, "expert_in_layer": number}
 
 
-class ComputeStream:
+class ComputeTracks(LoopObserver):
     """The parts of the compute stream, named by what was submitted."""
 
-    def __init__(self, track: ComputeTrack, shape: Shape) -> None:
-        self.track = track
-        self._shape = shape
+    link: "LinkTracks"
+
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self.track = ComputeTrack(scene.timeline, scene.process)
         self._submitted: deque[int] = deque()  # when each part under way was
         self._tokens: dict[int, int] = {}  # of each expert of the current event
         self._late: set[int] = set()  # of these
@@ -41,24 +63,25 @@ class ComputeStream:
         self._layer = -1
         self.track.begin(now)
 
-    def routed(self, tokens: dict[int, int], hits: set[int], late: set[int]) -> None:
-        """An event was looked up; what is neither hit nor late is a miss."""
-        self._tokens, self._hits, self._late = tokens, hits, late
+    def event_routed(self, tokens: dict[int, int], hits: list[int], late: list[int]) -> None:
+        self._tokens, self._hits, self._late = tokens, set(hits), set(late)
 
-    def submitted(self, now: int, parts: int) -> None:
-        """So many parts are given to the stream."""
-        self._submitted.extend([now] * parts)
+    def submitted(self, kind: Kind, experts: Sequence[int] = (NO_EXPERT,)) -> None:
+        self._submitted.extend([self._scene.now()] * len(experts))
 
-    def ended(self, completion: Completion, now: int, arrived: int) -> None:
-        """The oldest part has ended; before `arrived` it could not begin."""
+    def ended(self, completion: Completion) -> None:
+        """Show the oldest part; before its expert has arrived it could not begin."""
         kind, expert = completion
-        began = max(self._submitted.popleft(), arrived)
+        if kind >= Kind.READ:
+            return
+        now, scene = self._scene.now(), self._scene
+        began = max(self._submitted.popleft(), self.link.arrived_at.get(expert, 0))
         if kind is Kind.PREDICTOR:
             return  # shown as a stall
         if kind is Kind.EXPERT:
             outcome = "hit" if expert in self._hits else "late" if expert in self._late else "miss"
-            args = {**expert_args(expert, self._shape), "tokens": self._tokens[expert], "lookup": outcome}
-            self.track.until(began, now, f"{outcome} {expert_name(expert, self._shape)}", args)
+            args = {**scene.args(expert), "tokens": self._tokens[expert], "lookup": outcome}
+            self.track.until(began, now, f"{outcome} {scene.name(expert)}", args)
             return
         if kind is Kind.ROUTER:
             self._layer += 1
@@ -67,68 +90,58 @@ class ComputeStream:
         if kind is not Kind.COMBINE or now > max(began, self.track.ended):
             self.track.until(began, now, name, {})
 
+    def stalled(self, cause: int, began: int, ended: int, on_link: int) -> None:
+        args: Args = {}
+        if cause != PREDICTOR and on_link != NO_EXPERT:
+            args = {"on_link": self._scene.name(on_link), "expert": on_link}
+        self.track.stalled(STALLS[cause], began - self._scene.origin, ended - self._scene.origin, args)
 
-class LinkTracks:
+
+class LinkTracks(LoopObserver):
     """The pieces on the link; a paused prefetch has a track of its own."""
 
-    def __init__(
-        self, timeline: Timeline, process: Process, residency: PolicyResidency, run: Run, now: Callable[[], int]
-    ) -> None:
-        self._timeline = timeline
-        self._track = timeline.track(process, "link")
-        self._pauses = timeline.track(process, "paused prefetch")
-        self._residency = residency
-        self._shape = run.shape
-        self._sized = run.gpu.link.layer_bytes is not None
-        self._now = now
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._track = scene.timeline.track(scene.process, "link")
+        self._pauses = scene.timeline.track(scene.process, "paused prefetch")
         self._flying: deque[tuple[Transfer, int, int, int, list[int]]] = deque()  # transfer, bytes, since when, victims
         self._ended = 0
-        self._arrived: dict[int, int] = {}
+        self.arrived_at: dict[int, int] = {}
+        """By expert: when its latest piece ended."""
         self._victims: list[int] = []  # of the transfer whose first piece comes next
         self._running = NO_EXPERT  # the transfer chosen last
         self._pause: tuple[int, int] | None = None  # the paused expert, and since when
 
-    def arrived_at(self, expert: int) -> int:
-        """Return when the latest piece of an expert ended."""
-        return self._arrived.get(expert, 0)
-
-    def turned_to(self, expert: int, victim: int) -> None:
-        """A transfer starts, or the paused one resumes."""
+    def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
         if expert < 0:
             return
         if self._pause and self._pause[0] == expert:
             self._show_pause()
             self._pause = None
-        self._running = expert
-        self._take_from(victim)
-
-    def _take_from(self, victim: int) -> None:
-        self._victims = [victim] if victim >= 0 and not self._sized else []
-
-    def left(self, experts: list[int]) -> None:
-        """The transfer that starts takes the room of all these (rule 19)."""
-        self._victims = experts
+        self._start(expert, victim)
 
     def interrupted(self, expert: int, victim: int) -> None:
-        """A demand pauses what was running."""
         if expert >= 0:
-            self._pause = self._running, self._now()
-            self._running = expert
-            self._take_from(victim)
+            self._pause = self._running, self._scene.now()
+            self._start(expert, victim)
 
-    def submitted(self, transfer: Transfer, first: int, upto: int) -> None:
-        """A piece follows those under way."""
-        self._flying.append((transfer, first, upto, self._now(), self._victims))
+    def _start(self, expert: int, victim: int) -> None:
+        self._running = expert
+        self._victims = [victim] if victim >= 0 and not self._scene.sized else []
+
+    def left(self, experts: list[int]) -> None:
+        self._victims = experts
+
+    def copying(self, transfer: Transfer, first: int, upto: int) -> None:
+        self._flying.append((transfer, first, upto, self._scene.now(), self._victims))
         self._victims = []
 
-    def ended(self) -> None:
-        """The oldest piece has ended."""
+    def copied(self) -> None:
         self._show(self._flying[0])
         transfer = self._flying.popleft()[0]
-        self._ended = self._arrived[transfer.expert] = self._now()
+        self._ended = self.arrived_at[transfer.expert] = self._scene.now()
 
-    def cut(self) -> None:
-        """Everything under way is discarded."""
+    def cutting(self) -> None:
         self.show_unfinished()
         self._flying.clear()
         self._pause = None
@@ -141,86 +154,79 @@ class LinkTracks:
 
     def _show(self, piece: tuple[Transfer, int, int, int, list[int]], unfinished: bool | None = None) -> None:
         transfer, first, upto, since, victims = piece
-        expert = transfer.expert
-        kind = "demand" if transfer.demand else "late" if self._residency.awaited(expert) else "prefetch"
+        scene, expert = self._scene, transfer.expert
+        kind = "demand" if transfer.demand else "late" if scene.residency.awaited(expert) else "prefetch"
         args = {
-            **expert_args(expert, self._shape),
+            **scene.args(expert),
             "transfer": kind,
             "slot": transfer.slot,
             "bytes": upto - first,
             "bytes_so_far": upto,
             "bytes_of_expert": transfer.size,
-            "victim": ", ".join(expert_name(victim, self._shape) for victim in victims) or None,
-            "priority": None if transfer.demand else self._residency.priority(expert),
+            "victim": ", ".join(map(scene.name, victims)) or None,
+            "priority": None if transfer.demand else scene.residency.priority(expert),
             "unfinished": unfinished,
         }
-        began = max(since, self._ended)
-        self._timeline.slice(self._track, f"{kind} {expert_name(expert, self._shape)}", began, self._now(), args)
+        scene.timeline.slice(self._track, f"{kind} {scene.name(expert)}", max(since, self._ended), scene.now(), args)
 
     def _show_pause(self) -> None:
         if self._pause:
-            expert, since = self._pause
-            name = f"paused {expert_name(expert, self._shape)}"
-            self._timeline.slice(self._pauses, name, since, self._now(), expert_args(expert, self._shape))
+            (expert, since), scene = self._pause, self._scene
+            scene.timeline.slice(self._pauses, f"paused {scene.name(expert)}", since, scene.now(), scene.args(expert))
 
 
-class HostTracks:
+class HostTracks(LoopObserver):
     """What the host computes (rule 13) and what the disk reads (rule 17), in runs that do: one piece of work each."""
 
-    def __init__(self, timeline: Timeline, process: Process, run: Run, now: Callable[[], int]) -> None:
-        self._timeline = timeline
-        self._shape = run.shape
-        self._now = now
-        self._host = timeline.track(process, "host") if needed(run) else None
-        self._disk = timeline.track(process, "disk") if run.host else None
-        self._doing: dict[Track, tuple[str, int, dict[str, object]]] = {}  # by track: name, since when, and what of it
+    def __init__(self, scene: Scene) -> None:
+        self._scene = scene
+        self._host = scene.timeline.track(scene.process, "host") if needed(scene.run) else None
+        self._disk = scene.timeline.track(scene.process, "disk") if scene.run.host else None
+        self._doing: dict[Track, tuple[str, int, Args]] = {}  # by track: name, since when, and what of it
 
-    def computes(self, kind: Kind, expert: int, tokens: int) -> None:
-        """The hop begins, or the compute of an expert."""
+    def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
         if kind is Kind.HOP:
             self._begin(self._host, "hop", {})
         else:
-            args = {**expert_args(expert, self._shape), "tokens": tokens, "lookup": "miss"}
-            self._begin(self._host, f"host {expert_name(expert, self._shape)}", args)
+            args = {**self._scene.args(expert), "tokens": tokens, "lookup": "miss"}
+            self._begin(self._host, f"host {self._scene.name(expert)}", args)
 
-    def reads(self, expert: int, demanded: bool) -> None:
-        """A read begins."""
-        args = {**expert_args(expert, self._shape), "read": "demand" if demanded else "prefetch"}
-        self._begin(self._disk, f"read {expert_name(expert, self._shape)}", args)
+    def read_began(self, expert: int, demanded: bool) -> None:
+        args = {**self._scene.args(expert), "read": "demand" if demanded else "prefetch"}
+        self._begin(self._disk, f"read {self._scene.name(expert)}", args)
 
-    def _begin(self, track: Track | None, name: str, args: dict[str, object]) -> None:
+    def _begin(self, track: Track | None, name: str, args: Args) -> None:
         assert track
-        self._doing[track] = name, self._now(), args
+        self._doing[track] = name, self._scene.now(), args
 
-    def ended(self, kind: Kind) -> None:
-        """The work under way has ended; nothing of them has where an idle run has woken up."""
+    def ended(self, completion: Completion) -> None:
+        kind = completion.kind
         track = self._disk if kind is Kind.READ else self._host if kind in (Kind.HOP, Kind.HOST) else None
         if track:
             name, began, args = self._doing.pop(track)
-            self._timeline.slice(track, name, began, self._now(), args)
+            self._scene.timeline.slice(track, name, began, self._scene.now(), args)
 
-    def cut(self) -> None:
-        """Everything under way is discarded."""
+    def cutting(self) -> None:
         self.show_unfinished()
         self._doing.clear()
 
     def show_unfinished(self) -> None:
         """Show what is under way, up to now."""
         for track, (name, began, args) in self._doing.items():
-            self._timeline.slice(track, name, began, self._now(), {**args, "unfinished": True})
+            self._scene.timeline.slice(track, name, began, self._scene.now(), {**args, "unfinished": True})
 
 
 class SeatTracks:
     """A track for each seat of a batch (rule 18): its requests, from their admission to the end of their last head."""
 
-    def __init__(self, timeline: Timeline, group: str, run: Run, names: Sequence[str]) -> None:
-        self._timeline = timeline
+    def __init__(self, scene: Scene, group: str, names: Sequence[str]) -> None:
+        self._scene = scene
         self._names = names
         self._tracks: list[Track] = []
-        if run.users:
-            process = timeline.process(f"{group}: requests")
-            self._tracks = [timeline.track(process, f"seat {seat}") for seat in range(run.users.max_batch)]
-        self._active: dict[int, tuple[str, int, dict[str, object]]] = {}  # by seat: name, since when, and what of it
+        if users := scene.run.users:
+            process = scene.timeline.process(f"{group}: requests")
+            self._tracks = [scene.timeline.track(process, f"seat {seat}") for seat in range(users.max_batch)]
+        self._active: dict[int, tuple[str, int, Args]] = {}  # by seat: name, since when, and what of it
 
     def begin(self, step: Step, began: int) -> None:
         """Requests may be admitted for a step."""
@@ -231,12 +237,13 @@ class SeatTracks:
         """Some may have had their last one."""
         for place in step.ends if self._tracks else ():
             name, began, args = self._active.pop(place.seat)
-            self._timeline.slice(self._tracks[place.seat], name, began, ended, {**args, "steps": place.step + 1})
+            self._scene.timeline.slice(self._tracks[place.seat], name, began, ended, {**args, "steps": place.step + 1})
 
-    def show_unfinished(self, now: int) -> None:
-        """The timeline is about to close: show who runs, up to now."""
+    def show_unfinished(self) -> None:
+        """Show which requests run, up to now."""
         for seat, (name, began, args) in self._active.items():
-            self._timeline.slice(self._tracks[seat], name, began, now, {**args, "unfinished": True})
+            args = {**args, "unfinished": True}
+            self._scene.timeline.slice(self._tracks[seat], name, began, self._scene.now(), args)
 
 
 @dataclass(slots=True)
@@ -245,80 +252,72 @@ class Held:
 
     track: Track
     name: str
-    args: dict[str, object]  # of all its slices
+    args: Args  # of all its slices
     since: int  # when it started to load; once it is ready, when it became so
     unused: bool  # prefetched, and not looked up since
     ready: bool = False
 
 
-class ResidencyTracks:
+class ResidencyTracks(LoopObserver):
     """A track for each slot, and counters of what waits for the link.
 
-    A slot's slices say which expert has it, from the start of its transfer to its eviction, and when it is ready.
+    A slot's slices show which expert has it, from the start of its transfer to its eviction, and when it is ready.
     """
 
-    def __init__(
-        self,
-        timeline: Timeline,
-        residency: PolicyResidency,
-        shape: Shape,
-        now: Callable[[], int],
-        group: str,
-        slots: bool,
-        sized: bool,
-    ) -> None:
-        """sized: whether victims are heard by `left`, since several leave for one transfer (rule 19)."""
-        self._sized = sized
-        self._timeline = timeline
-        self._residency = residency
-        self._shape = shape
-        self._now = now
-        self._queues = timeline.process(f"{group}: queues")
+    def __init__(self, scene: Scene, group: str, slots: bool) -> None:
+        self._scene = scene
+        self._queues = scene.timeline.process(f"{group}: queues")
         self._waiting: dict[str, int] = {}
         self._tracks: list[Track] = []
         if slots:
-            process = timeline.process(f"{group}: slots")
-            self._tracks = [timeline.track(process, f"slot {i}") for i in range(residency.slots)]
+            process = scene.timeline.process(f"{group}: slots")
+            self._tracks = [scene.timeline.track(process, f"slot {i}") for i in range(scene.residency.slots)]
         self._held: dict[int, Held] = {}
         self._arriving = self._landing = NO_EXPERT
 
     def show_unfinished(self) -> None:
-        """The timeline is about to close: show who is in the slots up to now."""
+        """Show who is in the slots, up to now."""
         for held in self._held.values():
             self._show(held)
 
-    def routed(self, experts: Int) -> None:
+    def routed(self, experts: Int, hits: list[int]) -> None:
         """Some prefetched experts are looked up for the first time."""
         for expert in experts.tolist() if self._tracks else ():
             held = self._held.get(expert)
             if held and held.unused:
                 held.unused = False
-                self._timeline.instant(held.track, "first use", self._now(), held.args)
-        self.count()
+                self._scene.timeline.instant(held.track, "first use", self._scene.now(), held.args)
+        self._count()
+
+    def proposed(self, experts: Int, priorities: Float) -> None:
+        self._count()
 
     def turned_to(self, expert: int, victim: int, prefetch: bool) -> None:
         """The link takes a transfer, perhaps a paused one, or none."""
         if expert >= 0:
             self._arriving = expert
             if self._tracks and expert not in self._held:
-                self._take_slot(expert, NO_EXPERT if self._sized else victim, prefetch)
-        self.count()
+                self._take_slot(expert, NO_EXPERT if self._scene.sized else victim, prefetch)
+        self._count()
+
+    def interrupted(self, expert: int, victim: int) -> None:
+        self.turned_to(expert, victim, False)
 
     def left(self, experts: list[int]) -> None:
-        """The link's transfer takes the room of all these (rule 19)."""
         for expert in experts if self._tracks else ():
             self._leave(expert, evicted_for=self._arriving)
 
     def _take_slot(self, expert: int, victim: int, prefetch: bool) -> None:
+        scene = self._scene
         if victim >= 0:
             self._leave(victim, evicted_for=expert)
-        track = self._tracks[self._residency.slot(expert)]
         args = {
-            **expert_args(expert, self._shape),
+            **scene.args(expert),
             "transfer": "prefetch" if prefetch else "demand",
-            "priority": self._residency.priority(expert) if prefetch else None,
+            "priority": scene.residency.priority(expert) if prefetch else None,
         }
-        self._held[expert] = Held(track, expert_name(expert, self._shape), args, self._now(), unused=prefetch)
+        track = self._tracks[scene.residency.slot(expert)]
+        self._held[expert] = Held(track, scene.name(expert), args, scene.now(), unused=prefetch)
 
     def arrived(self) -> None:
         """The expert that landed first, or that is on the link, is ready."""
@@ -329,20 +328,19 @@ class ResidencyTracks:
         held = self._held.get(expert)
         if held:
             self._show(held)
-            held.since, held.ready = self._now(), True
-        self.count()
+            held.since, held.ready = self._scene.now(), True
+        self._count()
 
     def landed(self) -> None:
         """The link takes more behind the rest of this transfer."""
         self._landing, self._arriving = self._arriving, NO_EXPERT
 
-    def ended(self, cold: bool) -> None:
-        """No request remains active."""
+    def request_ended(self, cold: bool) -> None:
         if cold:
             for expert in list(self._held):
                 self._leave(expert, discarded=True)
             self._arriving = self._landing = NO_EXPERT
-        self.count()
+        self._count()
 
     def _leave(self, expert: int, **why: object) -> None:
         held = self._held.pop(expert)
@@ -350,13 +348,14 @@ class ResidencyTracks:
 
     def _show(self, held: Held, **more: object) -> None:
         state = "ready" if held.ready else "loading"
-        self._timeline.slice(held.track, f"{state} {held.name}", held.since, self._now(), {**held.args, **more})
+        args = {**held.args, **more}
+        self._scene.timeline.slice(held.track, f"{state} {held.name}", held.since, self._scene.now(), args)
 
-    def count(self) -> None:
+    def _count(self) -> None:
         """Show how many wait, and how many are under way (a paused prefetch too), wherever that has changed."""
         names = ("queued demands", "queued prefetches", "transfers under way")
-        counts = dict(zip(names, self._residency.waiting(), strict=True))
+        counts = dict(zip(names, self._scene.residency.waiting(), strict=True))
         for name, waiting in counts.items():
             if self._waiting.get(name) != waiting:
-                self._timeline.counter(self._queues, name, self._now(), {"n": waiting})
+                self._scene.timeline.counter(self._queues, name, self._scene.now(), {"n": waiting})
         self._waiting = counts

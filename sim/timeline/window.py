@@ -39,7 +39,7 @@ def asked(tokens: str | None, requests: str | None) -> Window | None:
     option, text = (TOKENS, tokens) if tokens is not None else (REQUESTS, requests)
     if text is None:
         return None
-    match = re.fullmatch(r"(\d{0,18}):(\d{0,18})", text.strip())
+    match = re.fullmatch(r"(\d*):(\d*)", text.strip())
     if not match:
         raise InputError(f"{option} {text!r} is no window: give FROM:TO, such as 100:140 or :40")
     first, last = int(match[1] or 0), int(match[2]) if match[2] else None

@@ -11,10 +11,10 @@ from policies.core.residency import NO_EXPERT
 from policies.core.spec import parse
 from sim.engines.simpy_engine import SimpyDevice
 from sim.engines.untimed import count
-from sim.loop.device import Completion, Kind
-from sim.loop.driver import Driver, LoopObserver, play
+from sim.loop.device import Completion, Kind, Transfer
+from sim.loop.driver import Driver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
-from sim.loop.pump import Transfer
+from sim.loop.observer import LoopObserver
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweeps.setup import Requests

@@ -20,8 +20,8 @@ from policies.prefetch.stride import Predictor
 from policies.random_routing import Script, scripts
 from sim.engines import simpy_engine
 from sim.engines.engine import simulate
-from sim.loop.driver import LoopObserver
 from sim.loop.log import RunLog, whole
+from sim.loop.observer import LoopObserver
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from traces.synthetic import synthetic
