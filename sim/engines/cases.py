@@ -1,14 +1,18 @@
 """Engine-neutral cases: one JSON object in, one result line out, so that independent engines can be compared.
 
-The keys of a case and of a result are those of the conformance format: times in ns, experts as [expert, tokens].
+The keys of a case and of a result are those of the conformance format (docs/cases.md): times in ns, experts as
+[expert, tokens].
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Annotated, Any, Literal, TextIO
 
 import numpy as np
+from msgspec import Meta
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
@@ -16,210 +20,195 @@ from sim.engines.engine import AUTO, SIMPY, check, simulate
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from traces.errors import InputError, unknown
+from traces.errors import InputError, located, unknown
 from traces.facts import parse_json
-from traces.files import plain
 from traces.steps import DECODE, PREFILL, RequestSteps
+from traces.typed import typed
+
+MOST = 2**53
+Time = Annotated[int, Meta(ge=0, le=MOST)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
+Steps = tuple[tuple[tuple[tuple[Time, Count], ...], ...], ...]
+"""Of one request: steps x layers x [expert, tokens]."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One case. Compiled code trusts its input, so what no engine can run is refused here."""
+
+    L: Count
+    E: Count
+    expert_bytes: Count
+    link_latency_ns: Time
+    link_ns_per_byte_num: Time
+    link_ns_per_byte_den: Count
+    chunk_bytes: Count | None
+    dense_ns: Time
+    expert_ns: Time
+    expert_ns_per_token: Time
+    combine_ns: Time
+    head_ns: Time
+    predictor_ns: Time
+    evict: str
+    prefetch: str
+    popular_n: Time
+    cold: bool
+    requests: tuple[Steps, ...]
+    slots: Count | None = None
+    expected: Any = None  # the result that an engine is compared with
+    # what rules 13, 17, 18 and 19 add
+    placement: Literal["fetch", "host", "split", "layers"] | None = None
+    host_layers: Time | None = None
+    host_ns: Time | None = None
+    host_ns_per_token: Time | None = None
+    hop_ns: Time | None = None
+    host_slots: Count | None = None
+    disk_latency_ns: Time | None = None
+    disk_ns_per_byte_num: Time | None = None
+    disk_ns_per_byte_den: Count | None = None
+    max_batch: Count | None = None
+    arrival_ns: tuple[Time, ...] | None = None
+    prefill: tuple[bool, ...] | None = None
+    layer_bytes: tuple[Count, ...] | None = None
+    capacity_bytes: Count | None = None
+    host_capacity_bytes: Count | None = None
+
+    def __post_init__(self) -> None:
+        for key, wanted in (
+            ("layer_bytes", self.L),
+            ("arrival_ns", len(self.requests)),
+            ("prefill", len(self.requests)),
+        ):
+            if (stated := getattr(self, key)) is not None and len(stated) != wanted:
+                raise InputError(f"{key} has {len(stated)} items, not {wanted}")
+        for sized, count in (("capacity_bytes", "slots"), ("host_capacity_bytes", "host_slots")):
+            size = getattr(self, sized)
+            if self.layer_bytes is None and size is not None:
+                raise InputError(f"{sized} needs layer_bytes: give them, or {count}")
+            if self.layer_bytes is not None and size is None and getattr(self, count) is not None:
+                raise InputError(f"{count}: where layer_bytes differ, give {sized}")
+            if size is not None and size < max(self.layer_bytes or ()):
+                raise InputError(f"{sized} {size} does not hold every expert")
+        if self.slots is None and self.capacity_bytes is None:
+            raise InputError("slots are missing")
+        for step in (step for steps in self.requests for step in steps):
+            if len(step) != self.L:
+                raise InputError(f"a step has {len(step)} events, but there are {self.L} layers")
+            for event in step:
+                ids = [-1, *(expert for expert, _ in event), self.E]
+                if any(before >= expert for before, expert in pairwise(ids)):
+                    raise InputError(f"experts of an event must be ascending ids below {self.E}: {event}")
+
+    @property
+    def gpu_capacity(self) -> int:
+        """Slots, or bytes where experts differ in size."""
+        capacity = self.slots if self.capacity_bytes is None else self.capacity_bytes
+        assert capacity
+        return capacity
+
+    @property
+    def host_capacity(self) -> int | None:
+        """Slots of host memory over a disk, or bytes; None: there is no disk."""
+        return self.host_slots if self.host_capacity_bytes is None else self.host_capacity_bytes
+
+    def ignored(self) -> Iterator[tuple[str, str]]:
+        """Yield each key that does nothing in this case, and what it would need."""
+        needed = {
+            "placement layers": (self.placement == "layers", ("host_layers",)),
+            "max_batch": (self.max_batch is not None, ("arrival_ns", "prefill")),
+            "host_slots or host_capacity_bytes": (
+                self.host_capacity is not None,
+                ("disk_latency_ns", "disk_ns_per_byte_num", "disk_ns_per_byte_den"),
+            ),
+        }
+        for what, (holds, keys) in needed.items():
+            for key in keys:
+                if not holds and getattr(self, key) is not None:
+                    yield key, what
+
+
+KEYS = {field.name for field in fields(Case)}
 
 
 def read_cases(path: Path) -> Iterator[dict[str, Any]]:
-    """The cases of a JSONL file. InputError for a file or a line that cannot be read."""
-    try:
-        with plain(path).open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    case = parse_json(line, f"{path}, line {number}")
-                    if not isinstance(case, dict):
-                        raise InputError(f"{path}, line {number} is no JSON object")
-                    yield case
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read cases from {path}: {error}") from None
+    """Yield the cases of a JSONL file. Raise InputError for a line that is no JSON."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield parse_json(line, f"{path}, line {number}")
 
 
 def run_file(path: Path, out: TextIO, engine: str = AUTO, warn: Callable[[str], None] = lambda text: None) -> int:
-    """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); how many.
+    """Write one result line for each case of `path`, run on `engine` (`sim.engines.engine`); return how many.
 
     warn: is called once for each key that no case has, which may be another engine's or wrongly written, and for each
     that its case does not use.
     """
     check(engine)
-    count, known, unused = 0, {*LEAST, *LEAST_OF_TIERS, *LISTS_OF_TIERS, *OTHERS}, set[str]()
-    for count, case in enumerate(read_cases(path), 1):
-        for key in sorted(case.keys() - known):
+    count, known, unused = 0, set(KEYS), set[str]()
+    for count, values in enumerate(read_cases(path), 1):
+        for key in sorted(values.keys() - known):
             warn(f"{path}, case {count}: {unknown('key', key, known)} (ignored)")
             known.add(key)
-        try:
-            result = run_case(case, engine)
-            for key, needed in _unused(case):
+        with located(f"{path}, case {count}"):
+            case = case_of(values)
+            for key, needed in case.ignored():
                 if key not in unused:
                     warn(f"{path}, case {count}: {key} needs {needed} (ignored)")
                     unused.add(key)
-        except KeyError as error:
-            raise InputError(f"{path}, case {count}: no key {error}") from None
-        except (TypeError, ValueError, OverflowError, AttributeError, IndexError, MemoryError) as error:
-            raise InputError(f"{path}, case {count}: {error}") from None
-        out.write(json.dumps(result, separators=(",", ":")) + "\n")
+            out.write(json.dumps(run(case, engine), separators=(",", ":")) + "\n")
     return count
 
 
-LEAST = {
-    **dict.fromkeys(("L", "E", "slots", "expert_bytes", "link_ns_per_byte_den"), 1),
-    **dict.fromkeys(("link_latency_ns", "link_ns_per_byte_num", "dense_ns", "expert_ns", "expert_ns_per_token"), 0),
-    **dict.fromkeys(("combine_ns", "head_ns", "predictor_ns", "popular_n"), 0),
-}
-"""The whole numbers of a case, and the least that each may be."""
-
-LEAST_OF_TIERS = {
-    **dict.fromkeys(("host_slots", "disk_ns_per_byte_den", "max_batch", "capacity_bytes", "host_capacity_bytes"), 1),
-    **dict.fromkeys(("host_ns", "host_ns_per_token", "hop_ns", "disk_latency_ns", "disk_ns_per_byte_num"), 0),
-    "host_layers": 0,
-}
-"""The same of what tiers and users add, which may be absent, or null."""
-
-LISTS_OF_TIERS = {"layer_bytes": "L", "arrival_ns": "requests", "prefill": "requests"}
-"""Lists that they add, and what has an item of each."""
-
-OTHERS = ("chunk_bytes", "evict", "prefetch", "placement", "cold", "requests", "expected")
-"""The keys that are neither, and the result that an engine is compared with."""
-
-NEEDED: dict[str, tuple[str, Callable[[dict[str, Any]], bool]]] = {
-    "host_layers": ("placement layers", lambda case: case.get("placement") == "layers"),
-    **dict.fromkeys(("arrival_ns", "prefill"), ("max_batch", lambda case: case.get("max_batch") is not None)),
-    **dict.fromkeys(
-        ("disk_latency_ns", "disk_ns_per_byte_num", "disk_ns_per_byte_den"),
-        ("host_slots or host_capacity_bytes", lambda case: _host(case) is not None),
-    ),
-}
-"""Keys that do nothing without another one, its name, and whether a case has it."""
-
-PLACEMENTS = ("fetch", "host", "split", "layers")
-
-MOST = 2**53
+def case_of(values: dict[str, Any]) -> Case:
+    """Return the case that a JSON object holds; keys of other engines are left out. Raise InputError."""
+    return typed(Case, {key: value for key, value in values.items() if key in KEYS})
 
 
-def check_case(case: dict[str, Any]) -> None:
-    """Compiled code trusts its input, so a case is checked first. KeyError or ValueError, saying what is wrong."""
-    given = {key: lowest for key, lowest in LEAST_OF_TIERS.items() if case.get(key) is not None}
-    least = LEAST | given | ({} if case["chunk_bytes"] is None else {"chunk_bytes": 1})
-    if case.get("capacity_bytes") is not None:
-        del least["slots"]
-    for key, lowest in least.items():
-        _check(key, case[key], lowest)
-    for key, of in LISTS_OF_TIERS.items():
-        if case.get(key) is not None:
-            wanted = case[of] if of == "L" else len(case[of])
-            if len(case[key]) != wanted:
-                raise ValueError(f"{key} needs {wanted} items, not {len(case[key])}")
-    for ns in case.get("arrival_ns") or ():
-        _check("arrival_ns", ns, 0)
-    for flag in case.get("prefill") or ():
-        _check_flag("prefill", flag)
-    sizes = case.get("layer_bytes") or [case["expert_bytes"]]
-    for sized, count in (("capacity_bytes", "slots"), ("host_capacity_bytes", "host_slots")):
-        if case.get("layer_bytes") and case.get(sized) is None and case.get(count) is not None:
-            raise ValueError(f"{count}: where layer_bytes differ, give {sized}")
-        if not case.get("layer_bytes") and case.get(sized) is not None:
-            raise ValueError(f"{sized} needs layer_bytes: give them, or {count}")
-    for size in sizes:
-        _check("layer_bytes", size, 1)
-    for key in ("capacity_bytes", "host_capacity_bytes"):
-        if case.get(key) is not None and case[key] < max(sizes):
-            raise ValueError(f"{key} {case[key]} holds no expert of {max(sizes)} bytes")
-    _check_flag("cold", case["cold"])
-    for steps in case["requests"]:
-        for step in steps:
-            if len(step) != case["L"]:
-                raise ValueError(f"a step has {len(step)} events, but there are {case['L']} layers")
-            for event in step:
-                before = -1
-                for expert, tokens in event:
-                    if type(expert) is not int or not before < expert < case["E"]:
-                        raise ValueError(f"experts of an event must be ascending ids below {case['E']}: {event}")
-                    if type(tokens) is not int or not 1 <= tokens <= MOST:
-                        raise ValueError(f"an expert that was chosen has at least one token: {event}")
-                    before = expert
+def run_case(values: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
+    """Run one case. Raise InputError for what is none."""
+    return run(case_of(values), engine)
 
 
-def _unused(case: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key that does nothing in this case, and what it would need."""
-    for key, (needed, has) in NEEDED.items():
-        if case.get(key) is not None and not has(case):
-            yield key, needed
-
-
-def _check(key: str, value: object, lowest: int) -> None:
-    if type(value) is not int or not lowest <= value <= MOST:
-        raise ValueError(f"{key} must be a whole number from {lowest} to 2**53, not {value!r}")
-
-
-def _check_flag(key: str, value: object) -> None:
-    if type(value) is not bool:
-        raise ValueError(f"{key} must be true or false, not {value!r}")
-
-
-def run_case(case: dict[str, Any], engine: str = SIMPY) -> dict[str, Any]:
-    """Run one case. KeyError or ValueError for what is no case."""
-    check_case(case)
-    prefetch = case["prefetch"]
-    if prefetch == "popular":
-        prefetch = f"popular:n={case['popular_n']}"
-    users = case.get("max_batch")
-    prefills = case.get("prefill") if users is not None else None
-    log = simulate(
-        engine,
-        gpu_run(
-            [
-                case_request(ordinal, steps, case["E"], bool(prefills and prefills[ordinal]))
-                for ordinal, steps in enumerate(case["requests"])
-            ],
-            Shape(case["L"], case["E"]),
-            slots=case["slots"] if case.get("capacity_bytes") is None else case["capacity_bytes"],
-            policy=parse(f"{case['evict']}+{prefetch}/{_placement(case)}"),
-            timing=FixedTiming(
-                dense=case["dense_ns"],
-                expert=case["expert_ns"],
-                expert_per_token=case["expert_ns_per_token"],
-                combine=case["combine_ns"],
-                head=case["head_ns"],
-                predictor_ns=case["predictor_ns"],
-                hop_ns=case.get("hop_ns") or 0,
-                host=case.get("host_ns") or 0,
-                host_per_token=case.get("host_ns_per_token") or 0,
-            ),
-            link=_link(case, "link", case["chunk_bytes"]),
-            cold=case["cold"],
-            host=_host(case),
-            users=None if users is None else Users(users, _arrivals(case)),
+def run(case: Case, engine: str = SIMPY) -> dict[str, Any]:
+    """Run one case and return its result."""
+    prefetch = f"popular:n={case.popular_n}" if case.prefetch == "popular" else case.prefetch
+    placement = f"layers:n={case.host_layers}" if case.placement == "layers" else case.placement or "fetch"
+    prefills = case.prefill if case.max_batch and case.prefill else (False,) * len(case.requests)
+    run = gpu_run(
+        [case_request(i, steps, case.E, prefills[i]) for i, steps in enumerate(case.requests)],
+        Shape(case.L, case.E),
+        slots=case.gpu_capacity,
+        policy=parse(f"{case.evict}+{prefetch}/{placement}"),
+        timing=FixedTiming(
+            dense=case.dense_ns,
+            expert=case.expert_ns,
+            expert_per_token=case.expert_ns_per_token,
+            combine=case.combine_ns,
+            head=case.head_ns,
+            predictor_ns=case.predictor_ns,
+            hop_ns=case.hop_ns or 0,
+            host=case.host_ns or 0,
+            host_per_token=case.host_ns_per_token or 0,
         ),
+        link=_link(case, "link", case.chunk_bytes),
+        cold=case.cold,
+        host=None if case.host_capacity is None else Tier(case.host_capacity, None, _link(case, "disk")),
+        users=Users(case.max_batch, case.arrival_ns) if case.max_batch else None,
     )
-    return case_result(log, case)
+    return case_result(simulate(engine, run), case)
 
 
-def _placement(case: dict[str, Any]) -> str:
-    placement = "fetch" if case.get("placement") is None else case["placement"]
-    if placement not in PLACEMENTS:
-        raise unknown("placement", placement, PLACEMENTS)
-    return f"layers:n={case['host_layers']}" if placement == "layers" else placement
+def _link(case: Case, name: str, chunk_bytes: int | None = None) -> Link:
+    latency, num, den = (getattr(case, f"{name}_{key}") for key in ("latency_ns", "ns_per_byte_num", "ns_per_byte_den"))
+    size = max(case.layer_bytes) if case.layer_bytes else case.expert_bytes
+    return Link(latency or 0, num or 0, den or 1, size, chunk_bytes, case.layer_bytes)
 
 
-def _link(case: dict[str, Any], name: str, chunk_bytes: int | None = None) -> Link:
-    latency, num, den = (case.get(f"{name}_{key}") for key in ("latency_ns", "ns_per_byte_num", "ns_per_byte_den"))
-    sizes = case.get("layer_bytes")
-    size = max(sizes) if sizes else case["expert_bytes"]
-    return Link(latency or 0, num or 0, den or 1, size, chunk_bytes, tuple(sizes) if sizes else None)
-
-
-def _host(case: dict[str, Any]) -> Tier | None:
-    room = case.get("host_slots") if case.get("host_capacity_bytes") is None else case["host_capacity_bytes"]
-    return None if room is None else Tier(room, None, _link(case, "disk"))
-
-
-def _arrivals(case: dict[str, Any]) -> tuple[int, ...] | None:
-    return None if case.get("arrival_ns") is None else tuple(case["arrival_ns"])
-
-
-def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int, prefill: bool = False) -> RequestSteps:
-    """A case's request, steps x layers x [expert, tokens], as an engine runs it; prefill: whether the first one is."""
+def case_request(
+    ordinal: int, steps: Sequence[Sequence[Sequence[Sequence[int]]]], experts: int, prefill: bool = False
+) -> RequestSteps:
+    """Return a case's request, steps x layers x [expert, tokens], as an engine runs it; prefill: its first step."""
     events = [(layer, event) for step in steps for layer, event in enumerate(step)]
     accesses = [(layer * experts + expert, tokens) for layer, event in events for expert, tokens in event]
     table = np.array(accesses, np.int64).reshape(-1, 2)
@@ -235,14 +224,14 @@ def case_request(ordinal: int, steps: list[list[list[list[int]]]], experts: int,
     )
 
 
-def case_result(log: RunLog, case: dict[str, Any]) -> dict[str, Any]:
-    """The result line of a run."""
+def case_result(log: RunLog, case: Case) -> dict[str, Any]:
+    """Return the result line of a run."""
     tokens_ns, wait_ns = log.step_ns.tolist(), None
-    if case.get("max_batch") is not None:
+    if case.max_batch is not None:
         rows = log.by_request
         order = np.argsort(rows.request, kind="stable")
         tokens_ns = rows.latency_ns[order].tolist()
-        wait_ns = np.bincount(rows.request, rows.waited_ns, len(case["requests"])).astype(np.int64).tolist()
+        wait_ns = np.bincount(rows.request, rows.waited_ns, len(case.requests)).astype(np.int64).tolist()
     return {
         "token_ns": tokens_ns,
         "hits": int(log.hits.sum()),

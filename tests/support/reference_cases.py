@@ -147,7 +147,7 @@ def draw_tiers_case(integer: Callable[[int, int], int]) -> Case:
 def play(case: Case, engine: str = "simpy") -> Case:
     """An engine's result of a case, stall by cause included."""
 
-    def result_with_stalls(log: RunLog, case: Case) -> Case:
+    def result_with_stalls(log: RunLog, case: cases.Case) -> Case:
         return {**case_result(log, case), "stalls": log.stall_ns.sum(axis=0).tolist()}
 
     partitions = case.get("partitions")
