@@ -7,13 +7,11 @@ nearest whole expert, halves up, at least 1; bytes hold as many whole experts as
 import math
 import re
 from fractions import Fraction
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 CacheSize = str | int | float
 """A share of all experts ("25%", or 0.25), a number of experts (64), or bytes ("8GiB")."""
@@ -50,7 +48,7 @@ def parse_whole(text: str) -> int | None:
 
 
 def parse_bytes(text: str, what: str) -> int:
-    """`8GiB`, `500MB`, `64kB`, `4096B`: rounded down; InputError naming `what` for anything else."""
+    """Return the bytes of `8GiB`, `500MB`, `64kB` or `4096B`, rounded down. Raise InputError naming `what`."""
     match = _BYTES.fullmatch(text.strip())
     if not match or match[2].lower() not in UNITS:
         raise InputError(f"{what} {text!r} is not a number of bytes: use 8GiB, 500MB or 4096B")
@@ -61,18 +59,18 @@ def parse_bytes(text: str, what: str) -> int:
 
 
 def parse_gb_per_s(text: str, what: str) -> float:
-    """`25GB/s`, `3500MB/s`, `2.4GiB/s` in GB/s; InputError naming `what` for anything else and for less than 1MB/s."""
+    """Return `25GB/s`, `3500MB/s` or `2.4GiB/s` in GB/s. Raise InputError naming `what`, also below 1MB/s."""
     size, slash, unit = text.strip().partition("/")
     if not slash or unit.strip().lower() not in ("s", "sec") or not _BYTES.fullmatch(size.strip()):
         raise InputError(f"{what} {text!r} is no bandwidth: write it as 25GB/s or 3500MB/s")
-    found = parse_bytes(size, what) / 1e9
-    if found < SLOWEST_GB_PER_S:
+    rate = parse_bytes(size, what) / 1e9
+    if rate < SLOWEST_GB_PER_S:
         raise InputError(f"{what} {text!r}: must be at least 1MB/s")
-    return found
+    return rate
 
 
 def parse_cache_size(text: str, total: int, expert_bytes: int | None) -> int:
-    """The slots of a cache as given, `total` experts at most; InputError unless it holds one.
+    """Return the slots of a cache size, at most `total` experts. Raise InputError unless it holds one.
 
     `expert_bytes` may be None where nothing states it; then a size in bytes is refused too.
     """
@@ -102,33 +100,33 @@ def stated_bytes(text: str) -> int | None:
 
 
 def exceeds(text: str, total: int, all_bytes: int | None) -> bool:
-    """Whether a cache size as given, one that can be, is more than all `total` experts, which have so many bytes."""
+    """Return whether a valid cache size is more than all `total` experts, which have so many bytes."""
     text = text.strip()
     if (slots := parse_whole(text)) is not None:
         return slots > total
     return all_bytes is not None and (stated_bytes(text) or 0) > all_bytes
 
 
-def parse_cache_bytes(text: str, sizes: "NDArray[np.int64]") -> int:
-    """The bytes of a cache as given, for a model whose experts have these sizes (rule 19).
+def parse_cache_bytes(text: str, sizes: NDArray[np.int64]) -> int:
+    """Return the bytes of a cache size, for a model whose experts have these sizes (rule 19).
 
-    A number is of experts of mean size. At most all experts; InputError unless it holds the largest.
+    A number is of experts of mean size. At most all experts. Raise InputError unless it holds the largest.
     """
     text, whole, largest = text.strip(), int(sizes.sum()), int(sizes.max())
-    if (room := stated_bytes(text)) is None:
+    if (size := stated_bytes(text)) is None:
         slots = len(sizes) if text == "100%" else parse_cache_size(text, len(sizes), None)
         share = _SHARE.fullmatch(text)
-        room = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))
-    if room < largest:
+        size = round(Fraction(share[1]) * whole / 100) if share else round(Fraction(slots * whole, len(sizes)))
+    if size < largest:
         raise InputError(
-            f"a cache of {text} is impossible: it has {show_bytes(room)}, the largest expert {show_bytes(largest)}, "
+            f"a cache of {text} is impossible: it has {show_bytes(size)}, the largest expert {show_bytes(largest)}, "
             f"all experts together {show_bytes(whole)}"
         )
-    return min(room, whole)
+    return min(size, whole)
 
 
 def show_bytes(size: float) -> str:
-    """Decimal units, three digits: `17.3 MB`."""
+    """Return bytes in decimal units with three digits: `17.3 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 999.5:
             return f"{size:.3g} {unit}"
@@ -137,5 +135,5 @@ def show_bytes(size: float) -> str:
 
 
 def show_share(value: float | None) -> str:
-    """Percent, one digit behind the point: `17.3%`; `-` for None."""
+    """Return a percentage with one digit behind the point: `17.3%`; `-` for None."""
     return "-" if value is None else f"{value:.1%}"

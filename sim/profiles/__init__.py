@@ -67,12 +67,12 @@ Reader = Callable[[str, Any], Any]
 
 
 def names(kind: str) -> list[str]:
-    """The shipped profiles of a kind, `hardware` or `models`."""
+    """Return the names of the shipped profiles of a kind, `hardware` or `models`."""
     return sorted(path.stem for path in (Path(__file__).parent / kind).glob("*.toml"))
 
 
 def find(kind: str, what: str, text: str) -> Path:
-    """The file of a shipped profile, or of a path as given; InputError with near names if there is none."""
+    """Return the file of a shipped profile, or of a path. Raise InputError with near names if there is none."""
     if text in names(kind):
         return Path(__file__).parent / kind / f"{text}.toml"
     path = expanded(text)
@@ -84,7 +84,7 @@ def find(kind: str, what: str, text: str) -> Path:
 
 
 def absolute(kind: str, text: str) -> str:
-    """The path of a profile in a file, from the root; the name of a shipped one as it is."""
+    """Return the absolute path of a profile in a file; the name of a shipped one as it is."""
     return text if text in names(kind) else os.path.realpath(expanded(text))
 
 

@@ -1,4 +1,4 @@
-"""Times that are another timing's, but for what a subclass changes: options of systems that many of them share."""
+"""Times that are another timing's, but for what a subclass changes: what several systems have in common."""
 
 from dataclasses import dataclass
 
@@ -13,32 +13,25 @@ class Derived:
 
     @property
     def predictor_ns(self) -> int:
-        """Of the policy."""
         return self.timing.predictor_ns
 
     @property
     def hop_ns(self) -> int:
-        """To the host and back."""
         return self.timing.hop_ns
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """Before the router."""
         return self.timing.dense_ns(layer, tokens, context, requests)
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """One expert on the GPU."""
         return self.timing.expert_ns(tokens, layer)
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """One expert on the host."""
         return self.timing.host_ns(tokens, layer)
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """After the experts."""
         return self.timing.combine_ns(tokens, layer, context)
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """After the last layer."""
         return self.timing.head_ns(tokens, requests)
 
 
@@ -55,17 +48,15 @@ class Blocking(Derived):
     top_k: int
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """Nothing yet."""
         return 0
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """After the experts of the layer before, if that runs: an encoder's takes no time where tokens are decoded."""
+        """Return the layer's own part behind the experts of the layer before, if that runs: an encoder's may not."""
         own = self.timing.dense_ns(layer, tokens, context, requests)
         before = self.timing.dense_ns(layer - 1, tokens, context, requests) if layer else 0
         return own + (self._computing_ns(tokens, layer - 1) if before else 0)
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """After the compute of the last layer's experts."""
         return self._computing_ns(tokens, self.layers - 1) + self.timing.head_ns(tokens, requests)
 
     def _computing_ns(self, tokens: int, layer: int) -> int:

@@ -62,11 +62,11 @@ class MeasuredModel:
             raise InputError(f"launch_ns = {self.launch_ns}: an expert of one token would take less than no time")
 
     def timing(self, predictor_ns: int = 0, host: Timing | None = None) -> "MeasuredTiming":
-        """Return its durations under a policy with this overhead for each event; `host`: of experts computed there."""
+        """Return its durations under a policy with this overhead for each event; host: of experts computed there."""
         return MeasuredTiming(self, predictor_ns, host)
 
     def link(self, chunk_bytes: int | None = None) -> Link:
-        """The link as it carries this model's experts: exact at a whole one, which takes 1 ns at least to move."""
+        """Return the link as it carries this model's experts: exact at a whole one, which takes 1 ns or more."""
         moving_ns = max(self.transfer_ns - self.latency_ns, 1)
         return Link(self.transfer_ns - moving_ns, moving_ns, self.expert_bytes, self.expert_bytes, chunk_bytes)
 
@@ -80,34 +80,30 @@ class MeasuredTiming:
     host: Timing | None = None  # of experts that the host computes, which no calibration measures
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """The layer's, and the host's answer to its router; measured with one request, whose context this is."""
+        """Return the layer's part and the host's answer to its router; measured with one request, of this context."""
         first, other = self._dense
         return _on_surface(other if layer else first, tokens, context) + self.model.turnaround_ns
 
     @property
     def hop_ns(self) -> int:
-        """As computed from the machine's rates."""
         return self.host.hop_ns if self.host else 0
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """As computed from the machine's rates."""
         assert self.host
         return self.host.host_ns(tokens, layer)
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """One expert among top-k; of a single token with its launch."""
+        """Return the time of one expert among top-k; of a single token with its launch."""
         return max(0, _on_curve(self.model.expert, tokens) + (self.model.launch_ns if tokens == 1 else 0))
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """Once an event."""
         return _on_curve(self.model.combine, tokens)
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """By the tokens of the step."""
         return _on_curve(self.model.head, tokens)
 
     def without_host(self) -> "MeasuredTiming":
-        """The same machine with a host that takes no time: neither to answer and launch nor for the policy."""
+        """Return the same machine with a host that takes no time: neither to answer and launch nor for the policy."""
         return MeasuredTiming(replace(self.model, turnaround_ns=0, launch_ns=0))
 
     @cached_property
@@ -127,13 +123,13 @@ def _curves(surface: Surface) -> Curves:
 
 
 def _on_surface(curves: Curves, tokens: int, context: int) -> int:
-    """Along the context on the two nearest numbers of tokens, then between them."""
+    """Interpolate along the context at the two nearest numbers of tokens, then between them."""
     at = _segment(curves, tokens)
     return _on_curve(tuple((each, _on_curve(curve, context)) for each, curve in curves[at]), tokens)
 
 
 def _on_curve(curve: Curve, x: int) -> int:
-    """Linear between points, and beyond the last; the first point's value before it."""
+    """Interpolate between points and beyond the last; before the first one take its value."""
     points = curve[_segment(curve, x)]
     if len(points) == 1:
         return points[0][1]
@@ -142,7 +138,7 @@ def _on_curve(curve: Curve, x: int) -> int:
 
 
 def _segment(points: Sequence[tuple[int, Any]], x: int) -> slice:
-    """The two points whose line is taken at `x`, or the only one that counts there."""
+    """Return the two points whose line is taken at `x`, or the only one that counts there."""
     if len(points) == 1 or x <= points[0][0]:
         return slice(1)
     last = min(bisect_left(points, x, key=itemgetter(0)), len(points) - 1)

@@ -72,12 +72,11 @@ class ModelProfile:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one routed expert."""
         return self.expert_matrices * self.hidden_size * self.expert_intermediate_size
 
     @property
     def expert_bytes(self) -> int:
-        """Of one routed expert, as it crosses the link; of the largest, where layers differ."""
+        """Bytes of one routed expert, as it crosses the link; of the largest, where layers differ."""
         if self.layer_expert_bytes:
             return max(self.layer_expert_bytes)
         return round(self.expert_parameters * self.expert_bytes_per_parameter)
@@ -91,11 +90,10 @@ class ModelProfile:
 
     @property
     def differing_bytes(self) -> tuple[int, ...]:
-        """Of an expert of each MoE layer, where they differ (rule 19); empty where all are of one size."""
+        """Bytes of an expert of each MoE layer, where they differ (rule 19); empty where all are of one size."""
         return self.layer_expert_bytes if len(set(self.layer_expert_bytes)) > 1 else ()
 
     def bytes_of(self, layer: int) -> int:
-        """Of one routed expert of `layer`."""
         return self.layer_expert_bytes[layer] if self.layer_expert_bytes else self.expert_bytes
 
     @property
@@ -105,12 +103,11 @@ class ModelProfile:
 
     @property
     def token_bytes(self) -> int:
-        """Of the routed experts that one decoded token needs."""
+        """Bytes of the routed experts that one decoded token needs."""
         return self.top_k * sum(map(self.bytes_of, range(self.encoder_moe_layers, self.moe_layers)))
 
     @property
     def attention_parameters(self) -> int:
-        """Of one self-attention."""
         query = self.hidden_size * self.heads * (self.head_size + self.rope_head_size)
         if self.query_latent_size:
             query = self.query_latent_size * (self.hidden_size + query // self.hidden_size)
@@ -123,7 +120,7 @@ class ModelProfile:
 
     @property
     def kv_bytes(self) -> float:
-        """That one token leaves in the KV cache of one layer."""
+        """Bytes that one token leaves in the KV cache of one layer."""
         latent = self.kv_latent_size + self.rope_head_size
         by_head = 2 * (self.kv_heads or self.heads) * self.head_size
         width = self.kv_bytes_per_value or self.dense_bytes_per_parameter
@@ -138,7 +135,7 @@ class ModelProfile:
 
     @property
     def layers_without_experts(self) -> int:
-        """Before, between and behind the MoE layers."""
+        """Layers before, between and behind the MoE layers."""
         return self.leading_dense_layers + self.moe_layers * self.dense_layers_before_each + self.trailing_dense_layers
 
     def runs(self, layer: int, tokens: int, context: int) -> bool:
@@ -158,41 +155,39 @@ class ModelProfile:
 
     @property
     def head_bytes(self) -> float:
-        """Of the vocabulary matmul."""
         return self.stated_head_bytes or self.vocabulary * self.hidden_size * self.dense_bytes_per_parameter
 
     @property
     def dense_scale(self) -> float:
-        """What the dense weights of all layers are stated to have, by what the shape says."""
+        """Stated bytes of the dense weights of all layers, over those that the shape gives."""
         shape = self._layers_parameters * self.dense_bytes_per_parameter
         return self.stated_dense_bytes / shape if self.stated_dense_bytes else 1.0
 
     @property
     def dense_layer_parameters(self) -> int:
-        """Of the feed-forward part of a layer without experts."""
         return self.dense_matrices * self.hidden_size * self.dense_intermediate_size
 
     @property
     def moe_layer_parameters(self) -> int:
-        """Of an MoE layer's router and shared experts."""
+        """Parameters of an MoE layer's router and shared experts."""
         return self.hidden_size * (self.experts + self.expert_matrices * self.shared_intermediate_size)
 
     @property
     def dense_bytes(self) -> float:
-        """Of everything but the routed experts: layers, embedding and vocabulary matmul."""
+        """Bytes of everything but the routed experts: layers, embedding and vocabulary matmul."""
         layers = self._layers_parameters * self.dense_bytes_per_parameter * self.dense_scale
         return layers + 2 * self.head_bytes
 
     @property
     def _layers_parameters(self) -> int:
-        """Of all layers, without routed experts."""
+        """Parameters of all layers, without routed experts."""
         without = self.layers_without_experts
         parameters = self.moe_layers * self.moe_layer_parameters + without * self.dense_layer_parameters
         return parameters + (self.moe_layers + without) * self.attention_parameters
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, embedding and vocabulary matmul included."""
+        """Parameters of the whole model, embedding and vocabulary matmul included."""
         experts = self.moe_layers * self.experts * self.expert_parameters
         return experts + self._layers_parameters + 2 * self.vocabulary * self.hidden_size
 
@@ -226,7 +221,7 @@ def model(text: str) -> ModelProfile:
 
 
 def known(name: str) -> ModelProfile | None:
-    """The shipped profile for a model as a trace names it: organisation, case and variant do not matter."""
+    """Return the shipped profile of a model as a trace names it: organisation, case and variant do not matter."""
     wanted = _family(name)
     for shipped in map(model, profiles.names("models")):
         if wanted in {_family(shipped.name), *map(_family, shipped.hub_ids)}:
@@ -235,7 +230,7 @@ def known(name: str) -> ModelProfile | None:
 
 
 def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
-    """The profile named by `text`, else by the trace, else derived from it; InputError if they disagree."""
+    """Return the profile that `text` names, else the trace, else a derived one. Raise InputError if they differ."""
     profile = model(text) if text else known(meta.model) or derived(meta)
     for what, ours, theirs in (
         ("MoE layers", profile.moe_layers, meta.layers),
@@ -251,7 +246,7 @@ def of_trace(meta: TraceMeta, text: str | None = None) -> ModelProfile:
 
 
 def derived(meta: TraceMeta) -> ModelProfile:
-    """A profile from what the trace states; assumed are heads of 64, each with its keys and values."""
+    """Return a profile from what the trace states; assumed are heads of 64, each with its keys and values."""
     if not (meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes):
         raise InputError(
             f"no model profile is known for {meta.model!r} and its trace states no sizes; choose one with "
@@ -276,6 +271,6 @@ def derived(meta: TraceMeta) -> ModelProfile:
 
 
 def _family(name: str) -> str:
-    """`deepseek-ai/DeepSeek-V2-Lite-Chat` -> `deepseek-v2-lite`; versions and dates go too."""
+    """Return `deepseek-v2-lite` for `deepseek-ai/DeepSeek-V2-Lite-Chat`; versions and dates go too."""
     base = name.rstrip("/").rsplit("/", 1)[-1].lower()
     return re.sub(r"(-(chat|instruct|base|it|v\d+(\.\d+)?|\d{4}))+$", "", base)

@@ -24,7 +24,7 @@ MEASURED = ((26, 64, 6), (58, 256, 8))
 
 
 def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
-    """Microseconds an event of a model of `layers` x `experts`; None for a policy that is not this project's.
+    """Return the microseconds an event of a model of `layers` x `experts`; None for a policy of somebody else.
 
     A preset with a row of its own has that cost, by whatever words its halves are typed; halves that share what they
     learn are one predictor, others add up. Other options and scopes make no difference.
@@ -49,7 +49,7 @@ def _same_halves(one: PolicySpec, other: PolicySpec) -> bool:
 
 
 def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
-    """On the higher of two lines through both points, but at least half of the lower: none is good far from them."""
+    """Return the cost on the higher of two lines through both points, but at least half of the lower point."""
     (few, small, _), (many, large, _) = MEASURED
     over_layer = (experts - small) / (large - small)
     over_all = (layers * experts - few * small) / (many * large - few * small)
@@ -58,7 +58,6 @@ def _at(layers: int, experts: int, row: tuple[float, float]) -> float:
 
 @cache
 def _table() -> dict[str, dict[str, tuple[float, float]]]:
-    """Rows by kind (retention, prefetch, pair, preset) and name."""
-    with TABLE.open("rb") as file:
-        held = tomllib.load(file)["us"]
-    return {kind: {name: (small, large) for name, (small, large) in rows.items()} for kind, rows in held.items()}
+    """Return rows by kind (retention, prefetch, pair, preset) and name."""
+    kinds = tomllib.loads(TABLE.read_text("utf-8"))["us"]
+    return {kind: {name: (small, large) for name, (small, large) in rows.items()} for kind, rows in kinds.items()}

@@ -24,12 +24,12 @@ LINK_STEPS = 10**6
 
 
 def host_link(hardware: Hardware, model: ModelProfile, chunk_bytes: int | None = None) -> Link:
-    """The profile's link as whole numbers, carrying experts of `model`."""
+    """Return the profile's link to the host as whole numbers, carrying experts of `model`."""
     return _link(hardware.link_bandwidth_gb_per_s, hardware.link_latency_us, model, chunk_bytes)
 
 
 def disk_link(hardware: Hardware, model: ModelProfile) -> Link:
-    """The same of the disk."""
+    """Return the same of the disk."""
     return _link(hardware.disk_bandwidth_gb_per_s, hardware.disk_latency_us, model)
 
 
@@ -67,33 +67,32 @@ class Roofline:
         self.predictor_ns = predictor_ns  # the policy's, not the machine's: see `sim.profiles.policy_overhead`
         self._dense = [self._before_router(layer) for layer in range(model.moe_layers)]
         self._trailing = self._plain([0] * model.trailing_dense_layers)
-        self._combine_ns: dict[int, int] = {}  # by tokens: that of every layer, asked for again and again
+        self._combine_ns: dict[int, int] = {}  # by tokens: that of every layer
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """Attention over `context`, shared experts and router, and the layers without experts before them."""
+        """Return the time of attention over `context`, shared experts, router and the layers without experts before."""
         if not self.model.runs(layer, tokens, context):
             return 0
         return math.ceil(self._stretch_ns(self._dense[layer], tokens, context, requests))
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """The expert's weights are read once, from GPU memory."""
+        """Return the time of an expert whose weights are read once, from GPU memory."""
         flop = 2 * self.model.expert_parameters * tokens
         framework = self.hardware.framework_us_per_expert * 1_000
         return math.ceil(self._slower(self.model.bytes_of(layer), flop) + self._launched(EXPERT_KERNELS) + framework)
 
     @property
     def hop_ns(self) -> int:
-        """As the profile states it."""
         return math.ceil(self.hardware.host_hop_us * 1_000)
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """The expert's weights are read once, from host memory, at the rate of its cores' expert kernels."""
+        """Return the time of an expert whose weights are read once, from host memory, at its kernels' rate."""
         flop = 2 * self.model.expert_parameters * tokens
         reading = self.model.bytes_of(layer) / self.hardware.host_expert_bandwidth_gb_per_s
         return math.ceil(max(reading, flop / (self.hardware.host_compute_tflop_per_s * 1_000)))
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """Read k rows a token, write one."""
+        """Return the time to read k rows a token and write one."""
         if not self.model.runs(layer, tokens, context):
             return 0
         if tokens not in self._combine_ns:
@@ -111,7 +110,7 @@ class Roofline:
         return math.ceil(trailing + vocabulary + self._launched(HEAD_KERNELS) + framework)
 
     def _before_router(self, layer: int) -> _Stretch:
-        """What the compute stream does from one MoE layer's combine to the next one's router."""
+        """Return what the compute stream does from one MoE layer's combine to the next one's router."""
         model = self.model
         windows = model.windows_up_to(layer)
         plain = self._plain(windows[:-1])
@@ -123,7 +122,6 @@ class Roofline:
         return _Stretch(windows, plain.parameters + own + crossing, plain.kernels + kernels)
 
     def _plain(self, windows: Sequence[int]) -> _Stretch:
-        """Layers without experts."""
         each = self.model.attention_parameters + self.model.dense_layer_parameters
         return _Stretch(windows, len(windows) * each, len(windows) * (ATTENTION_KERNELS + DENSE_KERNELS))
 
@@ -142,10 +140,9 @@ class Roofline:
         return self._slower(read, flop) + self._launched(stretch.kernels) + framework
 
     def _slower(self, read_bytes: float, flop: float) -> float:
-        """The longer of reading and multiplying, in ns: GB/s are bytes a ns, TFLOP/s are 1,000 FLOP a ns."""
+        """Return the longer of reading and multiplying, in ns: GB/s are bytes a ns, TFLOP/s are 1,000 FLOP a ns."""
         reading = read_bytes / self.hardware.memory_bandwidth_gb_per_s
         return max(reading, flop / (self.hardware.compute_tflop_per_s * 1_000))
 
     def _launched(self, kernels: int) -> float:
-        """Launch overhead, in ns."""
         return kernels * self.hardware.launch_us * 1_000

@@ -1,4 +1,4 @@
-"""How long things take, as an engine asks for it: whole nanoseconds, every duration rounded up.
+"""How long things take, as an engine needs it: whole nanoseconds, every duration rounded up.
 
 Rules 11, 12 and 14 of docs/contract.md: the compute stream's parts as functions of tokens and context length, and
 the host link as latency plus bytes over bandwidth.
@@ -25,14 +25,14 @@ class Timing(Protocol):
         ...
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """Before the router of MoE layer `layer`.
+        """Return the time before the router of MoE layer `layer`.
 
         context: tokens in the KV caches of all `requests` of the step when it ends.
         """
         ...
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """One expert of `layer` on `tokens` tokens, in GPU memory. Layers differ where their experts' sizes do."""
+        """Return the time of one expert of `layer`, in GPU memory. Layers differ where their experts' sizes do."""
         ...
 
     @property
@@ -41,15 +41,15 @@ class Timing(Protocol):
         ...
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """One expert of `layer` on `tokens` tokens, on the host."""
+        """Return the time of one expert of `layer` on the host."""
         ...
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """The weighted sum of the experts' outputs of `layer`, once an event; context: as for `dense_ns`."""
+        """Return the time of the weighted sum of the experts' outputs, once an event; context: as for `dense_ns`."""
         ...
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """After the last MoE layer: whatever is left of the model, and its vocabulary matmul for each request."""
+        """Return the time behind the last MoE layer, with the vocabulary matmul of each request."""
         ...
 
 
@@ -64,7 +64,7 @@ class Durations(NamedTuple):
 
 
 class DurationTables:
-    """`Durations` of stretch after stretch of steps. Each value is the timing's own, asked for once and remembered.
+    """`Durations` of stretch after stretch of steps. Each value is the timing's own, computed once.
 
     host: whether experts are computed on the host as well.
     """
@@ -79,7 +79,7 @@ class DurationTables:
         self._host = np.zeros((layers if host else 0, 1 if host else 0), np.int64)
 
     def of(self, tokens: Int, context: Int, most: int, requests: int = 1) -> Durations:
-        """Of S steps of so many requests each; tokens, context: [S]; most: tokens of an expert at most."""
+        """Return those of S steps of so many requests each; tokens, context: [S]; most: tokens of an expert at most."""
         steps = list(zip(tokens.tolist(), context.tolist(), repeat(requests)))
         for step in steps:
             if step not in self._places:
@@ -91,9 +91,9 @@ class DurationTables:
         self._expert = self._extended(self._expert, self._timing.expert_ns, most)
         if self._host.size:
             self._host = self._extended(self._host, self._timing.host_ns, most)
-        found = self._table[[self._places[step] for step in steps]]
+        rows = self._table[[self._places[step] for step in steps]]
         L = self._layers
-        dense, combine, head = (np.ascontiguousarray(part) for part in (found[:, :L], found[:, L:-1], found[:, -1]))
+        dense, combine, head = (np.ascontiguousarray(part) for part in (rows[:, :L], rows[:, L:-1], rows[:, -1]))
         return Durations(dense, self._expert, self._host, combine, head)
 
     def _extended(self, table: Int, ns: Callable[[int, int], int], most: int) -> Int:
@@ -123,23 +123,18 @@ class FixedTiming:
     host_per_token: int = 0
 
     def dense_ns(self, layer: int, tokens: int, context: int, requests: int = 1) -> int:
-        """The same for all layers, tokens and contexts."""
         return self.dense
 
     def expert_ns(self, tokens: int, layer: int = 0) -> int:
-        """A constant, and so much more a token."""
         return self.expert + self.expert_per_token * tokens
 
     def host_ns(self, tokens: int, layer: int = 0) -> int:
-        """A constant, and so much more a token."""
         return self.host + self.host_per_token * tokens
 
     def combine_ns(self, tokens: int, layer: int = 0, context: int = 0) -> int:
-        """The same for all tokens, layers and contexts."""
         return self.combine
 
     def head_ns(self, tokens: int, requests: int = 1) -> int:
-        """The same for all tokens."""
         return self.head
 
 
@@ -166,14 +161,14 @@ class Link:
         return np.repeat(np.array(self.layer_bytes, np.int64), experts) if self.layer_bytes else None
 
     def used_ns(self, sent_bytes: int) -> int:
-        """What a transfer has used after `sent_bytes`, latency included; nothing before its first byte."""
+        """Return the time of a transfer up to `sent_bytes`, latency included; 0 before its first byte."""
         if not sent_bytes:
             return 0
         return self.latency_ns - (-sent_bytes * self.ns_per_byte_num // self.ns_per_byte_den)
 
 
 def experts_per_layer(timing: Timing, link: Link, layers: int, top_k: int) -> float:
-    """How many experts the link carries while one layer of a decoded token computes, all its experts at hand.
+    """Return how many experts the link carries while one layer of a decoded token computes, all experts at hand.
 
     Dense part (mean of the layers), `top_k` experts and combine over one transfer. The context is empty, so that a
     prefetch budget, which is a share of this (`policies.core.limits`), is never overrated.

@@ -39,11 +39,11 @@ Float = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Measure:
-    """A column of requests.parquet to compare, and how to say it."""
+    """A column of requests.parquet to compare, and its words."""
 
     name: str
     meaning: str
-    scale: float  # from the column to what is said
+    scale: float  # from the column to the unit
     unit: str
     more: str  # what a positive difference is called
     less: str
@@ -132,10 +132,10 @@ def read(folder: Path) -> list[SweptRun]:
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:
     """Return a run from its row of results and the rows of its requests."""
     requests = requests.assign(hit_rate=requests["hits"] / requests["lookups"].where(requests["lookups"] > 0))
-    said = ("policy", "oracle", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
+    names = ("policy", "oracle", "cache_experts", "all_experts", "trace", "phase", "warmup_requests")
     return SweptRun(
         folder=folder,
-        **{name: row[name] for name in said},
+        **{name: row[name] for name in names},
         **{name: None if pd.isna(row[name]) else int(row[name]) for name in ("cache_bytes", "expert_bytes")},
         timed=row["hardware"] is not None,
         requests=requests.reset_index(drop=True),
@@ -226,8 +226,7 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
     names = _names(baseline, cell)
     found = []
     for measure in MEASURES:
-        both = (table[measure.name].to_numpy(np.float64) for table in (cell.requests, baseline.requests))
-        more, less = both
+        more, less = (table[measure.name].to_numpy(np.float64) for table in (cell.requests, baseline.requests))
         difference = measure.scale * (more - less)
         difference = difference[~np.isnan(difference)]
         if len(difference) > 1:
@@ -270,19 +269,19 @@ def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[
 
 
 def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
-    """InputError unless both ran the same requests the same way."""
+    """Raise InputError unless both ran the same requests in the same way."""
     for what, one, other in (
         ("traces", baseline.trace, cell.trace),
         ("phases", baseline.phase, cell.phase),
         ("numbers of warm-up requests", baseline.warmup_requests, cell.warmup_requests),
-        ("modes", *("times" if played.timed else "counts alone" for played in (baseline, cell))),
+        ("modes", *("times" if each.timed else "counts alone" for each in (baseline, cell))),
     ):
         if one != other:
             raise InputError(f"cannot pair different {what}: {baseline.where} has {one}, {cell.where} has {other}")
     if baseline.requests["request"].tolist() != cell.requests["request"].tolist():
         sizes = f"{len(baseline.requests)} against {len(cell.requests)}"
         raise InputError(f"cannot pair different requests: {baseline.where} and {cell.where}, {sizes} of them")
-    first, second = (played.requests["lookups"] for played in (baseline, cell))
+    first, second = baseline.requests["lookups"], cell.requests["lookups"]
     known = first.notna() & second.notna()  # not of requests that shared steps
     differ = ((first != second) & known).to_numpy()
     if differ.any():

@@ -32,8 +32,8 @@ def lines(rows: Sequence[Row], bound: Sequence[Row], demand: float) -> list[str]
     bound: Belady's rows, as far as there are any; demand: one token's experts as a share of all.
     """
     best = {row["cache_experts"]: row["hit_rate"] for row in bound}
-    found = [(row, _findings(row, best.get(row["cache_experts"]), demand)) for row in rows]
-    return [f"{row['policy']} at {size_text(row)}: {'; '.join(findings)}" for row, findings in found if findings]
+    each = ((row, _findings(row, best.get(row["cache_experts"]), demand)) for row in rows)
+    return [f"{row['policy']} at {size_text(row)}: {'; '.join(findings)}" for row, findings in each if findings]
 
 
 def _findings(row: Row, best: float | None, demand: float) -> list[str]:
@@ -77,8 +77,8 @@ def _idle(row: Row) -> list[str]:
     if not elapsed or row["gpu_idle_ms"] / elapsed < IDLE:
         return []
     worst = sorted(((ms / elapsed, why) for why, ms in shares.items() if ms / elapsed >= MINOR), reverse=True)
-    told = ", ".join(f"{share:.0%} {why}" for share, why in worst)
-    return [f"the GPU waits {row['gpu_idle_ms'] / elapsed:.0%} of the time: {told}"]
+    reasons = ", ".join(f"{share:.0%} {why}" for share, why in worst)
+    return [f"the GPU waits {row['gpu_idle_ms'] / elapsed:.0%} of the time: {reasons}"]
 
 
 def _link(row: Row) -> list[str]:

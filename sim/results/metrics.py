@@ -32,7 +32,7 @@ TEXT, COUNT, SHARE, MS = pa.string(), pa.int64(), pa.float64(), pa.float64()
 
 
 def _required(names: Sequence[str], kind: pa.DataType) -> list[pa.Field]:
-    """Columns in which each row has a value."""
+    """Return columns in which each row has a value."""
     return [pa.field(name, kind, nullable=False) for name in names]
 
 
@@ -66,7 +66,7 @@ RESULTS = pa.schema(
         *[(name, MS) for name in ("gpu_idle_ms", "link_busy_ms", "compute_busy_ms", "host_busy_ms", "disk_busy_ms")],
         ("overlap", SHARE),
         ("tokens_per_s", pa.float64()),
-        ("host_memory", TEXT),  # as given; null: it holds all experts
+        ("host_memory", TEXT),  # as stated; null: it holds all experts
         ("max_batch", COUNT),  # requests at a time; null: one after another
         ("arrivals", TEXT),
         ("arrival_rate", pa.float64()),  # requests a second
@@ -112,7 +112,7 @@ _REQUEST_COLUMNS = ("step", "request", "tokens", "latency_ns", "waited_ns")
 class Cell:
     """What was run: columns of its row, by their names there."""
 
-    policy: str  # as given
+    policy: str  # as stated
     options: dict[str, Any]  # resolved, whole
     oracle: bool
     trace: str
@@ -147,7 +147,7 @@ class Summary:
         self._sums = dict.fromkeys((*_COUNTED, *(f"stall_{cause}" for cause in STALLS)), 0)
         self._elapsed_ns = 0
         self._latency_ns: dict[int, list[Int]] = {PREFILL: [], DECODE: []}
-        self._played = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
+        self._of_request = {name: np.zeros(len(requests), np.int64) for name in (*_OF_REQUEST, *_LOOKED_UP)}
         self._begun = np.empty(0, np.int64)  # requests
         self._shared = False  # whether a step had several requests
         self._unused = 0  # prefetched experts that steps which do not count left in the cache
@@ -179,21 +179,21 @@ class Summary:
         self._latency_ns[DECODE].append(latency[~prefill & counted[step]])
         values = (tokens, waited, prefill, (latency + waits) * prefill, ~prefill, latency * ~prefill)
         for name, value in zip(_OF_REQUEST, values, strict=True):
-            np.add.at(self._played[name], request, value)
+            np.add.at(self._of_request[name], request, value)
         self._shared |= len(rows.step) != len(log.step_ns)
         if not self._shared:
             for name in _LOOKED_UP:
-                np.add.at(self._played[name], request, getattr(log, name)[step])
+                np.add.at(self._of_request[name], request, getattr(log, name)[step])
         return begun
 
     def _seen(self, requests: Int) -> Int:
-        """Which of these requests come for the first time."""
+        """Return which of these requests come for the first time."""
         new = np.setdiff1d(requests, self._begun)
         self._begun = np.union1d(self._begun, new)
         return new
 
     def row(self) -> Row:
-        """Of the run. Raise InputError where no step with a token was without a warm-up request."""
+        """Return the run's row. Raise InputError where every step with a token has a warm-up request."""
         cell, sums, size = self._cell, self._sums, self._expert_bytes
         if not sums["tokens"]:
             raise InputError(
@@ -219,44 +219,39 @@ class Summary:
         return {name: row.get(name) for name in RESULTS.names}
 
     def requests(self) -> pa.Table:
-        """Rows of requests.parquet, in the order of the run."""
+        """Return the rows of requests.parquet, in the order of the run."""
         here = np.flatnonzero(self._steps)
-        played = {name: counts[here] for name, counts in self._played.items()}
+        sums = {name: counts[here] for name, counts in self._of_request.items()}
         timed, shared = self._cell.hardware is not None, self._shared
-        looked_up: dict[str, Any] = {name: None if shared else played[name] for name in _LOOKED_UP}
-        lookups = None if shared else sum(played[name] for name in _LOOKED_UP)
+        looked_up: dict[str, Any] = {name: None if shared else sums[name] for name in _LOOKED_UP}
+        lookups = None if shared else sum(sums[name] for name in _LOOKED_UP)
         columns: dict[str, Any] = {
             **{name: [value] * len(here) for name, value in _identity(self._cell).items()},
             "request": self._labels["id"].iloc[here].astype(str),
             "dataset": self._labels["dataset"].iloc[here].astype(str),
             "task": self._labels["task"].iloc[here].astype(str),
-            "tokens": played["tokens"],
+            "tokens": sums["tokens"],
             "lookups": lookups,
             **looked_up,
-            "queue_ms": played["waited"] / 1e6 if timed else None,
-            "ttft_ms": self._mean_ms(played["prefill_ns"], played["prefills"]),
-            "tpot_mean_ms": self._mean_ms(played["decode_ns"], played["decodes"]),
+            "queue_ms": sums["waited"] / 1e6 if timed else None,
+            "ttft_ms": self._mean_ms(sums["prefill_ns"], sums["prefills"]),
+            "tpot_mean_ms": self._mean_ms(sums["decode_ns"], sums["decodes"]),
         }
         none = [None] * len(here)
-        return pa.table(
-            {
-                field.name: pa.array(none if (held := columns.get(field.name)) is None else held, field.type)
-                for field in REQUESTS
-            },
-            REQUESTS,
-        )
+        values = {name: none if columns.get(name) is None else columns[name] for name in REQUESTS.names}
+        return pa.table({name: pa.array(values[name], REQUESTS.field(name).type) for name in values}, REQUESTS)
 
     @property
     def _steps(self) -> Int:
         """[requests] steps counted of each."""
-        return self._played["prefills"] + self._played["decodes"]
+        return self._of_request["prefills"] + self._of_request["decodes"]
 
     def _mean_ms(self, ns: Int, steps: Int) -> list[float | None]:
         timed = self._cell.hardware is not None
         return [a / n / 1e6 if timed and n else None for a, n in zip(ns.tolist(), steps.tolist(), strict=True)]
 
     def _times(self) -> Row:
-        """Sums of stalls and busy times, in ms, and what follows from them."""
+        """Return sums of stalls and busy times, in ms, and what follows from them."""
         stalls = {cause: self._sums[f"stall_{cause}"] for cause in STALLS}
         busy = self._sums["link_busy_ns"]
         exposed = stalls["demand"] + stalls["late"] + stalls["behind_prefetch"]
@@ -270,35 +265,35 @@ class Summary:
         }
 
     def _queues(self) -> Row:
-        """Waits of the requests counted, by _QUEUE; null where they run one after another."""
-        waited = self._played["waited"][self._steps > 0] / 1e6
+        """Return waits of the requests counted, by _QUEUE; null where they run one after another."""
+        waited = self._of_request["waited"][self._steps > 0] / 1e6
         if self._cell.max_batch is None or not len(waited):
             return {}
-        found = waited.mean(), np.percentile(waited, 99), waited.max()
-        return {f"queue_{name}_ms": float(ms) for name, ms in zip(_QUEUE, found, strict=True)}
+        figures = waited.mean(), np.percentile(waited, 99), waited.max()
+        return {f"queue_{name}_ms": float(ms) for name, ms in zip(_QUEUE, figures, strict=True)}
 
     def latencies(self) -> Row:
-        """TTFT of prefills, TPOT of decode steps, by LATENCIES; null where there are none."""
+        """Return TTFT of prefills and TPOT of decode steps, by LATENCIES; null where there are none."""
         row: Row = {}
         for kind, phase in (("ttft", PREFILL), ("tpot", DECODE)):
             ns = np.concatenate([np.empty(0, np.int64), *self._latency_ns[phase]])
             figures: list[float | None] = [None] * len(LATENCIES)
             if len(ns):
-                found = ns.mean(), *np.percentile(ns, [50, 95, 99], overwrite_input=True), ns.max()
-                figures = [float(each) / 1e6 for each in found]
+                of_ns = ns.mean(), *np.percentile(ns, [50, 95, 99], overwrite_input=True), ns.max()
+                figures = [float(each) / 1e6 for each in of_ns]
             row |= {f"{kind}_{name}_ms": ms for name, ms in zip(LATENCIES, figures, strict=True)}
         return row
 
 
 def summarise(log: RunLog, cell: Cell, requests: pd.DataFrame) -> tuple[Row, pa.Table]:
-    """The row of a whole run, and the rows of its requests."""
+    """Return the row of a whole run, and the rows of its requests."""
     summary = Summary(cell, requests)
     summary.add(log)
     return summary.row(), summary.requests()
 
 
 def coverage(misses: int, without_prefetch: int) -> float | None:
-    """Misses avoided over the misses of the same cell without prefetch; null if there were none."""
+    """Return misses avoided over the misses of the same cell without prefetch; null if there were none."""
     return _ratio(without_prefetch - misses, without_prefetch)
 
 

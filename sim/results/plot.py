@@ -64,7 +64,7 @@ def draw(rows: Sequence[Row], bound: Sequence[Row], demand: float, columns: Iter
 def figure(
     rows: Sequence[Row], bound: Sequence[Row], demand: float, column: str, floor: Sequence[Row] = ()
 ) -> "Figure":
-    """One column of the results against cache size. floor: rows below which no policy gets in that column."""
+    """Return one column of the results against cache size. floor: rows below which no policy gets in that column."""
     if column not in DRAWN:
         raise unknown("column", column, DRAWN)
     first = rows[0]
@@ -91,11 +91,7 @@ def steps(table: "pd.DataFrame", title: str) -> "Figure":
 
     table: from `sim.results.steps.frame`. Many steps are shown as the means of `BINS` groups.
     """
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(9, 4.2), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, title, "step")
+    drawing, axes = _single((9, 4.2), title, "step")
     group = np.arange(len(table)) * min(BINS, len(table)) // max(1, len(table))
     means = table.select_dtypes("number").groupby(group).mean()
     at = pd.Series(table.index).groupby(group).mean()
@@ -121,7 +117,7 @@ def draw_users(tables: "dict[str, list[Row]]", folder: Path) -> list[Path]:
 
 
 def users(tables: "dict[str, list[Row]]") -> "Figure":
-    """Tokens a second, and the mean time between two tokens of a request, against requests at a time.
+    """Return tokens a second, and the mean time between two tokens of a request, against requests at a time.
 
     tables: rows by what they were run on, which labels them where there are several.
     """
@@ -140,9 +136,9 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
     for axes, (column, label) in zip(drawing.subplots(1, 2), columns.items(), strict=True):
         frame(axes, title, "requests at a time")
         axes.set_ylabel(label)
-        for i, (told, own) in enumerate(groups.items()):
+        for i, (names, own) in enumerate(groups.items()):
             points = sorted((row["max_batch"], row[column]) for row in own)
-            axes.plot(*zip(*points, strict=True), **look(i), linewidth=1.6, label=wrapped(", ".join(told)))
+            axes.plot(*zip(*points, strict=True), **look(i), linewidth=1.6, label=wrapped(", ".join(names)))
         axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     drawing.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -151,32 +147,38 @@ def users(tables: "dict[str, list[Row]]") -> "Figure":
 
 @contextmanager
 def against_size(ylabel: str, title: str) -> "Iterator[tuple[Figure, Axes]]":
-    """A figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, title, "cache size (% of all experts)")
+    """Yield a figure for what depends on the cache size, and the axes to plot on, whose legend comes last."""
+    drawing, axes = _single((7, 4.2), title, "cache size (% of all experts)")
     axes.set_ylabel(ylabel)
     yield drawing, axes
     drawing.legend(loc="outside right upper", frameon=False, fontsize=8)
 
 
 def frame(axes: "Axes", title: str, xlabel: str, grid: Literal["x", "both"] = "both", fontsize: int = 9) -> None:
-    """Title and grid, no lines above and to the right."""
     axes.set_title(title, fontsize=fontsize)
     axes.set_xlabel(xlabel)
     axes.grid(axis=grid, color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _single(
+    size: tuple[float, float], title: str, xlabel: str, grid: Literal["x", "both"] = "both"
+) -> "tuple[Figure, Axes]":
+    """Return a figure of `size` inches, and its only axes."""
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=size, layout="constrained")
+    axes = drawing.add_subplot()
+    frame(axes, title, xlabel, grid)
+    return drawing, axes
+
+
 def look(i: int) -> dict[str, Any]:
-    """Colour and marker of the policy with this number."""
     return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "markersize": 5}
 
 
 def wrapped(policy: str, width: int = 28) -> str:
-    """A policy as given, broken before its options so that a legend has room for it.
+    """Return a policy's text, broken before its options so that it fits into a legend.
 
     A space stands before what begins with an underscore, which matplotlib leaves out of legends.
     """
@@ -188,7 +190,7 @@ def wrapped(policy: str, width: int = 28) -> str:
 
 
 def _points(rows: Sequence[Row], column: str) -> tuple[list[float], list[float]]:
-    """Cache sizes in % and the column's values, by size."""
+    """Return cache sizes in % and the column's values, by size."""
     ordered = sorted((row for row in rows if row[column] is not None), key=lambda row: row["cache_experts"])
     return [100 * row["cache_fraction"] for row in ordered], [row[column] for row in ordered]
 
@@ -227,11 +229,7 @@ def distributions(requests: "dict[str, dict[str, Float]]", unit: str) -> "Figure
 
 def stacked(bars: "dict[str, dict[str, float]]", xlabel: str, title: str) -> "Figure":
     """Return horizontal bars, each a stack of named parts with a hatch of its own."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(8, 1.2 + 0.26 * len(bars)), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, title, xlabel, "x")
+    drawing, axes = _single((8, 1.2 + 0.26 * len(bars)), title, xlabel, "x")
     names = list(dict.fromkeys(part for parts in bars.values() for part in parts))
     left = np.zeros(len(bars))
     for i, name in enumerate(names):
@@ -262,11 +260,7 @@ def heat_maps(maps: "dict[str, Float]", label: str) -> "Figure":
 
 def similarity_map(cosines: Float, title: str) -> "Figure":
     """Return the cosines of requests with each other, [R, R]."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(5.2, 4.4), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, title, "request")
+    drawing, axes = _single((5.2, 4.4), title, "request")
     axes.grid(visible=False)
     axes.set_ylabel("request")
     image = axes.imshow(cosines, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
@@ -274,11 +268,11 @@ def similarity_map(cosines: Float, title: str) -> "Figure":
     return drawing
 
 
-def ranking(found: "dict[str, list[Difference]]", policies: Sequence[str], unit: str) -> "Figure":
+def ranking(groups: "dict[str, list[Difference]]", policies: Sequence[str], unit: str) -> "Figure":
     """Return the differences to the best policy with their intervals, by panel. policies: all, for their colours."""
-    drawing, grid = panels(list(found), unit, 2.6)
-    names = list(dict.fromkeys(each.cell for differences in found.values() for each in differences))
-    for axes, differences in zip(grid, found.values(), strict=True):
+    drawing, grid = panels(list(groups), unit, 2.6)
+    names = list(dict.fromkeys(each.cell for differences in groups.values() for each in differences))
+    for axes, differences in zip(grid, groups.values(), strict=True):
         axes.axvline(0, **{**BOUND, "label": "the best policy"})
         for each in differences:
             i = names.index(each.cell)
@@ -292,11 +286,7 @@ def ranking(found: "dict[str, list[Difference]]", policies: Sequence[str], unit:
 
 def predicted_and_measured(pairs: "dict[str, tuple[float, float, float, float]]", unit: str) -> "Figure":
     """Return predicted, at least, at most and measured, by name."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(7, 1.4 + 0.35 * len(pairs)), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, "predicted against measured", unit, "x")
+    drawing, axes = _single((7, 1.4 + 0.35 * len(pairs)), "predicted against measured", unit, "x")
     for i, (predicted, low, high, measured) in enumerate(pairs.values()):
         ends = [[max(0.0, predicted - low)], [max(0.0, high - predicted)]]
         style = {**look(0), "label": "predicted" if not i else None}
@@ -319,20 +309,20 @@ def _logarithmic(axes: "Axes") -> None:
 
 
 def _legend_below(drawing: "Figure", grid: "Sequence[Axes]") -> None:
-    found: dict[str, Any] = {}
+    handles: dict[str, Any] = {}
     for axes in grid:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
+            handles.setdefault(label, handle)
     letters = drawing.get_figwidth() * 14  # of this size in a line
-    columns = int(letters // (6 + max(map(len, found), default=0)))
+    columns = int(letters // (6 + max(map(len, handles), default=0)))
     style: dict[str, Any] = {"ncols": min(4, max(1, columns)), "frameon": False, "fontsize": 8}
-    drawing.legend(list(found.values()), list(found), loc="outside lower center", **style)
+    drawing.legend(list(handles.values()), list(handles), loc="outside lower center", **style)
 
 
 def shares(eam: "NDArray[Any]") -> Float:
     """Return what share of its layer's routing each expert of an EAM [L, E] has."""
-    found: Float = eam / np.maximum(eam.sum(axis=1, keepdims=True), 1)
-    return found
+    share: Float = eam / np.maximum(eam.sum(axis=1, keepdims=True), 1)
+    return share
 
 
 def scatter(points: "dict[str, tuple[Any, Any]]", xlabel: str, ylabel: str, log: bool = False) -> "Figure":
@@ -371,11 +361,7 @@ def line_panels(held: "dict[str, dict[str, tuple[Any, Any]]]", xlabel: str, ylab
 
 def changes(bars: "dict[str, float]", xlabel: str) -> "Figure":
     """Return changes to the left and to the right of 0, the largest first."""
-    from matplotlib.figure import Figure
-
-    drawing = Figure(figsize=(7, 1.2 + 0.26 * len(bars)), layout="constrained")
-    axes = drawing.add_subplot()
-    frame(axes, "", xlabel, "x")
+    drawing, axes = _single((7, 1.2 + 0.26 * len(bars)), "", xlabel, "x")
     ordered = sorted(bars, key=lambda name: -abs(bars[name]))
     axes.barh(ordered, [bars[name] for name in ordered], color=COLOURS[0])
     axes.axvline(0, color=BOUND_COLOUR, linewidth=1)

@@ -16,9 +16,9 @@ def commit() -> str:
     "unknown" for sources that were copied to a machine without either.
     """
     if (ROOT / ".git").exists():
-        asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         try:
-            return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             pass
     try:
@@ -29,7 +29,7 @@ def commit() -> str:
 
 @cache
 def sources() -> str:
-    """Digest of this project's code that a result depends on, edited or committed."""
+    """Return a digest of this project's code that a result depends on, edited or committed."""
     digest = hashlib.sha256()
     for file in sorted(path for package in ("traces", "policies", "sim") for path in (ROOT / package).rglob("*.py")):
         digest.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())

@@ -14,13 +14,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from matplotlib.figure import Figure
 
-from sim.api import _title
-from sim.commands.printed import cell_title
-from sim.report import bounds, inputs, page, recommendation, routing, sweep
+from sim.report import bounds, inputs, page, routing, sweep
 from sim.report.elements import Item
-from sim.results import plot
 from sim.results.metrics import summarise
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim, run
@@ -66,20 +62,6 @@ def whole(swept) -> str:
     text, problems = _page(swept)
     assert not problems
     return text
-
-
-def test_cache_sizes_that_are_as_good_as_one_share_are_told_apart():
-    requests = pd.DataFrame({"policy": "lru", "cache_experts": [2000, 2001], "cache_fraction": [0.2, 0.2001]})
-    requests[["tpot_mean_ms", "ttft_ms"]] = 1.0
-    told = "".join(str(item.svg) for item in sweep._latencies(inputs.Results(Path("x"), [], requests)))
-    assert {"2,000 (20%) of the experts", "2,001 (20%) of the experts"} < set(re.findall(">([^<>]+)<", told))
-
-
-def test_titles_write_a_cache_size_as_tables_do():
-    row: dict[str, Any] = {"model": "m", "trace": "t", "policy": "lru", "oracle": False, "requests": 1, "tokens": 2}
-    row |= {"cache_experts": 2000, "cache_fraction": 0.2, "hardware": None}
-    for title in (cell_title(row, None), _title(row)):
-        assert "lru, 2,000 (20%) of the experts" in title
 
 
 def test_the_page_has_every_section_and_needs_no_network(whole):
@@ -243,14 +225,6 @@ def test_counts_without_a_clock_give_a_page_of_counts(tmp_path):
     assert not problems
 
 
-@pytest.mark.parametrize(("timed", "says"), [(True, "is faster"), (False, "misses less")])
-def test_where_lru_is_the_best_no_other_policy_is_better_in_what_was_counted(timed, says):
-    row = {"oracle": False, "model": "m", "hardware": None, "max_batch": None, "cache_bytes": None, "hit_rate": 0.5}
-    row |= {"cache_experts": 4, "cache_fraction": 0.5, "tpot_mean_ms": 1.0 if timed else None, "ttft_mean_ms": None}
-    rows = [row | {"policy": policy, "misses": misses} for policy, misses in (("lru", 5), ("lfu", 6))]
-    assert f"No other policy that was run {says} there" in recommendation.text(inputs.Results(Path("r"), rows, None))
-
-
 def test_a_damaged_and_a_missing_table_are_sentences_of_the_page(copy):
     (copy / "results.parquet").write_bytes(b"PAR1")
     text, problems = _page(copy)
@@ -266,15 +240,6 @@ def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
     assert any("cannot be read again" in problem for problem in problems)
     assert any("Belady's bound and the physical floor cannot be computed" in problem for problem in problems)
     assert "The trace is not there" in text
-
-
-def test_the_physical_floor_is_explained_only_where_it_is_drawn(swept, whole, monkeypatch):
-    """Not where experts differ in size, with several users or over a disk, for example."""
-    assert "The physical floor is" in whole
-    assert "Not computed" not in whole
-    monkeypatch.setattr(sweep, "figure_item", lambda figure, caption: Item("figure", caption))
-    monkeypatch.setattr(bounds, "floor", lambda *_: [])
-    assert "The physical floor is" not in _page(swept)[0]
 
 
 def test_a_page_without_bounds_says_why(swept, monkeypatch):
@@ -299,14 +264,6 @@ def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tm
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_page_that_is_there_is_replaced_only_if_asked(swept, tmp_path):
-    (tmp_path / "report.html").write_text("mine")
-    assert moe_sim("report", swept, cwd=tmp_path).returncode == 2
-    assert (tmp_path / "report.html").read_text() == "mine"
-    assert moe_sim("report", swept, "--overwrite", cwd=tmp_path).returncode == 0
-    assert (tmp_path / "report.html").read_text().startswith("<!DOCTYPE html>")
-
-
 def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
     replay = Path(shutil.copytree(copy, tmp_path / "replay"))
     told = {"device": "disk", "predicted_tpot_mean_ms": 2.0, "predicted_hit_rate": 0.5}
@@ -316,46 +273,6 @@ def test_a_measured_run_stands_beside_its_prediction(copy, tmp_path):
     assert "-20.0%" in section
     assert "<svg" in section
     assert not problems
-
-
-def test_two_replays_of_one_cell_are_two_in_the_figure(copy, tmp_path, monkeypatch):
-    folders, drawn, draw = [tmp_path / name for name in ("one", "other")], [], plot.predicted_and_measured
-
-    def drawing(pairs, unit):
-        drawn.extend(pairs.values())
-        return draw(pairs, unit)
-
-    for folder, predicted in zip(folders, (2.0, 3.0), strict=True):
-        shutil.copytree(copy, folder)
-        told = {"device": "disk", "predicted_tpot_mean_ms": predicted, "predicted_hit_rate": 0.5}
-        _edit(folder / "results.parquet", lambda table, told=told: table.head(1).assign(**told, tpot_mean_ms=2.5))
-    monkeypatch.setattr(plot, "predicted_and_measured", drawing)
-    text, _ = _page(*folders)
-    assert [predicted for predicted, *_ in drawn] == [2.0, 3.0]
-    assert all(f"({folder})" in text for folder in folders)
-
-
-def test_every_cell_is_in_the_figures_of_time_and_bytes_with_what_it_moved(swept, monkeypatch):
-    """Also of two sizes whose shares read alike, and where more was wasted than was prefetched since the warm-up."""
-    drawn, row = [], inputs.read([swept])[0].rows[0]
-
-    def drawing(bars, *_):
-        drawn.append(bars)
-        return Figure()
-
-    monkeypatch.setattr(plot, "stacked", drawing)
-    cells = [{**row, "cache_experts": 768 + i, "cache_fraction": (768 + i) / 3072} for i in range(2)]
-    moved = {"bytes_demand": 5e6, "bytes_prefetch": 2e6, "bytes_wasted": 3e6, "tokens": 1}
-    list(sweep._time([{**cell, **moved} for cell in cells]))
-    assert [len(bars) for bars in drawn] == [2, 2]
-    assert all(sum(parts.values()) == 7 and min(parts.values()) == 0 for parts in drawn[1].values())
-
-
-def test_similar_requests_are_bright_and_maps_are_shares(swept):
-    trace = inputs.read([swept])[0].trace
-    assert trace is not None
-    shares = plot.shares(trace.eams(1).sum(axis=0))
-    assert np.allclose(shares.sum(axis=1), 1)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 import json
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError
 from typing import Any
 
 import numpy as np
@@ -8,10 +7,8 @@ import pandas as pd
 import pytest
 
 from sim.loop.log import RequestLog, RunLog
-from sim.results import provenance
 from sim.results.files import write_rows
 from sim.results.metrics import REQUESTS, RESULTS, Cell, coverage, summarise
-from traces.output import replacing
 from traces.steps import DECODE, PREFILL
 
 MS = 1_000_000
@@ -187,29 +184,3 @@ def test_all_columns_of_the_contract_are_there():
         tokens_per_s predictor_us seed commit"""
     assert set(wanted.split()) <= set(RESULTS.names)
     assert set(rows()[0]) == set(RESULTS.names)
-
-
-def test_a_file_that_is_not_finished_leaves_nothing_behind(tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_text("before")
-
-    def fail_half_way():
-        with replacing(kept) as part:
-            part.write_text("half")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail_half_way()
-    assert kept.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [kept]
-
-
-def test_sources_without_git_and_installation_are_of_an_unknown_commit(tmp_path, monkeypatch):
-    """As on a GPU machine that got a copy of the sources."""
-
-    def missing(name: str) -> str:
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    monkeypatch.setattr(provenance, "version", missing)
-    assert provenance.commit.__wrapped__() == "unknown"

@@ -531,18 +531,3 @@ def test_events_are_written_as_they_come(tmp_path: Path) -> None:
             if i % 5_000 == 0:
                 sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()))
     assert sorted(set(sizes)) == sizes
-
-
-def test_nothing_is_left_of_a_timeline_that_was_interrupted(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text("before")
-    with pytest.raises(KeyboardInterrupt), writing(tmp_path / "a.json", dict, overwrite=True):
-        raise KeyboardInterrupt
-    assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
-    assert (tmp_path / "a.json").read_text() == "before"
-
-
-def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path, complaint in ((tmp_path, "it is a folder"), (tmp_path / "file" / "a.json", "cannot write")):
-        with pytest.raises(InputError, match=complaint), writing(path, dict):
-            raise AssertionError("nothing was to be run")
