@@ -1,15 +1,11 @@
 """What a policy costs (rule 14): the shipped table, how it is read between its points, and who pays it."""
 
-import json
-import time
 from dataclasses import replace
 from fractions import Fraction
 
-import pandas as pd
 import pytest
 
 from benchmarks import predictors as benchmark
-from policies.core.policy import Shape
 from policies.core.presets import PRESETS
 from policies.core.spec import parse
 from sim.profiles import policy_overhead
@@ -17,7 +13,6 @@ from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
 from sim.sweeps.grid import Grid, played
 from sim.sweeps.setup import Setup
-from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -139,30 +134,6 @@ def test_what_the_benchmark_writes_is_read_back_and_oracles_are_free(tmp_path, m
     assert 'cpu = "a CPU"' in file.read_text()
 
 
-def test_the_benchmark_finds_the_work_that_a_policy_does(monkeypatch, tmp_path):
-    monkeypatch.setattr(benchmark, "WARM_UP", 1)
-    monkeypatch.setattr(benchmark, "SETS", 2)
-    monkeypatch.setattr(benchmark, "ROUNDS", 3)
-    made = synthetic(7, benchmark.TOKENS, LAYERS, EXPERTS, TOP_K, seed=1)
-    requests = [made.steps(i) for i in range(7)]
-    own = "from policies.core.policy import ScorePolicy\n\nclass Busy(ScorePolicy):\n    def observe(self, event):\n"
-    (tmp_path / "busy.py").write_text(own + "        sum(range(20_000))\n")
-    busy = benchmark.measure(f"{tmp_path}/busy.py:Busy", Shape(LAYERS, EXPERTS), requests)
-    began = time.process_time()
-    for _ in range(50):
-        sum(range(20_000))
-    took = (time.process_time() - began) * 1e6 / 50
-    assert took / 3 < busy.event < took * 3
-    assert benchmark.measure("lru", Shape(LAYERS, EXPERTS), requests) == benchmark.Measured(0, 0)
-
-
-def test_of_the_sets_medians_the_least_counts_and_never_less_than_nothing(monkeypatch):
-    monkeypatch.setattr(benchmark, "WARM_UP", 2)
-    monkeypatch.setattr(benchmark, "ROUNDS", 3)
-    assert benchmark.least([0, 0, 5, 9, 7, 6, 100, 4, 8, 8, 8]) == 6
-    assert benchmark.least([50, 50, -1, 1, -2]) == 0
-
-
 def test_whatever_watches_events_costs_something_and_what_the_machine_does_anyway_nothing():
     for policy in ("lru", "lfu", "fifo", "clock", "static", "flashmoe"):
         assert at(policy) == at(policy, LARGE) == 0
@@ -194,27 +165,3 @@ def test_the_table_is_what_an_engine_is_given(folder):
     loaded = Setup(folder).load()
     assert isinstance(loaded.timing(parse("eamc")), Roofline)
     assert loaded.timing(parse("eamc")).predictor_ns == round(1_000 * at("eamc", (LAYERS, EXPERTS))) > 0
-
-
-def test_a_cost_that_nobody_knows_is_told_in_one_line_and_may_be_given(folder):
-    asked = (
-        "sweep",
-        "tiny",
-        "--cache-sizes",
-        "50%",
-        "--policies",
-        "lru,mine.py:Mine",
-        "--workers",
-        "1",
-        "--out",
-        "own",
-        "--overwrite",
-        "--json",
-    )
-    done = moe_sim(*asked, cwd=folder.parent)
-    assert done.stderr.count("mine.py:Mine") == 1, done.stderr
-    assert "no measured policy overhead for mine.py:Mine: assuming 0 (set --predictor-us)" in done.stderr
-    assert [row["predictor_us"] for row in json.loads(done.stdout)] == [0, 0]
-    done = moe_sim(*asked, "--predictor-us", "3", cwd=folder.parent)
-    assert "no measured policy overhead" not in done.stderr
-    assert pd.read_parquet(folder.parent / "own" / "results.parquet")["predictor_us"].tolist() == [3, 3]
