@@ -30,18 +30,18 @@ def cost_us(policy: PolicySpec, layers: int, experts: int) -> float | None:
     learn are one predictor, others add up. Other options and scopes make no difference.
     """
     table = _table()
-    found: list[tuple[float, float] | None]
+    rows: list[tuple[float, float] | None]
     presets = [
         row for name, row in table["preset"].items() if name == policy.preset or _same_halves(parse(name), policy)
     ]
     if presets:
-        found = list(presets[:1])
+        rows = list(presets[:1])
     elif policy.shares:
-        found = [table["pair"].get(policy.evict.name)]
+        rows = [table["pair"].get(policy.evict.name)]
     else:
-        found = [table["retention"].get(policy.evict.name), table["prefetch"].get(policy.prefetch.name)]
-    costs = [_at(layers, experts, row) for row in found if row is not None]
-    return sum(costs) if len(costs) == len(found) else None
+        rows = [table["retention"].get(policy.evict.name), table["prefetch"].get(policy.prefetch.name)]
+    costs = [_at(layers, experts, row) for row in rows if row is not None]
+    return sum(costs) if len(costs) == len(rows) else None
 
 
 def _same_halves(one: PolicySpec, other: PolicySpec) -> bool:

@@ -41,8 +41,8 @@ def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     rate = 1 / (loaded.link.ns_per_byte_num / loaded.link.ns_per_byte_den * loaded.link.expert_bytes)
     if on_host:
         rate += 1 / timing.host_ns(1)
-    room = {row["cache_experts"]: min(row["cache_experts"] + on_host, len(misses) - 1) for row in sizes}
-    moving = {experts: int(misses[slots]) / tokens / rate for experts, slots in room.items()}
+    slots_of = {row["cache_experts"]: min(row["cache_experts"] + on_host, len(misses) - 1) for row in sizes}
+    moving = {experts: int(misses[slots]) / tokens / rate for experts, slots in slots_of.items()}
     return [_row(row, tpot_mean_ms=max(computing, moving[row["cache_experts"]]) / 1e6) for row in sizes]
 
 
@@ -59,13 +59,13 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
             stretches.append((True, []))
         stretches[-1][1].append(decoded)
         tokens += len(decoded.phase)
-    found, lookups = np.zeros(layers * experts + 1, np.int64), 0
+    total, lookups = np.zeros(layers * experts + 1, np.int64), 0
     for filled, requests in stretches:
         accesses = Accesses.of(requests, layers, experts).experts
         lookups += len(accesses)
         misses = belady_misses(accesses, layers * experts)
-        found += misses - np.minimum(np.arange(len(misses)), misses[-1]) if filled else misses
-    return found, lookups, tokens
+        total += misses - np.minimum(np.arange(len(misses)), misses[-1]) if filled else misses
+    return total, lookups, tokens
 
 
 def _computing_ns(loaded: Loaded, timing: Timing, experts: float, on_host: bool) -> float:

@@ -30,13 +30,13 @@ def text(sweep: Results) -> str:
     unit = {"misses": "misses"}.get(by, "ms a token" if by.startswith("tpot") else "ms to the first token")
     machine = f" on {best['hardware']}" if best["hardware"] else ""
     users = f" with {best['max_batch']} requests at a time" if best["max_batch"] else ""
-    room = f", {show_bytes(best['cache_bytes'])}" if best["cache_bytes"] else ""
-    share = f"{size_text(best)} of the experts in the cache{room}"
-    said = (
+    size = f", {show_bytes(best['cache_bytes'])}" if best["cache_bytes"] else ""
+    share = f"{size_text(best)} of the experts in the cache{size}"
+    best_cell = (
         f"For {best['model']}{machine}{users}, run {best['policy']} with {share}: {best[by]:,.4g} {unit}, "
         f"hit rate {show_share(best['hit_rate'])}."
     )
-    return " ".join([said, *_against_lru(sweep, best, by), *_smaller(causal, best, by, unit)])
+    return " ".join([best_cell, *_against_lru(sweep, best, by), *_smaller(causal, best, by, unit)])
 
 
 def _against_lru(sweep: Results, best: Row, by: str) -> Iterator[str]:
@@ -51,9 +51,8 @@ def _against_lru(sweep: Results, best: Row, by: str) -> Iterator[str]:
     pair = [cells.get((policy, best["cache_experts"])) for policy in ("lru", best["policy"])]
     if pair[0] is None or pair[1] is None:
         return
-    found = difference(sweep, pair[0], pair[1], by)
-    if found:
-        yield f"There, {found.sentence()}."
+    if more := difference(sweep, pair[0], pair[1], by):
+        yield f"There, {more.sentence()}."
 
 
 def difference(sweep: Results, baseline: SweptRun, cell: SweptRun, by: str) -> Difference | None:

@@ -129,7 +129,7 @@ _FLOOR = (
 
 def _ranking(sweep: Results) -> Iterator[Item]:
     """Yield each policy's difference to the best one, with paired bootstrap intervals over requests."""
-    by, cells, found = winner.metric(sweep.rows), recommendation.runs(sweep), {}
+    by, cells, groups = winner.metric(sweep.rows), recommendation.runs(sweep), {}
     oracles = _oracles(sweep)
     rows = {(row["policy"], row["cache_experts"]): row for row in sweep.rows}
     texts = []
@@ -143,14 +143,14 @@ def _ranking(sweep: Results) -> Iterator[Item]:
         kept = [each for each in differences if each]
         if kept:
             size = size_text(rows[here[0].policy, slots])
-            found[f"{size}: best is {here[0].policy}"] = kept
+            groups[f"{size}: best is {here[0].policy}"] = kept
             texts += [f"{size}: {each.sentence()}." for each in kept]
-    if not found:
+    if not groups:
         yield Item("text", "There are fewer than two policies, or fewer than two requests, to compare at one size.")
         return
-    measure = next(iter(found.values()))[0].measure
+    measure = next(iter(groups.values()))[0].measure
     policies = list(dict.fromkeys(row["policy"] for row in sweep.rows))
-    figure = plot.ranking(found, policies, f"{measure.meaning} ({measure.unit}), less the best policy's")
+    figure = plot.ranking(groups, policies, f"{measure.meaning} ({measure.unit}), less the best policy's")
     caption = (
         "Paired differences over requests, with 95% bootstrap intervals. An interval that reaches the dashed line may "
         "be chance, and so may all of fewer than six requests. The intervals take requests as independent, which a "

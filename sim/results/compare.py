@@ -81,11 +81,11 @@ class SweptRun:
         """Return its folder, or of a run in Python its policy and cache size."""
         return str(self.folder) if self.folder != Path() else f"{self.policy}@{self.cache_experts}"
 
-    def fills(self, room: int) -> bool:
-        """Return whether its cache fits into `room` bytes, and has all experts or leaves less than an expert."""
-        if self.cache_bytes is None or self.expert_bytes is None or self.cache_bytes > room:
+    def fills(self, size: int) -> bool:
+        """Return whether its cache fits into `size` bytes, and has all experts or leaves less than an expert."""
+        if self.cache_bytes is None or self.expert_bytes is None or self.cache_bytes > size:
             return False
-        return self.cache_experts == self.all_experts or room - self.cache_bytes < self.expert_bytes
+        return self.cache_experts == self.all_experts or size - self.cache_bytes < self.expert_bytes
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class Difference:
         sign = -1 if self.mean < 0 else 1
         low, high = sorted((sign * self.low, sign * self.high))
         size, low_text, high_text = _figures(abs(self.mean), low, high)
-        way = self.measure.less if sign < 0 else self.measure.more
+        direction = self.measure.less if sign < 0 else self.measure.more
         chance = ", which may be chance" if low <= 0 <= high else FEW if self.requests < FEWEST else ""
         return (
-            f"{cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {way} than "
+            f"{cell} is {size} {self.measure.unit} ({CONFIDENCE:.0%}: {low_text} to {high_text}) {direction} than "
             f"{baseline} {over}{chance}"
         )
 
@@ -143,7 +143,7 @@ def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptR
 
 
 def split_name(text: str) -> tuple[Path, str | None, str | None]:
-    """`results/x:policy@size` as folder, policy and size, as far as they are named. InputError for no folder.
+    """Return folder, policy and size of `results/x:policy@size`, as far as they are named. Raise InputError.
 
     The policy may name its scope: `results/x:lru@layer@25%`.
     """
@@ -157,9 +157,9 @@ def split_name(text: str) -> tuple[Path, str | None, str | None]:
 
 
 def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -> list[SweptRun]:
-    """Those of one folder's cells that have this policy and cache size, of either kind if None.
+    """Return those of one folder's cells that have this policy and cache size, of either kind if None.
 
-    InputError, naming what there is, if there are none.
+    Raise InputError, naming what there is, if there are none.
     """
     if policy is not None:
         policy = text_of(policy)
@@ -172,18 +172,18 @@ def choose(cells: Sequence[SweptRun], policy: Policy | None, size: str | None) -
             swept = ", ".join(str(n) for n in dict.fromkeys(cell.cache_experts for cell in cells))
             raise InputError(f"{cells[0].folder} has no cache of {size} ({slots} experts); it has {swept}")
         cells = [cell for cell in cells if cell.cache_experts == slots]
-    found = [cell for cell in cells if policy in (None, cell.policy)]
-    if not found:
+    matches = [cell for cell in cells if policy in (None, cell.policy)]
+    if not matches:
         raise InputError(f"{cells[0].folder} did not run {policy} with a cache of {size}")
-    return found
+    return matches
 
 
 def _slots(cells: Sequence[SweptRun], size: str) -> int:
     """Return how many experts a cache of this size holds; of a size in bytes, those of the largest cell's that fits."""
-    slots, room = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes), stated_bytes(size)
-    if room is None:
+    slots, in_bytes = parse_cache_size(size, cells[0].all_experts, cells[0].expert_bytes), stated_bytes(size)
+    if in_bytes is None:
         return slots
-    return max((cell.cache_experts for cell in cells if cell.fills(room)), default=slots)
+    return max((cell.cache_experts for cell in cells if cell.fills(in_bytes)), default=slots)
 
 
 def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
@@ -193,38 +193,38 @@ def _unknown(policy: str, known: Iterable[str], folder: Path) -> InputError:
 
 
 def pairs_within(cells: Sequence[SweptRun], policies: Sequence[Policy]) -> list[tuple[SweptRun, SweptRun]]:
-    """(baseline, cell) at each size: the first policy is the baseline of the others. InputError if one is missing."""
+    """Return (baseline, cell) at each size: the first policy is the baseline. Raise InputError if one is missing."""
     if len(policies) < 2:
         raise InputError("`policies` needs two or more to compare: the baseline first, as in lru,eamc")
-    names, found = list(map(text_of, policies)), []
+    names, pairs = list(map(text_of, policies)), []
     for slots in dict.fromkeys(cell.cache_experts for cell in cells):
         here = {cell.policy: cell for cell in cells if cell.cache_experts == slots}
         for name in names:
             if name not in here:
                 raise _unknown(name, here, cells[0].folder)
-        found += [(here[names[0]], here[name]) for name in names[1:]]
-    return found
+        pairs += [(here[names[0]], here[name]) for name in names[1:]]
+    return pairs
 
 
 def pairs_across(first: Sequence[SweptRun], second: Sequence[SweptRun]) -> list[tuple[SweptRun, SweptRun]]:
-    """(baseline, cell): of two folders the cells of one policy and size; where each gives one cell, those two."""
+    """Return (baseline, cell): of two folders the cells of one policy and size; where each has one cell, those two."""
     if len(first) == len(second) == 1:
         return [(first[0], second[0])]
     other = {(cell.policy, cell.cache_experts): cell for cell in second}
-    found = [(cell, other[key]) for cell in first if (key := (cell.policy, cell.cache_experts)) in other]
-    if not found:
+    pairs = [(cell, other[key]) for cell in first if (key := (cell.policy, cell.cache_experts)) in other]
+    if not pairs:
         raise InputError(
             f"{first[0].folder} and {second[0].folder} have no policy and size in common: name one cell of each, "
             f"as in {first[0].folder}:{first[0].policy}@{first[0].cache_experts}"
         )
-    return found
+    return pairs
 
 
 def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: int = RESAMPLES) -> list[Difference]:
-    """What `cell` has more than `baseline`, for each measure that both have. InputError if they cannot be paired."""
+    """Return what `cell` has more than `baseline`, by measure. Raise InputError if they cannot be paired."""
     _pairable(baseline, cell)
     names = _names(baseline, cell)
-    found = []
+    rows = []
     for measure in MEASURES:
         more, less = (table[measure.name].to_numpy(np.float64) for table in (cell.requests, baseline.requests))
         difference = measure.scale * (more - less)
@@ -233,10 +233,10 @@ def differences(baseline: SweptRun, cell: SweptRun, seed: int = 0, resamples: in
             low, high = interval(difference, seed, resamples)
             mean = float(difference.mean())
             about = (len(difference), cell.cache_experts, cell.oracle, baseline.oracle)
-            found.append(Difference(measure, names[1], names[0], mean, low, high, *about))
-    if not found:
+            rows.append(Difference(measure, names[1], names[0], mean, low, high, *about))
+    if not rows:
         raise InputError(f"{names[0]} and {names[1]} have fewer than two requests with a measure in common")
-    return found
+    return rows
 
 
 def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> list[SweptRun]:
@@ -247,17 +247,17 @@ def indistinct(best: SweptRun, others: Sequence[SweptRun], judged_by: str) -> li
     measure = OF_A_REQUEST[judged_by]
     sign = -1 if measure == "hit_rate" else 1
     mine = best.requests[measure].to_numpy(np.float64)
-    found = []
+    equal = []
     for other in others:
         worse = sign * (other.requests[measure].to_numpy(np.float64) - mine)
         worse = worse[~np.isnan(worse)]
         if len(worse) < FEWEST or interval(worse, resamples=RESAMPLES_OF_A_TABLE)[0] <= 0:
-            found.append(other)
-    return found
+            equal.append(other)
+    return equal
 
 
 def interval(values: Float, seed: int = 0, resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Percentile bootstrap interval of the mean of `values` [n], n at least 1; the same seed gives the same one."""
+    """Return the percentile bootstrap interval of the mean of `values` [n], n at least 1; equal for equal seeds."""
     rng = np.random.default_rng(seed)
     means = np.empty(resamples)
     at_once = max(1, DRAWN_AT_ONCE // len(values))
@@ -292,7 +292,7 @@ def _pairable(baseline: SweptRun, cell: SweptRun) -> None:
 
 
 def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:
-    """The two as short as they can be told apart: policy, then size, then folder where these differ."""
+    """Return two names as short as they differ: policy, then size, then folder."""
     sizes = baseline.cache_experts != cell.cache_experts
     folders = baseline.folder.resolve() != cell.folder.resolve()
 
@@ -303,7 +303,7 @@ def _names(baseline: SweptRun, cell: SweptRun) -> tuple[str, str]:
 
 
 def _figures(mean: float, low: float, high: float) -> tuple[str, str, str]:
-    """All three with the decimals that show two digits of the interval's width."""
+    """Return all three with the decimals that show two digits of the interval's width."""
     width = max(high - low, abs(mean) / 100)
     decimals = min(6, max(1, 1 - math.floor(math.log10(width)))) if width > 0 else 1
     return f"{mean:.{decimals}f}", f"{low:.{decimals}f}", f"{high:.{decimals}f}"
