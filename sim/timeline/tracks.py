@@ -175,75 +175,78 @@ class LinkTracks(LoopObserver):
             scene.timeline.slice(self._pauses, f"paused {scene.name(expert)}", since, scene.now(), scene.args(expert))
 
 
-class HostTracks(LoopObserver):
-    """What the host computes (rule 13) and what the disk reads (rule 17), in runs that do: one piece of work each."""
+class Spans(LoopObserver):
+    """Tracks on which one slice at a time is open."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
+        self._open: dict[Track, tuple[str, int, Args]] = {}  # name, since when, and what of it
+
+    def _begin(self, track: Track | None, name: str, began: int, args: Args) -> None:
+        assert track
+        self._open[track] = name, began, args
+
+    def _end(self, track: Track, ended: int, **more: object) -> None:
+        name, began, args = self._open.pop(track)
+        self._scene.timeline.slice(track, name, began, ended, {**args, **more})
+
+    def show_unfinished(self) -> None:
+        """Show what is open, up to now."""
+        for track, (name, began, args) in self._open.items():
+            self._scene.timeline.slice(track, name, began, self._scene.now(), {**args, "unfinished": True})
+
+
+class HostTracks(Spans):
+    """What the host computes (rule 13) and what the disk reads (rule 17), in runs that do: one piece of work each."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__(scene)
         self._host = scene.timeline.track(scene.process, "host") if needed(scene.run) else None
         self._disk = scene.timeline.track(scene.process, "disk") if scene.run.host else None
-        self._doing: dict[Track, tuple[str, int, Args]] = {}  # by track: name, since when, and what of it
 
     def host_began(self, kind: Kind, expert: int, tokens: int) -> None:
-        if kind is Kind.HOP:
-            self._begin(self._host, "hop", {})
-        else:
+        name, args, now = "hop", Args(), self._scene.now()
+        if kind is Kind.HOST:
+            name = f"host {self._scene.name(expert)}"
             args = {**self._scene.args(expert), "tokens": tokens, "lookup": "miss"}
-            self._begin(self._host, f"host {self._scene.name(expert)}", args)
+        self._begin(self._host, name, now, args)
 
     def read_began(self, expert: int, demanded: bool) -> None:
         args = {**self._scene.args(expert), "read": "demand" if demanded else "prefetch"}
-        self._begin(self._disk, f"read {self._scene.name(expert)}", args)
-
-    def _begin(self, track: Track | None, name: str, args: Args) -> None:
-        assert track
-        self._doing[track] = name, self._scene.now(), args
+        self._begin(self._disk, f"read {self._scene.name(expert)}", self._scene.now(), args)
 
     def ended(self, completion: Completion) -> None:
         kind = completion.kind
         track = self._disk if kind is Kind.READ else self._host if kind in (Kind.HOP, Kind.HOST) else None
         if track:
-            name, began, args = self._doing.pop(track)
-            self._scene.timeline.slice(track, name, began, self._scene.now(), args)
+            self._end(track, self._scene.now())
 
     def cutting(self) -> None:
         self.show_unfinished()
-        self._doing.clear()
-
-    def show_unfinished(self) -> None:
-        """Show what is under way, up to now."""
-        for track, (name, began, args) in self._doing.items():
-            self._scene.timeline.slice(track, name, began, self._scene.now(), {**args, "unfinished": True})
+        self._open.clear()
 
 
-class SeatTracks:
+class SeatTracks(Spans):
     """A track for each seat of a batch (rule 18): its requests, from their admission to the end of their last head."""
 
     def __init__(self, scene: Scene, group: str, names: Sequence[str]) -> None:
-        self._scene = scene
+        super().__init__(scene)
         self._names = names
         self._tracks: list[Track] = []
         if users := scene.run.users:
             process = scene.timeline.process(f"{group}: requests")
             self._tracks = [scene.timeline.track(process, f"seat {seat}") for seat in range(users.max_batch)]
-        self._active: dict[int, tuple[str, int, Args]] = {}  # by seat: name, since when, and what of it
 
     def begin(self, step: Step, began: int) -> None:
         """Requests may be admitted for a step."""
         for place, waited_ns in zip(step.begins, step.waited_ns, strict=False):
-            self._active[place.seat] = self._names[place.request], began, {"waited_us": waited_ns / 1_000}
+            args: Args = {"waited_us": waited_ns / 1_000}
+            self._begin(self._tracks[place.seat], self._names[place.request], began, args)
 
     def end(self, step: Step, ended: int) -> None:
         """Some may have had their last one."""
         for place in step.ends if self._tracks else ():
-            name, began, args = self._active.pop(place.seat)
-            self._scene.timeline.slice(self._tracks[place.seat], name, began, ended, {**args, "steps": place.step + 1})
-
-    def show_unfinished(self) -> None:
-        """Show which requests run, up to now."""
-        for seat, (name, began, args) in self._active.items():
-            args = {**args, "unfinished": True}
-            self._scene.timeline.slice(self._tracks[seat], name, began, self._scene.now(), args)
+            self._end(self._tracks[place.seat], ended, steps=place.step + 1)
 
 
 @dataclass(slots=True)
