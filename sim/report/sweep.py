@@ -1,6 +1,7 @@
 """The sections of the page about one sweep, but for its recommendation and its routing."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -17,26 +18,6 @@ from sim.sweeps.setup import Loaded
 
 BARS = 24
 """Cells in a figure of bars at most: those of the largest sizes."""
-
-COLUMNS = {
-    "policy": "policy",
-    "cache": "cache",
-    "cache_experts": "experts",
-    "hit_rate": "hit rate",
-    "tpot_mean_ms": "TPOT mean, ms",
-    "tpot_p50_ms": "p50",
-    "tpot_p95_ms": "p95",
-    "tpot_p99_ms": "p99",
-    "ttft_mean_ms": "TTFT mean, ms",
-    "tokens_per_s": "tokens/s",
-    "misses": "misses",
-    "late": "late",
-    "mb_demand": "demand MB/token",
-    "mb_prefetch": "prefetch MB/token",
-    "mb_wasted": "wasted MB/token",
-    "idle": "GPU idle",
-}
-"""Columns of the table of cells."""
 
 
 def sections(sweep: Results, several: bool) -> Iterator[Section]:
@@ -229,27 +210,43 @@ _STALLS = {
 
 
 def _table(rows: Sequence[Row]) -> Item:
-    shown = [[_shown(name, row) for name in COLUMNS] for row in rows]
-    return Item("table", head=tuple(COLUMNS.values()), rows=tuple(map(tuple, shown)))
+    shown = tuple(tuple(shown_of(row) for shown_of in COLUMNS.values()) for row in rows)
+    return Item("table", head=tuple(COLUMNS), rows=shown)
 
 
-def _shown(name: str, row: Row) -> Shown:
-    """Return a cell of the table, and what it sorts by: None for text."""
-    if name == "policy":
-        return (policy_title(row["policy"], row["oracle"]), None)
-    if name == "cache":
-        return (size_text(row), row["cache_fraction"])
-    if name.startswith("mb_"):
-        value = row[f"bytes_{name[3:]}"]
-        each = None if value is None or not row["tokens"] else value / row["tokens"] / 1e6
-        return ("-" if each is None else f"{each:,.2f}", -1.0 if each is None else each)
-    if name == "idle":
-        idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
-        share = None if idle is None or busy is None or not idle + busy else idle / (idle + busy)
-        return (show_share(share), -1.0 if share is None else share)
-    value = row[name]
+def _figure(value: float | None, text: Callable[[float], str] | None = None) -> Shown:
+    """Return what a cell of the table shows, and what it sorts by."""
     if value is None:
         return ("-", -1.0)
-    if name == "hit_rate":
-        return (show_share(value), value)
-    return (f"{value:,.0f}" if isinstance(value, int) or value > 1e5 else f"{value:,.4g}", float(value))
+    plain = f"{value:,.0f}" if isinstance(value, int) or value > 1e5 else f"{value:,.4g}"
+    return (text(value) if text else plain, float(value))
+
+
+def _per_token(name: str, row: Row) -> Shown:
+    return _figure(None if row[name] is None else row[name] / row["tokens"] / 1e6, "{:,.2f}".format)
+
+
+def _idle(row: Row) -> Shown:
+    idle, busy = row["gpu_idle_ms"], row["compute_busy_ms"]
+    return _figure(None if idle is None or not idle + busy else idle / (idle + busy), show_share)
+
+
+COLUMNS: dict[str, Callable[[Row], Shown]] = {
+    "policy": lambda row: (policy_title(row["policy"], row["oracle"]), None),
+    "cache": lambda row: (size_text(row), row["cache_fraction"]),
+    "experts": lambda row: _figure(row["cache_experts"]),
+    "hit rate": lambda row: _figure(row["hit_rate"], show_share),
+    "TPOT mean, ms": lambda row: _figure(row["tpot_mean_ms"]),
+    "p50": lambda row: _figure(row["tpot_p50_ms"]),
+    "p95": lambda row: _figure(row["tpot_p95_ms"]),
+    "p99": lambda row: _figure(row["tpot_p99_ms"]),
+    "TTFT mean, ms": lambda row: _figure(row["ttft_mean_ms"]),
+    "tokens/s": lambda row: _figure(row["tokens_per_s"]),
+    "misses": lambda row: _figure(row["misses"]),
+    "late": lambda row: _figure(row["late"]),
+    "demand MB/token": partial(_per_token, "bytes_demand"),
+    "prefetch MB/token": partial(_per_token, "bytes_prefetch"),
+    "wasted MB/token": partial(_per_token, "bytes_wasted"),
+    "GPU idle": _idle,
+}
+"""The table of cells: what each column shows of a row."""
