@@ -14,6 +14,7 @@ import pandas as pd
 import pyarrow as pa
 
 from sim.results import files
+from sim.results.compare import SweptRun, swept_runs
 from sim.results.metrics import MS, REQUESTS, RESULTS, SHARE, TEXT, Row
 from sim.sweeps import winner
 from sim.sweeps.setup import Loaded, Setup
@@ -60,6 +61,11 @@ class Results:
         except InputError as error:
             self.note(f"{self.folder}: its trace or profiles cannot be read again: {error}")
             return None
+
+    @cached_property
+    def cells(self) -> list[SweptRun]:
+        """The cells with their requests, to pair; none where these are missing."""
+        return [] if self.requests is None else swept_runs(self.rows, self.requests, self.folder)
 
     @cached_property
     def trace(self) -> Trace | None:

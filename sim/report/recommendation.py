@@ -11,15 +11,6 @@ from sim.sweeps import winner
 from traces.errors import InputError
 
 
-def runs(sweep: Results) -> list[SweptRun]:
-    """Return the cells with their requests, to pair; none, with the reason among the problems, where they cannot be."""
-    try:
-        return compare.read(sweep.folder)
-    except InputError as error:
-        sweep.note(f"no intervals: {error}")
-        return []
-
-
 def text(sweep: Results) -> str:
     """Return what to do, by how much it is better, and how sure that is."""
     by = winner.metric(sweep.rows)
@@ -47,7 +38,7 @@ def _against_lru(sweep: Results, best: Row, by: str) -> Iterator[str]:
             better = "misses less" if by == "misses" else "is faster"
             yield f"No other policy that was run {better} there: cleverness does not help."
         return
-    cells = {(cell.policy, cell.cache_experts): cell for cell in runs(sweep)}
+    cells = {(cell.policy, cell.cache_experts): cell for cell in sweep.cells}
     pair = [cells.get((policy, best["cache_experts"])) for policy in ("lru", best["policy"])]
     if pair[0] is None or pair[1] is None:
         return

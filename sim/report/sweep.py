@@ -110,7 +110,7 @@ _FLOOR = (
 
 def _ranking(sweep: Results) -> Iterator[Item]:
     """Yield each policy's difference to the best one, with paired bootstrap intervals over requests."""
-    by, cells, groups = winner.metric(sweep.rows), recommendation.runs(sweep), {}
+    by, cells, groups = winner.metric(sweep.rows), sweep.cells, {}
     oracles = _oracles(sweep)
     rows = {(row["policy"], row["cache_experts"]): row for row in sweep.rows}
     texts = []

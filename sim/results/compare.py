@@ -123,10 +123,14 @@ class Difference:
 
 def read(folder: Path) -> list[SweptRun]:
     """Return the cells of a sweep's results folder, in the order of its rows. Raise InputError if it is not one."""
-    cells = files.read(folder / files.RESULTS_FILE, RESULTS).to_pandas().to_dict("records")
-    requests = files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas()
+    rows = files.read(folder / files.RESULTS_FILE, RESULTS).to_pylist()
+    return swept_runs(rows, files.read(folder / files.REQUESTS_FILE, REQUESTS).to_pandas(), folder)
+
+
+def swept_runs(rows: Sequence[Row], requests: pd.DataFrame, folder: Path) -> list[SweptRun]:
+    """Return the cells of a sweep from both of its tables."""
     by_cell = dict(iter(requests.groupby(["policy", "cache_experts"], sort=False)))
-    return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in cells]
+    return [swept_run(row, by_cell[row["policy"], row["cache_experts"]], folder) for row in rows]
 
 
 def swept_run(row: Row, requests: pd.DataFrame, folder: Path = Path()) -> SweptRun:

@@ -6,11 +6,10 @@ predicted / printed - 1. Of other models it prints only its own system's mean.
 
 import tomllib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sim import profiles
 from sim.sweeps.setup import Loaded
 from sim.systems.play import Prediction
 from traces.errors import InputError
@@ -38,15 +37,15 @@ class Printed:
     name: str
     mean_ms: float
     cause: str  # of a deviation
-    idle_ms: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)
-    tail_ms: float = field(default=0.0, metadata=profiles.MAY_BE_ZERO)
+    idle_ms: float = 0.0
+    tail_ms: float = 0.0
 
 
 @cache
 def printed() -> dict[str, Printed]:
     """Return the rows of the paper by system."""
-    held = tomllib.loads((Path(__file__).parent / "table1.toml").read_text("utf-8"))
-    return {name: profiles.make(Printed, row, {}, name=name) for name, row in held.items()}
+    table = tomllib.loads((Path(__file__).parent / "table1.toml").read_text("utf-8"))
+    return {name: Printed(name, **row) for name, row in table.items()}
 
 
 @dataclass(frozen=True)
