@@ -152,6 +152,11 @@ def test_a_difference_is_said_in_a_plain_sentence(measure, mean, low, high, sent
     assert Difference(measure, "eamc", "lru", mean, low, high, 40, 16).sentence() == sentence
 
 
+def test_an_oracle_is_called_one():
+    found = Difference(HIT_RATE, "belady", "lru", 7.0, 5.0, 9.0, 40, 16, cell_oracle=True)
+    assert found.sentence().startswith("belady (oracle) is 7.0 points ")
+
+
 @pytest.mark.parametrize(("requests", "told"), [(2, False), (5, False), (6, True)])
 def test_fewer_than_six_requests_cannot_tell_a_difference_from_chance(requests, told):
     """Even if all are worse: five have one sign by chance in 2 of 32 cases, six in 2 of 64."""
@@ -192,25 +197,6 @@ def test_compare_within_a_sweep_takes_the_first_policy_as_the_baseline(home):
         assert row["mean"] == pytest.approx((lfu[column] - lru[column]).mean())
     assert rows[0]["mean"] == pytest.approx(100 * (lfu["hits"] / lfu["lookups"] - lru["hits"] / lru["lookups"]).mean())
     assert {row["baseline_policy"] for row in rows} == {"lru"}
-
-
-def test_compare_says_a_sentence_for_each_measure_and_pair(home):
-    lines = moe_sim("compare", "x", "--policies", "lru,lfu,eamc", cwd=home).splitlines()
-    assert len(lines) == 2 * 2 * 3
-    assert lines[0].startswith("12 slots: lfu ")
-    assert lines[-1].startswith("24 slots: eamc ")
-    lines = moe_sim("compare", "x:lru@25%", "x:lru@50%", cwd=home).splitlines()
-    assert lines[0].startswith("lru@24 is ")
-    assert "higher in hit rate than lru@12 over 6 requests" in lines[0]
-
-
-def test_an_oracle_is_called_one(home):
-    for line in moe_sim("compare", "one", "--policies", "belady,lfu", cwd=home).splitlines():
-        assert line.startswith("lfu is ")
-        assert " than belady (oracle) over 6 requests" in line
-    assert moe_sim("compare", "one:lfu", "one:belady", cwd=home).startswith("belady (oracle) is ")
-    row, *_ = json.loads(moe_sim("compare", "one", "--policies", "belady,lfu", "--json", cwd=home))
-    assert (row["baseline_policy"], row["baseline_oracle"], row["cell_oracle"]) == ("belady", True, False)
 
 
 def test_untimed_cells_are_compared_in_what_they_have(home):

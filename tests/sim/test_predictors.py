@@ -120,20 +120,6 @@ def test_what_ships_is_what_the_benchmark_measures():
     assert {(row.kind, row.name) for row in benchmark.rows()} >= shipped
 
 
-def test_what_the_benchmark_writes_is_read_back_and_oracles_are_free(tmp_path, monkeypatch):
-    file = tmp_path / "predictors.toml"
-    rows = list(benchmark.rows())
-    found = {row: [benchmark.Measured(1.234 + i, 9.0), benchmark.Measured(5.0, 9.0)] for i, row in enumerate(rows)}
-    monkeypatch.setattr(benchmark, "TABLE", file)
-    monkeypatch.setattr(benchmark, "cpu", lambda: "a CPU")
-    benchmark.write(found)
-    monkeypatch.setattr(policy_overhead, "TABLE", file)
-    read = policy_overhead._table.__wrapped__()
-    for i, row in enumerate(rows):
-        assert read[row.kind][row.name] == ((0, 0) if row.oracle else (round(1.234 + i, 2), 5))
-    assert 'cpu = "a CPU"' in file.read_text()
-
-
 def test_whatever_watches_events_costs_something_and_what_the_machine_does_anyway_nothing():
     for policy in ("lru", "lfu", "fifo", "clock", "static", "flashmoe"):
         assert at(policy) == at(policy, LARGE) == 0

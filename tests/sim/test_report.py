@@ -15,8 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sim.report import bounds, inputs, page, routing, sweep
-from sim.report.elements import Item
+from sim.report import bounds, inputs, page, routing
 from sim.results.metrics import summarise
 from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim, run
@@ -240,18 +239,6 @@ def test_a_trace_that_has_gone_leaves_out_what_needs_it(copy):
     assert any("cannot be read again" in problem for problem in problems)
     assert any("Belady's bound and the physical floor cannot be computed" in problem for problem in problems)
     assert "The trace is not there" in text
-
-
-def test_a_page_without_bounds_says_why(swept, monkeypatch):
-    (one,) = inputs.read([swept])
-    loaded = one.loaded
-    assert loaded
-    vars(one)["loaded"] = replace(loaded, setup=replace(loaded.setup, cold=True))
-    monkeypatch.setattr(type(loaded), "sizes", np.ones(loaded.all_experts, np.int64))
-    monkeypatch.setattr(sweep, "figure_item", lambda figure, caption: Item("figure", caption))
-    said = "since experts differ in size, and each request begins with an empty cache."
-    texts = [item.text for item in sweep._against_size(one)]
-    assert f"Not computed: Belady's bound and the physical floor, {said}" in texts
 
 
 def test_a_missing_replay_is_said_and_only_missing_folders_are_refused(swept, tmp_path):
