@@ -39,13 +39,6 @@ class Sampling:
         if not 0 <= self.top_p <= 1:
             raise InputError(f"top_p {self.top_p}: use a number from 0 to 1")
 
-    @classmethod
-    def typed(cls, temperature: float, top_p: float) -> "Sampling":
-        """Return what these options of a command ask for. Raise InputError for a share of what is not drawn."""
-        if top_p != 1 and not temperature:
-            raise InputError(f"--top-p {top_p} is for sampling: give a --temperature above 0, or leave it out")
-        return cls(temperature, top_p)
-
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings of transformers' `generate`."""

@@ -29,9 +29,9 @@ def recognize(table: Table) -> Dataset | None:
     return next(fitting, None)
 
 
-def first_unlike_mmlu(lines: list[list[str]]) -> int | None:
-    """The first line that is not a question, four choices and the right one's letter; None if all are."""
-    return next((i for i, line in enumerate(lines) if len(line) != 6 or line[5].strip() not in LETTERS), None)
+def is_mmlu(lines: list[list[str]]) -> bool:
+    """Whether each line is a question, four choices and the right one's letter."""
+    return all(len(line) == 6 and line[5].strip() in LETTERS for line in lines)
 
 
 def _texts(row: Row, *columns: str) -> bool:
@@ -40,13 +40,8 @@ def _texts(row: Row, *columns: str) -> bool:
 
 def _is_mt_bench(row: Row) -> bool:
     turns = row.get("turns")
-    return (
-        _texts(row, "category")
-        and "question_id" in row
-        and isinstance(turns, list)
-        and len(turns) == 2
-        and all(isinstance(turn, str) for turn in turns)
-    )
+    two = isinstance(turns, list) and len(turns) == 2 and all(isinstance(turn, str) for turn in turns)
+    return two and _texts(row, "category") and "question_id" in row
 
 
 def _read_mmlu(row: Row) -> Row:

@@ -83,12 +83,10 @@ class ExpertsHook:
 
     @property
     def names(self) -> list[str]:
-        """The names of the layers, as in `model.named_modules()`."""
         return [site.name for site in self.sites]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The modules that hold the experts of each layer."""
         return [site.module for site in self.sites]
 
     @property
@@ -144,7 +142,6 @@ class ExpertsHook:
             self._ahead.clear()
 
     def _handles(self) -> Iterator[Any]:
-        """Hook all layers and stacks."""
         for site in self.sites:
             yield from self._attach(site)
         model: Any = self.model

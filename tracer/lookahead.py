@@ -49,7 +49,6 @@ class Lookahead:
         self._before = None
 
     def attach(self, site: Site) -> Iterator[Any]:
-        """Hook a layer; yields the handle, or nothing if the layer cannot be tried."""
         tried = site.block or site.router
         if tried is None or not site.weighted:
             return

@@ -1,4 +1,4 @@
-"""Load a causal language model and its tokenizer, and turn what is said to it into tokens."""
+"""Load a causal language model and its tokenizer, and turn messages into tokens."""
 
 import atexit
 import hashlib
@@ -7,29 +7,24 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tracer.checkpoints import blaming, find_model, notes_of, require_numbers, require_weights
-from tracer.limited import limited
+from tracer.checkpoints import blaming, find_model, notes_of, require_weights
 from traces.errors import InputError, unknown
+from traces.typed import Option
 
 SMALL = 50_000_000
 """Parameters below which operations are too small to share among threads, which would wait for each other."""
 
+PANEL = "Running the model"
+
 OFFLOADS = ("cpu", "disk")
-
-TEMPLATE_S = 10.0
-"""How long a chat template may take."""
-
-TEMPLATE_LETTERS = 1 << 20
-"""What a chat template may add, beside repeating what was said."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -60,10 +55,7 @@ class LoadedModel:
         """Token ids that end a response."""
         ids = self.model.generation_config.eos_token_id
         ids = getattr(self.tokenizer, "eos_token_id", None) if ids is None else ids
-        found = [] if ids is None else ids if isinstance(ids, list) else [ids]
-        if not all(isinstance(each, int) for each in found):
-            raise InputError(f"{self.name}: eos_token_id is {ids!r}, not a token id or a list of them")
-        return list(found)
+        return [] if ids is None else list(ids) if isinstance(ids, list) else [ids]
 
     @property
     def pad_id(self) -> int:
@@ -83,16 +75,16 @@ class LoadedModel:
 
     @property
     def decoder_start(self) -> int:
-        """The token that a decoder behind an encoder starts from; raises InputError if none is told."""
-        told = (
+        """The token that a decoder behind an encoder starts from. Raise InputError if the checkpoint names none."""
+        named = (
             self.model.generation_config.decoder_start_token_id,
             getattr(self.model.config, "decoder_start_token_id", None),
             self.model.generation_config.bos_token_id,
         )
-        for token in told:
-            if token is not None:
-                return int(token)
-        raise InputError(f"{self.name} does not say what its decoder starts with (decoder_start_token_id)")
+        token = next((token for token in named if token is not None), None)
+        if token is None:
+            raise InputError(f"{self.name} does not say what its decoder starts with (decoder_start_token_id)")
+        return int(token)
 
     def prompt_tokens(self, said: Sequence[str], template: bool) -> list[int]:
         """The tokens of a conversation, user and model in turn, that the model is to continue with.
@@ -102,29 +94,24 @@ class LoadedModel:
         if template:
             roles = cycle(("user", "assistant"))
             return self.chat_tokens([{"role": role, "content": text} for role, text in zip(roles, said, strict=False)])
-        with blaming(f"the tokenizer of {self.name} fails"):
-            return list(self.tokenizer("\n".join(said))["input_ids"])
+        return self._ids(text="\n".join(said))
 
     def chat_tokens(self, messages: list[dict[str, str]]) -> list[int]:
         """The tokens of messages (each a role and a content) that the model is to answer; raises InputError."""
         if not getattr(self.tokenizer, "chat_template", None):
             return self.prompt_tokens([message["content"] for message in messages], template=False)
-        what = f"the chat template of {self.name}"
-        with blaming(f"{what} fails"), limited(TEMPLATE_S, what):
+        with blaming(f"the chat template of {self.name} fails"):
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        said = sum(len(message["content"]) for message in messages)
-        if len(text) > TEMPLATE_LETTERS + 10 * said:
-            raise InputError(f"{what} makes {len(text):,} letters of {said:,}: correct it, or leave it out")
+        return self._ids(text=text, add_special_tokens=False)
+
+    def _ids(self, **options: Any) -> list[int]:
         with blaming(f"the tokenizer of {self.name} fails"):
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            return list(self.tokenizer(**options)["input_ids"])
 
     def response_tokens(self, text: str) -> list[int]:
         """The tokens of an answer, with the end of sequence that the model would have written."""
-        with blaming(f"the tokenizer of {self.name} fails"):
-            if self.model.config.is_encoder_decoder:
-                ids = list(self.tokenizer(text_target=text)["input_ids"])
-            else:
-                ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        encoded = self.model.config.is_encoder_decoder
+        ids = self._ids(text_target=text) if encoded else self._ids(text=text, add_special_tokens=False)
         return ids if ids and ids[-1] in self.stop_ids else [*ids, *self.stop_ids[:1]] or ids
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -172,71 +159,62 @@ def _is_plain(weight: torch.Tensor) -> bool:
 class Loading:
     """How to load a model."""
 
-    dtype: str = "auto"
-    device: str = "auto"
-    offload: str | None = None  # where weights go that do not fit onto the device: "cpu" or "disk"
-    max_memory: str | None = None  # of the device, such as 8GiB, if weights are offloaded
-    offload_folder: Path | None = None  # for weights on disk; None: a temporary one
-    trust_remote_code: bool = False
+    dtype: Annotated[str, Option("auto (the checkpoint's), float32, bfloat16 or float16.", PANEL)] = "auto"
+    device: Annotated[str, Option("auto, cpu, cuda, cuda:1, ...", PANEL)] = "auto"
+    offload: Annotated[str | None, Option("cpu or disk: where weights go that the device cannot hold.", PANEL)] = None
+    max_memory: Annotated[str | None, Option("Of the device for weights, such as 8GiB, with --offload.", PANEL)] = None
+    offload_folder: Annotated[Path | None, Option("For weights on disk.", PANEL, "a temporary one")] = None
+    trust_remote_code: Annotated[bool, Option("Run code that comes with the model.", PANEL)] = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise unknown("dtype", self.dtype, DTYPES)
+        if self.offload not in (None, *OFFLOADS):
+            raise unknown("place to offload to", self.offload, OFFLOADS)
+        if self.offload is None and (self.max_memory or self.offload_folder):
+            raise InputError(
+                "`max_memory` and `offload_folder` belong to `offload`: say where the rest goes, cpu or disk"
+            )
 
 
-def load_model(source: str, how: Loading) -> LoadedModel:
-    """Load `source`, a folder or a hub id; raises InputError."""
-    if how.dtype not in DTYPES:
-        raise unknown("dtype", how.dtype, DTYPES)
-    if how.offload not in (None, *OFFLOADS):
-        raise unknown("place to offload to", how.offload, OFFLOADS)
-    if how.offload is None and (how.max_memory or how.offload_folder):
-        raise InputError("--max-memory and --offload-folder belong to --offload: say where the rest goes, cpu or disk")
-    place = _device(how.device)
-    found = find_model(source, how.trust_remote_code)
+def load_model(source: str, options: Loading) -> LoadedModel:
+    """Load `source`, a folder or a hub id. Raise InputError."""
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    try:
+        device = torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    found = find_model(source, options.trust_remote_code)
+    placement = _offloaded(options, device) if options.offload else {}
     with blaming(f"cannot load the model {source}"):
         loaded: Any = found.auto.from_pretrained(
             source,
-            dtype=how.dtype,
+            dtype=options.dtype,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            trust_remote_code=how.trust_remote_code,
-            **_placing(how, place),
+            trust_remote_code=options.trust_remote_code,
+            **placement,
         )
         model, loading = loaded
         require_weights(source, loading)
-        require_numbers(source, model)
-        model = (model if how.offload else model.to(place)).eval()
-    if place.type == "cpu" and model.num_parameters() < SMALL:
+        model = (model if options.offload else model.to(device)).eval()
+    if device.type == "cpu" and model.num_parameters() < SMALL:
         torch.set_num_threads(1)
     return LoadedModel(found.name, model, found.tokenizer, notes_of(loading))
 
 
-def _placing(how: Loading, place: torch.device) -> dict[str, Any]:
-    """Settings of from_pretrained() that put onto the device what fits, and offload the rest."""
-    if how.offload is None:
-        return {}
-    if not find_spec("accelerate"):
-        raise InputError("--offload needs accelerate: pip install accelerate")
+def _offloaded(options: Loading, device: torch.device) -> dict[str, Any]:
+    """Return settings of from_pretrained() that put onto the device what fits, and offload the rest."""
     from accelerate.utils import get_max_memory
 
-    main = "cpu" if place.type == "cpu" else (place.index or 0)
+    main = "cpu" if device.type == "cpu" else (device.index or 0)
     memory = get_max_memory()
-    if how.max_memory is not None:
-        memory[main] = how.max_memory
-    if how.offload == "disk" and main != "cpu":
+    if options.max_memory is not None:
+        memory[main] = options.max_memory
+    if options.offload == "disk" and main != "cpu":
         memory["cpu"] = 0
-    folder = how.offload_folder
+    folder = options.offload_folder
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="moe-trace-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {"device_map": "auto", "max_memory": memory, "offload_folder": str(folder)}
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        if device.type == "meta":
-            raise RuntimeError("it computes nothing")
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device

@@ -6,27 +6,33 @@ all that was said before.
 """
 
 import hashlib
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pandas as pd
 import torch
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from tracer.answers import Answer, Runner, Sampling, Tokens
 from tracer.checkpoints import blaming
 from tracer.description import describe
 from tracer.hook import ExpertsHook
+from tracer.models import PANEL as RUN
 from tracer.models import LoadedModel
+from tracer.prompts import PANEL as PROMPTS
 from tracer.prompts import Prompt
 from traces.check import first_fault
-from traces.errors import InputError
+from traces.errors import InputError, unknown
 from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace, concatenate
+from traces.typed import Natural, Option, Positive
 from traces.writer import TraceWriter
 
 GENERATE, FORCED = "generate", "teacher-forced"
@@ -39,22 +45,52 @@ SAMPLE = 256
 """Numbers of each weight by which a resumed recording knows its model again, beside the whole routers."""
 
 
+KEEP = "What to record"
+
+
 @dataclass(frozen=True)
 class Options:
-    """How to record."""
+    """How to record. Raise InputError for options that contradict each other."""
 
-    max_new_tokens: int | None = None  # None: NEW_TOKENS, or the whole response where it is forced
-    batch_size: int = 1
-    mode: str = GENERATE
-    sampling: Sampling = field(default_factory=Sampling)
-    seed: int = 0
-    weights: bool = False
-    gate_probs: bool = False
-    lookahead: bool = False
-    embedding: bool = False
-    token_ids: bool = True
-    chat_template: bool = True  # applied where the tokenizer has one
-    shard: tuple[int, int] = (1, 1)  # record the first of one shards, that is all
+    shard: Annotated[str | None, Option("I/N: only the I-th of N parts; join them with `cat`.", PROMPTS)] = None
+    no_chat_template: Annotated[bool, Option("Do not apply the tokenizer's chat template.", PROMPTS)] = False
+    mode: Annotated[
+        str, Option("generate, or teacher-forced: one forward pass over prompt and given response.", RUN)
+    ] = GENERATE
+    max_new_tokens: Annotated[
+        Annotated[int, Meta(ge=1, le=1_000_000)] | None,
+        Option("Tokens of a response, at most.", RUN, f"{NEW_TOKENS}; all of a forced one"),
+    ] = None
+    batch_size: Annotated[Positive, Option("Prompts that run together.", RUN)] = 1
+    temperature: Annotated[float, Option("0: greedy; else sampled.", RUN)] = 0.0
+    top_p: Annotated[float, Option("Sample from the likeliest tokens of so much.", RUN)] = 1.0
+    seed: Annotated[Natural, Option("Seed of all random numbers.", RUN)] = 0
+    weights: Annotated[bool, Option("Record the router's weights.", KEEP)] = False
+    gate_probs: Annotated[bool, Option("Record the router's probabilities of all experts.", KEEP)] = False
+    lookahead: Annotated[bool, Option("Record what each router picks for the layer before's input.", KEEP)] = False
+    embedding: Annotated[bool, Option("Record a mean embedding of each prompt.", KEEP)] = False
+    no_tokens: Annotated[bool, Option("Leave token ids out: prompts may be private.", KEEP)] = False
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise unknown("mode", self.mode, MODES)
+        if self.temperature and self.mode == FORCED:
+            raise InputError("`temperature` is for `mode` generate: a response that is forced is not sampled")
+        if self.top_p != 1 and not self.temperature:
+            raise InputError(f"`top_p` {self.top_p} is for sampling: give a `temperature` above 0, or leave it out")
+        if not 1 <= self.part[0] <= self.part[1]:
+            raise InputError(f"`shard` {self.shard!r}: give I/N, such as 2/8 for the second of eight parts")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How new tokens are chosen."""
+        return Sampling(self.temperature, self.top_p)
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """I and N of the shard; 1 and 1 for all; 0 and 0 for what is no shard."""
+        match = re.fullmatch(r"(\d{1,18})/(\d{1,18})", self.shard or "1/1", re.ASCII)
+        return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def record(
@@ -70,9 +106,9 @@ def record(
 ) -> None:
     """Let the model answer each prompt, or take its responses, and write the routing as a trace to `out`.
 
-    `on_step` hears how many tokens each forward pass gave, `on_done` how many requests have finished, `on_note`
-    what the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
-    them. Raises InputError.
+    `on_step` gets how many tokens each forward pass gave, `on_done` how many requests have finished, `on_note` what
+    the user should know. Whole batches stay readable in `out` when it ends early, and `resume` continues after
+    them. Raise InputError.
     """
     with ExpertsHook(loaded.model, options.weights, options.gate_probs, options.lookahead) as hook:
         with blaming(f"{loaded.name} cannot be run"):
@@ -99,7 +135,7 @@ class Recording:
         on_tokens: Callable[[Tokens], None] = lambda tokens: None,
         on_turn: Callable[[], None] = lambda: None,
     ):
-        """`on_tokens` hears the newest token of each row, as it comes; `on_turn` when a turn of a batch is answered.
+        """`on_tokens` gets the newest token of each row, as it comes; `on_turn` is called as a turn is answered.
 
         See `record` for the others.
         """
@@ -109,16 +145,19 @@ class Recording:
             options = replace(options, batch_size=1)
         if hook.alone and options.mode == FORCED:
             on_note(f"{loaded.name} routes a token by others of its pass too: forced, it may differ from decoding")
-        self._batches = _shard([*_batches(prompts, options.batch_size)], options.shard)
+        size, (number, of) = options.batch_size, options.part
+        batches = list(enumerate(prompts[first : first + size] for first in range(0, len(prompts), size)))
+        self._batches = batches[len(batches) * (number - 1) // of : len(batches) * number // of]
         if not self._batches:
-            raise InputError("--shard {}/{} is empty: there are fewer batches of prompts".format(*options.shard))
+            raise InputError(f"--shard {options.shard} is empty: there are fewer batches of prompts")
         settings = _settings(loaded, hook, prompts, options)
         settings["requests"] = sum(len(prompt.turns) for _, batch in self._batches for prompt in batch)
         self.meta = replace(describe(loaded, hook), mode=options.mode, settings=settings)
         for note in (*loaded.notes, *hook.notes):
             on_note(note)
-        runner = Runner(loaded, hook, on_step, on_tokens)
-        self._recorder = _Recorder(loaded, runner, self.meta, options, on_note, on_turn)
+        self._runner = Runner(loaded, hook, on_step, on_tokens)
+        self._loaded, self._options, self._on_note, self._on_turn = loaded, options, on_note, on_turn
+        self._has_warned = False
 
     def traces(self, done: int = 0, step: int = 0) -> Iterator[tuple[int, Trace]]:
         """Yield, batch by batch, how many requests were answered, and their trace; the first `done` are passed over.
@@ -130,63 +169,41 @@ class Recording:
             if done:
                 done -= requests
                 continue
-            trace = self._recorder.record(batch, number, step)
+            torch.manual_seed(int(np.random.SeedSequence([self._options.seed, number]).generate_state(1)[0]))
+            trace = self._run(batch, step)
             yield requests, trace
             step = int(trace.step.max()) + 1
 
-
-class _Recorder:
-    """Records batches of prompts with one model."""
-
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        runner: Runner,
-        meta: TraceMeta,
-        options: Options,
-        on_note: Callable[[str], None],
-        on_turn: Callable[[], None],
-    ):
-        self._on_note = on_note
-        self._on_turn = on_turn
-        self._has_warned = False
-        self._loaded = loaded
-        self._meta = meta
-        self._options = options
-        self._runner = runner
-
-    def record(self, batch: Sequence[Prompt], number: int, step: int) -> Trace:
-        """The requests of a batch: the first turns of its prompts, then the second ones, ..."""
-        torch.manual_seed(int(np.random.SeedSequence([self._options.seed, number]).generate_state(1)[0]))
-        said: dict[str, list[str]] = {prompt.id: [] for prompt in batch}
+    def _run(self, batch: Sequence[Prompt], step: int) -> Trace:
+        """Return the requests of a batch: the first turns of its prompts, then the second ones, ..."""
+        texts: dict[str, list[str]] = {prompt.id: [] for prompt in batch}
         parts = []
         for turn in range(max(len(prompt.turns) for prompt in batch)):
-            speaking = [prompt for prompt in batch if turn < len(prompt.turns)]
-            for prompt in speaking:
-                said[prompt.id].append(prompt.turns[turn])
+            prompts = [prompt for prompt in batch if turn < len(prompt.turns)]
+            for prompt in prompts:
+                texts[prompt.id].append(prompt.turns[turn])
             try:
-                answers = self._answer(speaking, [said[prompt.id] for prompt in speaking], turn)
+                answers = self._answer(prompts, [texts[prompt.id] for prompt in prompts], turn)
             except InputError as error:
                 raise InputError(f"{error} (at the prompts from {batch[0].id!r} on)") from error
             self._on_turn()
             self._warn_of_length(max(len(each.prompt) + len(each.output) for each in answers))
-            for prompt, answer in zip(speaking, answers, strict=True):
-                said[prompt.id].append(self._loaded.text(answer.output))
-            parts.append(self._trace(speaking, turn, answers, step))
+            for prompt, answer in zip(prompts, answers, strict=True):
+                texts[prompt.id].append(self._loaded.text(answer.output))
+            parts.append(self._trace(prompts, turn, answers, step))
             step = int(parts[-1].step.max()) + 1
         return concatenate(parts)
 
-    def _answer(self, prompts: Sequence[Prompt], said: Sequence[list[str]], turn: int) -> list[Answer]:
-        loaded, limit = self._loaded, self._options.max_new_tokens
-        asked = [self._tokens(prompt, texts) for prompt, texts in zip(prompts, said, strict=True)]
-        self._warn_of_length(max(map(len, asked)))
-        if self._options.mode == FORCED:
-            given = [loaded.response_tokens(prompt.responses[turn])[:limit] for prompt in prompts]
-            for prompt, tokens in zip(prompts, given, strict=True):
-                if not tokens:
-                    raise InputError(f"the response of {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
-            return self._runner.force(asked, given)
-        return self._runner.generate(asked, limit or NEW_TOKENS, self._options.sampling)
+    def _answer(self, prompts: Sequence[Prompt], texts: Sequence[list[str]], turn: int) -> list[Answer]:
+        loaded, options = self._loaded, self._options
+        tokens = [loaded.prompt_tokens(each, not options.no_chat_template) for each in texts]
+        _require_tokens("prompt", prompts, tokens, loaded)
+        self._warn_of_length(max(map(len, tokens)))
+        if options.mode == GENERATE:
+            return self._runner.generate(tokens, options.max_new_tokens or NEW_TOKENS, options.sampling)
+        forced = [loaded.response_tokens(prompt.responses[turn])[: options.max_new_tokens] for prompt in prompts]
+        _require_tokens("response of", prompts, forced, loaded)
+        return self._runner.force(tokens, forced)
 
     def _warn_of_length(self, longest: int) -> None:
         """Say once that a request is longer than the model's context, of a prompt before it takes its time."""
@@ -198,15 +215,9 @@ class _Recorder:
                 " what it answers and routes beyond them means little"
             )
 
-    def _tokens(self, prompt: Prompt, said: list[str]) -> Tokens:
-        tokens = self._loaded.prompt_tokens(said, self._options.chat_template)
-        if not tokens:
-            raise InputError(f"the prompt {prompt.id!r} has no tokens in the vocabulary of {self._loaded.name}")
-        return tokens
-
     def _trace(self, prompts: Sequence[Prompt], turn: int, answers: Sequence[Answer], first_step: int) -> Trace:
-        """The answers of one turn. Raises InputError if a token was routed as no model routes."""
-        meta, options = self._meta, self._options
+        """Return the answers of one turn. Raise InputError if a token was routed as no model routes."""
+        meta, options = self.meta, self._options
         experts = _rows(answers, "ids")
         fault = first_fault(experts, meta.experts)
         if fault:
@@ -227,7 +238,7 @@ class _Recorder:
             position=position.astype(np.uint32),
             step=(first_step + np.maximum(position - np.repeat(prompt, prompt + decoded) + 1, 0)).astype(np.uint32),
             weights=_rows(answers, "weights") if options.weights else None,
-            token_id=np.array(tokens, np.int32) if options.token_ids else None,
+            token_id=np.array(tokens, np.int32) if not options.no_tokens else None,
             lookahead=_encoded(_rows(answers, "lookahead"), meta) if options.lookahead else None,
             gate_probs=_rows(answers, "gate_probs") if options.gate_probs else None,
             embedding=np.stack(embedding) if embedding else None,
@@ -269,33 +280,27 @@ def _request_id(prompt: Prompt, turn: int) -> str:
 
 
 def _require_turns(prompts: Sequence[Prompt], options: Options) -> None:
-    """InputError if requests share an id, or a response that is to be forced is missing."""
-    seen: set[str] = set()
+    """Raise InputError if a response that is to be forced is missing, or requests share an id."""
     for prompt in prompts:
         if options.mode == FORCED and not prompt.responses:
             raise InputError(f"the prompt {prompt.id!r} has no response to force; name a --response-column")
-        for turn in range(len(prompt.turns)):
-            name = _request_id(prompt, turn)
-            if name in seen:
-                raise InputError(f"two requests would have the id {name!r}; name another --id-column")
-            seen.add(name)
+    ids = Counter(_request_id(prompt, turn) for prompt in prompts for turn in range(len(prompt.turns)))
+    for name in (name for name, times in ids.items() if times > 1):
+        raise InputError(f"two requests would have the id {name!r}; name another --id-column")
 
 
-def _batches(prompts: Sequence[Prompt], size: int) -> Iterable[tuple[int, Sequence[Prompt]]]:
-    """Numbered batches of so many prompts."""
-    return enumerate(prompts[first : first + size] for first in range(0, len(prompts), size))
-
-
-def _shard(batches: list[tuple[int, Sequence[Prompt]]], shard: tuple[int, int]) -> list[tuple[int, Sequence[Prompt]]]:
-    """The batches of one shard of several: consecutive ones, so that the shards one after the other are all."""
-    number, of = shard
-    return batches[len(batches) * (number - 1) // of : len(batches) * number // of]
+def _require_tokens(what: str, prompts: Sequence[Prompt], tokens: Sequence[Tokens], loaded: LoadedModel) -> None:
+    for prompt, each in zip(prompts, tokens, strict=True):
+        if not each:
+            raise InputError(f"the {what} {prompt.id!r} has no tokens in the vocabulary of {loaded.name}")
 
 
 def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt], options: Options) -> dict[str, Any]:
     """What decides over a recording besides its model, as plain values; of prompts and routers, fingerprints."""
-    plain = {**asdict(options), **asdict(options.sampling), "shard": "{}/{}".format(*options.shard)}
-    told = {name: value for name, value in plain.items() if name not in ("sampling", "mode")}
+    negated = {"token_ids": not options.no_tokens, "chat_template": not options.no_chat_template}
+    elsewhere = {"mode", "no_tokens", "no_chat_template", "shard", "temperature", "top_p"}
+    stated = {name: value for name, value in asdict(options).items() if name not in elsewhere}
+    stated |= {**negated, "shard": "{}/{}".format(*options.part), **asdict(options.sampling)}
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.dataset, prompt.task, prompt.turns, prompt.responses)).encode())
@@ -307,4 +312,4 @@ def _settings(loaded: LoadedModel, hook: ExpertsHook, prompts: Sequence[Prompt],
         "compute_dtype": str(loaded.model.dtype).removeprefix("torch."),
         "device": loaded.device.type,
     }
-    return {**told, **compute, "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}
+    return {**stated, **compute, "prompts": len(prompts), "prompts_sha256": digest.hexdigest()[:16]}

@@ -90,7 +90,6 @@ class Interface(Site):
         return count if isinstance(count, int) else super().experts
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the call of the experts; the first raises InputError if its arguments are no routing."""
         names = list(inspect.signature(self.module.forward).parameters)[:3]
         known = False
 
@@ -112,7 +111,6 @@ class SkipExpert(Interface):
     """Zaya: a token that takes the expert that computes nothing is told as expert 0 with weight 0."""
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the call of the experts."""
         return super().attach(lambda index, weights: report(torch.where(weights != 0, index, -1), weights))
 
 
@@ -150,7 +148,6 @@ class RouterScores(Site):
     """Llama 4: the router's scores [T, E] are zero but for the k chosen, and all experts are called with them."""
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the router."""
         router: Any = self.router
 
         def after(_: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -174,7 +171,6 @@ class SortedGate(Site):
 
     @property
     def experts(self) -> int:
-        """E."""
         return len(self.weights[0])
 
     @property
@@ -183,7 +179,6 @@ class SortedGate(Site):
         return None
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the gate."""
         router: Any = self.router
         yield router.register_forward_hook(lambda _, args, output: report(*self.routed_by(output)))
 
@@ -215,7 +210,6 @@ class ProductKeys(Site):
         return [module.down_embed.weight, module.up_embed.weight]
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the keys and the look-up."""
         module: Any = self.module
         scores: list[Tensor] = []
 
@@ -245,7 +239,6 @@ class Children(Site):
 
     @property
     def experts(self) -> int:
-        """E."""
         module: Any = self.module
         return len(module)
 
@@ -262,7 +255,6 @@ class Children(Site):
         return next((k for k in named if isinstance(k, int)), None)
 
     def attach(self, report: Report) -> Iterator[Any]:
-        """Hook the block and each child."""
         tokens: list[Tensor] = []
         rows: list[tuple[int, Tensor]] = []
 

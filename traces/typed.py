@@ -7,13 +7,28 @@ import dataclasses
 import re
 import reprlib
 from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from traces.errors import InputError, unknown
 
 T = TypeVar("T")
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What commands print of a field whose annotation holds this, as in `Annotated[Positive, Option("Layers.")]`.
+
+    panel: the heading under which its help stands. shown: the default as the help shows it, where it is not the value.
+    """
+
+    help: str
+    panel: str | None = None
+    shown: str | None = None
 
 
 def typed(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:

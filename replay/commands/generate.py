@@ -16,7 +16,6 @@ from replay.warmup import undisturbed
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.sweeps.config import seeded
-from tracer.answers import Sampling
 from tracer.record import Options
 from traces.commands import console
 from traces.errors import InputError
@@ -65,9 +64,10 @@ def generate(
         check_target(record, overwrite)
     settings = Options(
         max_new_tokens=max_new_tokens,
-        sampling=Sampling.typed(temperature, top_p),
+        temperature=temperature,
+        top_p=top_p,
         seed=seed,
-        chat_template=not no_chat_template,
+        no_chat_template=no_chat_template,
     )
 
     def show(text: str) -> None:

@@ -50,7 +50,6 @@ from sim.quantities import show_bytes
 from sim.results.metrics import Row
 from sim.sweeps.setup import Loaded, Setup
 from tracer import demo
-from tracer.answers import Sampling
 from tracer.models import Loading, load_model
 from tracer.record import Options
 from traces.commands import console, program
@@ -202,7 +201,7 @@ class Check:
 
     def _live(self, folder: Path, limit: int, lanes: int | None) -> "Generated":
         """Generate. lanes: None for as many as it takes."""
-        sampled = Options(max_new_tokens=self.tokens, sampling=Sampling(temperature=1.0))
+        sampled = Options(max_new_tokens=self.tokens, temperature=1.0)
         with (
             self._limited(limit, folder),
             open_live(str(folder), DeviceChoice(self.device, lanes=lanes)) as live,

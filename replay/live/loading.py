@@ -20,7 +20,7 @@ from replay.devices.expert_file import ExpertFile, StoredModel, write
 from replay.devices.store import Bytes
 from replay.live.layout import ExpertLayer, InSlot, ShardStore, Source, expert_layers, sources
 from replay.live.shards import Shard, open_shards
-from tracer.checkpoints import Found, blaming, find_model, notes_of, require_numbers, require_weights
+from tracer.checkpoints import Found, blaming, find_model, notes_of, require_weights
 from tracer.models import LoadedModel
 from traces.errors import InputError, located
 from traces.output import check_file, make_folder
@@ -97,7 +97,6 @@ def opened(source: str, dtype: str, name: str | None = None) -> Iterator[Opened]
             require_weights(source, loading)
         model.__class__ = kind
         model.requires_grad_(False)
-        require_numbers(source, model)
         loaded = LoadedModel(name or checkpoint.name, model.eval(), checkpoint.tokenizer, notes_of(loading))
         yield Opened(loaded, layers, origins, shards)
         for shard in shards:

@@ -234,7 +234,7 @@ def import_beforehand() -> None:
     """Import what commands import when they run, so that their processes need not."""
     for package in (policies, replay, sim, tracer, traces):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not module.name.endswith(("__main__", ".demo.make", ".demo.train")):
+            if not module.name.endswith("__main__"):
                 importlib.import_module(module.name)
     importlib.import_module("transformers.models.olmoe.modeling_olmoe")  # the shipped model's code
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import re
 import shutil
 import signal
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,21 +21,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from replay.commands import main as replay_main
 from tests.support import remote_code
 from tests.support.architectures import COMMON
-from tests.support.command import Ended, Run, run
+from tests.support.command import Run, run
 from tests.support.same import assert_same
 from tests.support.tokenizer import byte_tokenizer
 from tracer import demo
-from tracer.checkpoints import blaming, find_model
 from tracer.commands.record import Meter
 from traces import demo_trace
-from traces.errors import InputError
-from traces.export import export_npz
-from traces.output import only_writer
 from traces.reader import EXTRA
-from traces.schema import REQUESTS
-from traces.synthetic import synthetic
 from traces.trace import Trace
-from traces.writer import write_trace
 
 COMMAND = [sys.executable, "-c", "from tracer.commands import main; main()"]
 
@@ -128,20 +119,6 @@ def test_info_prints_the_facts_as_table_and_as_json(moe_trace: Run) -> None:
     assert facts["decode"]["reuse"]["chance"] == 4 / 32
 
 
-def test_a_reason_of_two_lines_is_told_whole() -> None:
-    with pytest.raises(InputError, match=r"^m cannot be loaded: wrong field: it is 5$"), blaming("m cannot be loaded"):
-        raise ValueError("wrong field:\nit is 5\nand more")
-
-
-def test_a_panic_in_a_library_written_in_rust_is_told_in_one_line() -> None:
-    """It is no Exception, as Ctrl-C is none."""
-    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
-    with pytest.raises(InputError, match=r"^m cannot be loaded: range end 7$"), blaming("m cannot be loaded"):
-        raise panic("range end 7")
-    with pytest.raises(KeyboardInterrupt), blaming("m cannot be loaded"):
-        raise KeyboardInterrupt
-
-
 def test_validate_accepts_a_whole_trace_and_names_the_fault_of_a_broken_one(
     tmp_path: Path, moe_trace: Run, refuses: Callable[..., None]
 ) -> None:
@@ -195,10 +172,6 @@ def changed_demo(folder: Path, config: dict[str, Any], keep: Callable[[str], boo
     return folder
 
 
-def test_a_config_whose_architectures_are_no_list_says_nothing_of_them(tmp_path: Path) -> None:
-    assert find_model(str(changed_demo(tmp_path / "m", {"architectures": 5}))).config
-
-
 def test_weights_that_the_config_does_not_count_are_named(
     tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,15 +182,6 @@ def test_weights_that_the_config_does_not_count_are_named(
     assert "weights of the checkpoint, such as model.layers.9." in result.stderr
     live = run(replay_main, "generate", "--model", model, "--prompt", "x", "--max-new-tokens", 1, cwd=tmp_path)
     assert "weights of the checkpoint, such as model.layers.9." in live.stderr, live.stderr
-
-
-def test_tokens_of_requests_that_are_not_listed_do_not_count(tmp_path: Path, moe_trace: Run) -> None:
-    made = synthetic(2, tokens=5, layers=2, experts=4, top_k=1, seed=0)
-    write_trace(made, tmp_path / "t")
-    listed = pq.read_table(tmp_path / "t" / REQUESTS)
-    pq.write_table(listed.slice(0, 1), tmp_path / "t" / REQUESTS)
-    tokens = int(made.offsets[1])
-    assert f"1 requests, {tokens} tokens" in moe_trace("validate", tmp_path / "t").stdout
 
 
 @pytest.mark.parametrize(
@@ -233,89 +197,6 @@ def test_a_checkpoint_that_lacks_weights_is_refused(
 ) -> None:
     model = changed_demo(tmp_path / "m", {}, keep=lambda name: not re.search(lacks, name))
     refuses("record", "--model", model, "--out", tmp_path / "t", reason=named)
-    assert not (tmp_path / "t").exists()
-
-
-def test_weights_of_another_shape_are_named(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    model = changed_demo(tmp_path / "m", {"num_experts": 33})
-    refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.layers.0.mlp.experts.down_proj")
-
-
-def test_answers_that_never_end_are_refused(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    refuses("record", "--max-new-tokens", 10**9, "--out", tmp_path / "t", reason="less than or equal to 1000000")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path, refuses: Callable[..., None]) -> None:
-    model = changed_demo(tmp_path / "m", {})
-    tensors = load_file(model / "model.safetensors")
-    tensors["model.norm.weight"][3] = value
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    refuses("record", "--model", model, "--out", tmp_path / "t", reason="model.norm.weight holds values that are not")
-    assert not (tmp_path / "t").exists()
-
-
-def test_tied_weights_are_not_missed(tmp_path: Path, moe_trace: Run) -> None:
-    assert "lm_head.weight" not in load_file(demo.MODEL / "model.safetensors"), "not tied: the test shows nothing"
-    result = moe_trace("record", "--model", demo.MODEL, "--limit", 1, "--out", tmp_path / "t")
-    assert result.returncode == 0, result.stderr
-
-
-def test_what_a_models_own_forward_raises_is_told_in_one_line(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    model = changed_demo(tmp_path / "m", {"num_experts_per_tok": 40})
-    refuses(
-        "record", "--model", model, "--out", tmp_path / "t", reason="m cannot be run: selected index k out of range"
-    )
-    assert not (tmp_path / "t").exists()
-
-
-def test_an_unreachable_hub_is_asked_once(
-    tmp_path: Path, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked = []
-
-    def unreachable(url: str, **_: object) -> None:
-        asked.append(url)
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("tracer.checkpoints.get_hf_file_metadata", unreachable)
-    refuses("record", "--model", "nobody/nothing", "--out", tmp_path / "t", reason="no route to host")
-    assert len(asked) == 1
-
-
-def test_an_interrupt_before_the_first_pass_is_told(
-    tmp_path: Path, moe_trace: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("tracer.models.load_model", interrupted)
-    result = moe_trace("record", "--prompts", demo.PROMPTS, "--model", demo.MODEL, "--out", tmp_path / "t")
-    assert result == Ended(130, "", "moe-trace: error: interrupted\n")
-
-
-def test_info_of_one_token_is_json(tmp_path: Path, moe_trace: Run) -> None:
-    write_trace(synthetic(1, 1, 2, 8, 2, seed=0), tmp_path / "t")
-    facts = json.loads(moe_trace("info", tmp_path / "t", "--json").stdout, parse_constant=pytest.fail)
-    assert facts["decode"]["reuse"]["share"] is None
-    assert moe_trace("info", tmp_path / "t").returncode == 0
-
-
-@pytest.mark.parametrize("name", ["x.json", "x.pkl"])
-def test_a_file_that_is_no_dump_is_told_in_one_line_alone(tmp_path: Path, name: str, moe_trace: Run) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    (tmp_path / "x.pkl").write_bytes(pickle.dumps({"experts": [1]}))
-    result = moe_trace("import", tmp_path / name, "--out", tmp_path / "t")
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"moe-trace: error: {tmp_path / name} is no dump of a known")
-    assert result.stderr.count("\n") == 1
-    assert not (tmp_path / "t").exists()
-
-
-def test_an_import_with_an_id_twice_writes_nothing(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    np.savez(tmp_path / "x.npz", experts=np.array([[[0, 1]], [[2, 1]]]), offsets=np.array([0, 1, 2]))
-    (tmp_path / "x.json").write_text('{"requests": [{"id": "a"}, {"id": "a"}]}')
-    refuses("import", tmp_path / "x.npz", "--out", tmp_path / "t", reason="'a' occurs twice")
     assert not (tmp_path / "t").exists()
 
 
@@ -383,44 +264,6 @@ def test_slice_and_sample_take_what_is_asked_for(tmp_path: Path, moe_trace: Run,
     refuses("slice", demo_trace(), "--requests", "70:", "--out", tmp_path / "c", reason="is chosen: nothing")
     refuses("sample", demo_trace(), "--requests", 65, "--out", tmp_path / "c", reason="holds 64 requests")
     assert not (tmp_path / "c").exists()
-
-
-@pytest.mark.parametrize("command", ["slice", "cat", "sample", "synth", "import", "record"])
-def test_two_commands_do_not_write_to_one_trace(
-    tmp_path: Path, command: str, moe_trace: Run, refuses: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = synthetic(4, 6, 2, 8, 2, seed=0, prompt_tokens=4)
-    write_trace(made, tmp_path / "t")
-    export_npz(made, tmp_path / "dump.npz")
-    arguments: dict[str, list[object]] = {
-        "slice": [tmp_path / "t", "--requests", ":1"],
-        "cat": [tmp_path / "t"],
-        "sample": [tmp_path / "t", "--requests", "1"],
-        "synth": ["--like", tmp_path / "t"],
-        "import": [tmp_path / "dump.npz"],
-        "record": ["--limit", "1", "--max-new-tokens", "2"],
-    }
-    write_trace(made.head(2), tmp_path / "out")
-    with only_writer(tmp_path / "out"):
-        reason = "another command is writing to"
-        refuses(command, *arguments[command], "--out", tmp_path / "out", "--overwrite", "--quiet", reason=reason)
-    assert len(Trace.read(tmp_path / "out").requests) == 2
-
-
-def test_a_trace_is_no_place_for_an_export(tmp_path: Path, refuses: Callable[..., None]) -> None:
-    write_trace(synthetic(2, 3, 1, 4, 2, seed=0), tmp_path / "t")
-    for out in (tmp_path / "t" / "requests.parquet", tmp_path / "t" / "routing" / "part-00000.parquet"):
-        refuses("export", tmp_path / "t", "--to", "csv", "--out", out, "--overwrite", reason="nothing else is written")
-    assert len(Trace.read(tmp_path / "t").requests) == 2
-
-
-def test_architectures_are_listed_with_how_they_are_observed(moe_trace: Run) -> None:
-    lines = moe_trace("architectures").stdout.splitlines()
-    assert len(lines) > 70
-    assert any(line.split() == ["olmoe", "experts", "interface"] for line in lines)
-    assert "refused" in next(line for line in lines if line.startswith("diffusion_gemma"))
-    named = {row["name"]: row for row in json.loads(moe_trace("architectures", "--json").stdout)}
-    assert not named["diffusion_gemma"]["recorded"]
 
 
 def test_eams_alone_can_be_looked_at_and_not_played(tmp_path: Path, moe_trace: Run) -> None:

@@ -1,7 +1,6 @@
 """`moe-trace synth` as it is typed."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,25 +12,12 @@ from tests.support.command import Run
 from tracer.shapes import PROFILES, shape_of
 from traces import demo_trace, fit
 from traces.errors import InputError
-from traces.synthetic import synthetic
 from traces.trace import Trace
-from traces.writer import write_trace
 
 
 def test_a_synthetic_trace_has_the_shape_of_the_model_and_says_what_it_is(moe_trace: Run, tmp_path: Path) -> None:
-    ended = moe_trace(
-        "synth",
-        "--like",
-        demo_trace(),
-        "--model",
-        "mixtral-8x7b",
-        "--requests",
-        12,
-        "--seed",
-        3,
-        "--out",
-        tmp_path / "a",
-    )
+    options = ("--model", "mixtral-8x7b", "--requests", 12, "--seed", 3)
+    ended = moe_trace("synth", "--like", demo_trace(), *options, "--out", tmp_path / "a")
     assert ended.returncode == 0, ended.stderr
     assert "real" in ended.stdout
     assert "synthetic" in ended.stdout
@@ -75,39 +61,6 @@ def test_lengths_and_shape_can_be_given(moe_trace: Run, tmp_path: Path) -> None:
     assert trace.requests["output_tokens"].unique().tolist() == [5]
 
 
-def test_requests_that_lose_their_prompts_and_decoded_nothing_are_not_drawn(moe_trace: Run, tmp_path: Path) -> None:
-    real = synthetic(6, 3, 2, 6, 2, seed=0, prompt_tokens=2)
-    cut = np.arange(len(real.experts)) % 5 < np.where(np.arange(len(real.experts)) < 25, 2, 5)  # 5 requests of prompts
-    held = {name: getattr(real, name)[cut] for name in ("experts", "phase", "position", "step")}
-    requests = real.requests.assign(output_tokens=[0, 0, 0, 0, 0, 4])
-    offsets = np.concatenate([[0], np.cumsum(cut)])[real.offsets].astype(np.int64)
-    write_trace(replace(real, requests=requests, offsets=offsets, **held), tmp_path / "real")
-    given = ("--like", tmp_path / "real", "--prompt-tokens", 0, "--requests", 4, "--out", tmp_path / "a")
-    assert moe_trace("synth", *given).returncode == 0
-    assert np.diff(Trace.read(tmp_path / "a").offsets).tolist() == [3] * 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (("--model", "mixtral"), "unknown model profile 'mixtral'; did you mean mixtral-8x7b"),
-        (("--model", "mixtral-8x7b", "--experts", "4"), "leave --layers, --experts and --top-k out"),
-        (("--experts", "2", "--top-k", "3"), "no model has 10 MoE layers x 2 experts, top-3"),
-        (("--prompt-tokens", "0", "--decode-tokens", "0"), "no token is left"),
-        (("--requests", "1" + "0" * 12), "e+13 tokens is not made"),
-        (("--decode-tokens", "1" + "0" * 9), "e+10 tokens is not made"),
-        (("--model", "nllb-moe-54b"), "is of an encoder-decoder"),
-        (("--model", "missing.toml"), "unknown model profile 'missing.toml'"),
-    ],
-)
-def test_bad_options_end_in_one_line(moe_trace: Run, tmp_path: Path, arguments: tuple[str, ...], reason: str) -> None:
-    ended = moe_trace("synth", "--like", demo_trace(), *arguments, "--out", tmp_path / "a")
-    assert ended.returncode == 2
-    assert reason in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
-    assert not (tmp_path / "a").exists()
-
-
 def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Run, tmp_path: Path) -> None:
     real = tmp_path / "real"
     moe_trace("synth", "--like", demo_trace(), "--requests", 4, "--out", real)
@@ -116,14 +69,6 @@ def test_a_synthetic_trace_does_not_take_the_place_of_the_real_one(moe_trace: Ru
     assert ended.returncode == 2
     assert "is read and cannot be written at the same time" in ended.stderr
     assert (real / "requests.parquet").read_bytes() == before
-
-
-def test_a_trace_of_counts_cannot_be_fitted_to(moe_trace: Run, tmp_path: Path) -> None:
-    (tmp_path / "counts.csv").write_text("layer,expert\n0,0\n0,1\n1,1\n")
-    moe_trace("import", tmp_path / "counts.csv", "--experts", 4, "--top-k", 1, "--out", tmp_path / "counts")
-    ended = moe_trace("synth", "--like", tmp_path / "counts", "--out", tmp_path / "a")
-    assert ended.returncode == 2
-    assert "holds no sequences of tokens" in ended.stderr
 
 
 def test_the_shapes_of_models_are_those_of_the_simulators_profiles() -> None:

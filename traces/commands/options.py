@@ -4,14 +4,19 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+from msgspec import Meta
 
 from traces.errors import InputError, with_flags
+from traces.typed import Option
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
     """Return the command with the fields of its dataclasses as parameters, for typer to read.
 
+    A field is annotated with typer's option, or with an `Option` and the limits of `msgspec.Meta`.
     Where an error of the command names one of them in backquotes, it stands there as the flag.
     """
     groups: dict[str, type] = {}
@@ -19,7 +24,9 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     for name, own in inspect.signature(command).parameters.items():
         if is_dataclass(own.annotation) and isinstance(own.annotation, type):
             groups[name] = own.annotation
-            parameters.update(inspect.signature(own.annotation).parameters)
+            hints = get_type_hints(own.annotation)
+            for field, parameter in inspect.signature(own.annotation).parameters.items():
+                parameters[field] = parameter.replace(annotation=_shown(field, parameter.annotation, hints[field]))
         else:
             parameters[name] = own
 
@@ -37,3 +44,24 @@ def expanded(command: Callable[..., None]) -> Callable[..., None]:
     only_by_name = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in parameters.values()]
     called.__dict__["__signature__"] = inspect.Signature(only_by_name)
     return called
+
+
+def _shown(name: str, annotation: Any, plain: Any) -> Any:
+    """Return the annotation of a field as typer reads it: its `Option` and limits as an option of a command."""
+    parts = [part for part in _parts(annotation) if isinstance(part, Option | Meta)]
+    described = next((part for part in parts if isinstance(part, Option)), None)
+    if described is None:
+        return annotation
+    limits = next((part for part in parts if isinstance(part, Meta)), Meta())
+    flags = [f"--{name.replace('_', '-')}"] if plain is bool else []
+    shown = described.shown or True
+    option = typer.Option(
+        *flags, help=described.help, min=limits.ge, max=limits.le, show_default=shown, rich_help_panel=described.panel
+    )
+    return Annotated[plain, option]
+
+
+def _parts(annotation: Any) -> list[Any]:
+    """Return what annotations hold beside types, the outermost first."""
+    inner = [part for each in get_args(annotation) for part in _parts(each)]
+    return [*getattr(annotation, "__metadata__", ()), *inner]

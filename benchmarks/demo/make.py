@@ -1,4 +1,4 @@
-"""Record the shipped model over the shipped prompts as the shipped trace: `python -m tracer.demo.make`."""
+"""Record the shipped model over the shipped prompts as the shipped trace: `python -m benchmarks.demo.make`."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from tracer.record import Options, record
 def make_trace(folder: Path) -> None:
     """Write the trace to `folder`, with the defaults of `moe-trace record`."""
     loaded = load_model(str(MODEL), Loading(device="cpu"))
-    prompts = read_prompts(PROMPTS, Columns(labels={"dataset": "demo"}))
+    prompts = read_prompts(PROMPTS, Columns(dataset="demo"))
     record(replace(loaded, name=NAME), prompts, folder, Options(), overwrite=True)
 
 

@@ -1,4 +1,4 @@
-"""Train the shipped model: `python -m tracer.demo.train TEXT --out FOLDER` (an hour and a half on two cores).
+"""Train the shipped model: `python -m benchmarks.demo.train TEXT --out FOLDER` (an hour and a half on two cores).
 
 TEXT is a folder with the files of DOMAINS, each a domain of its own. Every batch holds as much of one domain as
 of another, and the load-balancing loss (Fedus et al., arXiv 2101.03961, equation 4) is taken over the whole
@@ -255,7 +255,7 @@ def _windows(stream: NDArray[np.int32], starts: list[int]) -> Tensor:
 
 def main() -> None:
     """Read the command line and train."""
-    parser = argparse.ArgumentParser(prog="python -m tracer.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo.train", description=__doc__)
     parser.add_argument("text", type=Path, help=f"folder with {', '.join(DOMAINS.values())}")
     parser.add_argument("--out", type=Path, required=True, help="folder for the model and the checkpoint")
     parser.add_argument("--steps", type=int, default=3000)
