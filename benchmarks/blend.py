@@ -25,8 +25,8 @@ from policies.core.events import Routing, event_at, routing_of
 from policies.core.policy import Float, Int, Shape
 from policies.core.spec import parse
 from sim.engines.untimed import count
+from sim.loop.requests import Requests
 from sim.quantities import parse_cache_size
-from sim.sweeps.setup import Requests
 from traces.trace import Trace
 
 KIND_NAMES = ("fast average", "slow average", "request", "followers", "second followers", "since", "next", "again")

@@ -29,9 +29,10 @@ from policies.core.policy import Shape
 from policies.core.spec import PolicySpec, parse
 from sim.engines import compiled_engine
 from sim.engines.simpy_engine import simulate
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
-from sim.sweeps.setup import Setup
 from traces.steps import RequestSteps
 from traces.synthetic import synthetic
 
@@ -108,7 +109,7 @@ def synthetic_run(policy: PolicySpec) -> Run:
 
 def recorded_run(folder: str) -> Callable[[PolicySpec], Run]:
     """Runs over a recorded trace, its requests laid out beforehand."""
-    loaded = Setup(Path(folder)).load()
+    loaded = TimedRun.of(Experiment(folder))
     trace, link = loaded.trace, loaded.link
     requests = [trace.steps(i) for i in range(len(trace.requests))]
     slots = round(loaded.all_experts / 4)

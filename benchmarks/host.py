@@ -12,11 +12,12 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
+from sim.experiment import AUTO
 from sim.loop.driver import play
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from traces.synthetic import synthetic
 
 LAYERS, EXPERTS, TOP_K = 26, 64, 6
@@ -35,7 +36,7 @@ def main() -> None:
     for text in POLICIES:
         run = gpu_run(requests, Shape(LAYERS, EXPERTS), slots, parse(text), TIMING, LINK, experts_per_layer=1.0)
         play(run, SimpyDevice(TIMING, LINK))
-        simulated = _seconds(lambda run=run: engine.simulate(engine.AUTO, run))
+        simulated = _seconds(lambda run=run: engine.simulate(AUTO, run))
         whole = _seconds(lambda run=run: play(run, SimpyDevice(TIMING, LINK)))
         layers = sum(len(request.tokens) for request in requests) * LAYERS
         print(

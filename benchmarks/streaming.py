@@ -17,8 +17,9 @@ import numpy as np
 
 from policies.core.spec import parse
 from sim.engines import compiled_engine
+from sim.experiment import Experiment
+from sim.loaded import load
 from sim.sweeps.grid import grid_of, played
-from sim.sweeps.setup import Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.writer import TraceWriter
@@ -53,7 +54,7 @@ def sweep(path: str) -> None:
     """Sweep a trace under LRU, and Belady for the bound; the same."""
     compiled_engine.prepare()
     began = time.perf_counter()
-    loaded = Setup(path, model_profile="deepseek-v2-lite").load()
+    loaded = load(Experiment(str(path), model_profile="deepseek-v2-lite"))
     played(loaded, grid_of(loaded, [parse("lru")], ["25%"]))
     report(began)
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from policies.core.spec import parse
 from sim.engines import compiled_engine
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.sweeps.grid import Grid, grid_of, played
-from sim.sweeps.setup import Loaded, Setup
 from traces.synthetic import synthetic
 from traces.writer import write_trace
 
@@ -27,7 +28,7 @@ GAIN = 1.6
 ROUNDS = 3
 
 
-def seconds(loaded: Loaded, grid: Grid, workers: int) -> float:
+def seconds(loaded: TimedRun, grid: Grid, workers: int) -> float:
     began = time.perf_counter()
     played(loaded, grid, workers)
     return time.perf_counter() - began
@@ -37,7 +38,7 @@ def two_against_one() -> None:
     made = synthetic(20, 200, layers=24, experts=32, top_k=4, seed=1)
     with tempfile.TemporaryDirectory() as folder:
         write_trace(replace(made, meta=replace(made.meta, model="openai/gpt-oss-20b")), Path(folder) / "t")
-        loaded = Setup(Path(folder) / "t").load()
+        loaded = TimedRun.of(Experiment(str(Path(folder) / "t")))
         grid = grid_of(loaded, list(map(parse, POLICIES)), FEW_SIZES)
         gains = [seconds(loaded, grid, 1) / seconds(loaded, grid, 2) for _ in range(ROUNDS)]
     print(
@@ -47,7 +48,7 @@ def two_against_one() -> None:
 
 
 def whole(folder: str) -> None:
-    loaded = Setup(folder).load()
+    loaded = TimedRun.of(Experiment(folder))
     grid = grid_of(loaded, list(map(parse, POLICIES)), SIZES)
     steps = int(loaded.trace.offsets[-1]) * loaded.trace.layers
     took = seconds(loaded, grid, 2)

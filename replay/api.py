@@ -11,7 +11,8 @@ from replay.choice import Choice, first_part
 from replay.device_choice import DeviceChoice
 from replay.run import replay as run_on_device
 from sim import defaults
-from sim.api import RunResult, TraceLike, load, result_of
+from sim.api import RunResult, TraceLike, load, result_of, with_options
+from sim.loaded import TimedRun
 from sim.quantities import CacheSize, cache_text
 from sim.results import plot
 from sim.results.metrics import Row
@@ -38,6 +39,7 @@ class ReplayResult(RunResult):
         return plot.steps(self.steps, f"{self.policy} on {self.row['device']}, measured")
 
 
+@with_options
 def replay(
     trace: TraceLike,
     policy: Policy = defaults.POLICY,
@@ -48,8 +50,8 @@ def replay(
     """Return what one policy does with one cache over a trace, measured on a device, and what was predicted.
 
     device: auto (cuda, or cpu without it), virtual, cpu, disk or cuda. Without `requests`, a real device runs the
-    first requests, of about 1,000 steps (disk: 100 tokens). options: those of `sim.simulate`, and the other fields of
-    `replay.device_choice.DeviceChoice`.
+    first requests, of about 1,000 steps (disk: 100 tokens). options: the fields of
+    `sim.experiment.Experiment`, and the other ones of `replay.device_choice.DeviceChoice`.
 
     Raises InputError for whatever cannot be run on this machine, and for an unknown option.
     """
@@ -57,10 +59,11 @@ def replay(
         raise InputError("`untimed` is for simulation: a device measures times")
     of_device = {each.name: options.pop(each.name) for each in fields(DeviceChoice) if each.name in options}
     target, loaded = DeviceChoice.of({"device": device, **of_device}), load(trace, options)
-    spec = seeded(parse(policy), loaded.setup.seed)
+    assert isinstance(loaded, TimedRun)  # not untimed
+    spec = seeded(parse(policy), loaded.experiment.seed)
     slots = loaded.slots(cache_text(cache_size))
     loaded.require(spec, slots)
-    if loaded.setup.requests is None:
+    if loaded.experiment.requests is None:
         loaded = first_part(loaded, target.device)
     outcome = run_on_device(Choice(loaded, spec, slots, target))
     run = result_of(outcome.row, outcome.log, outcome.requests.to_pandas(), loaded)

@@ -18,12 +18,13 @@ from policies.core.spec import PolicySpec
 from replay.device_choice import DeviceChoice
 from replay.keys import key_of
 from sim.engines.simpy_engine import SimpyDevice
+from sim.loaded import TimedRun
 from sim.loop.device import Device
+from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.timing import Link, Timing, experts_per_layer
 from sim.results.metrics import Row
 from sim.sweeps import grid
-from sim.sweeps.setup import Loaded, Requests
 from traces.errors import InputError
 from traces.shards import Shards
 
@@ -45,7 +46,7 @@ Described = tuple[Timing, Link]
 class Choice:
     """One cell on one device. InputError for what no device runs."""
 
-    loaded: Loaded
+    loaded: TimedRun
     policy: PolicySpec
     slots: int
     target: DeviceChoice  # resolved
@@ -85,8 +86,7 @@ class Choice:
         """Open what the model takes on the device, for this cell and others of its model; see `open_stage`."""
         from replay.devices.stage import open_stage
 
-        assert self.loaded.profile
-        seed = self.loaded.setup.seed
+        seed = self.loaded.experiment.seed
         return open_stage(
             self.target, self.loaded.profile, self.most_tokens, self.most_context, seed, memory=memory, gpu=gpu
         )
@@ -134,17 +134,17 @@ class Choice:
         return contexts
 
 
-def first_steps(loaded: Loaded, steps: int) -> Loaded:
+def first_steps(loaded: TimedRun, steps: int) -> TimedRun:
     """Return the first requests, as many as hold `steps` steps and all that are warm-up and one more."""
     trace = loaded.trace
     ended = np.cumsum(np.diff(trace.offsets) - trace.prompts + (trace.prompts > 0))
-    enough = max(int(np.searchsorted(ended, steps)) + 1, loaded.setup.warmup_requests + 1)
+    enough = max(int(np.searchsorted(ended, steps)) + 1, loaded.experiment.warmup_requests + 1)
     if enough >= len(trace.requests):
         return loaded
-    return replace(loaded, trace=trace.head(enough), setup=replace(loaded.setup, requests=enough))
+    return replace(loaded, trace=trace.head(enough), experiment=replace(loaded.experiment, requests=enough))
 
 
-def first_part(loaded: Loaded, device: str) -> Loaded:
+def first_part(loaded: TimedRun, device: str) -> TimedRun:
     """Return what a device runs by default: all on a logical clock, else about DEFAULT_STEPS steps.
 
     A disk is so slow that it decodes DISK_TOKENS tokens.
@@ -156,14 +156,14 @@ def first_part(loaded: Loaded, device: str) -> Loaded:
     return first_steps(loaded, DEFAULT_STEPS)
 
 
-def first_tokens(loaded: Loaded, tokens: int) -> Loaded:
+def first_tokens(loaded: TimedRun, tokens: int) -> TimedRun:
     """Return the first requests, the last one cut off, so that just so many tokens are decoded, or all there are."""
     decoded = np.cumsum(np.diff(loaded.trace.offsets) - loaded.trace.prompts)
     enough = min(int(np.searchsorted(decoded, tokens)) + 1, len(decoded))
-    setup = replace(loaded.setup, requests=enough)
+    experiment = replace(loaded.experiment, requests=enough)
     trace = loaded.trace.head(enough)
     more = int(decoded[enough - 1]) - tokens
     if more > 0:
-        held = replace(loaded, setup=setup).whole if isinstance(trace, Shards) else trace
+        held = replace(loaded, experiment=experiment).whole if isinstance(trace, Shards) else trace
         trace = held.without_last(more)
-    return replace(loaded, trace=trace, setup=setup)
+    return replace(loaded, trace=trace, experiment=experiment)

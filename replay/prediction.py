@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from replay.calibration.contention import felt
 from replay.choice import Choice, Described
 from sim.engines import engine
+from sim.experiment import AUTO
 from sim.loop.log import RunLog
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
@@ -31,10 +32,10 @@ class Prediction:
 
 def under_contention(choice: Choice, model: MeasuredModel, predictor_ns: int) -> Described:
     """Return the machine of that model as this run's decoded tokens experience it, contention included."""
-    chunk_bytes = choice.loaded.setup.chunk_bytes
+    chunk_bytes = choice.loaded.experiment.chunk_bytes
 
     def simulate(on: MeasuredModel) -> RunLog:
-        return engine.simulate(engine.AUTO, choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
+        return engine.simulate(AUTO, choice.on(on.timing(predictor_ns), on.link(chunk_bytes)))
 
     slowed = felt(model, simulate)
     return slowed.timing(predictor_ns), slowed.link(chunk_bytes)
@@ -46,11 +47,10 @@ def predict(choice: Choice, cell: Cell, calibrations: Sequence[MeasuredModel]) -
     calibrations: as fast as the machine may have been, as it was measured, and as slow; none on a logical clock.
     """
     loaded = choice.loaded
-    assert loaded.hardware
 
     def predicted(timing: Timing, link: Link, machine: str) -> Row:
         there = replace(cell, hardware=machine, predictor_us=timing.predictor_ns / 1_000)
-        log = engine.simulate(engine.AUTO, choice.on(timing, link))
+        log = engine.simulate(AUTO, choice.on(timing, link))
         return summarise(log, there, loaded.trace.requests)[0]
 
     profile = loaded.hardware.name

@@ -5,11 +5,13 @@ ValueError whose text names the parameter; what a command would warn of is a war
 """
 
 import dataclasses
+import inspect
+import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import pandas as pd
 
@@ -17,6 +19,9 @@ from policies.core.grammar import policy_title, split_list
 from policies.core.spec import Policy, parse
 from sim import defaults
 from sim.engines import compiling
+from sim.experiment import OPTIONS, Experiment
+from sim.loaded import CountedRun, Loaded, TimedRun
+from sim.loaded import load as read_files
 from sim.loop.log import RunLog
 from sim.quantities import CacheSize, cache_text
 from sim.results import plot, steps
@@ -24,11 +29,13 @@ from sim.results.compare import Difference, SweptRun, differences, pairs_within,
 from sim.results.metrics import Row, cell_text
 from sim.sweeps import grid, report
 from sim.sweeps.config import seeded, specs
-from sim.sweeps.setup import Loaded, Options, Setup
 from traces.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TraceLike = Trace | Path | str
 """A trace, or the folder or URL of one."""
@@ -124,8 +131,8 @@ class SweepResult:
         seed: of the bootstrap. Raises InputError if the sweep did not run the baseline.
         """
         runs = self._runs()
-        names = [text for text in self.policies if text != parse(baseline).text]
-        pairs = pairs_within(runs, [parse(baseline).text, *names])
+        first = parse(baseline).text
+        pairs = pairs_within(runs, [first, *(text for text in self.policies if text != first)])
         return Comparison([found for pair in pairs for found in differences(*pair, seed=seed)])
 
     def plot(self, column: str = "") -> "Figure":
@@ -180,34 +187,46 @@ class Comparison(Sequence[Difference]):
         )
 
 
+def with_options(function: Callable[P, T]) -> Callable[P, T]:
+    """Show the fields of an experiment as keywords in a function's signature."""
+    own = list(inspect.signature(function).parameters.values())[:-1]
+    more = list(inspect.signature(Experiment).parameters.values())[1:]
+    keywords = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in more]
+    function.__dict__["__signature__"] = inspect.signature(function).replace(parameters=[*own, *keywords])
+    return function
+
+
+@with_options
 def simulate(
     trace: TraceLike,
     policy: Policy = defaults.POLICY,
     cache_size: CacheSize = defaults.CACHE_SIZE,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> RunResult:
     """Return what one policy does with one cache over a trace, on a simulated machine.
 
     trace: a `Trace`, or the folder or URL of one. policy: a name, a class, or what `make_policy` returns.
-    cache_size: "25%", 0.25, 64 (experts) or "8GiB". options: see `Options`; hardware="a5000" is the default machine.
+    cache_size: "25%", 0.25, 64 (experts) or "8GiB". options: the fields of `sim.experiment.Experiment`;
+    hardware="a5000" is the default machine.
 
     Raises InputError for whatever cannot be run, and for a fault of the policy; TypeError for an unknown option.
     """
     loaded = load(trace, options)
-    spec = seeded(parse(policy), loaded.setup.seed)
+    spec = seeded(parse(policy), loaded.experiment.seed)
     asked = grid.grid_of(loaded, [spec], [cache_text(cache_size)])
     _prepare(loaded, asked)
     (slots,) = asked.sizes.values()
     log, summary = grid.simulated(loaded, spec, slots)
-    row = {**summary.row(), **summary.latencies()} if loaded.hardware else summary.row()
+    row = {**summary.row(), **summary.latencies()} if isinstance(loaded, TimedRun) else summary.row()
     return result_of(row, log, summary.requests().to_pandas(), loaded)
 
 
 def result_of(row: Row, log: RunLog, requests: pd.DataFrame, loaded: Loaded) -> RunResult:
     """Return the result of a run from its row, its log and the table of its requests."""
-    return RunResult(row, steps.frame(log, loaded.trace.requests["id"], loaded.setup.warmup_requests), requests)
+    return RunResult(row, steps.frame(log, loaded.trace.requests["id"], loaded.experiment.warmup_requests), requests)
 
 
+@with_options
 def sweep(
     trace: TraceLike,
     policies: Sequence[Policy] = defaults.POLICIES,
@@ -215,7 +234,7 @@ def sweep(
     *,
     seeds: Sequence[int] | None = None,
     workers: int = 1,
-    **options: Unpack[Options],
+    **options: Any,
 ) -> SweepResult:
     """Return what each policy does at each cache size over a trace.
 
@@ -227,22 +246,21 @@ def sweep(
     Raises InputError for whatever cannot be run, and for a fault of a policy; TypeError for an unknown option.
     """
     loaded = load(trace, options)
-    drawn = specs(_listed(policies), None, (loaded.setup.seed,) if seeds is None else seeds)
+    drawn = specs(_listed(policies), None, (loaded.experiment.seed,) if seeds is None else seeds)
     asked = grid.grid_of(loaded, drawn, [cache_text(size) for size in _listed(cache_sizes)])
     _prepare(loaded, asked)
     found, requests = grid.played_with_requests(loaded, asked, workers)
     return SweepResult(found.rows, found.bound, requests, loaded.token_experts / loaded.all_experts)
 
 
-def load(trace: TraceLike, options: Mapping[str, Any]) -> Loaded:
+def load(trace: TraceLike, options: Mapping[str, Any]) -> CountedRun | TimedRun:
     """Return a trace with the options of a run. Raise InputError for what cannot be, TypeError for a wrong name."""
-    if unknown := set(options) - set(Options.__annotations__):
-        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(Options.__annotations__)}")
-    values: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    if values.get("host_memory") is not None:
-        values["host_memory"] = cache_text(values["host_memory"])
-    setup = Setup(trace=trace.name if isinstance(trace, Trace) else str(trace), **values)
-    return setup.load(trace if isinstance(trace, Trace) else None)
+    known = [name for name in OPTIONS if name != "trace"]
+    if unknown := set(options) - set(known):
+        raise TypeError(f"unknown option {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if isinstance(trace, Trace):
+        return read_files(Experiment.of({"trace": trace.name, **options}), trace)
+    return read_files(Experiment.of({"trace": trace, **options}))
 
 
 def _listed(given: Sequence[Any]) -> Sequence[Any]:
@@ -250,8 +268,9 @@ def _listed(given: Sequence[Any]) -> Sequence[Any]:
 
 
 def _prepare(loaded: Loaded, asked: grid.Grid) -> None:
-    """Warn of what commands warn of, and say that the engine will be compiled if it will."""
-    compiling.announce(loaded.versions(policy for policy, _ in asked.cells()))
+    """Warn of what commands warn of, and print that the engine will be compiled if it will."""
+    for text in compiling.notes(loaded.versions(policy for policy, _ in asked.cells())):
+        print(text, file=sys.stderr)
     for text in report.warnings(loaded, asked):
         warnings.warn(text, stacklevel=3)
 

@@ -1,5 +1,6 @@
 """The public names, and what a researcher does with them in a script of 25 lines."""
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -16,7 +17,7 @@ import replay
 import sim
 import traces
 from policies.core.spec import PolicySpec
-from sim.sweeps.setup import Options, Setup
+from sim.experiment import Experiment
 
 NAMES = {
     traces: ["InputError", "Trace", "demo_trace"],
@@ -87,8 +88,9 @@ def test_a_researchers_script_runs(tmp_path):
     assert (tmp_path / "sweep.png").stat().st_size > 10_000
 
 
-def test_the_options_are_the_fields_of_a_setup():
-    assert set(Options.__annotations__) == {field.name for field in fields(Setup)} - {"trace"}
+@pytest.mark.parametrize("function", [sim.simulate, sim.sweep, replay.replay])
+def test_the_options_are_the_fields_of_an_experiment(function):
+    assert {field.name for field in fields(Experiment)} <= set(inspect.signature(function).parameters)
 
 
 def test_a_run_has_its_totals_steps_and_requests(trace):
@@ -178,7 +180,7 @@ def test_two_policies_of_one_name_are_refused(trace):
     [
         ({"host_memory": "1GiB", "untimed": True}, r"`untimed` counts without a clock: it cannot have `host_memory`"),
         ({"arrivals": "poisson"}, "need `max_batch`"),
-        ({"chunk_bytes": -1}, "chunk_bytes = -1: must be at least 1"),
+        ({"chunk_bytes": -1}, "chunk_bytes = -1: expected int >= 1"),
         ({"hardware": "a50000"}, "unknown hardware profile 'a50000'; did you mean a5000"),
         ({"hardware": Path("no.toml")}, "no.toml"),
         ({"policy": None}, "None is not a policy: use a name such as 'lru', a class, or"),
@@ -203,7 +205,7 @@ def test_values_may_be_numbers_and_texts_as_a_command_takes_them(trace):
 
 def test_an_option_that_there_is_not_is_a_type_error(trace):
     with pytest.raises(TypeError, match="unknown option cash; known: hardware"):
-        sim.simulate(trace, "lru", "25%", cash=1)  # type: ignore[call-arg]
+        sim.simulate(trace, "lru", "25%", cash=1)
 
 
 def test_what_commands_warn_of_is_a_warning(trace):

@@ -25,6 +25,9 @@ from replay.device_choice import DeviceChoice
 from replay.devices.gpu import Gpu
 from replay.model.network import expert_dtype_of
 from replay.warmup import undisturbed
+from sim.defaults import HARDWARE
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.loop.device import Device
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
@@ -32,7 +35,6 @@ from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import ModelProfile
 from sim.results.metrics import Row
 from sim.results.provenance import commit
-from sim.sweeps.setup import Loaded, Setup
 from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import concatenate
@@ -109,10 +111,9 @@ def choices(profiles: Sequence[str], traces: Sequence[str], target: DeviceChoice
     InputError for a profile or trace that cannot be used.
     """
     named = [model_profile.model(text) for text in profiles]
-    found: dict[str, Loaded] = {}
+    found: dict[str, TimedRun] = {}
     for trace in traces:
-        loaded = Setup(trace=trace, model_profile=_fitting(trace, named, profiles)).load()
-        assert loaded.profile
+        loaded = TimedRun.of(Experiment(trace, model_profile=_fitting(trace, named, profiles)))
         found.setdefault(loaded.profile.name, first_steps(loaded, DEFAULT_STEPS))
     for profile in named:
         found.setdefault(profile.name, made_up(profile, LONGEST[target.device]))
@@ -127,19 +128,18 @@ def _fitting(trace: str, named: Sequence[ModelProfile], texts: Sequence[str]) ->
     return next((text for text in texts if shapes[text] == shape), None)
 
 
-def made_up(profile: ModelProfile, longest: int) -> Loaded:
+def made_up(profile: ModelProfile, longest: int) -> TimedRun:
     """A model with routing from nothing: prompts of up to `longest` tokens, then short requests of decode."""
     shape = profile.moe_layers, profile.experts, profile.top_k
     prompts = [synthetic(1, 1, *shape, seed=0, prompt_tokens=longest // part) for part in (8, 2, 1)]
     trace = concatenate([*prompts, synthetic(REQUESTS, TOKENS, *shape, seed=1)])
     trace = replace(trace, meta=replace(trace.meta, model=profile.name))
-    return Loaded(setup := Setup(trace=trace.name), trace, hardware(setup.hardware), profile)
+    return TimedRun(Experiment(trace.name), trace, profile, hardware(HARDWARE))
 
 
-def _choice(loaded: Loaded, target: DeviceChoice) -> Choice:
+def _choice(loaded: TimedRun, target: DeviceChoice) -> Choice:
     """Slots for the experts of a token, and for more than a GPU's caches hold; fewer where memory is short."""
     profile = loaded.profile
-    assert profile
     expert_dtype_of(profile)
     size, device = profile.expert_bytes, target.device
     wanted = max(profile.moe_layers * profile.top_k, -(-SLOT_BYTES[device] // size))
@@ -186,7 +186,6 @@ def steps_of(chosen: Sequence[Choice], policies: Sequence[PolicySpec], passes: i
 
 def _model(found: Found, choice: Choice, policies: Sequence[PolicySpec], passes: int, told: Told) -> None:
     """All passes over one model, one after another: opening a device again takes longer than they do."""
-    assert choice.loaded.profile
     told(f"{choice.loaded.profile.name}: memory")
     try:
         with choice.opened() as (device, facts), undisturbed(choice.run):
@@ -202,7 +201,6 @@ def add_model(
 ) -> None:
     """Measure the model of `choice` on an open device, and what policies cost on this host."""
     profile, run = choice.loaded.profile, choice.run
-    assert profile
     name = profile.name
     taken = []
     for number in range(1, passes + 1):

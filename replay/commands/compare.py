@@ -11,7 +11,7 @@ from rich.table import Table
 
 from policies.core.grammar import policy_title, split_list
 from replay.choice import Choice, first_part
-from replay.commands.device_options import DeviceOptions, ReplayOptions
+from replay.commands.device_options import DeviceOptions, Replayed
 from replay.comparison import plot as plot_compare
 from replay.comparison.cell import check_mode
 from replay.comparison.plot import NAME as PICTURE
@@ -23,9 +23,11 @@ from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.printed import table as plain_table
 from sim.commands.resuming import keeping, refuse_others, require_resume
+from sim.loaded import TimedRun
+from sim.loop.requests import Requests
 from sim.results.metrics import Row, cell_text, size_text
+from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
-from sim.sweeps.setup import Loaded, Requests
 from traces.commands import console
 from traces.errors import InputError
 from traces.output import claimed
@@ -50,7 +52,7 @@ def compare(
         ),
     ] = None,
     *,
-    played: ReplayOptions,
+    played: Replayed,
     on: DeviceOptions,
     max_error: Annotated[
         float | None, typer.Option(help="Fail if a TPOT mean is further off, in percent. Default: never.")
@@ -72,16 +74,15 @@ def compare(
     _check(max_error, repeat)
     target = on.chosen(played)
     is_calibrated = hardware is not None and target.device != "virtual"
-    setup = options.setup_of(played, trace=trace, hardware=hardware)
-    loaded = setup.load()
+    loaded = TimedRun.of(options.experiment(played, trace, hardware=hardware))
     if is_calibrated:
         _require_calibrated(loaded)
-    if played.requests is None:
+    if "requests" not in played:
         loaded = first_part(loaded, target.device)
-    grid = grid_of(loaded, list(dict.fromkeys(split_list(policies))), split_list(cache_sizes))
-    first, slots = grid.asked()[0]
+    grid = grid_of(loaded, specs(split_list(policies), None), split_list(cache_sizes))
+    first, slots = grid.requested()[0]
     choice = Choice(loaded, first, slots, target)
-    folder = output.folder(setup.trace, "-compare")
+    folder = output.folder(loaded.experiment.trace, "-compare")
     comparison = Comparison(choice, grid, _modes(split_list(modes)), is_calibrated, folder, repeat)
     with claimed(folder, MAKER, [RECORD, TOKENS, PICTURE]):
         record = Record.open(folder / RECORD, resume=not output.overwrite, otherwise="drop it with --overwrite")
@@ -108,12 +109,11 @@ def _modes(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _require_calibrated(loaded: Loaded) -> None:
+def _require_calibrated(loaded: TimedRun) -> None:
     """Raise InputError for rates of a datasheet, which describe no machine."""
-    assert loaded.profile
     if loaded.measured is None:
         raise InputError(
-            f"--hardware {loaded.setup.hardware} holds nothing measured with {loaded.profile.name}: write it with "
+            f"--hardware {loaded.experiment.hardware} holds nothing measured with {loaded.profile.name}: write it with "
             "moe-replay calibrate on this machine, or leave --hardware out"
         )
 

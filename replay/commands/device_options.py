@@ -13,16 +13,15 @@ from traces.errors import InputError
 Dense = Annotated[str, typer.Option(help="Dense part of the model: real, or none (experts only).")]
 
 
-@dataclass(frozen=True)
-class ReplayOptions(options.TimedOptions):
-    """Which requests are run, and how."""
-
-    requests: Annotated[
-        int | None,
-        typer.Option(help="Run the first N requests only. Default: about 1,000 steps; disk: 100 tokens; virtual: all."),
-    ] = None
-    warmup_requests: options.WarmupRequests = None
-    seed: Annotated[int | None, typer.Option(help="Seed of the weights. Default: 0.")] = None
+Replayed = Annotated[
+    options.Stated,
+    options.some(
+        *("model_profile", "as_decode", "cold", "chunk_bytes", "warmup_requests", "requests", "seed"),
+        requests="Run the first N requests only. Default: about 1,000 steps; disk: 100 tokens; virtual: all.",
+        seed="Seed of the weights. Default: 0.",
+    ),
+]
+"""Which requests are run, and how."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,9 @@ class DeviceOptions:
         Path | None, typer.Option(help="Folder of a safetensors checkpoint. Default: random weights of its shapes.")
     ] = None
 
-    def chosen(self, played: ReplayOptions, **others: bool) -> DeviceChoice:
+    def chosen(self, played: options.Stated, **others: bool) -> DeviceChoice:
         """Return the device. Raise InputError for one that is not there, or has no weights that a seed could draw."""
         target = DeviceChoice.of({**vars(self), **others})
-        if target.device == "virtual" and played.seed is not None:
+        if target.device == "virtual" and "seed" in played:
             raise InputError("`seed`: the virtual device has no weights; leave it out")
         return target

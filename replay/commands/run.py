@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,18 +13,21 @@ from rich.table import Table
 from policies.core.spec import parse
 from replay import report
 from replay.choice import Choice, first_part
-from replay.commands.device_options import DeviceOptions, ReplayOptions
+from replay.commands.device_options import DeviceOptions, Replayed
 from replay.device_choice import DeviceChoice
 from replay.run import Outcome, replay
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress, written
+from sim.experiment import OPTIONS, Experiment
+from sim.loaded import TimedRun
 from sim.loop.log import StepRow
+from sim.loop.requests import Requests
 from sim.quantities import show_bytes
 from sim.sweeps import winner
-from sim.sweeps.setup import Requests, Setup
 from sim.timeline.file import writing
 from traces.commands import console
+from traces.commands.options import typed
 from traces.errors import InputError
 from traces.output import claimed
 
@@ -42,9 +45,10 @@ class CellOptions(options.CellOptions):
 @options.expanded
 def run(
     cell: CellOptions,
-    played: ReplayOptions,
-    on: DeviceOptions,
+    hardware: Annotated[str | None, typer.Option(help=OPTIONS["hardware"].help)] = None,
     *,
+    played: Replayed,
+    on: DeviceOptions,
     from_: Annotated[
         Path | None, typer.Option("--from", help="Results of moe-sim sweep: replay the winner, as it was swept.")
     ] = None,
@@ -72,10 +76,11 @@ def run(
         raise InputError(f"--min-gb-per-s {min_gb_per_s}: must be above 0 and finite")
     if no_slots and not timeline:
         raise InputError("name the file of the timeline whose tracks are chosen: --timeline out.json")
+    played |= typed(hardware=hardware)
     request = _of_sweep(from_, cell, played) if from_ else _as_typed(cell, played)
     choice = _choose(request, on.chosen(played, verify=verify, nvtx=nvtx))
     output.note(*request.notes, _scope(request, choice, on.device), *_unpriced(choice), *_too_small(choice))
-    folder = output.folder(choice.loaded.setup.trace, "-replay")
+    folder = output.folder(choice.loaded.experiment.trace, "-replay")
     cut_off = (folder / "per_token.csv").exists() and not (folder / "results.parquet").exists()
     if cut_off and choice.device != "virtual" and not (output.resume or output.overwrite):
         raise InputError(
@@ -100,27 +105,28 @@ def run(
 class Request:
     """What is to be replayed, as far as options say, and what was taken where they do not."""
 
-    setup: Setup
+    experiment: Experiment
     policy: str
     cache_size: str
-    cache_experts: int | None = None  # what the size came to in the sweep; None: typed
-    whole: bool = True  # run all that the setup names, however long
+    whole: bool = True  # run all that the experiment names, however long
     notes: Sequence[str] = ()
+    cache_experts: int | None = None  # what the size came to in the sweep; None: typed
 
 
-def _as_typed(cell: CellOptions, played: ReplayOptions) -> Request:
-    setup = options.setup_of(cell, played)
+def _as_typed(cell: CellOptions, played: options.Stated) -> Request:
+    experiment = options.experiment(played, cell.trace)
     policy = cell.policy or defaults.POLICY
-    return Request(setup, policy, cell.size, whole=played.requests is not None, notes=cell.taken(setup))
+    return Request(experiment, policy, cell.size, "requests" in played, cell.taken(experiment, played))
 
 
-def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request:
+def _of_sweep(folder: Path, cell: CellOptions, played: options.Stated) -> Request:
     """Return the sweep's winner at the cache size (25% if it was swept, else the first); typed options prevail."""
 
     swept, winners = winner.read(folder)
-    setup = replace(swept, untimed=False, **options.setup_fields(cell, played))
+    stated = played | typed(trace=cell.trace)
+    experiment = Experiment.of({**vars(swept), "untimed": False, **stated})
     if cell.policy and cell.cache_size:
-        return Request(setup, cell.policy, cell.cache_size)
+        return Request(experiment, cell.policy, cell.cache_size)
     sizes = {one.cache_size: one for one in winners}
     if not sizes:
         raise InputError(f"the sweep in {folder} has no winner: name --policy and --cache-size")
@@ -131,14 +137,16 @@ def _of_sweep(folder: Path, cell: CellOptions, played: ReplayOptions) -> Request
     note = f"taking {best.policy}, the winner of {folder} at {size}"
     if len(sizes) > 1:
         note += f" (--cache-size: it has others at {', '.join(other for other in sizes if other != size)})"
-    return Request(setup, cell.policy or best.policy, size, best.cache_experts, notes=() if cell.policy else [note])
+    return Request(
+        experiment, cell.policy or best.policy, size, True, () if cell.policy else [note], best.cache_experts
+    )
 
 
 def _choose(request: Request, target: DeviceChoice) -> Choice:
     """Read all files. Raise InputError for whatever cannot be used."""
 
     policy = parse(request.policy)
-    loaded = request.setup.load()
+    loaded = TimedRun.of(request.experiment)
     slots = loaded.slots(request.cache_size)
     loaded.require(policy, slots)
     if request.cache_experts not in (None, experts := loaded.experts_in(slots)):
@@ -154,8 +162,8 @@ def _choose(request: Request, target: DeviceChoice) -> Choice:
 def _scope(request: Request, choice: Choice, asked: str) -> str:
     """Return a note on the device, and on how much of the trace runs."""
     device = f"device {choice.device}" + (" (auto)" if asked == "auto" else "")
-    played, setup = choice.loaded.trace, choice.loaded.setup
-    if setup.requests == request.setup.requests:
+    played = choice.loaded.trace
+    if choice.loaded.experiment.requests == request.experiment.requests:
         return f"{device}, {len(played.requests)} requests"
     return f"{device}, the first {len(played.requests)} requests (--requests N for more)"
 
@@ -164,7 +172,7 @@ def _unpriced(choice: Choice) -> list[str]:
     """Return a note on a policy whose overhead was never measured."""
     if choice.loaded.predictor_us(choice.policy) is not None:
         return []
-    machine = choice.loaded.setup.hardware
+    machine = choice.loaded.experiment.hardware
     return [f"no measured policy overhead for {choice.policy.text}: the prediction for {machine} assumes 0"]
 
 

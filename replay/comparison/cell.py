@@ -29,6 +29,7 @@ from replay.run import bookkeeping_us, copy_gb_per_s, host_ms
 from replay.warmup import undisturbed
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
+from sim.experiment import AUTO
 from sim.loop.device import Device
 from sim.loop.driver import Driver
 from sim.loop.log import RunLog, StepRow, joined
@@ -111,7 +112,7 @@ class CellOutcome:
     @property
     def divergence(self) -> dict[str, float]:
         """How far both sides decided differently."""
-        sides, first = (self.measured, self.predicted), self.choice.loaded.setup.warmup_requests
+        sides, first = (self.measured, self.predicted), self.choice.loaded.experiment.warmup_requests
         evictions = [{request: of for request, of in side.evictions.items() if request >= first} for side in sides]
         return {
             "steps": errors.steps_differ(self.measured.log, self.predicted.log, self.decoded),
@@ -220,7 +221,7 @@ def play_cell(
         predicted = _simulate(choice, run)
     decoded = decoded_steps(choice, predicted.log)
     if not decoded.any():
-        raise InputError(f"{choice.loaded.setup.trace} decodes no token that counts: --as-decode runs prefills so")
+        raise InputError(f"{choice.loaded.experiment.trace} decodes no token that counts: --as-decode runs prefills so")
 
     def play_once() -> Played:  # so that nothing refers to a device when the next one is made
         with _device(choice, stage, timing, link) as device, undisturbed(run if stage else None, script):
@@ -253,7 +254,7 @@ def latencies(log: RunLog) -> Int:
 
 def counted_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
     """bool[S]: all but warm-up."""
-    return log.request >= choice.loaded.setup.warmup_requests
+    return log.request >= choice.loaded.experiment.warmup_requests
 
 
 def decoded_steps(choice: Choice, log: RunLog) -> NDArray[np.bool_]:
@@ -305,7 +306,7 @@ def play_on(
 
 def _simulate(choice: Choice, run: Run) -> Played:
     parts: list[RunLog] = []
-    engine.play(engine.AUTO, run, parts.append)
+    engine.play(AUTO, run, parts.append)
     log = joined(parts)
     return Played(log, _figures(choice, run, log), {int(part.request[0]): part.evictions for part in parts})
 

@@ -52,7 +52,7 @@ class Comparison:
 
     def cells(self) -> dict[str, tuple[Choice, str]]:
         """(choice, mode) by key, in the order of sizes, policies, modes."""
-        choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.asked()]
+        choices = [replace(self.choice, policy=policy, slots=slots) for policy, slots in self.grid.requested()]
         return {self._key(choice, mode): (choice, mode) for choice in choices for mode in self.modes}
 
     def due(self, record: Record) -> dict[str, tuple[Choice, str]]:
@@ -140,7 +140,6 @@ class Machine:
         self._policy_ns: dict[str, int] = {}
         if self._stage is None:
             hardware = choice.loaded.hardware
-            assert hardware
             self.facts: Row = {"name": hardware.name, "title": hardware.title, **hardware.calibration}
             return
         self.facts = {"name": "this machine as measured", "noise": self.measure()}
@@ -182,7 +181,7 @@ class Machine:
             from replay.calibration.measure import policy_ns
 
             assert self._stage
-            run = choice.on(model.timing(), model.link(choice.loaded.setup.chunk_bytes))
+            run = choice.on(model.timing(), model.link(choice.loaded.experiment.chunk_bytes))
             with self._stage.device(choice.slots, choice.contexts) as device, undisturbed(run):
                 self._policy_ns[choice.policy.text] = policy_ns(run, device)
         return under_contention(choice, model, self._policy_ns[choice.policy.text])
@@ -203,11 +202,11 @@ def head_of(choice: Choice, mode: str, stage: "Stage | None") -> Row:
         "cache_experts": choice.slots,
         "all_experts": loaded.all_experts,
         "requests": len(loaded.trace.requests),
-        "warmup_requests": loaded.setup.warmup_requests,
-        "cold": loaded.setup.cold,
-        "chunk_bytes": loaded.setup.chunk_bytes,
+        "warmup_requests": loaded.experiment.warmup_requests,
+        "cold": loaded.experiment.cold,
+        "chunk_bytes": loaded.experiment.chunk_bytes,
         "expert_bytes": loaded.expert_bytes,
-        "seed": loaded.setup.seed,
+        "seed": loaded.experiment.seed,
         "host_experts": stage.store.distinct if stage else None,
         "dense": choice.target.dense,
     }

@@ -45,6 +45,8 @@ from replay.keys import key_of
 from replay.prediction import under_contention
 from replay.warmup import decide, undisturbed
 from sim.engines import engine
+from sim.experiment import AUTO
+from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles import model_profile
 from sim.profiles.measured import MeasuredModel
@@ -52,7 +54,6 @@ from sim.profiles.model_profile import ModelProfile
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
-from sim.sweeps.setup import Requests
 from traces.errors import InputError
 from traces.steps import DECODE
 from traces.synthetic import synthetic
@@ -276,7 +277,6 @@ class Check:
     def _calibrated(self, choice: Choice, stage: Stage) -> Choice:
         """The same on a machine that is described by what was measured just now."""
         profile = choice.loaded.profile
-        assert profile
         if profile.name in self._known:  # its finished cells were predicted so
             known = self._known[profile.name]
             self.found.models[profile.name] = known
@@ -288,7 +288,6 @@ class Check:
         self._tell_profile()
         if fallbacks := stage.facts["fallbacks"]:
             self.record.facts["fallbacks"].append(f"{profile.name}: {fallbacks}")
-        assert choice.loaded.hardware
         machine = replace(choice.loaded.hardware, name="calibrated", measured=(self.found.settled(profile.name),))
         return replace(choice, loaded=replace(choice.loaded, hardware=machine))
 
@@ -329,7 +328,6 @@ class Check:
 
     def _baselines(self, choice: Choice, stage: Stage) -> None:
         choice = replace(choice, loaded=first_tokens(choice.loaded, BASELINE_TOKENS))
-        assert choice.loaded.profile
         layer, content = choice.loaded.profile.experts / choice.loaded.profile.top_k, content_of(choice.loaded)
         for name, policy in BASELINES:
             one = replace(choice, policy=parse(policy))
@@ -416,4 +414,4 @@ def compile_all() -> None:
         timing, link = FixedTiming(9, 2, 0, 1, 1), Link(0, 1, 1, 64)
         run = gpu_run(Requests(trace), Shape(3, 8), 9, parse(policy), timing, link, experts_per_layer=1.0)
         decide(run)
-        engine.simulate(engine.AUTO, run)
+        engine.simulate(AUTO, run)

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from replay.choice import first_tokens
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
-from sim.sweeps.setup import Loaded, Setup
 from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.shards import Shards
@@ -21,7 +22,7 @@ REQUEST_TOKENS, PROMPT_TOKENS = 20, 96
 """Of a request that is synthetic: what it decodes, and the prompt of the first one."""
 
 
-def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
+def load(profile: ModelProfile, traces: Path | None, tokens: int) -> TimedRun:
     """The first requests of a trace of that model among `traces`, prefills as decode if it has nothing else.
 
     Synthetic where there is none: one request with a prompt, then short ones.
@@ -34,11 +35,11 @@ def load(profile: ModelProfile, traces: Path | None, tokens: int) -> Loaded:
         except InputError:
             continue
         if fits:
-            setup = Setup(trace=str(folder), hardware="h200", as_decode=opened.phases == "prefill")
-            decoded = opened.as_decode() if setup.as_decode else opened
-            return first_tokens(Loaded(setup, decoded, machine, profile), tokens)
+            experiment = Experiment(str(folder), hardware="h200", as_decode=opened.phases == "prefill")
+            decoded = opened.as_decode() if experiment.as_decode else opened
+            return first_tokens(TimedRun(experiment, decoded, profile, machine), tokens)
     trace = made_up(profile, tokens)
-    return Loaded(Setup(trace=trace.name, hardware="h200"), trace, machine, profile)
+    return TimedRun(Experiment(trace.name, hardware="h200"), trace, profile, machine)
 
 
 def _fits(meta: TraceMeta, profile: ModelProfile) -> bool:
@@ -57,7 +58,7 @@ def made_up(profile: ModelProfile, tokens: int) -> Trace:
     return replace(trace, meta=replace(trace.meta, model=profile.name))
 
 
-def content_of(loaded: Loaded) -> str:
+def content_of(loaded: TimedRun) -> str:
     """Which routing, beyond its name."""
     routed = np.ascontiguousarray(loaded.trace.experts) if isinstance(loaded.trace, Trace) else None
     return loaded.fingerprint if routed is None else hashlib.sha256(routed.tobytes()).hexdigest()[:16]

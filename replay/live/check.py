@@ -43,12 +43,13 @@ from replay.live.prompts import prompts_of, reading_ids
 from replay.run import replay
 from replay.warmup import undisturbed
 from sim.defaults import POLICY
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
 from sim.quantities import show_bytes
 from sim.results.metrics import Row
-from sim.sweeps.setup import Loaded, Setup
 from tracer import demo
 from tracer.models import Loading, load_model
 from tracer.record import Options
@@ -215,7 +216,7 @@ class Check:
 
     def _replay(self, profile: ModelProfile, store: Path, live: "Generated", limit: int) -> float:
         """Replay the trace with as much memory, and as many threads and lanes; return ms a token."""
-        loaded = Loaded(Setup(trace="live"), live.trace, hardware("h200"), profile)
+        loaded = TimedRun(Experiment("live"), live.trace, profile, hardware("h200"))
         from_disk: dict[str, Any] = {}
         if self.device == "disk":
             from_disk = {"store": store, "lanes": live.lanes, "threads": torch.get_num_threads()}

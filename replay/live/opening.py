@@ -34,10 +34,10 @@ from replay.live.model import HOOK, LiveModel
 from replay.live.profile import starting_from
 from replay.warmup import decide
 from sim.defaults import CACHE_SIZE, POLICY
+from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.quantities import parse_cache_size, show_bytes
-from sim.sweeps.setup import Requests
 from tracer.checkpoints import blaming
 from tracer.hook import ExpertsHook
 from tracer.models import LoadedModel

@@ -13,11 +13,11 @@ from replay.prediction import Prediction
 from replay.run import Outcome, copy_gb_per_s, host_ms
 from sim.engines.simpy_engine import simulate
 from sim.loop.log import PREDICTOR
+from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import experts_per_layer
 from sim.results.metrics import Cell, summarise
-from sim.sweeps.setup import Requests
 
 
 def outcome(live: LiveModel, answered: Answered) -> Outcome:

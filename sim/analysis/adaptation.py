@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 
 from policies.core.grammar import policy_title
 from policies.core.spec import PolicySpec
+from sim.loaded import Loaded
 from sim.loop.log import RunLog
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
 from sim.results.provenance import commit
 from sim.sweeps.grid import Grid
-from sim.sweeps.setup import Loaded
 from sim.sweeps.workers import Advance, Local, Task
 from traces.errors import InputError, unknown
 from traces.trace import Trace, concatenate

@@ -18,11 +18,12 @@ from policies.core.spec import PolicySpec
 from policies.core.stack_distances import lru_misses
 from sim.analysis.curves import Accesses, Reuse, belady_misses, reuse
 from sim.analysis.locality import Locality, locality
+from sim.loaded import Loaded
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.results import files, plot
 from sim.results.metrics import COUNT, SHARE, TEXT, Row
 from sim.sweeps.grid import Grid
-from sim.sweeps.setup import Loaded, Requests
 from traces.errors import InputError
 
 if TYPE_CHECKING:

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 
-from policies.core.spec import Option, Policy, PolicySpec, parse
-from sim.profiles.model_profile import ModelProfile
+from policies.core.spec import Option, PolicySpec
+from sim.loaded import TimedRun
 from sim.results import files, plot
 from sim.results.metrics import RESULTS, SHARE, TEXT, Row, cell_text, users_text
 from sim.sweeps.grid import rows
-from sim.sweeps.setup import Loaded
 from sim.sweeps.winner import metric
 from sim.sweeps.workers import Advance, Local
 from traces.errors import InputError
@@ -53,15 +52,9 @@ ROWS = pa.schema(
 class Point:
     """A cell that can be run; timed."""
 
-    loaded: Loaded
+    loaded: TimedRun
     policy: PolicySpec
     slots: int  # bytes, where experts differ in size
-
-    @property
-    def profile(self) -> ModelProfile:
-        """Of the model."""
-        assert self.loaded.profile
-        return self.loaded.profile
 
     @property
     def predictor_us(self) -> float:
@@ -191,24 +184,24 @@ DISK = {"disk_bandwidth_gb_per_s": ("disk bandwidth", "GB/s"), "disk_latency_us"
 
 def parameters(point: Point) -> list[Parameter]:
     """All that a cell has."""
-    fields = MACHINE | (HOST if point.policy.uses_host else {}) | (DISK if point.loaded.setup.host_memory else {})
+    fields = MACHINE | (HOST if point.policy.uses_host else {}) | (DISK if point.loaded.experiment.host_memory else {})
     found = [_field(*told, f"loaded.hardware.{field}") for field, told in fields.items()]
     found += [
         Parameter("cache size", "slots" if point.loaded.sizes is None else "B", attrgetter("slots"), _with_slots, True),
-        Parameter("expert size", "MB", lambda at: at.profile.expert_bytes / 1e6, _with_expert_size),
+        Parameter("expert size", "MB", lambda at: at.loaded.profile.expert_bytes / 1e6, _with_expert_size),
         Parameter("predictor", "us", lambda at: at.predictor_us, _with_predictor),
     ]
-    if point.loaded.setup.chunk_bytes:
-        found.append(_field("chunk", "B", "loaded.setup.chunk_bytes", whole=True))
+    if point.loaded.experiment.chunk_bytes:
+        found.append(_field("chunk", "B", "loaded.experiment.chunk_bytes", whole=True))
     return found + [_of_policy(option) for option in point.policy.declared() if option.numeric]
 
 
-def point_of(loaded: Loaded, policy: Policy, slots: int) -> Point:
+def point_of(loaded: TimedRun, policy: PolicySpec, slots: int) -> Point:
     """Return that cell, with the policy overhead as a number. Raise InputError if the policy rejects the setting.
 
     By the machine's rates, also where the model was measured on it: rates can be moved, tables cannot.
     """
-    point = Point(loaded, parse(policy), slots)
+    point = Point(loaded, policy, slots)
     point.check()
     fixed = _with_predictor(point, point.predictor_us)
     return cast(Point, _with(fixed, "loaded.hardware.measured", ()))
@@ -308,7 +301,7 @@ def _of_policy(option: Option) -> Parameter:
 
 
 def _with(part: Any, path: str, value: object) -> Any:
-    """The same with another value in a field, named by the fields that lead to it: `loaded.setup.chunk_bytes`."""
+    """The same with another value in a field, named by the fields that lead to it: `loaded.experiment.chunk_bytes`."""
     name, _, rest = path.partition(".")
     return replace(part, **{name: _with(getattr(part, name), rest, value) if rest else value})
 
@@ -325,7 +318,7 @@ def _with_expert_size(point: Point, megabytes: float) -> Point:
 
     Where layers differ, all and the bytes of cache and host memory change by the same factor.
     """
-    profile, host = point.profile, point.loaded.setup.host_memory
+    profile, host = point.loaded.profile, point.loaded.experiment.host_memory
     factor = megabytes * 1e6 / profile.expert_bytes
     sizes = tuple(round(size * factor) for size in profile.layer_expert_bytes)
     parameter = megabytes * 1e6 / profile.expert_parameters
@@ -338,9 +331,9 @@ def _with_expert_size(point: Point, megabytes: float) -> Point:
 
     if host:
         room = resized(point.loaded.slots(host))
-        here = cast(Point, _with(here, "loaded.setup.host_memory", str(room) if alike else f"{room}B"))
+        here = cast(Point, _with(here, "loaded.experiment.host_memory", str(room) if alike else f"{room}B"))
     return _with_slots(here, resized(point.slots))
 
 
 def _with_predictor(point: Point, us: float) -> Point:
-    return cast(Point, _with(point, "loaded.setup.predictor_us", us))
+    return cast(Point, _with(point, "loaded.experiment.predictor_us", us))

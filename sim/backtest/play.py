@@ -19,6 +19,7 @@ from sim.backtest.file import Row
 from sim.backtest.machine import Rates, overheads_of, table
 from sim.backtest.model import profile_of
 from sim.engines import engine
+from sim.experiment import AUTO
 from sim.loop.log import RunLog
 from sim.loop.run import Run, Tier, Users, gpu_run
 from sim.profiles.derived import Blocking
@@ -183,13 +184,13 @@ class Case:
             return 0
         return 1 if self.static or self.row.setting.whole_layers else 1 + SETTLING
 
-    def played(self, rates: Rates | None, engine_name: str = engine.AUTO) -> Played:
+    def played(self, rates: Rates | None, engine_name: str = AUTO) -> Played:
         """Run it on these rates; None: without a clock."""
         with located(self.row.where):
             log = engine.simulate(engine_name, self.run(rates))
         return self._summary(log, rates is not None)
 
-    def aimed(self, rates: Rates | None, engine_name: str = engine.AUTO) -> "Case":
+    def aimed(self, rates: Rates | None, engine_name: str = AUTO) -> "Case":
         """Return the case whose routing reaches the measured hit rate, if there is one, in run.
 
         Copies that are under way when they are needed are no hits, so the routing has to be made for a little more.
@@ -231,7 +232,8 @@ class Case:
         window = experts_per_layer(timing, link, shape.layers, top_k)
         if setting.blocking or setting.whole_layers or overheads_of(self.row.system).get("blocking"):
             timing = Blocking(timing, shape.layers, shape.experts, top_k)
-        return gpu_run(self.requests, shape, self.room, self.policy, timing, link, False, window, host, users)
+        policy = parse(self.policy)
+        return gpu_run(self.requests, shape, self.room, policy, timing, link, False, window, host, users)
 
     def _times(self, rates: Rates) -> tuple[Timing, Link, Link]:
         """Return durations with each expert computed by itself, the link to the cache, and that below host memory."""

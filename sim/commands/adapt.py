@@ -1,20 +1,24 @@
 """The command `moe-sim adapt`: how many requests a policy needs to get used to another task."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from policies.core.grammar import policy_title
+from policies.core.grammar import policy_title, split_list
 from sim import defaults
+from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Adaptation, Protocol, Summary, plan, save, to_play
+from sim.analysis.adaptation import adapt as measure
 from sim.commands import options
 from sim.commands.printed import progress, table, written
+from sim.loaded import load
+from sim.sweeps import report
+from sim.sweeps.config import specs
+from sim.sweeps.grid import grid_of
 from traces.commands import console
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sim.analysis.adaptation import Adaptation, Summary
+from traces.errors import InputError
+from traces.output import claimed
 
 MODELS = ("NLLB", "Mixtral", "Arctic")
 
@@ -46,7 +50,7 @@ def adapt(
     pairs: Annotated[int, typer.Option(help="Shifts of each kind, at most; the seed draws them.")] = 6,
     seed: Annotated[int, typer.Option(help="Seed of the pairs and of the order within a group.")] = 0,
     *,
-    requests: options.RequestOptions,
+    stated: Annotated[options.Stated, options.some("model_profile", "requests", "as_decode")],
     workers: options.Workers = None,
     output: options.ResultOptions,
 ) -> None:
@@ -57,23 +61,13 @@ def adapt(
 
     [b]moe-sim adapt my-trace --by task --warmup 10 --after 20[/b]
     """
-    from policies.core.grammar import split_list
-    from sim.analysis.adaptation import INTERRUPTED, MAKER, NAMES, Protocol, plan, save, to_play
-    from sim.analysis.adaptation import adapt as measure
-    from sim.sweeps import report
-    from sim.sweeps.config import specs
-    from sim.sweeps.grid import grid_of
-    from traces.errors import InputError
-    from traces.output import claimed
-
     protocol = Protocol(by, warmup, after, window, pairs, seed)
-    setup = options.setup_of(requests, trace=trace, untimed=True, seed=seed)
-    loaded = setup.load()
+    loaded = load(options.experiment(stated, trace, untimed=True, seed=seed))
     grid = grid_of(loaded, specs(split_list(policies), scope), split_list(cache_size))
     if len(grid.sizes) > 1:
         raise InputError(f"--cache-size {cache_size}: one size at a time")
     planned = plan(loaded.whole, protocol)
-    folder = output.folder(setup.trace, "/adaptation")
+    folder = output.folder(loaded.experiment.trace, "/adaptation")
     for warning in report.warnings(loaded, grid):
         options.warn(warning)
     total = to_play(grid, planned)
@@ -98,7 +92,7 @@ def adapt(
     )
 
 
-def _table(found: "Adaptation") -> "Table":
+def _table(found: Adaptation) -> Table:
     """A row per kind and policy."""
     shown = table("", "policy", "shifts", "requests needed", "at once", "first request", "settled", left=2)
     summaries = found.summaries()
@@ -111,7 +105,7 @@ def _table(found: "Adaptation") -> "Table":
     return shown
 
 
-def _needed(one: "Summary") -> str:
+def _needed(one: Summary) -> str:
     """Min, mean, max; >N for what was not back after N requests, and then the mean is a lower bound."""
     beyond = f">{one.last}"
     least = beyond if one.needed_min is None else f"{one.needed_min}"
@@ -119,7 +113,7 @@ def _needed(one: "Summary") -> str:
     return f"{least} / {'>=' if one.censored else ''}{one.needed_mean:.1f} / {most}"
 
 
-def _notes(found: "Adaptation") -> list[str]:
+def _notes(found: Adaptation) -> list[str]:
     """What the figures mean, and the paper's."""
     window = found.plan.protocol.window
     lines = [

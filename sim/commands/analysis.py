@@ -11,6 +11,7 @@ from sim import defaults
 from sim.analysis.misses import MAKER, NAMES, Analysis, analyse, save, sentence, to_play
 from sim.commands import options
 from sim.commands.printed import progress, table, written
+from sim.loaded import load
 from sim.results.compare import Difference, SweptRun, choose, differences, pairs_across, pairs_within, read, split_name
 from sim.sweeps import report
 from sim.sweeps.config import specs
@@ -27,7 +28,7 @@ def analyze(
     scope: options.Scope = None,
     cache_sizes: options.CacheSizes = defaults.CACHE_SIZES,
     *,
-    requests: options.RequestOptions,
+    stated: Annotated[options.Stated, options.some("model_profile", "requests", "as_decode")],
     output: options.ResultOptions,
 ) -> None:
     """Show whether misses are due to the policy or to the cache size, untimed.
@@ -37,12 +38,11 @@ def analyze(
 
     [b]moe-sim analyze my-trace --policies lru,eamc --cache-size 25%[/b]
     """
-    setup = options.setup_of(requests, trace=trace, untimed=True)
-    loaded = setup.load()
+    loaded = load(options.experiment(stated, trace, untimed=True))
     sizes = split_list(cache_sizes)
     grid = grid_of(loaded, specs(split_list(policies), scope), sizes)
     output.note(*report.sizes_note(loaded, grid, sizes), *report.untimed_note(loaded, grid.policies))
-    folder = output.folder(setup.trace, "/analysis")
+    folder = output.folder(loaded.experiment.trace, "/analysis")
     with claimed(folder, MAKER, NAMES):
         with progress(to_play(grid) * len(loaded.trace.requests), output.quiet) as advance:
             found = analyse(loaded, grid, advance)

@@ -31,9 +31,10 @@ def backtest(
     from sim.backtest import file, report, score
     from sim.commands.printed import progress
     from sim.engines import engine as engines
+    from sim.experiment import SIMPY
     from traces.commands import console
 
-    engine = engine or engines.SIMPY
+    engine = engine or SIMPY
     engines.check(engine)
     if update:
         report.around(update)  # before what takes minutes

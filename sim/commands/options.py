@@ -1,32 +1,37 @@
-"""Declare each option that several commands of moe-sim and moe-replay have once: its type, help text and default.
+"""Options that several commands of moe-sim and moe-replay have, each declared once.
 
-A command takes options in groups, which are dataclasses; `expanded` shows their fields to typer as the command's own.
+Those of a run are the fields of `sim.experiment.Experiment`: a command names which of them it takes, and gets a dict of
+those that were typed. Others stand here, some in groups, which are dataclasses (`traces.commands.options`).
 """
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from sim.defaults import CACHE_SIZE, CACHE_SIZES, HARDWARE, POLICIES, POLICY
+from policies.core.spec import PolicySpec, parse
+from sim.defaults import CACHE_SIZE, CACHE_SIZES, POLICIES, POLICY
+from sim.experiment import OPTIONS, SIZES, Experiment
+from sim.loaded import Loaded
+from sim.sweeps import report
+from sim.sweeps.grid import Grid
 from traces import demo_trace
 from traces.commands import console
+from traces.commands.options import Fields, typed
 from traces.commands.options import expanded as expanded
 from traces.errors import InputError, with_flags
+from traces.location import name_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from policies.core.spec import PolicySpec
-    from sim.sweeps.setup import Loaded, Setup
-
 MOST_WORKERS = 1024
 
 _POLICY_HELP = "as in lru, lru+eamc (eviction policy + prefetcher) or FILE.py:CLASS."
-_SIZES = "a share (25%), experts (64) or bytes (8GiB)"
 _CACHE_SIZES_HELP = "Cache sizes: shares (25%), experts (64) or bytes (8GiB)."
 
 Trace = Annotated[str | None, typer.Argument(help="Folder or URL of a trace. Default: the shipped trace.")]
@@ -38,21 +43,7 @@ Scope = Annotated[
 ]
 CacheSizes = Annotated[str, typer.Option("--cache-sizes", "--cache-size", help=_CACHE_SIZES_HELP)]
 SomeCacheSizes = Annotated[str | None, typer.Option(help=f"{_CACHE_SIZES_HELP} Default: {CACHE_SIZES}.")]
-WarmupRequests = Annotated[int | None, typer.Option(help="Run the first N requests without counting them. Default: 0.")]
-MaxBatch = Annotated[
-    int | None,
-    typer.Option(help="Requests that run at the same time, their tokens decoded together. Default: one by one."),
-]
-Untimed = Annotated[bool, typer.Option("--untimed", help="Count hits and misses exactly, without times.")]
-PredictorUs = Annotated[
-    float | None, typer.Option(help="Policy overhead per layer step, in microseconds. Default: the measured table.")
-]
-Engine = Annotated[
-    str | None,
-    typer.Option(
-        help="Engine of timed runs: auto, simpy, or compiled (same results, faster, built-in policies). Default: auto."
-    ),
-]
+Engine = Annotated[str | None, typer.Option(help=OPTIONS["engine"].help)]
 Workers = Annotated[int | None, typer.Option(help="Number of processes. Default: one per core.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume the run that --out holds: keep what is finished.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a file that is already there.")]
@@ -60,96 +51,69 @@ NoSlots = Annotated[bool, typer.Option("--no-slots", help="Write a timeline with
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings and errors only.")]
 
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """Which requests are run, and with which model's sizes."""
-
-    model_profile: Annotated[
-        str | None, typer.Option(help="Model profile or TOML file. Default: by the trace's model.")
-    ] = None
-    requests: Annotated[int | None, typer.Option(help="Run the first N requests only. Default: all.")] = None
-    as_decode: Annotated[bool, typer.Option("--as-decode", help="Run a prefill token by token.")] = False
+Stated = dict[str, Any]
+"""The options of an experiment that were typed, by name."""
 
 
-@dataclass(frozen=True)
-class TimedOptions(RequestOptions):
-    """How they are run."""
-
-    cold: Annotated[bool, typer.Option("--cold", help="Empty the cache between requests.")] = False
-    chunk_bytes: Annotated[
-        str | None, typer.Option(help="Size after which a prefetch may be interrupted (4MiB). Default: never.")
-    ] = None
+def some(*names: str, **help: str) -> Fields:
+    """Return these fields of an experiment, with another help for those that have one here."""
+    return Fields({name: _parameter(name, help.get(name, OPTIONS[name].help)) for name in names})
 
 
-@dataclass(frozen=True)
-class SimulatedOptions(TimedOptions):
-    """How they are simulated."""
+def all_but(*names: str) -> Fields:
+    """Return all fields but these, the trace, and those without a help."""
+    return some(*(name for name, each in OPTIONS.items() if each.help and name not in names))
 
-    warmup_requests: WarmupRequests = None
-    predictor_us: PredictorUs = None
-    host_memory: Annotated[
-        str | None,
-        typer.Option(help=f"Host memory for experts, over the disk: {_SIZES}. Default: it holds all experts."),
-    ] = None
-    expert_sizes: Annotated[
-        str | None, typer.Option(help="GGUF or safetensors file or folder whose headers give experts' sizes by layer.")
-    ] = None
-    arrivals: Annotated[
-        str | None,
-        typer.Option(
-            help="When requests arrive, with --max-batch: closed (as soon as there is room), trace (as recorded), "
-            "poisson (at --arrival-rate). Default: closed."
-        ),
-    ] = None
-    arrival_rate: Annotated[
-        float | None,
-        typer.Option(help="Requests a second that arrive at random (Poisson), at the same times in each run."),
-    ] = None
+
+def _parameter(name: str, help: str) -> inspect.Parameter:
+    """Return a field as a command's parameter: None unless it is typed."""
+    kind = get_type_hints(Experiment)[name]
+    of_it = next(each for each in (get_args(kind) or (kind,)) if each is not type(None))
+    if of_it is bool:
+        flag = typer.Option(f"--{name.replace('_', '-')}", help=help)
+        return _keyword(name, Annotated[bool, flag], False)
+    return _keyword(name, Annotated[(str if OPTIONS[name].read else of_it) | None, typer.Option(help=help)])
+
+
+def _keyword(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 @dataclass(frozen=True)
 class CellOptions:
-    """One policy at one cache size over one trace on one machine."""
+    """One policy at one cache size over one trace."""
 
     trace: Trace = None
     policy: Annotated[str | None, typer.Option(help=f"Policy, {_POLICY_HELP} Default: {POLICY}.")] = None
-    cache_size: Annotated[
-        str | None,
-        typer.Option(help=f"Cache size: {_SIZES}. Default: {CACHE_SIZE}."),
-    ] = None
-    hardware: Annotated[str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {HARDWARE}.")] = None
+    cache_size: Annotated[str | None, typer.Option(help=f"Cache size: {SIZES}. Default: {CACHE_SIZE}.")] = None
 
     @property
     def size(self) -> str:
-        """Return the cache size, typed or not."""
+        """The cache size, typed or not."""
         return self.cache_size or CACHE_SIZE
 
-    def chosen(self, loaded: "Loaded") -> "tuple[PolicySpec, int]":
+    def chosen(self, loaded: Loaded) -> tuple[PolicySpec, int]:
         """Return the policy and the slots. Raise InputError where the trace cannot be run so."""
-        from policies.core.spec import parse
-
         policy, slots = parse(self.policy or POLICY), loaded.slots(self.size)
         loaded.require(policy, slots)
         return policy, slots
 
-    def announce(self, loaded: "Loaded", policy: "PolicySpec", slots: int, output: "OutputOptions") -> None:
+    def announce(
+        self, loaded: Loaded, policy: PolicySpec, slots: int, stated: Mapping[str, Any], output: "OutputOptions"
+    ) -> None:
         """Print which defaults were taken, and the warnings about the cell."""
-        from sim.sweeps import report
-        from sim.sweeps.grid import Grid
-
-        output.note(*self.taken(loaded.setup))
+        output.note(*self.taken(loaded.experiment, stated))
         for warning in report.warnings(loaded, Grid((policy,), {self.size: slots})):
             warn(warning)
 
-    def taken(self, setup: "Setup") -> list[str]:
+    def taken(self, experiment: Experiment, stated: Mapping[str, Any]) -> list[str]:
         """Return the note on the defaults that were taken, if any was."""
         return taken(
             {
-                f"the shipped trace {setup.trace}": not self.trace,
+                f"the shipped trace {experiment.trace}": not self.trace,
                 f"policy {POLICY}": not self.policy,
                 f"cache size {CACHE_SIZE}": not self.cache_size,
-                f"hardware {setup.hardware}": not self.hardware and not setup.untimed,
+                f"hardware {experiment.hardware}": "hardware" not in stated and not experiment.untimed,
             }
         )
 
@@ -184,15 +148,8 @@ class ResultOptions(OutputOptions):
     ] = None
 
     def folder(self, trace: str, suffix: str) -> Path:
-        """Return the folder for the results. Raise InputError for a name that none can have."""
-        from traces.location import name_of
-
-        folder = self.out or Path("results") / f"{name_of(trace)}{suffix}"
-        try:
-            folder.exists()
-        except OSError as error:  # too long
-            raise InputError(f"cannot write {folder}: {error.strerror}; name another folder with --out") from error
-        return folder
+        """Return the folder for the results."""
+        return self.out or Path("results") / f"{name_of(trace)}{suffix}"
 
 
 @dataclass(frozen=True)
@@ -210,10 +167,8 @@ class ResumableOptions(ResultOptions):
 
 
 def warn(text: str) -> None:
-    """Print a warning, in which parameters of a run stand as flags."""
-    from sim.sweeps.setup import Options
-
-    console.warn(with_flags(text, Options.__annotations__))
+    """Print a warning, in which options of a run stand as flags."""
+    console.warn(with_flags(text, OPTIONS))
 
 
 def taken(defaults: Mapping[str, bool]) -> list[str]:
@@ -222,37 +177,14 @@ def taken(defaults: Mapping[str, bool]) -> list[str]:
     return [f"taking {', '.join(texts)}"] if texts else []
 
 
-def typed(*groups: object, **others: Any) -> dict[str, Any]:
-    """Return the options that were typed, of these groups and others, as Setup and Config take them."""
-    from sim.quantities import parse_bytes
-
-    values = {name: value for group in groups for name, value in vars(group).items()} | others
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
-    if "chunk_bytes" in given:
-        given["chunk_bytes"] = parse_bytes(given["chunk_bytes"], "--chunk-bytes")
-    if "arrival_rate" in given:
-        given.setdefault("arrivals", "poisson")
-    return given
+def experiment(stated: Mapping[str, Any], trace: str | None = None, **others: Any) -> Experiment:
+    """Return the experiment of these options, of the shipped trace where none is named. Raise InputError."""
+    return Experiment.of({"trace": trace or str(demo_trace()), **stated, **typed(**others)})
 
 
-def setup_fields(*groups: object, **others: Any) -> dict[str, Any]:
-    """Return those of them that are fields of Setup."""
-    from sim.sweeps.setup import Setup
-
-    names = {field.name for field in fields(Setup)}
-    return {name: value for name, value in typed(*groups, **others).items() if name in names}
-
-
-def setup_of(*groups: object, **others: Any) -> "Setup":
-    """Return the setup that these options ask for. Raise InputError."""
-    from sim.sweeps.setup import Setup
-
-    return Setup(**{"trace": str(demo_trace()), "hardware": HARDWARE, **setup_fields(*groups, **others)})
-
-
-def require_clock(untimed: bool, hardware: str | None) -> None:
+def require_clock(stated: Mapping[str, Any]) -> None:
     """Raise InputError for hardware of an untimed run."""
-    if untimed and hardware is not None:
+    if stated.get("untimed") and "hardware" in stated:
         raise InputError("--untimed counts without a clock: it cannot have --hardware")
 
 

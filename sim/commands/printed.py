@@ -5,11 +5,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from rich import box
-from rich.progress import ProgressColumn, Task
 from rich.table import Table
-from rich.text import Text
 
-from sim.engines import compiling
 from sim.results.metrics import Row, cell_text
 from traces.commands import console
 
@@ -39,18 +36,11 @@ def milliseconds(value: float) -> str:
     return f"{value:,.{2 if value >= 10 else 3}f}"
 
 
-class _Compiling(ProgressColumn):
-    """What is compiled meanwhile."""
-
-    def render(self, task: Task) -> Text:
-        return Text(compiling.words(), style="dim")
-
-
 def progress(
     total: int, quiet: bool, what: str = "requests run", done: int = 0
 ) -> AbstractContextManager[console.Advance]:
-    """Draw a bar on standard error, with what is compiled meanwhile."""
-    return console.progress(total, quiet, what, done, _Compiling())
+    """Draw a bar on standard error."""
+    return console.progress(total, quiet, what, done)
 
 
 def written(files: Iterable[Path | str], folder: Path) -> str:

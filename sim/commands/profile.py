@@ -9,7 +9,7 @@ from policies.blend.build import build as learn
 from policies.core.policy import Shape
 from sim.commands import options
 from sim.commands.options import Overwrite
-from sim.sweeps.setup import Requests
+from sim.loop.requests import Requests
 from traces.commands import console
 from traces.errors import InputError
 from traces.output import check_file, replacing

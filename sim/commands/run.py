@@ -1,33 +1,33 @@
 """The command `moe-sim run`: one cell told in full and, with a timeline, shown moment by moment."""
 
 import json
-from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from policies.core.spec import PolicySpec
 from sim.commands import options
 from sim.commands.printed import cell_title, progress
-from sim.timeline.window import REQUESTS, TOKENS
+from sim.engines import compiling
+from sim.loaded import TimedRun
+from sim.loop.log import Ended
+from sim.loop.requests import Requests
+from sim.quantities import show_bytes
+from sim.results.metrics import LATENCIES, Row, users_text
+from sim.sweeps.grid import summed
+from sim.timeline import simulated
+from sim.timeline import window as timeline_window
+from sim.timeline.file import writing
+from sim.timeline.window import REQUESTS, TOKENS, Window
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from policies.core.spec import PolicySpec
-    from sim.loop.log import Ended
-    from sim.results.metrics import Row
-    from sim.sweeps.setup import Loaded
-    from sim.sweeps.workers import Advance
-    from sim.timeline.window import Window
 
 
 @options.expanded
 def run(
     cell: options.CellOptions,
-    timed: options.SimulatedOptions,
-    max_batch: options.MaxBatch = None,
+    stated: Annotated[options.Stated, options.all_but("untimed")],
     *,
-    engine: options.Engine = None,
     timeline: Annotated[
         Path | None, typer.Option(help="File for a timeline (.json, .json.gz) that https://ui.perfetto.dev opens.")
     ] = None,
@@ -49,71 +49,48 @@ def run(
 
     [b]moe-sim run my-trace --chunk-bytes 1MiB --timeline out.json.gz --tokens 100:140[/b]
     """
-    from sim.engines import compiling
-    from sim.sweeps.setup import Requests
-    from sim.timeline import window as timeline_window
-
     window = timeline_window.asked(tokens, window_requests)
     if not timeline and (window or no_slots):
         raise InputError("name the file of the timeline whose window or tracks are chosen: --timeline out.json")
-    if timeline and engine == "compiled":
+    if timeline and stated.get("engine") == "compiled":
         raise InputError("--timeline is run on the SimPy engine, with the same result: leave --engine compiled out")
-    setup = options.setup_of(cell, timed, engine=engine, max_batch=max_batch)
-    loaded = setup.load()
+    loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded)
     if window:
         timeline_window.check(window, Requests(loaded.trace))
-    cell.announce(loaded, spec, slots, output)
+    cell.announce(loaded, spec, slots, stated, output)
     if timeline:
         window = window or timeline_window.unasked(Requests(loaded.trace))
         row = _shown(loaded, spec, slots, timeline, overwrite, window, not no_slots, output)
     else:
-        row = _played(loaded, spec, slots, output.quiet)
-    machine = loaded.hardware.title if loaded.hardware else None
-    output.show(lambda: row, lambda: (cell_title(row, machine), _block(row)))
-    compiling.finish(output.quiet)
+        row = _played(loaded, spec, slots, output)
+    output.show(lambda: row, lambda: (cell_title(row, loaded.hardware.title), _block(row)))
 
 
-def _played(loaded: "Loaded", policy: "PolicySpec", slots: int, quiet: bool) -> "Row":
+def _played(loaded: TimedRun, policy: PolicySpec, slots: int, output: options.OutputOptions) -> Row:
     """The row of the cell, and more of TTFT, whose mean alone that has."""
-    from sim.engines import compiling
-    from sim.sweeps.workers import Local, Task
-
-    compiling.start_if_needed(loaded.versions([policy]), quiet)
-    task = Task(loaded, _cell, (policy, slots), loaded.compiled(policy))
-    with progress(task.requests, quiet) as advance, closing(Local(1).results([task], advance)) as playing:
-        return next(playing)[1]
-
-
-def _cell(loaded: "Loaded", policy: "PolicySpec", slots: int, advance: "Advance") -> "Row":
-    from sim.sweeps.grid import summed
-
-    summary = summed(loaded, policy, slots, advance)
+    output.note(*compiling.notes(loaded.versions([policy])))
+    with progress(len(loaded.trace.requests), output.quiet) as advance:
+        summary = summed(loaded, policy, slots, advance)
     return {**summary.row(), **summary.latencies()}
 
 
 def _shown(
-    loaded: "Loaded",
-    policy: "PolicySpec",
+    loaded: TimedRun,
+    policy: PolicySpec,
     slots: int,
     path: Path,
     overwrite: bool,
-    window: "Window",
+    window: Window,
     slot_tracks: bool,
     output: options.OutputOptions,
-) -> "Row":
+) -> Row:
     """The same, and the timeline at `path`."""
-    from sim.quantities import show_bytes
-    from sim.sweeps.grid import summed
-    from sim.timeline import simulated
-    from sim.timeline import window as timeline_window
-    from sim.timeline.file import writing
-
     row: Row = {}
     with writing(path, lambda: {"made by": "moe-sim run", **row}, overwrite) as timeline:
         names = loaded.trace.requests["id"].astype(str).tolist()
 
-        def play(ended: "Ended") -> None:
+        def play(ended: Ended) -> None:
             simulated.play(loaded.run(policy, slots), ended, timeline, names, window, slot_tracks)
 
         with progress(len(loaded.trace.requests), output.quiet) as advance:
@@ -124,16 +101,14 @@ def _shown(
             f"the run has more than {timeline_window.SHOWN_WHOLE:,} steps: the timeline shows its first "
             f"{window.last} {window.of}; {TOKENS} or {REQUESTS} FROM:TO chooses others"
         )
-    elif row["requests"] + loaded.setup.warmup_requests < len(loaded.trace.requests):
+    elif row["requests"] + loaded.experiment.warmup_requests < len(loaded.trace.requests):
         output.note("run up to the end of the request in which the window ends; the figures are of that")
     output.note(f"wrote {path} ({show_bytes(path.stat().st_size)}): open it at https://ui.perfetto.dev")
     return row
 
 
-def _block(row: "Row") -> str:
+def _block(row: Row) -> str:
     """What happened, a line for each question."""
-    from sim.quantities import show_bytes
-
     elapsed = row["gpu_idle_ms"] + row["compute_busy_ms"]
     stalls = {cause: row[f"stall_{cause}_ms"] for cause in ("demand", "late", "behind_prefetch", "slot", "predictor")}
     stalls |= {cause: ms for cause in ("disk", "host") if (ms := row[f"stall_{cause}_ms"])}
@@ -154,10 +129,8 @@ def _block(row: "Row") -> str:
     return "\n".join(f"  {name:<9} {text}" for name, text in lines.items())
 
 
-def _more(row: "Row", elapsed: float) -> dict[str, str]:
+def _more(row: Row, elapsed: float) -> dict[str, str]:
     """What the host, the disk and several users did, where there are any."""
-    from sim.results.metrics import users_text
-
     lines = {}
     if row["on_host"]:
         share = _share(row["on_host"], row["misses"])
@@ -175,9 +148,7 @@ def _more(row: "Row", elapsed: float) -> dict[str, str]:
 _LOOKUPS = {"hit": "hits", "late": "late", "miss": "misses"}
 
 
-def _latencies(row: "Row", kind: str) -> str:
-    from sim.results.metrics import LATENCIES
-
+def _latencies(row: Row, kind: str) -> str:
     figures = {name: row[f"{kind}_{name}_ms"] for name in LATENCIES}
     return ", ".join(f"{name} {ms:,.2f}" for name, ms in figures.items() if ms is not None) or "-"
 
@@ -186,7 +157,7 @@ def _share(part: float | None, whole: float | None) -> str:
     return "-" if part is None or not whole else f"{part / whole:.1%}"
 
 
-def _policy(row: "Row") -> "dict[str, str]":
+def _policy(row: Row) -> dict[str, str]:
     """Return what the policy resolved to, half by half, and its overhead."""
     lines = {"predictor": f"{row['predictor_us']:g} us an event"}
     for half, given in json.loads(row["options"]).items():

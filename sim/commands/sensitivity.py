@@ -1,25 +1,26 @@
 """The command `moe-sim sensitivity`: which parameter of a cell, moved by a step, changes its latency most."""
 
 import re
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from sim.analysis.sensitivity import MAKER, NAMES, Effect, Sensitivity, plan, point_of, save
+from sim.analysis.sensitivity import sensitivity as measure
 from sim.commands import options
 from sim.commands.printed import METRICS, cell_title, milliseconds, progress, table, written
+from sim.engines import compiling
+from sim.loaded import TimedRun
+from sim.results.metrics import users_text
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sim.analysis.sensitivity import Effect, Sensitivity
+from traces.output import claimed
 
 
 @options.expanded
 def sensitivity(
     cell: options.CellOptions,
-    timed: options.SimulatedOptions,
-    max_batch: options.MaxBatch = None,
+    stated: Annotated[options.Stated, options.all_but("untimed", "engine")],
     *,
     step: Annotated[str, typer.Option(help="How far each parameter is moved, down and up.")] = "20%",
     workers: options.Workers = None,
@@ -34,22 +35,15 @@ def sensitivity(
 
     [b]moe-sim sensitivity my-trace --policy lru+markov:n=4 --chunk-bytes 1MiB --step 50%[/b]
     """
-    from sim.analysis.sensitivity import MAKER, NAMES, plan, point_of, save
-    from sim.analysis.sensitivity import sensitivity as measure
-    from sim.engines import compiling
-    from sim.results.metrics import users_text
-    from traces.output import claimed
-
     share = _share(step)
-    setup = options.setup_of(cell, timed, max_batch=max_batch)
-    loaded = setup.load()
+    loaded = TimedRun.of(options.experiment(stated, cell.trace))
     spec, slots = cell.chosen(loaded)
     point = point_of(loaded, spec, slots)
     variants, left_out = plan(point, share)
-    folder = output.folder(setup.trace, "/sensitivity")
-    cell.announce(loaded, spec, slots, output)
+    folder = output.folder(loaded.experiment.trace, "/sensitivity")
+    cell.announce(loaded, spec, slots, stated, output)
     versions = loaded.versions((spec, *(variant.point.policy for variant in variants)))
-    compiling.start_if_needed(versions, output.quiet)
+    output.note(*compiling.notes(versions))
     with claimed(folder, MAKER, NAMES):
         with progress((1 + len(variants)) * len(loaded.trace.requests), output.quiet) as advance:
             found = measure(point, variants, options.processes(workers), advance)
@@ -60,7 +54,6 @@ def sensitivity(
         lambda: _as_json(found, left_out),
         lambda: (title, _table(found), *_notes(found, left_out), written(files, folder)),
     )
-    compiling.finish(output.quiet)
 
 
 def _share(text: str) -> float:
@@ -70,7 +63,7 @@ def _share(text: str) -> float:
     return float(match[1]) / 100
 
 
-def _table(found: "Sensitivity") -> "Table":
+def _table(found: Sensitivity) -> Table:
     """A row per parameter that has an effect, the largest first."""
     metric = METRICS[found.metric]
     shown = table("parameter", "here", "lower", metric, "higher", metric, "elast.")
@@ -83,11 +76,11 @@ def _table(found: "Sensitivity") -> "Table":
     return shown
 
 
-def _number(value: float, effect: "Effect") -> str:
+def _number(value: float, effect: Effect) -> str:
     return f"{value:,.0f}" if effect.parameter.whole else f"{value:,.3g}"
 
 
-def _notes(found: "Sensitivity", left_out: list[str]) -> list[str]:
+def _notes(found: Sensitivity, left_out: list[str]) -> list[str]:
     """What helps most, what does nothing, what was not run."""
     moves = [
         (change, effect, side[0])
@@ -106,7 +99,7 @@ def _notes(found: "Sensitivity", left_out: list[str]) -> list[str]:
     return lines + ([f"left out: {'; '.join(left_out)}"] if left_out else [])
 
 
-def _as_json(found: "Sensitivity", left_out: list[str]) -> dict[str, object]:
+def _as_json(found: Sensitivity, left_out: list[str]) -> dict[str, object]:
     def side(played: tuple[float, float] | None, change: float | None) -> dict[str, object] | None:
         return None if played is None else {"value": played[0], found.metric: played[1], "change": change}
 

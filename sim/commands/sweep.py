@@ -2,28 +2,36 @@
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table as RichTable
 
+from policies.core.grammar import split_list
 from sim import defaults
 from sim.commands import options
 from sim.commands.printed import progress
 from sim.commands.resuming import keeping, refuse_others, require_resume
-from sim.quantities import parse_whole
-from traces import demo_trace
+from sim.commands.swept import shown
+from sim.engines import compiling
+from sim.loaded import Loaded, TimedRun, load
+from sim.quantities import parse_whole, show_bytes
+from sim.results import diagnosis
+from sim.results.compare import SweptRun
+from sim.sweeps import report
+from sim.sweeps.config import NAME as TOML
+from sim.sweeps.config import Sweep
+from sim.sweeps.grid import Outcome, Table, grid_of, missing, names, outcome, save
+from sim.sweeps.grid import sweep as run_missing
+from sim.sweeps.store import MAKER, NAME, WRITTEN, Store, drop, held
+from sim.sweeps.workers import Cluster, Local, Workers
+from traces.commands.options import typed
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-    from sim.sweeps.config import Config
-    from sim.sweeps.grid import Outcome, Table
-    from sim.sweeps.setup import Loaded
-    from sim.sweeps.store import Store
-    from sim.sweeps.workers import Workers
+from traces.files import read_toml
+from traces.location import name_of
+from traces.output import claim, claimed
 
 MANY = 10_000
 """Cells that are asked about before they are run."""
@@ -47,13 +55,11 @@ def sweep(
     ] = None,
     seeds: Annotated[str | None, typer.Option(help="Seeds: policies that draw are run once with each.")] = None,
     *,
-    timed: options.SimulatedOptions,
+    stated: Annotated[options.Stated, options.all_but("hardware", "max_batch")],
     max_batch: Annotated[
         str | None,
         typer.Option(help="Requests that run at the same time, one number or several (1,4,8). Default: one by one."),
     ] = None,
-    untimed: options.Untimed = False,
-    engine: options.Engine = None,
     workers: options.Workers = None,
     scheduler: Annotated[
         str | None, typer.Option(help="Dask cluster that runs the cells (tcp://HOST:8786). Default: none.")
@@ -73,35 +79,25 @@ def sweep(
 
     [b]moe-sim sweep my-trace --policies 'eamc:capacity=100|300,random' --seeds 1,2,3[/b]
     """
-    from policies.core.grammar import split_list
-    from sim.sweeps.config import read
-    from sim.sweeps.grid import names
-    from sim.sweeps.store import MAKER, WRITTEN
-    from sim.sweeps.workers import Cluster, Local
-    from traces.location import name_of
-    from traces.output import claim, claimed
-
     processes = options.processes(workers)
-    given = options.typed(
-        timed,
-        traces=tuple(traces) if traces else None,
+    if stated.get("untimed"):
+        options.require_clock({**stated, **typed(hardware=hardware)})
+    axes = typed(
+        traces=traces,
         policies=_names(policies, evict, prefetch),
         cache_sizes=None if cache_sizes is None else split_list(cache_sizes),
         hardware=None if hardware is None else split_list(hardware),
-        seeds=None if seeds is None else tuple(map(_seed, split_list(seeds))),
-        max_batch=None if max_batch is None else tuple(map(_users, split_list(max_batch) or [max_batch])),
+        seeds=None if seeds is None else _numbers("--seeds", seeds),
+        max_batch=None if max_batch is None else _numbers("--max-batch", max_batch),
         scope=scope,
-        untimed=untimed,
-        engine=engine,
     )
-    asked = {**(read(config) if config else {}), **given}
-    made, defaults = _with_defaults(asked)
-    options.require_clock(made.untimed, hardware)
+    values = {**(read_toml(config) if config else {}), **axes, **stated}
+    made = Sweep.of(values, str(config or ""))
     _ask(made.cells, yes)
     name = "sweep" if len(made.traces) > 1 else name_of(made.traces[0])
     folder = output.out or _free(Path("results"), name, output)
     tables = _tables(made, folder)
-    output.note(*options.taken(defaults), *_surprises(tables, made.cache_sizes))
+    output.note(*_taken(made, values), *_surprises(tables, made.cache_sizes))
     if seeds is not None and not made.seeds_count:
         output.note("--seeds has no effect: no policy draws random numbers, but for those that name a seed themselves")
     players = Cluster(scheduler) if scheduler else Local(processes)
@@ -115,8 +111,6 @@ def sweep(
 
 def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
     """The folder of that name or, unless it is to be resumed or dropped, the first one behind it without a sweep."""
-    from sim.sweeps.store import held
-
     taken = output.resume or output.overwrite
     names = (name if n == 1 else f"{name}-{n}" for n in itertools.count(1))
     folder = next(parent / each for each in names if taken or not held(parent / each))
@@ -128,24 +122,17 @@ def _free(parent: Path, name: str, output: options.ResumableOptions) -> Path:
     return folder
 
 
-def _with_defaults(asked: dict[str, Any]) -> "tuple[Config, dict[str, bool]]":
-    """Return the sweep, and which defaults it takes."""
-    from policies.core.grammar import split_list
-    from sim.sweeps.config import Config
-
-    shipped = str(demo_trace())
+def _taken(made: Sweep, values: Mapping[str, Any]) -> list[str]:
+    """Return the note on the defaults that were taken, if any was."""
     lists = {"policies": defaults.POLICIES, "cache_sizes": defaults.CACHE_SIZES, "hardware": defaults.HARDWARE}
-    made = Config(**{"traces": (shipped,), **{name: split_list(text) for name, text in lists.items()}, **asked})
-    taken = {f"the shipped trace {shipped}": "traces" not in asked}
-    taken |= {f"{name.replace('_', ' ')} {text}": name not in asked for name, text in lists.items()}
-    taken[f"hardware {defaults.HARDWARE}"] &= not made.untimed
-    return made, taken
+    taken = {f"the shipped trace {made.traces[0]}": "traces" not in values}
+    taken |= {f"{name.replace('_', ' ')} {text}": name not in values for name, text in lists.items()}
+    taken[f"hardware {defaults.HARDWARE}"] &= not made.shared.untimed
+    return options.taken(taken)
 
 
 def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tuple[str, ...] | None:
     """All policies asked for, as one list: --policies, and --evict with --prefetch; None if nothing was asked."""
-    from policies.core.grammar import split_list
-
     if policies is evict is prefetch is None:
         return None
     if prefetch and not evict:
@@ -155,18 +142,11 @@ def _names(policies: str | None, evict: str | None, prefetch: str | None) -> tup
     return (*split_list(policies), *(pairs or keeps))
 
 
-def _seed(text: str) -> int:
-    seed = parse_whole(text)
-    if seed is None:
-        raise InputError(f"--seeds {text!r}: a seed is a whole number from 0 to below 2**63")
-    return seed
-
-
-def _users(text: str) -> int:
-    users = parse_whole(text)
-    if not users:
-        raise InputError(f"--max-batch {text!r}: write how many requests run at a time, as in 1,4,8")
-    return users
+def _numbers(flag: str, text: str) -> list[int]:
+    numbers = [parse_whole(each) for each in split_list(text)]
+    if not numbers or None in numbers:
+        raise InputError(f"{flag} {text!r}: write whole numbers, as in 1,4,8")
+    return [number for number in numbers if number is not None]
 
 
 def _ask(cells: int, yes: bool) -> None:
@@ -178,45 +158,37 @@ def _ask(cells: int, yes: bool) -> None:
     typer.confirm(f"This sweep has {cells:,} cells. Run them all?", abort=True, err=True)
 
 
-def _tables(config: "Config", folder: Path) -> "list[Table]":
+def _tables(made: Sweep, folder: Path) -> list[Table]:
     """What is to be run, its files read. InputError for whatever cannot be."""
-    from sim.sweeps.grid import Table, grid_of
-
-    specs = config.specs()
-    loaded = [setup.load() for setup in config.setups()]
+    loaded = [load(experiment) for experiment in made.experiments()]
     several = len(loaded) > 1
     names = _folders(loaded) if several else [""]
     return [
-        Table(each, grid_of(each, specs, config.cache_sizes), folder / name)
+        Table(each, grid_of(each, made.specs, made.cache_sizes), folder / name)
         for each, name in zip(loaded, names, strict=True)
     ]
 
 
-def _folders(loaded: "Sequence[Loaded]") -> list[str]:
+def _folders(loaded: Sequence[Loaded]) -> list[str]:
     """A name for each trace, machine and number of users: of what differs."""
-    from sim.sweeps.store import NAME
-
-    traces, machines = {each.setup.trace for each in loaded}, {each.setup.hardware for each in loaded}
-    users = {each.setup.max_batch for each in loaded}
+    traces, machines = {each.experiment.trace for each in loaded}, {each.experiment.hardware for each in loaded}
+    users = {each.experiment.max_batch for each in loaded}
     names: list[str] = []
     for each in loaded:
-        machine = [each.hardware.name] if each.hardware and len(machines) > 1 else []
-        batch = [f"users-{each.setup.max_batch}"] if len(users) > 1 else []
+        machine = [each.hardware.name] if isinstance(each, TimedRun) and len(machines) > 1 else []
+        batch = [f"users-{each.experiment.max_batch}"] if len(users) > 1 else []
         name = "-".join([each.trace.name] * (len(traces) > 1) + machine + batch)
         name = f"{name}-trace" if name == NAME else name  # the store's
         names.append(name if name not in names else f"{name}-{len(names) + 1}")
     return names
 
 
-def _surprises(tables: "list[Table]", cache_sizes: "Sequence[str]") -> Iterator[str]:
+def _surprises(tables: list[Table], cache_sizes: "Sequence[str]") -> Iterator[str]:
     """Yield what sizes of experts come from, which caches are not run, and which policies do less than they say."""
-    from sim.quantities import show_bytes
-    from sim.sweeps import report
-
-    for table in {table.loaded.setup.trace: table for table in tables}.values():
+    for table in {table.loaded.experiment.trace: table for table in tables}.values():
         loaded = table.loaded
         yield from report.sizes_note(loaded, table.grid, cache_sizes)
-        if loaded.profile and not loaded.profile.hub_ids and not loaded.setup.model_profile:
+        if loaded.profile and not loaded.profile.hub_ids and not loaded.experiment.model_profile:
             yield f"{loaded.profile.name} has no model profile: derived one from the sizes in its trace"
         recorded, counted = loaded.trace.meta.expert_bytes, loaded.expert_bytes
         if recorded and counted and recorded != counted:
@@ -225,60 +197,47 @@ def _surprises(tables: "list[Table]", cache_sizes: "Sequence[str]") -> Iterator[
     yield from report.untimed_note(tables[0].loaded, tables[0].grid.policies)
 
 
-def _open(tables: "list[Table]", folder: Path, output: options.ResumableOptions) -> "Store":
+def _open(tables: list[Table], folder: Path, output: options.ResumableOptions) -> Store:
     """What is already there, as far as it is wanted. InputError where anything would be lost unasked."""
-    from sim.sweeps.store import Store, drop
-
     if output.overwrite:
         drop(folder)
     found = Store(folder)
     require_resume(len(found), folder, output.resume)
-    wanted = {key for table in tables for key in table.tasks()}
+    wanted = {key for table in tables for key in table.tasks}
     refuse_others(sum(key not in wanted for key in found), folder, "sweep")
     return found
 
 
-def _run(
-    config: "Config", tables: "list[Table]", store: "Store", workers: "Workers", output: options.OutputOptions
-) -> None:
+def _run(made: Sweep, tables: list[Table], store: Store, workers: Workers, output: options.OutputOptions) -> None:
     """Sweep, write, report."""
-    from sim.engines import compiling
-    from sim.sweeps import report
-    from sim.sweeps.config import NAME
-    from sim.sweeps.grid import missing, outcome, save, sweep
-    from sim.sweeps.workers import Local
-
     for warning in dict.fromkeys(warning for table in tables for warning in report.warnings(table.loaded, table.grid)):
         options.warn(warning)
     folder = store.folder
-    config.resolved().write(folder / NAME)
+    made.write(folder / TOML)
     tasks = missing(tables, store)
     if len(store):
         output.note(f"resuming {folder}: {len(store)} cells done, {len(tasks)} to go")
     if isinstance(workers, Local):
         cells = ((table.loaded, [spec for spec, _ in table.grid.cells()]) for table in tables if tasks)
         versions = (version for loaded, specs in cells for version in loaded.versions(specs))
-        compiling.start_if_needed(versions, output.quiet)
+        output.note(*compiling.notes(versions))
     due = sum(task.requests for task in tasks.values())
     with keeping("moe-sim", store, folder), progress(due, output.quiet) as advance:
-        sweep(tables, store, workers, advance)
+        run_missing(tables, store, workers, advance)
     outcomes = [outcome(table, store) for table in tables]
+    runs = [report.runs(found, store) for found in outcomes]
     files = save(outcomes, store, folder)
     names = [str(file.relative_to(folder)) for file in files]
     folders = [f"{table.folder.name}/" for table in tables if table.folder != folder]
     output.show(
         lambda: [row for found in outcomes for row in found.rows],
-        lambda: (*_shown(outcomes), f"wrote {', '.join([*names, NAME, *folders])} to {folder}"),
+        lambda: (*_shown(outcomes, runs), f"wrote {', '.join([*names, TOML, *folders])} to {folder}"),
     )
-    compiling.finish(output.quiet)
 
 
-def _shown(outcomes: "Sequence[Outcome]") -> "Iterator[str | RichTable]":
-    from sim.results import diagnosis
-    from sim.sweeps import report
-
-    for found in outcomes:
-        yield from report.shown(found)
+def _shown(outcomes: Sequence[Outcome], runs: Sequence[Sequence[SweptRun]]) -> Iterator[str | RichTable]:
+    for found, of_it in zip(outcomes, runs, strict=True):
+        yield from shown(found, of_it)
         loaded = found.table.loaded
         yield from diagnosis.lines(found.rows, found.bound, loaded.token_experts / loaded.all_experts)
         yield ""

@@ -1,21 +1,25 @@
 """The command `moe-sim systems`: what each competing system would take for a trace, on one machine."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from policies.core.grammar import policy_title
-from sim import defaults
+from policies.core.grammar import policy_title, split_list
 from sim.commands import options
 from sim.commands.printed import progress, table
+from sim.engines import compiling
+from sim.experiment import SIMPY
+from sim.loaded import TimedRun
+from sim.quantities import show_bytes
+from sim.results.metrics import size_text
+from sim.systems import table1
+from sim.systems import table1 as paper
+from sim.systems.play import HOST_MEMORY, Prediction, Setting
+from sim.systems.system import chosen
+from sim.systems.table1 import Row
 from traces.errors import InputError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from sim.systems.play import Prediction, Setting
-    from sim.systems.table1 import Row
 
 
 @options.expanded
@@ -28,9 +32,6 @@ def systems(
             help="GPU memory for experts, one for all systems: a share (25%), experts (64) or bytes (8GiB). "
             "Default: what the dense part and the KV cache leave."
         ),
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(help=f"Hardware profile or TOML file. Default: {defaults.HARDWARE}.")
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="Precision of the experts (Q4_K_M). Default: as the model profile has it.")
@@ -45,10 +46,11 @@ def systems(
     table1: Annotated[
         bool, typer.Option("--table1", help="Only the systems of Table 1 of the MoE-Infinity paper, beside it.")
     ] = False,
-    warmup_requests: options.WarmupRequests = None,
-    engine: options.Engine = None,
     *,
-    requests: options.RequestOptions,
+    stated: Annotated[
+        options.Stated,
+        options.some("hardware", "model_profile", "requests", "as_decode", "warmup_requests", "engine"),
+    ],
     output: options.OutputOptions,
 ) -> None:
     """Predict how fast other systems would run a trace: MoE-Infinity, vLLM, Ollama, llama.cpp and others.
@@ -59,15 +61,8 @@ def systems(
 
     [b]moe-sim systems my-trace --systems moe-infinity,vllm --cache-size 8GiB[/b]
     """
-    from policies.core.grammar import split_list
-    from sim.engines import compiling
-    from sim.engines.engine import SIMPY
-    from sim.systems import table1 as paper
-    from sim.systems.play import HOST_MEMORY, Setting
-    from sim.systems.system import chosen
-
-    setup = options.setup_of(requests, trace=trace, hardware=hardware, warmup_requests=warmup_requests, engine=engine)
-    loaded = setup.load()
+    loaded = TimedRun.of(options.experiment(stated, trace))
+    engine = loaded.experiment.engine
     if table1:
         paper.require(loaded)
         for option, given in (("--systems", systems), ("--precision", precision)):
@@ -92,17 +87,17 @@ def systems(
     output.note(
         *options.taken(
             {
-                f"the shipped trace {setup.trace}": not trace,
-                f"hardware {setup.hardware}": not hardware,
+                f"the shipped trace {loaded.experiment.trace}": not trace,
+                f"hardware {loaded.experiment.hardware}": "hardware" not in stated,
                 f"the GPU memory that is left, {slots:,} experts": not cache_size,
             }
         )
     )
     found = []
-    compiling.start_if_needed([setup.engine != SIMPY], output.quiet)
+    output.note(*compiling.notes([engine != SIMPY]))
     with progress(len(wanted), output.quiet, "systems") as advance:
         for each in wanted:
-            found.append(setting.predicted(each, SIMPY if compiling.going() else setup.engine))
+            found.append(setting.predicted(each, engine))
             advance(1)
     beside = paper.rows(found) if paper.applies(loaded) and not precision else []
     other = paper.of_other_model(loaded, found) if not precision else None
@@ -110,34 +105,30 @@ def systems(
         lambda: _json(setting, found, beside, other),
         lambda: [_title(setting), *_notes(setting), _table(found), *_missing(found), *_paper(beside), *_other(other)],
     )
-    compiling.finish(output.quiet)
 
 
-def _title(setting: "Setting") -> str:
-    from sim.quantities import show_bytes
-    from sim.results.metrics import size_text
-
+def _title(setting: Setting) -> str:
     model, slots = setting.model(), setting.slots()
     size = size_text({"cache_experts": slots, "cache_fraction": slots / setting.shape.total})
     room = show_bytes(slots * model.expert_bytes)
     return f"{model.name} on {setting.hardware.title}: {room} of GPU memory, {size} of the experts"
 
 
-def _notes(setting: "Setting") -> list[str]:
+def _notes(setting: Setting) -> list[str]:
     """What a reader has to know of the trace."""
     loaded, notes = setting.loaded, []
     meta = loaded.trace.meta
     if meta.mode == "synthetic":
         like = meta.settings.get("like")
         notes.append(f"a stand-in: {loaded.trace.name} is synthetic" + (f", fitted to {like}" if like else ""))
-    if loaded.setup.as_decode:
+    if loaded.experiment.as_decode:
         notes.append("a prefill run token by token: the model did not write these tokens")
     if setting.slots() == setting.shape.total:
         notes.append("all experts fit: a smaller --cache-size shows what systems do where they do not")
     return notes
 
 
-def _table(found: "list[Prediction]") -> "Table":
+def _table(found: list[Prediction]) -> Table:
     shown = table("system", "TPOT ms", "p99 ms", "GPU idle ms", "hit rate", "MB a token", gap=1)
     for each in found:
         if each.tpot_mean_ms is None:
@@ -148,14 +139,12 @@ def _table(found: "list[Prediction]") -> "Table":
     return shown
 
 
-def _missing(found: "list[Prediction]") -> list[str]:
+def _missing(found: list[Prediction]) -> list[str]:
     return [f"{each.system.name} is left out: {each.reason}" for each in found if each.reason]
 
 
-def _paper(rows: "list[Row]") -> "list[str | Table]":
+def _paper(rows: list[Row]) -> list[str | Table]:
     """Table 1 beside the predictions, rows beyond 15% with the cause, and the headline."""
-    from sim.systems import table1
-
     if not rows:
         return []
     shown = table("predicted / Table 1", "mean ms     ", "GPU idle ms     ", "tail ms     ", gap=1)
@@ -195,10 +184,8 @@ def _percent(deviation: float | None) -> str:
 
 
 def _json(
-    setting: "Setting", found: "list[Prediction]", rows: "list[Row]", other: tuple[float, float] | None
+    setting: Setting, found: list[Prediction], rows: list[Row], other: tuple[float, float] | None
 ) -> dict[str, Any]:
-    from sim.systems import table1
-
     model = setting.model()
     shown: dict[str, Any] = {
         "trace": setting.loaded.trace.name,

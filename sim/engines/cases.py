@@ -16,7 +16,8 @@ from msgspec import Meta
 
 from policies.core.policy import Shape
 from policies.core.spec import parse
-from sim.engines.engine import AUTO, SIMPY, check, simulate
+from sim.engines.engine import check, simulate
+from sim.experiment import AUTO, SIMPY
 from sim.loop.log import RunLog
 from sim.loop.run import Tier, Users, gpu_run
 from sim.profiles.timing import FixedTiming, Link

@@ -4,33 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from policies.core import dispatch
-from policies.core.policy import Shape
-from policies.core.spec import PolicySpec
+from sim.experiment import COMPILED, ENGINES, SIMPY
 from sim.loop.log import Ended, RunLog, whole
 from sim.loop.run import Run
 from traces.errors import InputError, unknown
 
-AUTO, SIMPY, COMPILED = "auto", "simpy", "compiled"
-ENGINES = (AUTO, SIMPY, COMPILED)
-
 
 def check(engine: str) -> None:
-    """InputError for a name that no engine has."""
+    """Raise InputError for a name that no engine has."""
     if engine not in ENGINES:
         raise unknown("engine", engine, ENGINES)
-
-
-def require(engine: str, policy: PolicySpec, shape: Shape) -> None:
-    """InputError where `engine` cannot run `policy`."""
-    reason = dispatch.refusal(*policy.build(shape)) if engine == COMPILED else None
-    if reason:
-        raise InputError(f"`engine` compiled does not run {policy.text}: {reason}; `engine` auto runs it on SimPy")
-
-
-def compiles(engine: str, policy: PolicySpec, shape: Shape) -> bool:
-    """Whether `engine` has the compiled one run `policy`."""
-    return engine != SIMPY and dispatch.refusal(*policy.build(shape)) is None
 
 
 def play(engine: str, run: Run, ended: Ended) -> None:

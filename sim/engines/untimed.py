@@ -8,13 +8,13 @@ from policies.core.events import RequestEvents
 from policies.core.policy import Int, Requests, Shape
 from policies.core.residency import PolicyResidency
 from policies.core.runner import PolicyRunner
-from policies.core.spec import Policy, parse
+from policies.core.spec import PolicySpec
 from sim.loop.log import COLUMNS, COUNTERS, Ended, RunLog, Share, StepRow, joined
 
 BYTES = COUNTERS.index("demand_bytes")
 
 
-def count(requests: Requests, layers: int, experts: int, slots: int, policy: Policy, cold: bool = False) -> RunLog:
+def count(requests: Requests, layers: int, experts: int, slots: int, policy: PolicySpec, cold: bool = False) -> RunLog:
     """Run `requests` with no clock: the log's durations are zero, its lookups, misses and evictions exact."""
     parts: list[RunLog] = []
     play(requests, layers, experts, slots, policy, parts.append, cold)
@@ -26,7 +26,7 @@ def play(
     layers: int,
     experts: int,
     slots: int,
-    policy: Policy,
+    policy: PolicySpec,
     ended: Ended,
     cold: bool = False,
     expert_bytes: int = 0,
@@ -37,7 +37,7 @@ def play(
     expert_bytes: of one, 0 where it is not known. sizes: bytes of each expert, int64[L*E], where they differ; `slots`
     are bytes then (rule 19).
     """
-    runner = PolicyRunner(parse(policy), Shape(layers, experts), requests, per_access=True)
+    runner = PolicyRunner(policy, Shape(layers, experts), requests, per_access=True)
     residency = runner.residency(slots, sizes)
     last, played = len(requests) - 1, 0
     for ordinal in range(last + 1):

@@ -7,7 +7,7 @@ memory comes first. Below it is host memory: unlimited, or over a disk, a second
 from dataclasses import dataclass, replace
 
 from policies.core.policy import Requests, Shape
-from policies.core.spec import Policy, PolicySpec, parse
+from policies.core.spec import PolicySpec
 from sim.profiles.timing import Link, Timing
 from traces.errors import InputError
 
@@ -86,9 +86,9 @@ class Run:
         gpu = replace(self.gpu, link=link, experts_per_layer=experts_per_layer)
         return replace(self, tiers=(gpu, *self.tiers[1:]), timing=timing)
 
-    def under(self, policy: Policy) -> "Run":
+    def under(self, policy: PolicySpec) -> "Run":
         """Return the same run under another policy."""
-        return replace(self, tiers=(replace(self.gpu, policy=parse(policy)), *self.tiers[1:]))
+        return replace(self, tiers=(replace(self.gpu, policy=policy), *self.tiers[1:]))
 
     def with_slots(self, slots: int) -> "Run":
         """Return the same run with another cache size."""
@@ -99,7 +99,7 @@ def gpu_run(
     requests: Requests,
     shape: Shape,
     slots: int,
-    policy: Policy,
+    policy: PolicySpec,
     timing: Timing,
     link: Link,
     cold: bool = False,
@@ -107,7 +107,7 @@ def gpu_run(
     host: Tier | None = None,
     users: Users | None = None,
 ) -> Run:
-    """Return a run of GPU memory under a policy, its name or its class; `host`: host memory over a disk."""
-    tiers = (Tier(slots, parse(policy), link, experts_per_layer), *([host] if host else []))
+    """Return a run of GPU memory under a policy; `host`: host memory over a disk."""
+    tiers = (Tier(slots, policy, link, experts_per_layer), *([host] if host else []))
     shape = replace(shape, seats=users.max_batch if users else 1)
     return Run(requests, shape, tiers, timing, cold, users)

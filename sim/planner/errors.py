@@ -79,7 +79,7 @@ def text(results: Iterable[Result]) -> str:
 def main() -> None:
     """Write the file."""
     from sim.backtest import file, score
-    from sim.engines.engine import SIMPY
+    from sim.experiment import SIMPY
 
     rows = file.unique([row for path in file.shipped() for row in file.read(path)])
     FILE.write_text(text(score.backtest(rows, SIMPY).results), "utf-8")

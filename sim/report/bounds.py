@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from sim.analysis.curves import Accesses, belady_misses
+from sim.loaded import Loaded, TimedRun
+from sim.loop.requests import Requests
 from sim.profiles.timing import Int, Timing
 from sim.results.metrics import Row
-from sim.sweeps.setup import Loaded, Requests
 from traces.steps import DECODE, RequestSteps
 
 
@@ -21,7 +22,7 @@ def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
     """Return Belady's hit rate over all lookups but those of warm-up requests, a row for each size."""
     requests = Requests(loaded.trace)
     accesses = Accesses.of(requests, loaded.trace.layers, loaded.trace.num_experts)
-    first = sum(len(request.experts) for request in requests[: loaded.setup.warmup_requests])
+    first = sum(len(request.experts) for request in requests[: loaded.experiment.warmup_requests])
     counted = len(accesses.experts) - first
     if not counted:
         return []
@@ -31,12 +32,12 @@ def belady(loaded: Loaded, sizes: Sequence[Row]) -> list[Row]:
 
 def floor(loaded: Loaded, sizes: Sequence[Row], on_host: bool) -> list[Row]:
     """Return the least mean TPOT, a row for each size; none where nothing is decoded or nothing is timed."""
-    if not loaded.hardware or not loaded.profile or loaded.sizes is not None:
+    if not isinstance(loaded, TimedRun) or loaded.sizes is not None:
         return []
     misses, lookups, tokens = _unavoidable(loaded)
     if not tokens:
         return []
-    timing = loaded.timing("lru")
+    timing = loaded.timing()
     computing = _computing_ns(loaded, timing, lookups / tokens, on_host)
     rate = 1 / (loaded.link.ns_per_byte_num / loaded.link.ns_per_byte_den * loaded.link.expert_bytes)
     if on_host:
@@ -51,7 +52,7 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
     layers, experts = loaded.trace.layers, loaded.trace.num_experts
     tokens, stretches = 0, [(False, list[RequestSteps]())]  # decoded in a row; whether the cache may be full of any
     for i, steps in enumerate(Requests(loaded.trace)):
-        if i < loaded.setup.warmup_requests:
+        if i < loaded.experiment.warmup_requests:
             stretches = [(True, [])]
             continue
         decoded = _decoded(steps)
@@ -68,12 +69,11 @@ def _unavoidable(loaded: Loaded) -> tuple[Int, int, int]:
     return total, lookups, tokens
 
 
-def _computing_ns(loaded: Loaded, timing: Timing, experts: float, on_host: bool) -> float:
+def _computing_ns(loaded: TimedRun, timing: Timing, experts: float, on_host: bool) -> float:
     """Return what a decoded token computes with so many experts, all at hand, and an empty context.
 
     An encoder's layers compute nothing. on_host: GPU and CPU compute experts together.
     """
-    assert loaded.profile
     layers = range(loaded.profile.encoder_moe_layers, loaded.trace.layers)
     dense = sum(timing.dense_ns(layer, 1, 1) for layer in layers)
     rate = 1 / timing.expert_ns(1)

@@ -13,11 +13,12 @@ from typing import TypeVar
 import pandas as pd
 import pyarrow as pa
 
+from sim.experiment import Experiment
+from sim.loaded import Loaded, load
 from sim.results import files
 from sim.results.compare import SweptRun, swept_runs
 from sim.results.metrics import MS, REQUESTS, RESULTS, SHARE, TEXT, Row
 from sim.sweeps import winner
-from sim.sweeps.setup import Loaded, Setup
 from traces.errors import InputError
 from traces.trace import Trace
 
@@ -43,7 +44,7 @@ class Results:
     folder: Path
     rows: list[Row]
     requests: pd.DataFrame | None
-    setup: Setup | None = None
+    experiment: Experiment | None = None
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -54,10 +55,10 @@ class Results:
     @cached_property
     def loaded(self) -> Loaded | None:
         """The setup with its files read; None, with the reason among the problems, where that cannot be."""
-        if self.setup is None:
+        if self.experiment is None:
             return None
         try:
-            return self.setup.load()
+            return load(self.experiment)
         except InputError as error:
             self.note(f"{self.folder}: its trace or profiles cannot be read again: {error}")
             return None

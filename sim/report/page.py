@@ -50,7 +50,7 @@ def _summary(sweeps: Sequence[Results]) -> list[str]:
 
 def _commands(results: Sequence[Results], command: str) -> Section:
     lines = []
-    sweeps = [shlex.quote(str(each.folder)) for each in results if each.setup]
+    sweeps = [shlex.quote(str(each.folder)) for each in results if each.experiment]
     source = sweeps[0] if len(sweeps) == 1 else "SWEEP"
     for each in results:
         folder = shlex.quote(str(each.folder))

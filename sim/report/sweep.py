@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 
 from policies.core.grammar import policy_title
+from sim.loaded import Loaded
 from sim.loop.log import STALLS
 from sim.quantities import show_share
 from sim.report import bounds, recommendation, routing
@@ -14,7 +15,6 @@ from sim.report.inputs import Results
 from sim.results import diagnosis, plot
 from sim.results.metrics import Row, cell_text, size_text, users_text
 from sim.sweeps import winner
-from sim.sweeps.setup import Loaded
 
 BARS = 24
 """Cells in a figure of bars at most: those of the largest sizes."""
@@ -88,9 +88,9 @@ def _unbounded(loaded: Loaded) -> str:
     """Return why neither Belady's misses nor the physical floor bound this sweep; empty where they do."""
     reasons = {
         "experts differ in size": loaded.sizes is not None,
-        "several requests run at a time": loaded.setup.max_batch is not None,
-        "experts are read from a disk": loaded.setup.host_memory is not None,
-        "each request begins with an empty cache": loaded.setup.cold,
+        "several requests run at a time": loaded.experiment.max_batch is not None,
+        "experts are read from a disk": loaded.experiment.host_memory is not None,
+        "each request begins with an empty cache": loaded.experiment.cold,
     }
     return ", and ".join(reason for reason, holds in reasons.items() if holds)
 

@@ -1,77 +1,76 @@
-"""What a sweep is asked to do, from flags or a TOML file: lists of traces, policies, cache sizes, machines and seeds.
+"""A sweep is an experiment with axes: lists of traces, policies, cache sizes, machines, seeds and numbers of users.
 
 An option of a policy may list alternatives between bars, `eamc:capacity=100|300:matches=1|2`: each combination is a
 policy of its own. Seeds are for the policies that draw; others are run once. The number of cells is known before
 any is made.
 """
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
 
-from policies.core.grammar import alternatives, count_alternatives
+import tomli_w
+from msgspec import Meta
+
+from policies.core.grammar import alternatives, count_alternatives, split_list
 from policies.core.spec import SEED, Policy, PolicySpec, parse
-from sim import profiles
-from sim.quantities import parse_bytes
+from sim.defaults import CACHE_SIZES, HARDWARE, POLICIES
+from sim.experiment import OPTIONS, Experiment, Natural, Positive, Text, resolve
 from sim.results.provenance import commit
-from sim.sweeps.setup import CLOSED, Setup
-from traces.errors import InputError, located, unknown
-from traces.files import read_toml
-from traces.location import absolute
+from traces import demo_trace
+from traces.errors import InputError, unknown
 from traces.output import replacing
+from traces.typed import typed
 
 NAME = "sweep.toml"
 
+Texts = Annotated[tuple[Text, ...], Meta(min_length=1)]
+
 
 @dataclass(frozen=True)
-class Config:
-    """A sweep's grid, and what holds for all of its cells; InputError for a value that it cannot have."""
+class Sweep:
+    """A sweep's axes, and what holds for all of its cells: `shared`, but for what the axes say."""
 
-    traces: tuple[str, ...]
-    policies: tuple[str, ...]
-    cache_sizes: tuple[str, ...]
-    hardware: tuple[str, ...]
-    seeds: tuple[int, ...] = (0,)
-    scope: str | None = None
-    model_profile: str | None = None
-    requests: int | None = None
-    warmup_requests: int = 0
-    as_decode: bool = False
-    cold: bool = False
-    untimed: bool = False
-    chunk_bytes: int | None = None
-    predictor_us: float | None = None
-    host_memory: str | None = None
-    expert_sizes: str | None = None
-    max_batch: tuple[int, ...] = ()
-    arrivals: str = CLOSED
-    arrival_rate: float | None = None
-    engine: str = "auto"
+    shared: Experiment
+    traces: Texts
+    policies: Texts
+    cache_sizes: Texts
+    hardware: Texts
+    seeds: Annotated[tuple[Natural, ...], Meta(min_length=1)] = (0,)
+    scope: Text | None = None
+    max_batch: tuple[Positive, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name, example in _EXAMPLES.items():
-            if not getattr(self, name):
-                raise InputError(f"`{name}` is empty: {example}")
-        profiles.check(self, _LIMITS)
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str = "") -> "Sweep":
+        """Return the sweep of options as users write them. Raise InputError, beginning with `where`, for bad ones."""
+        for name in values:
+            if name not in KEYS:
+                raise InputError(f"{where}: {unknown('key', name, KEYS)}")
+        axes = DEFAULTS | {name: value for name, value in values.items() if name in AXES}
+        others = {name: value for name, value in values.items() if name not in AXES}
+        one = {"trace": str(demo_trace()), "max_batch": 1 if axes.get("max_batch") else None}
+        shared = Experiment.of({**others, **one}, where)
+        return typed(cls, {**axes, "shared": shared}, where)
 
     @property
     def cells(self) -> int:
         """How many there are at most, counted without making them."""
         policies = sum(map(count_alternatives, self.policies))
-        setups = len(self.traces) * len(self.machines) * max(1, len(self.max_batch))
-        return policies * len(self.cache_sizes) * setups * len(self.seeds)
+        experiments = len(self.traces) * len(self.machines) * max(1, len(self.max_batch))
+        return policies * len(self.cache_sizes) * experiments * len(self.seeds)
 
     @property
     def machines(self) -> tuple[str, ...]:
         """Hardware that makes a difference, each once: untimed, none does."""
-        return self.hardware[:1] if self.untimed else tuple(dict.fromkeys(self.hardware))
+        return self.hardware[:1] if self.shared.untimed else tuple(dict.fromkeys(self.hardware))
 
+    @cached_property
     def specs(self) -> list[PolicySpec]:
-        """The policies, each once, in the order of the rows. InputError for one that there is not."""
+        """The policies, each once, in the order of the rows. Raise InputError for one that there is not."""
         return specs(self.policies, self.scope, self.seeds)
 
     @property
@@ -80,37 +79,48 @@ class Config:
         with_0, with_1 = (specs(self.policies, self.scope, (seed,)) for seed in (0, 1))
         return [each.text for each in with_0] != [each.text for each in with_1]
 
-    def setups(self) -> Iterator[Setup]:
-        """One for each trace, machine and number of users."""
-        own = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(Setup) if hasattr(self, field.name)
-        }
-        batches = dict.fromkeys(self.max_batch) or (None,)
+    def experiments(self) -> Iterator[Experiment]:
+        """Yield one for each trace, machine and number of users."""
+        batches: Sequence[int | None] = tuple(dict.fromkeys(self.max_batch)) or (None,)
         for trace, machine, batch in itertools.product(dict.fromkeys(self.traces), self.machines, batches):
-            yield Setup(**{**own, "trace": trace, "hardware": machine, "max_batch": batch})
-
-    def resolved(self) -> "Config":
-        """The same with paths that hold wherever one stands."""
-        return dataclasses.replace(
-            self,
-            traces=tuple(map(absolute, self.traces)),
-            hardware=tuple(profiles.absolute("hardware", machine) for machine in self.machines),
-            model_profile=None if self.model_profile is None else profiles.absolute("models", self.model_profile),
-            expert_sizes=self.expert_sizes and absolute(self.expert_sizes),
-        )
+            yield replace(self.shared, trace=trace, hardware=machine, max_batch=batch)
 
     def write(self, path: Path) -> None:
-        """As a file that `--config` takes, whole or not at all; what policies resolve to stands in comments."""
-        import tomli_w  # not at the top: a GPU machine, which writes none, may lack it
+        """Write a file that `--config` takes, whole or not at all, with paths that hold wherever one stands.
 
-        values = {key: value for key, value in dataclasses.asdict(self).items() if value is not None}
+        What policies resolve to stands in comments.
+        """
+        stated = {name: getattr(self, name) for name in AXES} | {"hardware": self.machines}
+        shared = self.shared.resolved()
+        values = {name: stated.get(name, shared.get(name)) for name in KEYS}
+        for name, axis in {"traces": "trace", "hardware": "hardware"}.items():
+            values[name] = [resolve(axis, value) for value in stated[name]]
         text = [
             "# `moe-sim sweep --config THIS` runs the same again; paths of policies are as given in",
             f"# {Path.cwd()} at commit {commit()}. The policies, resolved:",
         ]
-        text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs()]
+        text += [f"# {spec.text} = {json.dumps(spec.options(), default=str)}" for spec in self.specs]
+        shown = tomli_w.dumps({name: value for name, value in values.items() if value is not None})
         with replacing(path) as file:
-            file.write_text("\n".join(text) + "\n\n" + tomli_w.dumps(values), encoding="utf-8")
+            file.write_text("\n".join(text) + "\n\n" + shown, encoding="utf-8")
+
+
+DEFAULTS = {
+    "traces": (str(demo_trace()),),
+    "policies": split_list(POLICIES),
+    "cache_sizes": split_list(CACHE_SIZES),
+    "hardware": split_list(HARDWARE),
+}
+"""Of axes that are not stated."""
+
+AXES = tuple(field.name for field in fields(Sweep) if field.name != "shared")
+
+KEYS = tuple(
+    dict.fromkeys(
+        [name for name in AXES if name != "max_batch"] + [name for name in OPTIONS if name not in ("trace", "seed")]
+    )
+)
+"""All options of a sweep, in the order of its file."""
 
 
 def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = (0,)) -> list[PolicySpec]:
@@ -119,47 +129,19 @@ def specs(policies: Sequence[Policy], scope: str | None, seeds: Sequence[int] = 
     Raise InputError for one that there is not, and for two that results would call the same.
     """
     named: dict[str, PolicySpec] = {}
-    found = (
-        seeded(parse(each) if scope is None else parse(each).within(scope), seed)
-        for policy in policies
-        for each in (alternatives(policy) if isinstance(policy, str) else [policy])
-        for seed in seeds
-    )
-    for spec in found:
-        same = named.setdefault(spec.text, spec)
-        if (same.evict.cls, same.prefetch.cls) != (spec.evict.cls, spec.prefetch.cls):
-            raise InputError(f"two different policies are called {spec.text}: give one of the classes another name")
+    for policy in policies:
+        for each in alternatives(policy) if isinstance(policy, str) else [policy]:
+            spec = parse(each)
+            spec = spec.within(scope) if scope else spec
+            for drawn in (seeded(spec, seed) for seed in seeds):
+                same = named.setdefault(drawn.text, drawn)
+                if (same.evict.cls, same.prefetch.cls) != (drawn.evict.cls, drawn.prefetch.cls):
+                    raise InputError(
+                        f"two different policies are called {drawn.text}: give one of the classes another name"
+                    )
     return list(named.values())
 
 
 def seeded(policy: PolicySpec, seed: int) -> PolicySpec:
-    """The same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
+    """Return the same policy drawing from `seed`; itself if it draws nothing, or names a seed."""
     return policy.with_options({o.name: seed for o in policy.declared() if o.key == SEED and not o.stated})
-
-
-def read(path: Path) -> dict[str, Any]:
-    """The values of a TOML file, each checked as an option would be. InputError naming file, key and value."""
-    values, kinds = read_toml(path), get_type_hints(Config)
-    with located(str(path)):
-        if isinstance(text := values.get("chunk_bytes"), str):
-            values["chunk_bytes"] = parse_bytes(text, "chunk_bytes =")
-        for key, value in values.items():
-            if key not in kinds:
-                raise unknown("key", key, kinds)
-            if key in _EXAMPLES and value == []:
-                raise InputError(f"{key} = []: {_EXAMPLES[key]}")
-        return {key: profiles.checked(key, value, kinds[key], **_LIMITS.get(key, {})) for key, value in values.items()}
-
-
-_LIMITS: dict[str, Mapping[str, Any]] = {field.name: field.metadata for field in dataclasses.fields(Setup)}
-_LIMITS["seeds"] = _LIMITS["seed"]
-"""What values may be: as in `Setup`, of lists each one."""
-
-_EXAMPLES = {
-    "traces": "name the folder of one",
-    "policies": "use lru,eamc (moe-sim policies lists them)",
-    "cache_sizes": "use 10%,25% or 64 or 8GiB",
-    "hardware": "use a5000 (moe-sim hardware lists them)",
-    "seeds": "use 1,2,3",
-}
-"""What a sweep needs at least one of, and how to write it."""

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,14 +26,14 @@ import pyarrow as pa
 from policies.core import user_file
 from policies.core.grammar import file_and_class
 from policies.core.guard import PolicyError, own_classes
-from policies.core.spec import Part, Policy, PolicySpec, parse
+from policies.core.spec import Part, PolicySpec
+from sim.loaded import Loaded, TimedRun
 from sim.loop.log import Ended, RunLog, joined
 from sim.results import files, metrics, plot
 from sim.results.files import REQUESTS_FILE, RESULTS_FILE
 from sim.results.metrics import RESULTS, Row
 from sim.results.provenance import sources
 from sim.sweeps import config, winner
-from sim.sweeps.setup import Loaded
 from sim.sweeps.store import CELLS, MAKER, WRITTEN, Store
 from sim.sweeps.winner import Winner
 from sim.sweeps.workers import Advance, Local, Task, Workers
@@ -41,34 +41,27 @@ from traces.errors import InputError
 from traces.output import claim
 from traces.reader import open_folder
 
-BELADY = "belady"
+BELADY = PolicySpec.of("belady")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is swept over one trace on one machine, without repetitions; it takes whatever `parse` does."""
+    """What is swept over one trace on one machine, without repetitions."""
 
     policies: tuple[PolicySpec, ...]
-    sizes: dict[str, int]  # as given: slots, no two the same
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policies", tuple(map(parse, self.policies)))
+    sizes: dict[str, int]  # as stated: slots, no two the same
 
     def cells(self) -> list[tuple[PolicySpec, int]]:
-        """In the order of the rows, the bound's last."""
-        return self.asked() + [(parse(BELADY), slots) for slots in self.sizes.values() if not self.asks_for_bound]
+        """Return all cells in the order of the rows, the bound's last."""
+        has_bound = any(policy.text == BELADY.text for policy in self.policies)
+        return self.requested() + [(BELADY, slots) for slots in self.sizes.values() if not has_bound]
 
-    def asked(self) -> list[tuple[PolicySpec, int]]:
-        """Those that get a row."""
+    def requested(self) -> list[tuple[PolicySpec, int]]:
+        """Return those that get a row."""
         return [(policy, slots) for slots in self.sizes.values() for policy in self.policies]
 
-    @property
-    def asks_for_bound(self) -> bool:
-        """Whether the bound is one of the policies, so that its rows are wanted."""
-        return any(policy.text == BELADY for policy in self.policies)
 
-
-def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[str]) -> Grid:
+def grid_of(loaded: Loaded, policies: Sequence[PolicySpec], cache_sizes: Sequence[str]) -> Grid:
     """Return the grid without repetitions: of sizes that hold the same number of experts, the first.
 
     Raise InputError for a size or a policy that this trace cannot have.
@@ -82,10 +75,9 @@ def grid_of(loaded: Loaded, policies: Sequence[Policy], cache_sizes: Sequence[st
         slots = loaded.slots(text)
         if loaded.experts_in(slots) not in map(loaded.experts_in, sizes.values()):
             sizes[text] = slots
-    grid = Grid(tuple(map(parse, policies)), sizes)
-    for policy in grid.policies:
+    for policy in policies:
         loaded.require(policy, min(sizes.values()))
-    return grid
+    return Grid(tuple(policies), sizes)
 
 
 @dataclass(frozen=True)
@@ -96,9 +88,15 @@ class Table:
     grid: Grid
     folder: Path
 
+    @cached_property
     def tasks(self) -> dict[str, Task[tuple[Row, pa.Table]]]:
-        """By the key of the cell, in the order of the rows, the bound's last."""
+        """What runs each cell, by its key, in the order of the rows, the bound's last."""
         return {key(self.loaded, *cell): task(self.loaded, *cell) for cell in self.grid.cells()}
+
+    @property
+    def keys(self) -> list[str]:
+        """Those of the cells that get a row."""
+        return list(self.tasks)[: len(self.grid.requested())]
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ def played_with_requests(
     with TemporaryDirectory() as scratch:
         table, store = Table(loaded, grid, Path(scratch)), Store(Path(scratch))
         sweep([table], store, Local(workers), advance)
-        requests = [store.requests(key(loaded, *cell)) for cell in grid.asked()]
+        requests = [store.requests(key) for key in table.keys]
         return outcome(table, store), pa.concat_tables(requests).to_pandas()
 
 
@@ -160,14 +158,14 @@ def simulated(loaded: Loaded, policy: PolicySpec, slots: int) -> tuple[RunLog, m
 
 def missing(tables: Sequence[Table], store: Store) -> dict[str, Task[tuple[Row, pa.Table]]]:
     """The cells still to be run, by key."""
-    return {key: task for table in tables for key, task in table.tasks().items() if key not in store}
+    return {key: task for table in tables for key, task in table.tasks.items() if key not in store}
 
 
 def outcome(table: Table, store: Store) -> Outcome:
     """What was found of a table whose cells have all been run."""
-    found = (store.row(key) for key in table.tasks())
+    found = (store.row(key) for key in table.tasks)
     cells = [(cell, {**row, "prefetch_coverage": None}) for cell, row in zip(table.grid.cells(), found, strict=True)]
-    asked = cells[: len(table.grid.asked())]
+    asked = cells[: len(table.grid.requested())]
     misses = {cell: row["misses"] for cell, row in asked}
     for (policy, slots), row in asked:
         without = misses.get((policy.without_prefetch(), slots))
@@ -177,7 +175,7 @@ def outcome(table: Table, store: Store) -> Outcome:
     return Outcome(
         table=table,
         rows=rows,
-        bound=[row for (policy, _), row in cells if policy.text == BELADY],
+        bound=[row for (policy, _), row in cells if policy.text == BELADY.text],
         winners=winner.choose(rows, {text: table.loaded.experts_in(n) for text, n in table.grid.sizes.items()}),
         judged_by=winner.metric(rows),
     )
@@ -204,8 +202,8 @@ def by_source(outcomes: Sequence[Outcome]) -> dict[str, list[Row]]:
     for each in outcomes:
         parts = []
         for field in ("trace", "hardware"):
-            known = {getattr(one.table.loaded.setup, field): one.rows[0][field] for one in outcomes}
-            given = getattr(each.table.loaded.setup, field)
+            known = {getattr(one.table.loaded.experiment, field): one.rows[0][field] for one in outcomes}
+            given = getattr(each.table.loaded.experiment, field)
             if len(known) > 1:
                 parts.append(known[given] if list(known.values()).count(known[given]) == 1 else given)
         found.setdefault(", ".join(parts), []).extend(each.rows)
@@ -219,12 +217,12 @@ def names(tables: Sequence[Table], folder: Path) -> list[str]:
 
 
 def _save(found: Outcome, store: Store) -> list[Path]:
-    folder, loaded, grid = found.table.folder, found.table.loaded, found.table.grid
+    folder, loaded = found.table.folder, found.table.loaded
     claim(folder, MAKER, WRITTEN)
     tables = [folder / RESULTS_FILE, folder / REQUESTS_FILE]
     files.write_rows(found.rows, RESULTS, tables[0])
-    store.write_requests([key(loaded, *cell) for cell in grid.asked()], tables[1])
-    winner.write(folder / winner.NAME, loaded.setup, found.judged_by, found.winners)
+    store.write_requests(found.table.keys, tables[1])
+    winner.write(folder / winner.NAME, loaded.experiment, found.judged_by, found.winners)
     demand = loaded.token_experts / loaded.all_experts
     plots = plot.draw(found.rows, found.bound, demand, ("hit_rate", found.judged_by), folder)
     return [*tables, folder / winner.NAME, *plots]
@@ -270,15 +268,14 @@ def rows(cells: Iterable[tuple[Loaded, PolicySpec, int]], workers: Workers, adva
 
 def key(loaded: Loaded, policy: PolicySpec, slots: int) -> str:
     """Sixteen hexadecimal digits of all that a cell's rows depend on."""
-    setup = dataclasses.asdict(loaded.setup)
-    for name in ("trace", "engine", "hardware", "model_profile", "predictor_us"):  # said below, or no difference
-        del setup[name]
+    timed = loaded if isinstance(loaded, TimedRun) else None
     resolved = policy.resolved()
     depends = {
-        "setup": setup,
+        "experiment": loaded.experiment.key(),
         "trace": [loaded.trace.name, loaded.fingerprint],
-        "machine": [dataclasses.asdict(part) if part else None for part in (loaded.hardware, loaded.profile)],
-        "predictor_us": loaded.predictor_us(policy),
+        "model": loaded.profile and dataclasses.asdict(loaded.profile),
+        "machine": timed and dataclasses.asdict(timed.hardware),
+        "predictor_us": timed and timed.predictor_us(policy),
         "policy": [policy.text, resolved],
         "files": [_sources(half) for half in (policy.evict, policy.prefetch)]
         + [_digest(text) for text in _texts(resolved)],

@@ -6,22 +6,21 @@ is timed); of equal ones the first typed. Oracles are drawn, never chosen.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from sim import profiles
+import tomli_w
+
+from sim.experiment import Experiment
 from sim.results.files import tables_below
 from sim.results.metrics import Row
-from sim.sweeps.setup import Setup
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.files import read_toml
-from traces.location import absolute
 from traces.output import replacing
+from traces.typed import typed
 
 NAME = "winner.toml"
-
-T = TypeVar("T")
 
 PREDICTED = (
     "misses",
@@ -41,7 +40,7 @@ class Winner:
     cache_size: str  # as given
     cache_experts: int
     policy: str  # as given
-    predicted: dict[str, float] = field(metadata=profiles.MAY_BE_ZERO)  # columns of results.parquet that are not null
+    predicted: dict[str, float]  # columns of results.parquet that are not null
 
 
 def metric(rows: Iterable[Row]) -> str:
@@ -64,21 +63,9 @@ def choose(rows: Sequence[Row], sizes: dict[str, int]) -> list[Winner]:
     return winners
 
 
-def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -> None:
+def write(path: Path, experiment: Experiment, judged_by: str, winners: Iterable[Winner]) -> None:
     """Write winner.toml, whole or not at all."""
-    import tomli_w  # not at the top: a GPU machine, which writes none, may lack it
-
-    asked = {
-        **dataclasses.asdict(setup),
-        "trace": absolute(setup.trace),
-        "hardware": profiles.absolute("hardware", setup.hardware),
-        "model_profile": setup.model_profile and profiles.absolute("models", setup.model_profile),
-        "expert_sizes": setup.expert_sizes and absolute(setup.expert_sizes),
-    }
-    held: dict[str, Any] = {
-        "judged_by": judged_by,
-        "setup": {name: value for name, value in asked.items() if value is not None},
-    }
+    held: dict[str, Any] = {"judged_by": judged_by, "setup": experiment.resolved()}
     if found := [dataclasses.asdict(winner) for winner in winners]:
         held["winner"] = found
     text = (
@@ -89,22 +76,19 @@ def write(path: Path, setup: Setup, judged_by: str, winners: Iterable[Winner]) -
         file.write_text(text + tomli_w.dumps(held), encoding="utf-8")
 
 
-def read(folder: Path) -> tuple[Setup, list[Winner]]:
-    """The setup of the sweep in `folder`, and its winners; InputError where there is no such sweep."""
+def read(folder: Path) -> tuple[Experiment, list[Winner]]:
+    """Return what the sweep in `folder` ran, and its winners. Raise InputError where there is no such sweep."""
     path = folder / NAME
     if not path.exists():
         raise InputError(f"{folder} holds no {NAME}: {tables_below(folder)}")
     held = read_toml(path)
-    with located(f"{path} is not what moe-sim sweep writes"):
-        listed = held.get("winner", [])
-        if not isinstance(listed, list):
-            raise InputError("winner: must be a list of tables, each headed [[winner]]")
-        return _made(Setup, "setup", held.get("setup")), [_made(Winner, "winner", each) for each in listed]
+    where = f"{path} is not what moe-sim sweep writes"
+    found = typed(_File, held, where)
+    return Experiment.of(found.setup, where), list(found.winner)
 
 
-def _made(cls: type[T], heading: str, table: object) -> T:
-    """An instance of a dataclass, its fields checked as those of options are; InputError with the key."""
-    if not isinstance(table, dict):
-        raise InputError(f"{heading}: must be a table")
-    with located(heading):
-        return profiles.make(cls, table, {})
+@dataclass(frozen=True)
+class _File:
+    judged_by: str
+    setup: dict[str, Any]
+    winner: tuple[Winner, ...] = ()

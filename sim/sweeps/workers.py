@@ -3,16 +3,14 @@
 What the compiled engine runs leaves Python's lock alone, so threads over one copy of the trace do. What runs in Python
 goes from its thread to a process of its own, which reads the trace itself; either way `workers` cells run at a time. A
 policy that a notebook or a script defines stays in its thread, since no other process can import its class; so does
-a run over a trace in memory. While the
-engine compiles, SimPy runs one cell after the other. On a cluster every cell is a task: its worker reads the trace by
-its path or URL, one that dies is replaced by another.
+a run over a trace in memory. On a cluster every cell is a task: its worker reads the trace by its path or URL, one that
+dies is replaced by another.
 """
 
 import logging
 import multiprocessing
 import os
 import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ProcessPoolExecutor, wait
 from concurrent.futures import ThreadPoolExecutor as Threads
@@ -24,12 +22,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from policies.core import user_file
 from policies.core.spec import PolicySpec
-from sim.engines import compiling, engine
+from sim.experiment import Experiment
 from sim.interrupts import interrupts_later
-from sim.profiles.hardware_profile import Hardware
-from sim.profiles.model_profile import ModelProfile
+from sim.loaded import Loaded, load
 from sim.results.provenance import sources
-from sim.sweeps.setup import Loaded, Setup
 from traces.commands import console
 from traces.errors import InputError, located
 from traces.location import absolute
@@ -60,10 +56,9 @@ class Task(Generic[T]):
     @property
     def elsewhere(self) -> tuple[Any, ...]:
         """What another process needs of it: names and profiles, not the trace."""
-        setup, machine = self.loaded.setup, (self.loaded.hardware, self.loaded.profile)
-        here = replace(setup, trace=absolute(setup.trace)), self.loaded.fingerprint
+        here = replace(self.loaded.experiment, trace=absolute(self.loaded.experiment.trace))
         files = {name: content for each in self._policies for name, content in each.files.items()}
-        return *here, machine, files, self.play, self.arguments
+        return here, self.loaded.fingerprint, self.loaded.machine, files, self.play, self.arguments
 
     @property
     def stays(self) -> str | None:
@@ -99,14 +94,6 @@ class Local:
 
     def results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
         """As `Workers` says."""
-        left = dict(enumerate(tasks))
-        yield from _while_compiling(left, advance)
-        places = list(left)
-        for place, result in self._results(list(left.values()), advance):
-            yield places[place], result
-
-    def _results(self, tasks: Sequence[Task[T]], advance: Advance) -> Played[T]:
-        """The same, the engine compiled."""
         if min(self.workers, len(tasks)) <= 1:
             for place, task in enumerate(tasks):
                 yield place, task.play(task.loaded, *task.arguments, advance)
@@ -139,61 +126,6 @@ class Local:
                         advance(ran - seen)
                     seen = ran
                 yield from finished
-
-
-def _while_compiling(tasks: dict[int, Task[T]], advance: Advance) -> Played[T]:
-    """Run tasks on SimPy, one after the other, until the engine is compiled; one that has ended leaves `tasks`.
-
-    One that has not is run again by the compiled engine, and the progress that it reported is taken back.
-    """
-    for place, task in list(tasks.items()):
-        if not compiling.going():
-            return
-        if task.loaded.setup.engine == engine.COMPILED:
-            continue
-        alone = _Alone(task, advance)
-        while not alone.result.done() and compiling.going():
-            wait([alone.result], timeout=0.1)
-        if not alone.stopped():
-            del tasks[place]
-            yield place, alone.result.result()
-    while tasks and compiling.going():
-        time.sleep(0.1)
-
-
-class _Alone(Generic[T]):
-    """A task in a thread of its own, on SimPy."""
-
-    def __init__(self, task: Task[T], advance: Advance) -> None:
-        self.result: Future[T] = Future()
-        self._task, self._advance = task, advance
-        self._lock, self._stopped, self._told = threading.Lock(), False, 0
-        threading.Thread(target=self._play, daemon=True).start()
-
-    def stopped(self) -> bool:
-        """Stop it unless it has ended: whether it had to be."""
-        with self._lock:
-            if not self.result.done():
-                self._stopped = True
-                self._advance(-self._told)
-            return self._stopped
-
-    def _play(self) -> None:
-        loaded = replace(self._task.loaded, setup=replace(self._task.loaded.setup, engine=engine.SIMPY))
-        try:
-            ended = self._task.play(loaded, *self._task.arguments, self._played)
-        except BaseException as error:
-            self.result.set_exception(error)
-        else:
-            with self._lock:
-                self.result.set_result(ended)
-
-    def _played(self, requests: int) -> None:
-        with self._lock:
-            if self._stopped:
-                raise _Stopped
-            self._told += requests
-            self._advance(requests)
 
 
 LOGGERS = ("distributed", "distributed.client", "tornado.application", "asyncio", "concurrent.futures")
@@ -286,23 +218,13 @@ def _as_completed(
             future.result()
 
 
-Machine = tuple[Hardware | None, ModelProfile | None]
-
-
 @lru_cache(maxsize=2)
-def _loaded(setup: Setup, fingerprint: str) -> Loaded:
-    """The trace stays open for the next cell; another one that took its place is opened too."""
-    loaded = setup.load()
+def _loaded(experiment: Experiment, fingerprint: str) -> Loaded:
+    """Return it with its trace open, which stays so for the next cell. Raise InputError for another trace's content."""
+    loaded = load(experiment)
     if loaded.fingerprint != fingerprint:
-        raise InputError(f"{setup.trace} was changed while it was read: run it again")
+        raise InputError(f"{experiment.trace} was changed while it was read: run it again")
     return loaded
-
-
-def _on(setup: Setup, fingerprint: str, machine: Machine) -> Loaded:
-    loaded = _loaded(setup, fingerprint)
-    hardware, profile = machine
-    same = machine == (loaded.hardware, loaded.profile)
-    return loaded if same else replace(loaded, hardware=hardware, profile=profile)
 
 
 def _anywhere(*task: Any) -> Any:
@@ -312,9 +234,9 @@ def _anywhere(*task: Any) -> Any:
 
 def _as_read(
     advance: Advance,
-    setup: Setup,
+    experiment: Experiment,
     fingerprint: str,
-    machine: Machine,
+    machine: Mapping[str, Any],
     files: Mapping[str, str | None],
     play: Callable[..., T],
     arguments: tuple[Any, ...],
@@ -327,7 +249,9 @@ def _as_read(
                     user_file.load(name)  # raises why it could not be read
             if content != files[name]:
                 raise InputError(f"{name} was changed, or what it imports, since the run began: run it again")
-    return play(_on(setup, fingerprint, machine), *arguments, advance)
+    loaded = _loaded(experiment, fingerprint)
+    here = loaded if loaded.machine == machine else replace(loaded, **machine)
+    return play(here, *arguments, advance)
 
 
 def _version() -> str:

@@ -14,7 +14,9 @@ from policies.core.policy import Shape
 from policies.core.scope import read_profile
 from policies.core.spec import PolicySpec, parse
 from sim.engines import engine
+from sim.loaded import TimedRun
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.loop.run import Run, Tier, gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import Hardware
@@ -23,7 +25,6 @@ from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import Timing, experts_per_layer
 from sim.quantities import parse_bytes, show_bytes
-from sim.sweeps.setup import Loaded, Requests
 from sim.systems import transforms
 from sim.systems.system import System
 from traces.errors import InputError
@@ -62,7 +63,7 @@ class Setting:
     of `moe-sim train-stride`, or None. precision: of the experts, for systems that name none, or None.
     """
 
-    loaded: Loaded
+    loaded: TimedRun
     cache_size: str | None = None
     profile: str = ""
     predictor: str | None = None
@@ -71,14 +72,11 @@ class Setting:
 
     @property
     def hardware(self) -> Hardware:
-        """The machine."""
-        assert self.loaded.hardware
         return self.loaded.hardware
 
     @property
     def shape(self) -> Shape:
-        """Of the model."""
-        return Shape(self.loaded.trace.layers, self.loaded.trace.num_experts)
+        return self.loaded.shape
 
     def model(self, system: System | None = None) -> ModelProfile:
         """Return the model in the precision of a system, or of all.
@@ -86,7 +84,6 @@ class Setting:
         Raise InputError for an unknown precision, or experts of several sizes in the model's own.
         """
         profile = self.loaded.profile
-        assert profile
         if profile.differing_bytes and not self.precision:
             raise InputError(f"{profile.name} has experts of several sizes, which no system here runs: use --precision")
         experts = (system and system.precision) or self.precision
@@ -118,7 +115,7 @@ class Setting:
     @cached_property
     def popularity(self) -> transforms.Int:
         """int64[L*E]: tokens of the profile that chose each expert. Raise InputError for a profile of another model."""
-        trace = read_profile(self.profile or self.loaded.setup.trace, self.shape)
+        trace = read_profile(self.profile or self.loaded.experiment.trace, self.shape)
         counts: transforms.Int = (trace.eams(PREFILL) + trace.eams(DECODE)).sum(axis=0).ravel()
         return counts
 
@@ -133,7 +130,7 @@ class Setting:
             played = Played.of(system, self)
         except CannotRunError as cannot:
             return Prediction(system, reason=str(cannot))
-        return played.prediction(engine.simulate(played_on or self.loaded.setup.engine, played.run))
+        return played.prediction(engine.simulate(played_on or self.loaded.experiment.engine, played.run))
 
 
 @dataclass(frozen=True)
@@ -189,7 +186,7 @@ class Played:
 
     def prediction(self, log: RunLog) -> Prediction:
         """Sum up the log of the run, decoded tokens alone, without what loads and what warms up."""
-        first = self.loads + self.setting.loaded.setup.warmup_requests
+        first = self.loads + self.setting.loaded.experiment.warmup_requests
         counted = (log.phase == DECODE) & (log.request >= first)
         if not counted.any():
             raise InputError(
@@ -231,7 +228,7 @@ def _policy(system: System, setting: Setting, host_layers: int) -> PolicySpec:
     if "{predictor}" in text and not setting.predictor:
         raise CannotRunError("needs --predictor, a file of moe-sim train-stride")
     names = {
-        "profile": setting.profile or setting.loaded.setup.trace,
+        "profile": setting.profile or setting.loaded.experiment.trace,
         "predictor": setting.predictor,
         "host_layers": host_layers,
     }
@@ -245,10 +242,8 @@ def _policy(system: System, setting: Setting, host_layers: int) -> PolicySpec:
     return spec
 
 
-def _timing(system: System, setting: Setting, loaded: Loaded, spec: PolicySpec, host_layers: int) -> Timing:
+def _timing(system: System, setting: Setting, loaded: TimedRun, spec: PolicySpec, host_layers: int) -> Timing:
     """Return the durations of each part where each expert is computed by itself."""
-    assert loaded.hardware
-    assert loaded.profile
     timing = loaded.timing(spec)
     if system.cpu_layers:
         cpu = Roofline(transforms.as_cpu(loaded.hardware), loaded.profile)

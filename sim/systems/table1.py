@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from sim.sweeps.setup import Loaded
+from sim.loaded import TimedRun
 from sim.systems.play import Prediction
 from traces.errors import InputError
 
@@ -79,24 +79,20 @@ class Row:
         return abs(self.deviation) > WITHIN
 
 
-def applies(loaded: Loaded) -> bool:
+def applies(loaded: TimedRun) -> bool:
     """Whether the paper's table is of this model and machine."""
-    return bool(loaded.profile and loaded.hardware and (loaded.profile.name, loaded.hardware.name) == (MODEL, HARDWARE))
+    return (loaded.profile.name, loaded.hardware.name) == (MODEL, HARDWARE)
 
 
-def of_other_model(loaded: Loaded, predictions: Iterable[Prediction]) -> tuple[float, float] | None:
+def of_other_model(loaded: TimedRun, predictions: Iterable[Prediction]) -> tuple[float, float] | None:
     """Return (predicted, printed) ms of MoE-Infinity on a model beside Table 1's; None where the paper has none."""
-    assert loaded.profile
-    assert loaded.hardware
     printed_ms = OTHER_MODELS.get(loaded.profile.name)
     ours = next((each.tpot_mean_ms for each in predictions if each.system.name == OURS), None)
     return (ours, printed_ms) if ours and printed_ms and loaded.hardware.name == HARDWARE else None
 
 
-def require(loaded: Loaded) -> None:
+def require(loaded: TimedRun) -> None:
     """Raise InputError where the paper's table is of another model or machine."""
-    assert loaded.profile
-    assert loaded.hardware
     if loaded.profile.name != MODEL:
         raise InputError(f"--table1 is of {MODEL}, and the trace {loaded.trace.name} is of {loaded.profile.name}")
     if loaded.hardware.name != HARDWARE:

@@ -15,7 +15,7 @@ from typing import Any
 
 from policies.core.grammar import read_options, split_alternatives, value_text
 from policies.core.policy import Shape
-from policies.core.spec import Option, Policy, PolicySpec, parse
+from policies.core.spec import Option, PolicySpec
 from traces.errors import InputError, unknown
 
 LOGARITHMIC = 10
@@ -84,9 +84,8 @@ class Choices:
 Space = tuple[Range | Choices, ...]
 
 
-def space_of(policy: Policy, shape: Shape, search: str | None) -> Space:
+def space_of(policy: PolicySpec, shape: Shape, search: str | None) -> Space:
     """The space as given, or the declared one; InputError for one that the policy does not have."""
-    policy = parse(policy)
     known = {option.name: option for option in policy.declared()}
     if not known:
         raise InputError(f"{policy.text} has no options to search")

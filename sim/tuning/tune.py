@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from policies.core.spec import PolicySpec, parse
+from policies.core.spec import PolicySpec
+from sim.experiment import Experiment
+from sim.loaded import Loaded, TimedRun, load
+from sim.loop.requests import Requests
 from sim.results.compare import FEWEST
 from sim.results.files import write_table
 from sim.results.metrics import SHARE, TEXT
 from sim.sweeps import winner
 from sim.sweeps.grid import key, rows
-from sim.sweeps.setup import Loaded, Requests, Setup
 from sim.sweeps.workers import Advance, Local
 from sim.tuning.journal import WORKERS, Journal, optuna
 from sim.tuning.search_space import Space
@@ -47,13 +49,16 @@ class Halves:
     second: Loaded
 
     @classmethod
-    def of(cls, setup: Setup) -> "Halves":
-        """InputError for whatever cannot be used, and for fewer than two requests."""
-        requests = len(setup.load().trace.requests)
+    def of(cls, experiment: Experiment) -> "Halves":
+        """Raise InputError for whatever cannot be used, and for fewer than two requests."""
+        requests = len(load(experiment).trace.requests)
         if requests < 2:
-            raise InputError(f"{setup.trace} has {requests} request: half of them tune, half judge, so it takes two")
+            raise InputError(
+                f"{experiment.trace} has {requests} request: half of them tune, half judge, so it takes two"
+            )
         half = requests // 2
-        return cls(replace(setup, requests=half).load(), replace(setup, requests=requests, warmup_requests=half).load())
+        second = replace(experiment, requests=requests, warmup_requests=half)
+        return cls(load(replace(experiment, requests=half)), load(second))
 
     def few(self, metric: str) -> bool:
         """Whether fewer requests of the second half have this column of results than can show a difference."""
@@ -75,9 +80,6 @@ class Search:
     seed: int
     workers: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policy", parse(self.policy))
-
     @property
     def words(self) -> str:
         """The space as given."""
@@ -91,7 +93,7 @@ class Search:
             "--policy": self.policy.text,
             "--search": self.words,
             "--cache-size": f"{self.slots}",
-            "--hardware": first.hardware.name if first.hardware else "",
+            "--hardware": first.hardware.name if isinstance(first, TimedRun) else "",
             "--seed": f"{self.seed}",
             WORKERS: f"{self.workers}",
             "setup, file or version": key(first, self.policy, self.slots),

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from policies.core.policy import Shape
+from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from policies.prefetch.stride import Predictor
 from sim.api import simulate
@@ -66,7 +67,7 @@ def used(folder: Path) -> Trace:
         return trace
     slots = -(-trace.layers * trace.num_experts // 2)
     requests = [trace.steps(i) for i in range(len(trace.requests))]
-    log = count(requests, trace.layers, trace.num_experts, slots, "lru")
+    log = count(requests, trace.layers, trace.num_experts, slots, parse("lru"))
     lookups = sum(len(request.experts) for request in requests)
     assert log.hits.sum() + log.misses.sum() == lookups
     return trace

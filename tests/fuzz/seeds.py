@@ -28,8 +28,8 @@ from replay.comparison.record import Record
 from replay.devices import expert_file
 from replay.report import HEADER
 from sim import backtest
+from sim.loop.requests import Requests
 from sim.profiles import hardware_profile
-from sim.sweeps.setup import Requests
 from sim.tuning.journal import Journal
 from sim.tuning.tune import tune
 from tests.fuzz.harness import packed

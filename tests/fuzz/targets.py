@@ -37,13 +37,14 @@ from replay.model.weights import Checkpoint
 from replay.report import done_before
 from sim.backtest import file as backtest
 from sim.engines.cases import run_file
+from sim.experiment import Experiment
+from sim.loop.requests import Requests
 from sim.profiles.expert_sizes import expert_bytes_by_layer
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.results import compare
 from sim.results.compare import SweptRun
 from sim.sweeps import config, winner
-from sim.sweeps.setup import Requests, Setup
 from sim.tuning.journal import Journal
 from sim.tuning.search_space import space_of
 from sim.tuning.tune import Halves, Search, tune
@@ -53,6 +54,7 @@ from tests.support.tiny import PROFILE
 from tracer.prompts import Columns, read_prompts
 from tracer.torch_dumps import load
 from traces.errors import InputError
+from traces.files import read_toml
 from traces.importers import Options, import_dump
 from traces.reader import EXTRA
 from traces.schema import KEY, REQUESTS, ROUTING
@@ -269,8 +271,8 @@ def expert_store(path: Path) -> None:
 def asked(path: Path) -> object:
     """A sweep's file, and flags for what it leaves out."""
     flags: dict[str, Any] = {"traces": ["t"], "policies": ["lru"], "cache_sizes": ["25%"], "hardware": ["a5000"]}
-    found = config.Config(**{**flags, **config.read(path)})
-    return found.cells, found.specs() if found.cells < 1000 else None
+    found = config.Sweep.of({**flags, **read_toml(path)})
+    return found.cells, found.specs if found.cells < 1000 else None
 
 
 RESULTS = ("results.parquet", "requests.parquet")
@@ -320,7 +322,7 @@ def search() -> Search:
     scratch = mkdtemp()
     atexit.register(rmtree, scratch, ignore_errors=True)
     write_trace(GOOD, Path(scratch) / "t")
-    return Search(Halves.of(Setup(f"{scratch}/t", untimed=True)), policy, 4, space, 3, seed=0, workers=1)
+    return Search(Halves.of(Experiment(f"{scratch}/t", untimed=True)), policy, 4, space, 3, seed=0, workers=1)
 
 
 def journal(path: Path) -> object:

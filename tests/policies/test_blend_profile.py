@@ -12,7 +12,7 @@ from policies.blend.profile import Profile
 from policies.core.policy import Shape
 from policies.core.runner import PolicyRunner
 from policies.core.spec import parse
-from sim.sweeps.setup import Requests
+from sim.loop.requests import Requests
 from traces.errors import InputError
 from traces.synthetic import synthetic
 

@@ -45,7 +45,7 @@ def evicted(policy: str, slots: int = 3) -> list[int]:
     """Run the policy timed and untimed; return the experts that the untimed run evicted."""
     run = gpu_run(REQUESTS, SHAPE, slots, parse(policy), FixedTiming(5, 1, 1, 1, 1), Link(1, 1, 1, 8))
     simulate(run)
-    experts: list[int] = untimed.count(REQUESTS, 2, 6, slots, policy).evictions.tolist()
+    experts: list[int] = untimed.count(REQUESTS, 2, 6, slots, parse(policy)).evictions.tolist()
     return experts
 
 

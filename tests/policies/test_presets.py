@@ -14,9 +14,9 @@ from policies.prefetch.stride_training import Tokens, Training, train
 from sim.commands import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
+from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from traces.errors import InputError
 from traces.synthetic import synthetic
 from traces.writer import write_trace

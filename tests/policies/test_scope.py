@@ -23,13 +23,15 @@ from policies.core.stack_distances import lru_misses
 from sim.commands import main
 from sim.engines.simpy_engine import simulate
 from sim.engines.untimed import count
+from sim.experiment import Experiment
+from sim.loaded import load
+from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
 from sim.sweeps import winner
 from sim.sweeps.config import specs
 from sim.sweeps.grid import grid_of
 from sim.sweeps.report import warnings
-from sim.sweeps.setup import Requests, Setup
 from tests.support.logs import assert_logs_equal
 from tests.support.tiny import SIZES
 from tests.support.untimed_oracle import SHARED, oracle_misses
@@ -369,7 +371,7 @@ def test_an_analysis_takes_a_scope(home, monkeypatch, capsys):
 
 
 def test_the_warning_of_a_cache_below_one_tokens_demand_is_for_shared_slots(home):
-    loaded = Setup(trace=home / "tiny", untimed=True).load()
+    loaded = load(Experiment(trace=home / "tiny", untimed=True))
     for policies, warned in (("lru", 1), ("lru,lru@layer", 1), ("lru@layer", 0)):
         assert len(warnings(loaded, grid_of(loaded, specs(split_list(policies), None), ["4"]))) == warned
 

@@ -17,9 +17,9 @@ from policies.core.grammar import Term, file_and_class, read_term
 from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.engines.simpy_engine import simulate
+from sim.loop.requests import Requests
 from sim.loop.run import gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError

@@ -14,9 +14,9 @@ from replay.gpu_check.baselines import LayerStream, OnDemand, Resident, SwapOut,
 from replay.model.network import Network
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
+from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L

@@ -20,10 +20,11 @@ from replay.calibration.measure import Measurement, middle
 from replay.commands.calibrate import _free
 from replay.device_choice import DeviceChoice
 from sim import commands as sim_cli
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles import measured, model_profile
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile
-from sim.sweeps.setup import Setup
 from tests.support.fake_gpu import FakeGpu
 from traces import demo_trace
 from traces.errors import InputError
@@ -184,7 +185,7 @@ def test_the_profile_is_read_back_as_it_was_found(tmp_path: Path) -> None:
 
 
 def tiny(name: str = "tiny") -> ModelProfile:
-    own = Setup(str(demo_trace())).load().profile
+    own = TimedRun.of(Experiment(str(demo_trace()))).profile
     assert own
     return replace(own, name=name)
 
@@ -204,7 +205,7 @@ def test_a_trace_is_played_by_the_first_named_model_of_its_shape_and_others_get_
     chosen = choices([another, shape_of_the_trace], [str(demo_trace())], DeviceChoice("cpu", host_dedup=7))
     by_name = {choice.loaded.profile.name: choice for choice in chosen if choice.loaded.profile}
     assert set(by_name) == {"alike", "wider"}
-    assert by_name["alike"].loaded.setup.trace == str(demo_trace())
+    assert by_name["alike"].loaded.experiment.trace == str(demo_trace())
     assert by_name["wider"].loaded.trace.num_experts == 96
     assert by_name["wider"].most_context == calibrate.LONGEST["cpu"] + 1
     assert {choice.target.host_dedup for choice in chosen} == {7}
@@ -266,7 +267,7 @@ def test_a_calibrated_profile_is_swept_and_gives_the_durations_that_were_measure
     assert set(rows["hardware"]) == {"a (measured)"}
     assert rows.loc["eamc", "predictor_us"] == model.predictor_us["eamc"]
 
-    loaded = Setup(str(demo_trace()), hardware=str(tmp_path / "a.toml"), requests=2).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(tmp_path / "a.toml"), requests=2))
     log = loaded.log(parse("lru"), loaded.all_experts)
     steps = loaded.trace.steps(1)
     last = len(steps.tokens) - 1

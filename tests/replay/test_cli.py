@@ -20,12 +20,14 @@ from replay import commands, report
 from replay.calibration import measure
 from replay.choice import first_steps
 from replay.device_choice import DeviceChoice
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.loop.driver import Driver
 from sim.loop.log import COLUMNS, Share, StepRow
+from sim.loop.requests import Requests
 from sim.results.metrics import REQUESTS, RESULTS
 from sim.sweeps import winner
 from sim.sweeps.grid import Grid, Table, outcome, save, sweep
-from sim.sweeps.setup import Requests, Setup
 from sim.sweeps.store import Store
 from sim.sweeps.winner import Winner
 from traces import demo_trace
@@ -96,11 +98,11 @@ def test_options_without_a_command_are_those_of_run(command) -> None:
 
 
 def test_a_real_device_plays_about_a_thousand_steps_unless_told_otherwise() -> None:
-    loaded = Setup(trace=str(demo_trace())).load()
+    loaded = TimedRun.of(Experiment(trace=str(demo_trace())))
     short = first_steps(loaded, 40)
     played = [len(loaded.trace.steps(i).tokens) for i in range(len(short.trace.requests))]
     assert sum(played) >= 40 > sum(played[:-1])
-    assert short.setup.requests == len(played)
+    assert short.experiment.requests == len(played)
     assert first_steps(loaded, 10**9) is loaded
 
 
@@ -117,7 +119,7 @@ def swept(tmp_path: Path) -> Path:
     """A folder with what a sweep of the demo trace recommends."""
     trace = Trace.read(demo_trace())
     total = Shape(trace.layers, trace.num_experts).total
-    setup = Setup(trace=str(demo_trace()), hardware="h100", requests=2, cold=True)
+    setup = Experiment(trace=str(demo_trace()), hardware="h100", requests=2, cold=True)
     winners = [Winner("10%", round(total / 10), "lfu", {}), Winner("50%", total // 2, "lru+eamc", {})]
     (tmp_path / "swept").mkdir()
     winner.write(tmp_path / "swept" / winner.NAME, setup, "tpot_mean_ms", winners)
@@ -140,7 +142,7 @@ def test_from_replays_the_winner_on_the_sweeps_hardware_and_trace(command, swept
 def test_the_winner_of_a_sweep_replays_on_the_virtual_device_at_the_same_predictor_cost(
     command, tmp_path: Path
 ) -> None:
-    loaded = Setup(trace=str(demo_trace()), requests=2).load()
+    loaded = TimedRun.of(Experiment(trace=str(demo_trace()), requests=2))
     table = Table(loaded, Grid((parse("eamc"),), {"25%": 80}), tmp_path / "swept")
     store = Store(table.folder)
     sweep([table], store)
@@ -164,7 +166,7 @@ def test_on_a_real_device_the_policys_own_work_is_measured_and_the_profile_pays_
     assert named == {"this machine as measured": "this machine as measured", "a5000": "a5000"}
     here, there = row["predictions"]["this machine as measured"], row["predictions"]["a5000"]
     assert row["predictor_us"] == here["predictor_us"] == 123.456
-    loaded = Setup(trace=str(demo_trace())).load()
+    loaded = TimedRun.of(Experiment(trace=str(demo_trace())))
     events = loaded.trace.layers * len(Requests(loaded.trace)[0].tokens)
     for each in (here, there):  # every event pays (rule 14)
         assert 1_000 * each["stall_predictor_ms"] == pytest.approx(each["predictor_us"] * events)

@@ -37,11 +37,12 @@ from replay.devices.waiting import Pace
 from replay.prediction import under_contention
 from sim.engines import engine
 from sim.engines.simpy_engine import SimpyDevice
+from sim.experiment import AUTO, Experiment
+from sim.loaded import TimedRun
 from sim.loop.driver import Driver, play
 from sim.loop.schedule import Step
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.timing import Link, Timing
-from sim.sweeps.setup import Loaded, Setup
 from tests.support.command import Ended, run
 from tests.support.short_calibrations import shorten
 from traces import demo_trace
@@ -69,7 +70,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.Capt
 
 
 def chosen(policy: str, slots: int = 40, **setup: Any) -> Choice:
-    loaded = Setup(str(demo_trace()), requests=4, **setup).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), requests=4, **setup))
     return Choice(loaded, parse(policy), slots, DeviceChoice("virtual"))
 
 
@@ -94,7 +95,7 @@ def test_on_the_virtual_device_nothing_differs(policy: str, mode: str, chunk_byt
     assert found.measured.row == found.predicted.row
     assert sum(map(len, found.measured.evictions.values())) == len(found.measured.log.evictions) > 0
     if mode == CLOSED_LOOP:
-        simulated = engine.simulate(engine.AUTO, choice.loaded.run(choice.policy, choice.slots))
+        simulated = engine.simulate(AUTO, choice.loaded.run(choice.policy, choice.slots))
         np.testing.assert_array_equal(found.measured.log.step_ns, simulated.step_ns)
 
 
@@ -173,7 +174,7 @@ class Opened:
         pass
 
 
-def measured_machine(loaded: Loaded, turnaround_ns: int) -> Loaded:
+def measured_machine(loaded: TimedRun, turnaround_ns: int) -> TimedRun:
     """The same on a machine described by tables."""
     assert loaded.profile
     assert loaded.hardware

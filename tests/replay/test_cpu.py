@@ -25,8 +25,8 @@ from replay.model.network import Network, expert_output
 from sim.engines.untimed import count
 from sim.loop.driver import Driver, play
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.profiles.model_profile import ModelProfile, model
-from sim.sweeps.setup import Requests
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError

@@ -22,7 +22,7 @@ from replay.model.network import Network
 from sim.engines.untimed import count
 from sim.loop.driver import play
 from sim.loop.log import RunLog
-from sim.sweeps.setup import Requests
+from sim.loop.requests import Requests
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.tiny import PROFILE, SIZE, E, K, L

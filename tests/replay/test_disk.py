@@ -31,9 +31,9 @@ from replay.devices.store import HostStore, Stamps, anonymous
 from replay.model.network import Network
 from sim.engines.untimed import count
 from sim.loop.driver import play
+from sim.loop.requests import Requests
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import ModelProfile, model
-from sim.sweeps.setup import Requests
 from tests.support.devices import Watch, Watching, run_of
 from tests.support.tiny import PROFILE, SIZE, E, K, L
 from traces.errors import InputError

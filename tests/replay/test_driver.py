@@ -15,9 +15,9 @@ from sim.loop.device import Completion, Kind, Transfer
 from sim.loop.driver import Driver, play
 from sim.loop.log import COLUMNS, RunLog, Share, StepRow
 from sim.loop.observer import LoopObserver
+from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.replay_runs import draw
 from traces.synthetic import synthetic

@@ -17,9 +17,11 @@ from replay.gpu_check import bounds, draw, routing
 from replay.gpu_check import check as gpu_check
 from replay.gpu_check.check import Check
 from replay.gpu_check.routing import made_up
+from sim.experiment import Experiment
+from sim.loaded import TimedRun, load
+from sim.loop.requests import Requests
 from sim.profiles import model_profile
 from sim.profiles.hardware_profile import hardware
-from sim.sweeps.setup import Loaded, Requests, Setup
 from tests.support.fake_gpu import FakeGpu
 from tests.support.small_check import FULL, shrink
 from traces.commands import program
@@ -92,7 +94,7 @@ def test_with_no_more_than_a_gpu_machine_has_every_cell_is_played_predicted_and_
 def test_halves_of_an_expert_round_up(tmp_path):
     trace = synthetic(1, tokens=3, layers=2, experts=5, top_k=2, seed=1)
     write_trace(trace, tmp_path / "trace")
-    assert Setup(tmp_path / "trace", untimed=True).load().slots(gpu_check.QUARTER) == 3
+    assert load(Experiment(str(tmp_path / "trace"), untimed=True)).slots(gpu_check.QUARTER) == 3
 
 
 def test_a_second_run_resumes_and_plays_nothing_again(tiny, whole, tmp_path):
@@ -190,7 +192,7 @@ def test_made_up_routing_has_a_prompt_and_as_many_tokens_as_are_asked():
 def test_just_so_many_tokens_are_taken_and_the_last_request_is_cut_off(tokens):
     profile = model_profile.model("olmoe-1b-7b")
     trace = synthetic(3, 8, profile.moe_layers, profile.experts, profile.top_k, seed=1, prompt_tokens=5)
-    loaded = Loaded(Setup(trace="synthetic"), trace, hardware("h200"), profile)
+    loaded = TimedRun(Experiment(trace="synthetic"), trace, profile, hardware("h200"))
     cut = first_tokens(loaded, tokens).trace
     assert isinstance(cut, Trace)
     assert (cut.phase == DECODE).sum() == min(tokens, 24)

@@ -20,9 +20,9 @@ from replay.warmup import undisturbed
 from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.driver import play
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw

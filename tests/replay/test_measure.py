@@ -32,16 +32,17 @@ from replay.devices.launches import Launches
 from replay.devices.store import HostStore
 from replay.devices.waiting import Pace
 from replay.model.network import Network
-from sim.engines.engine import AUTO, simulate
+from sim.engines.engine import simulate
 from sim.engines.simpy_engine import COMPUTE, SimpyDevice
+from sim.experiment import AUTO
 from sim.loop.device import Completion, Device, Kind, Work
 from sim.loop.driver import play
 from sim.loop.log import RunLog
+from sim.loop.requests import Requests
 from sim.loop.run import Run
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.model_profile import model
 from sim.profiles.timing import FixedTiming, Link, Timing
-from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch, run_of
 from tests.support.fake_gpu import FakeGpu
 from tests.support.short_calibrations import shorten

@@ -7,8 +7,8 @@ from policies.core.spec import parse
 from replay.devices.nvtx import marked
 from sim.engines.simpy_engine import SimpyDevice
 from sim.loop.driver import play
+from sim.loop.requests import Requests
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Requests
 from tests.support.devices import run_of
 from traces.synthetic import synthetic
 

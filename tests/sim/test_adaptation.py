@@ -26,9 +26,10 @@ from sim.analysis.adaptation import (
     to_play,
 )
 from sim.commands.adapt import MODELS, PAPER
+from sim.experiment import Experiment
+from sim.loaded import load
 from sim.profiles.model_profile import model
 from sim.sweeps.grid import Grid
-from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.output import MARKER
@@ -52,7 +53,7 @@ def constant(groups: dict[str, int], experts: dict[str, int], datasets: dict[str
 
 def loaded(trace: Trace, folder):
     write_trace(trace, folder / "trace")
-    return Setup(trace=folder / "trace", untimed=True).load()
+    return load(Experiment(trace=folder / "trace", untimed=True))
 
 
 def measure(here, policies: str, slots: int, protocol: Protocol, **options) -> Adaptation:
@@ -379,9 +380,18 @@ def test_an_interrupted_call_keeps_the_shifts_of_which_both_runs_were_played(rou
 
 
 def test_the_command_prints_the_papers_figures_and_writes_every_figure(routed):
-    arguments = ("adapt", str(routed.setup.trace), "--by", "task", "--policies", "lru/host,belady", "--warmup", "2")
+    arguments = (
+        "adapt",
+        str(routed.experiment.trace),
+        "--by",
+        "task",
+        "--policies",
+        "lru/host,belady",
+        "--warmup",
+        "2",
+    )
     more = ("--after", "3", "--window", "2", "--pairs", "2", "--cache-size", "6", "--out")
-    home = Path(routed.setup.trace).parent
+    home = Path(routed.experiment.trace).parent
     done = moe_sim(*arguments, *more, "told", cwd=home)
     assert done.returncode == 0, done.stderr
     assert "4 shifts by task:" in done.stderr
@@ -414,13 +424,13 @@ def test_the_papers_table_is_whole():
 
 
 def test_bad_input_is_one_line_and_writes_nothing(routed):
-    home = Path(routed.setup.trace).parent
+    home = Path(routed.experiment.trace).parent
     for arguments, told in (
         (("--by", "colour"), "unknown label 'colour'"),
         (("--cache-size", "10%,20%"), "one size at a time"),
         ((), "no shift by dataset can be made: one group needs 100 requests"),
     ):
-        done = moe_sim("adapt", str(routed.setup.trace), "--out", "nothing", *arguments, cwd=home)
+        done = moe_sim("adapt", str(routed.experiment.trace), "--out", "nothing", *arguments, cwd=home)
         assert done.returncode == 2
         assert told in done.stderr
         assert len(done.stderr.splitlines()) == 1

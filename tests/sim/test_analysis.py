@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 from policies.core.spec import parse
 from sim.analysis.misses import CURVES, LOCALITY, REUSE, SPLITS, Split, analyse, figure, save, sentence, to_play
 from sim.commands import app
+from sim.experiment import Experiment
+from sim.loaded import load
 from sim.profiles.model_profile import model
 from sim.sweeps.grid import Grid
-from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from traces.errors import InputError
 from traces.output import MARKER
@@ -33,7 +34,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loaded(home):
-    return Setup(trace=home / "both", as_decode=True, untimed=True).load()
+    return load(Experiment(trace=home / "both", as_decode=True, untimed=True))
 
 
 GRID = Grid(tuple(map(parse, ("lru", "lfu", "belady", "lru+popular"))), {"10%": 5, "25%": 12, "100%": 48})
@@ -66,7 +67,7 @@ def test_with_room_for_all_only_first_uses_miss(loaded):
 
 def test_experts_of_several_sizes_are_refused_as_curves_count_experts(home):
     profile = replace(model("mixtral-8x7b"), moe_layers=3, experts=16, layer_expert_bytes=(10, 20, 30))
-    sized = replace(Setup(trace=home / "both", untimed=True).load(), profile=profile)
+    sized = replace(load(Experiment(trace=home / "both", untimed=True)), profile=profile)
     with pytest.raises(InputError, match=r"mixtral-8x7b has experts of several sizes.* another `model_profile`"):
         analyse(sized, Grid((parse("lru"),), {"50%": sized.slots("50%")}))
 

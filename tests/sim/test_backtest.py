@@ -25,7 +25,7 @@ from sim.backtest.machine import DATA, Rates, rates, table
 from sim.backtest.model import profile_of
 from sim.backtest.play import Case
 from sim.commands import app
-from sim.engines.engine import SIMPY
+from sim.experiment import SIMPY
 from sim.planner import errors
 from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter

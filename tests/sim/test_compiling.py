@@ -1,22 +1,16 @@
-"""While the engine compiles in another process, SimPy runs, and what comes out is the same."""
+"""The compiled engine is compiled once, where it is first called, and kept where there is a folder for it."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sim.engines import compiled_engine, compiling, simpy_engine
-from sim.sweeps.setup import Loaded, Setup
-from sim.sweeps.workers import Local, Task
-from tests.support.command import moe_sim
+from sim.engines import compiled_engine, compiling
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -34,125 +28,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def a_second(versions: list[bool]) -> None:
-    time.sleep(1)
-
-
-def for_long(versions: list[bool]) -> None:
-    time.sleep(60)
-
-
-def in_vain(versions: list[bool]) -> None:
-    sys.exit(1)
-
-
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[list[bool]], None]], None]]:
-    """Have the engine seem uncompiled, and something else compile it."""
-
-    def compile_with(other: Callable[[list[bool]], None]) -> None:
-        monkeypatch.setattr(compiled_engine, "on_disk", lambda tiered: False)
-        monkeypatch.setattr(compiled_engine, "prepare", other)
-
-    yield compile_with
-    if compiling._process:
-        compiling._process.terminate()
-        compiling._process.join()
-    compiling._process = None
-
-
-@pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The policies that SimPy runs."""
-    seen: list[str] = []
-    real = simpy_engine.play
-
-    def play(run: Any, ended: Any) -> None:
-        seen.append(run.policy.text)
-        real(run, ended)
-
-    monkeypatch.setattr(simpy_engine, "play", play)
-    return seen
-
-
-@pytest.mark.parametrize("workers", ["1", "3"])
-@pytest.mark.parametrize("other", [a_second, for_long])
-def test_a_sweep_has_the_same_results_whatever_played_its_cells(
-    home: Path,
-    tmp_path: Path,
-    compiler: Any,
-    played: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    other: Any,
-    workers: str,
+@pytest.mark.parametrize(("on_disk", "lines"), [(True, 0), (False, 1)])
+def test_a_user_is_told_once_where_the_engine_is_still_to_be_compiled(
+    monkeypatch: pytest.MonkeyPatch, on_disk: bool, lines: int
 ) -> None:
-    monkeypatch.setattr(compiling, "finish", lambda quiet: None)
-    asked = ("sweep", home / "tiny", "--policies", "lru,lfu,eamc", "--cache-sizes", "25%,50%", "--json")
-    plain = moe_sim(*asked, "--out", "plain", cwd=tmp_path)
-    assert not played
-    compiler(other)
-    ended = moe_sim(*asked, "--out", "meanwhile", "--workers", workers, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == json.loads(plain.stdout)
-    assert "compiling the engine, once" in ended.stderr
-    assert played[0] == "lru"
-    if other is for_long:
-        assert len(played) == 8, "of three policies and of Belady, the bound"
-
-
-def test_a_run_is_played_meanwhile_as_well_and_quiet_says_nothing(
-    home: Path, tmp_path: Path, compiler: Any, played: list[str]
-) -> None:
-    asked = ("run", home / "tiny", "--policy", "lfu", "--json", "--quiet")
-    plain = moe_sim(*asked, cwd=tmp_path)
-    compiler(a_second)
-    ended = moe_sim(*asked, cwd=tmp_path)
-    assert ended == plain
-    assert played == ["lfu"]
-
-
-PLAYED = "MOE_TEST_PLAYED"
-"""The file, in the environment of processes that are started, which says that a request was run."""
-
-
-def until_a_request_is_played(versions: list[bool]) -> None:
-    while not Path(os.environ[PLAYED]).exists():
-        time.sleep(0.1)
-
-
-def endless_on_simpy(loaded: Loaded, name: str, advance: Callable[[int], None]) -> str:
-    if loaded.setup.engine == "simpy":
-        while True:
-            advance(1)
-            Path(os.environ[PLAYED]).touch()
-            time.sleep(0.1)
-    for _ in range(REQUESTS):
-        advance(1)
-    return f"{name} on {loaded.setup.engine}"
-
-
-@pytest.mark.parametrize("engine", ["auto", "compiled"])
-def test_a_cell_cut_off_is_played_again_and_its_requests_are_told_once(
-    home: Path, tmp_path: Path, compiler: Any, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    monkeypatch.setenv(PLAYED, str(tmp_path / "played"))
-    loaded = Setup(str(home / "tiny"), engine=engine).load()
-    tasks = [Task(loaded, endless_on_simpy, (name,), compiled=True) for name in ("a", "b")]
-    compiler(until_a_request_is_played if engine == "auto" else a_second)
-    compiling.start_if_needed([False], quiet=True)
-    assert compiling.words().startswith("compiling: ")
-    told: list[int] = []
-    assert dict(Local(2).results(tasks, told.append)) == {0: f"a on {engine}", 1: f"b on {engine}"}
-    assert sum(told) == 2 * REQUESTS
-    assert (min(told) < 0) == (engine == "auto")
-    assert not compiling.words()
-
-
-def test_where_the_process_fails_the_sweep_compiles_by_itself(home: Path, tmp_path: Path, compiler: Any) -> None:
-    compiler(in_vain)
-    ended = moe_sim("sweep", home / "tiny", "--policies", "lru", "--cache-sizes", "50%", "--out", "o", cwd=tmp_path)
-    assert ended.returncode == 0
-    assert "the process that compiled the engine has failed" in ended.stderr
+    monkeypatch.setattr(compiled_engine, "on_disk", lambda tiered: on_disk)
+    assert len(compiling.notes([False, True])) == lines
 
 
 @pytest.fixture
@@ -195,22 +76,7 @@ def test_a_sweep_that_can_keep_nothing_plays_all_the_same_and_says_so(home: Path
         "50%",
         "--out",
         "o",
-        "--quiet",
     ]
     done = subprocess.run(asked, **nowhere)
     assert done.returncode == 0, done.stderr
-    assert "warning: no folder can keep the compiled engine" in done.stderr
-    assert done.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_the_first_cell_of_a_first_sweep_does_not_wait_for_the_compiler(home: Path, tmp_path: Path) -> None:
-    asked = ["sweep", str(home / "tiny"), "--policies", "lru,lfu", "--cache-sizes", "25%,50%", "--out", "o", "--quiet"]
-    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kept")}
-    engines = "kept/*/compiled_streams.run_steps-*.nbi"
-    with subprocess.Popen([*COMMAND, *asked], cwd=tmp_path, env=env) as sweeping:
-        while not any((tmp_path / "o").glob("cells/results/*.parquet")) and sweeping.poll() is None:
-            time.sleep(0.05)
-        assert not any(tmp_path.glob(engines))
-    assert sweeping.returncode == 0
-    assert any(tmp_path.glob(engines)), "the next sweep finds the engine compiled"
+    assert "no folder can keep it" in done.stderr

@@ -1,7 +1,6 @@
 """Sizes of experts are read from files that the formats' own writers wrote."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from sim.profiles.expert_sizes import expert_bytes_by_layer
-from sim.profiles.model_profile import model
 from sim.profiles.safetensors_files import INDEX
-from sim.sweeps.setup import Setup
-from traces import demo_trace
 from traces.errors import InputError
 
 Gguf = dict[str, tuple[tuple[int, ...], str]]
@@ -190,7 +186,7 @@ def test_a_file_of_a_model_with_another_number_of_experts_is_refused(tmp_path: P
     path = write_gguf(tmp_path / "a.gguf", fused(0, 4, "Q6_K"))
     assert expert_bytes_by_layer(path, 4).tolist() == expert_bytes_by_layer(path).tolist()
     with pytest.raises(InputError):
-        Setup(str(demo_trace()), untimed=True, expert_sizes=str(path))._sized(replace(model("olmoe-1b-7b"), experts=8))
+        expert_bytes_by_layer(path, 8)
 
 
 def test_a_model_that_is_in_a_folder_twice_is_refused(tmp_path: Path) -> None:

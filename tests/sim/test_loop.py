@@ -15,6 +15,7 @@ from sim.engines.simpy_engine import SimpyDevice, simulate
 from sim.loop.device import Device, Kind
 from sim.loop.driver import play
 from sim.loop.log import RunLog, Share, StepRow, whole
+from sim.loop.requests import Requests
 from sim.loop.run import Run, gpu_run
 from sim.loop.schedule import LiveStep
 from sim.loop.session import Session
@@ -22,7 +23,6 @@ from sim.profiles.hardware_profile import hardware
 from sim.profiles.model_profile import model
 from sim.profiles.roofline import Roofline, host_link
 from sim.profiles.timing import FixedTiming, Link, experts_per_layer
-from sim.sweeps.setup import Requests
 from tests.support.devices import AnyOrder, Watch
 from tests.support.logs import assert_logs_equal
 from tests.support.replay_runs import draw

@@ -13,12 +13,15 @@ import pytest
 from policies.core.spec import parse
 from replay.choice import Choice
 from replay.device_choice import DeviceChoice
+from sim.experiment import Experiment
+from sim.loaded import TimedRun, load
+from sim.loop.requests import users
 from sim.sweeps import report
 from sim.sweeps.grid import Grid, played
-from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES, TINY
 from traces.errors import InputError
+from traces.shards import Shards
 from traces.synthetic import synthetic
 from traces.trace import Trace
 from traces.writer import write_trace
@@ -38,8 +41,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def row_of(setup: Setup, policy: str, size: str = "50%") -> dict[str, Any]:
-    loaded = setup.load()
+def row_of(setup: Experiment, policy: str, size: str = "50%") -> dict[str, Any]:
+    loaded = load(setup)
     (row,) = played(loaded, Grid((parse(policy),), {size: loaded.slots(size)})).rows
     return {name: value for name, value in row.items() if name != "cell"}
 
@@ -58,22 +61,24 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("asked", ASKED)
 def test_both_engines_give_the_same_row(home: Path, asked: str) -> None:
     options, policy = ASKED[asked]
-    rows = [row_of(Setup(str(home / "tiny"), engine=engine, **options), policy) for engine in ("simpy", "compiled")]
+    rows = [
+        row_of(Experiment(str(home / "tiny"), engine=engine, **options), policy) for engine in ("simpy", "compiled")
+    ]
     assert rows[0] == rows[1]
 
 
 def test_what_the_host_the_disk_and_the_queue_did_is_in_the_row(home: Path) -> None:
-    plain, host = (row_of(Setup(str(home / "tiny")), policy) for policy in ("lru", "lru/host"))
+    plain, host = (row_of(Experiment(str(home / "tiny")), policy) for policy in ("lru", "lru/host"))
     assert plain["on_host"] == 0 == plain["host_busy_ms"] == plain["disk_busy_ms"]
     assert host["on_host"] == host["misses"] == host["lookups"], "nothing ever comes to the GPU"
     assert host["bytes_demand"] == 0 < host["stall_host_ms"]
-    disk = row_of(Setup(str(home / "tiny"), host_memory="100%"), "lru")
+    disk = row_of(Experiment(str(home / "tiny"), host_memory="100%"), "lru")
     assert disk["reads_demand"] == len(used_experts(home)), "each is read once, and never leaves"
     assert disk["stall_disk_ms"] > 0
     assert plain["queue_mean_ms"] is None
-    closed = row_of(Setup(str(home / "tiny"), max_batch=2), "lru")
+    closed = row_of(Experiment(str(home / "tiny"), max_batch=2), "lru")
     assert closed["queue_max_ms"] == 0 < closed["tokens_per_s"]
-    crowd = row_of(Setup(str(home / "tiny"), max_batch=1, arrivals="poisson", arrival_rate=1e6), "lru")
+    crowd = row_of(Experiment(str(home / "tiny"), max_batch=1, arrivals="poisson", arrival_rate=1e6), "lru")
     assert crowd["queue_max_ms"] > crowd["queue_mean_ms"] > 0
 
 
@@ -83,18 +88,19 @@ def used_experts(home: Path) -> set[int]:
 
 
 def test_recorded_arrivals_are_those_of_the_trace(home: Path) -> None:
-    users = Setup(str(home / "arriving"), max_batch=2, arrivals="trace").load().users()
-    assert users is not None
-    assert users.arrival_ns == (0, 0, 10**6, 10**6, 10**7, 10**9)
+    asked = Experiment(str(home / "arriving"), max_batch=2, arrivals="trace")
+    found = users(asked, Shards.open(asked.trace))
+    assert found is not None
+    assert found.arrival_ns == (0, 0, 10**6, 10**6, 10**7, 10**9)
 
 
 def test_poisson_arrivals_have_their_rate_and_their_seed(home: Path) -> None:
     def arrivals(seed: int) -> tuple[int, ...]:
-        setup = Setup(str(home / "tiny"), max_batch=2, arrivals="poisson", arrival_rate=1000.0, seed=seed)
-        users = setup.load().users()
-        assert users is not None
-        assert users.arrival_ns
-        return users.arrival_ns
+        setup = Experiment(str(home / "tiny"), max_batch=2, arrivals="poisson", arrival_rate=1000.0, seed=seed)
+        found = users(setup, Shards.open(setup.trace))
+        assert found is not None
+        assert found.arrival_ns
+        return found.arrival_ns
 
     assert arrivals(1) == arrivals(1) != arrivals(2)
     drawn = np.diff([each for seed in range(200) for each in (0, *arrivals(seed))])
@@ -117,14 +123,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("says", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(home: Path, says: str) -> None:
     with pytest.raises(InputError, match=says) as refused:
-        row_of(Setup(str(home / "tiny"), **REFUSED[says]), "lru")
+        row_of(Experiment(str(home / "tiny"), **REFUSED[says]), "lru")
     assert "\n" not in str(refused.value)
 
 
 def test_arrivals_that_go_back_are_refused_by_the_requests_names(home: Path) -> None:
     names = Trace.read(home / "backward").requests["id"]
     with pytest.raises(InputError, match=f"request {names[2]} arrives before {names[1]}"):
-        Setup(str(home / "backward"), max_batch=2, arrivals="trace").load()
+        TimedRun.of(Experiment(str(home / "backward"), max_batch=2, arrivals="trace"))
 
 
 def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_path: Path) -> None:
@@ -132,10 +138,10 @@ def test_memory_that_holds_not_even_the_dense_part_is_refused(home: Path, tmp_pa
     tiny = tmp_path / "tiny.toml"
     tiny.write_text(shipped.replace("memory_gib = 24.0", "memory_gib = 0.001"), encoding="utf-8")
     with pytest.raises(InputError, match="without any expert"):
-        Setup(str(home / "tiny"), hardware=str(tiny)).load()
+        TimedRun.of(Experiment(str(home / "tiny"), hardware=str(tiny)))
     tiny.write_text(shipped.replace("disk_bandwidth_gb_per_s = 6.5", "disk_bandwidth_gb_per_s = 0"), encoding="utf-8")
     with pytest.raises(InputError, match="disk_bandwidth_gb_per_s = 0"):
-        Setup(str(home / "tiny"), hardware=str(tiny)).load()
+        TimedRun.of(Experiment(str(home / "tiny"), hardware=str(tiny)))
 
 
 def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp_path: Path) -> None:
@@ -145,10 +151,10 @@ def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp
     def said(host_memory_gib: float, host_memory: str | None = None) -> list[str]:
         stated = f"host_memory_gib = {host_memory_gib:.12f}"
         mine.write_text(shipped.replace("host_memory_gib = 256.0", stated), encoding="utf-8")
-        loaded = Setup(str(home / "tiny"), hardware=str(mine), host_memory=host_memory).load()
+        loaded = TimedRun.of(Experiment(str(home / "tiny"), hardware=str(mine), host_memory=host_memory))
         return [each for each in report.warnings(loaded, Grid((parse("lru"),), {"100%": 1})) if "host" in each]
 
-    loaded = Setup(str(home / "tiny")).load()
+    loaded = TimedRun.of(Experiment(str(home / "tiny")))
     needed = loaded.all_experts * loaded.mean_expert_bytes / 2**30
     (warning,) = said(needed / 2)
     assert "of host memory, mine has" in warning
@@ -160,11 +166,11 @@ def test_host_memory_that_does_not_hold_all_experts_is_warned_of(home: Path, tmp
 @pytest.mark.parametrize("capacity", ["30%", "700000B", "12"])
 def test_a_cache_in_bytes_counts_as_a_plain_lru_in_bytes(home: Path, tmp_path: Path, capacity: str) -> None:
     sizes = [40_000, 73_728, 55_555]
-    loaded = replace(Setup(str(home / "tiny"), untimed=True).load())
+    loaded = replace(load(Experiment(str(home / "tiny"), untimed=True)))
     assert loaded.profile
     loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=tuple(sizes)))
     room = loaded.slots(capacity)
-    log = loaded.log("lru", room)
+    log = loaded.log(parse("lru"), room)
     held: OrderedDict[int, int] = OrderedDict()
     hits = moved = 0
     trace = Trace.read(home / "tiny")
@@ -190,7 +196,7 @@ def test_layers_that_all_state_one_size_run_as_a_model_of_that_size(home: Path, 
         profile.parent.mkdir()
         profile.write_text(asked + sizes)
         options: dict[str, Any] = {"host_memory": "11%", "model_profile": str(profile)}  # 5.28 experts of 48
-        rows.append(row_of(Setup(str(home / "tiny"), **options), "lru+popular@layer", "20%"))  # 9.6
+        rows.append(row_of(Experiment(str(home / "tiny"), **options), "lru+popular@layer", "20%"))  # 9.6
     assert rows[0] == rows[1]
 
 
@@ -215,7 +221,7 @@ def test_a_sweep_over_users_draws_them_and_has_a_folder_for_each(home: Path) -> 
 
 
 def test_one_user_is_the_run_without_users(home: Path) -> None:
-    plain, one = (row_of(Setup(str(home / "tiny"), max_batch=batch), "lru+popular") for batch in (None, 1))
+    plain, one = (row_of(Experiment(str(home / "tiny"), max_batch=batch), "lru+popular") for batch in (None, 1))
     changed = {name for name, value in plain.items() if one[name] != value}
     assert changed == {"max_batch", "arrivals", "queue_mean_ms", "queue_p99_ms", "queue_max_ms"}
 
@@ -224,6 +230,6 @@ def test_one_user_is_the_run_without_users(home: Path) -> None:
     ("options", "policy"), [({}, "lru/host"), ({"max_batch": 2}, "lru"), ({"host_memory": "9"}, "lru")]
 )
 def test_the_replay_refuses_what_no_device_runs(home: Path, options: dict[str, Any], policy: str) -> None:
-    loaded = Setup(str(home / "tiny"), **options).load()
+    loaded = TimedRun.of(Experiment(str(home / "tiny"), **options))
     with pytest.raises(InputError, match="moe-sim simulates it"):
         Choice(loaded, parse(policy), 10, DeviceChoice("virtual"))

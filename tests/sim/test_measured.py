@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from policies.core.spec import parse
 from sim import profiles
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.sweeps.grid import Grid, key, played
 from sim.sweeps.report import warnings
-from sim.sweeps.setup import Setup
 from traces import demo_trace
 from traces.errors import InputError
 from traces.typed import typed
@@ -159,7 +160,7 @@ def test_one_model_measured_twice_is_refused(mine):
 
 
 def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
-    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
     assert loaded.measured == model_of()
     timing = loaded.timing(parse("lru"))
     assert timing.dense_ns(1, 1, 20) == 120 + 70
@@ -171,8 +172,8 @@ def test_a_model_that_was_measured_there_is_simulated_from_the_tables(mine):
 @pytest.mark.parametrize("change", [('"demo-olmoe"', '"olmoe"'), ("= 49152", "= 49153")])
 def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
     mine.write_text(mine.read_text().replace(*change))
-    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
-    rates = Setup(str(demo_trace())).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
+    rates = TimedRun.of(Experiment(str(demo_trace())))
     assert loaded.measured is None
     assert loaded.link == rates.link
     assert loaded.timing(parse("lru")).dense_ns(1, 1, 20) == rates.timing(parse("lru")).dense_ns(1, 1, 20)
@@ -182,7 +183,7 @@ def test_another_model_and_another_size_of_expert_go_by_the_rates(mine, change):
 
 
 def test_experts_of_several_sizes_go_by_the_rates_also_where_the_largest_is_of_the_size_measured(mine):
-    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
     assert loaded.profile
     sized = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=(49152, 24576) * 5))
     assert sized.measured is None
@@ -193,16 +194,20 @@ def test_experts_of_several_sizes_go_by_the_rates_also_where_the_largest_is_of_t
 
 
 def test_a_policys_cost_is_the_setups_then_the_machines_then_the_shipped_one(mine):
-    loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
     assert loaded.predictor_us(parse("eamc")) == 12.5
     assert loaded.timing(parse("eamc")).predictor_ns == 12_500
-    assert loaded.predictor_us(parse("lfu+eamc")) == Setup(str(demo_trace())).load().predictor_us(parse("lfu+eamc"))
-    assert Setup(str(demo_trace()), hardware=str(mine), predictor_us=3).load().predictor_us(parse("eamc")) == 3
+    assert loaded.predictor_us(parse("lfu+eamc")) == TimedRun.of(Experiment(str(demo_trace()))).predictor_us(
+        parse("lfu+eamc")
+    )
+    assert (
+        TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine), predictor_us=3)).predictor_us(parse("eamc")) == 3
+    )
 
 
 def test_a_step_in_which_all_is_there_takes_the_sum_of_the_tables(mine):
     """One request, every expert resident from its first use on: what is left of a token is the tables'."""
-    loaded = Setup(str(demo_trace()), hardware=str(mine), requests=1, as_decode=True).load()
+    loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine), requests=1, as_decode=True))
     log = loaded.log(parse("lru"), loaded.all_experts)
     timing, layers, top_k = loaded.timing(parse("lru")), loaded.trace.layers, loaded.trace.top_k
     steps = loaded.trace.steps(0)
@@ -216,7 +221,7 @@ def test_a_step_in_which_all_is_there_takes_the_sum_of_the_tables(mine):
 
 def test_a_sweep_plays_a_cell_anew_when_the_profiles_content_has_changed(mine):
     def keys():
-        loaded = Setup(str(demo_trace()), hardware=str(mine)).load()
+        loaded = TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine)))
         return key(loaded, parse("lru"), 80)
 
     text, before = mine.read_text(), keys()
@@ -232,7 +237,9 @@ def test_both_engines_play_from_the_tables_alike(mine):
     grid = Grid((parse("lru"), parse("eamc")), {"25%": 80})
 
     def rows(engine):
-        return played(Setup(str(demo_trace()), hardware=str(mine), requests=2, engine=engine).load(), grid).rows
+        return played(
+            TimedRun.of(Experiment(str(demo_trace()), hardware=str(mine), requests=2, engine=engine)), grid
+        ).rows
 
     assert rows("compiled") == rows("simpy")
     assert {row["hardware"] for row in rows("compiled")} == {"mine (measured)"}

@@ -8,11 +8,12 @@ import pytest
 from benchmarks import predictors as benchmark
 from policies.core.presets import PRESETS
 from policies.core.spec import parse
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles import policy_overhead
 from sim.profiles.policy_overhead import MEASURED, cost_us
 from sim.profiles.roofline import Roofline
 from sim.sweeps.grid import Grid, played
-from sim.sweeps.setup import Setup
 from tests.support.tiny import SIZES
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -130,7 +131,7 @@ def test_whatever_watches_events_costs_something_and_what_the_machine_does_anywa
 
 
 def play(folder, policy, **setup):
-    return played(Setup(folder, **setup).load(), Grid((parse(policy),), {"50%": 24})).rows[0]
+    return played(TimedRun.of(Experiment(folder, **setup)), Grid((parse(policy),), {"50%": 24})).rows[0]
 
 
 def test_a_cell_pays_the_shipped_cost_once_an_event_and_its_row_says_so(folder):
@@ -148,6 +149,6 @@ def test_a_cost_that_is_given_is_everyones(folder):
 
 
 def test_the_table_is_what_an_engine_is_given(folder):
-    loaded = Setup(folder).load()
+    loaded = TimedRun.of(Experiment(folder))
     assert isinstance(loaded.timing(parse("eamc")), Roofline)
     assert loaded.timing(parse("eamc")).predictor_ns == round(1_000 * at("eamc", (LAYERS, EXPERTS))) > 0

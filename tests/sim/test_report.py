@@ -15,9 +15,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from policies.core.spec import parse
+from sim.experiment import Experiment
+from sim.loaded import TimedRun, load
 from sim.report import bounds, inputs, page, routing
 from sim.results.metrics import summarise
-from sim.sweeps.setup import Setup
 from tests.support.command import moe_sim, run
 from traces import Trace, demo_trace
 from traces.synthetic import synthetic
@@ -90,14 +92,14 @@ def test_the_recommendation_is_the_fastest_causal_cell_with_its_interval(swept, 
 
 def test_no_cell_is_faster_than_the_floor_nor_hits_more_than_belady(swept):
     rows = inputs.read([swept])[0].rows
-    loaded = Setup(trace=str(demo_trace()), model_profile="demo-stand-in", requests=4).load()
+    loaded = TimedRun.of(Experiment(trace=str(demo_trace()), model_profile="demo-stand-in", requests=4))
     lowest = {row["cache_experts"]: row["tpot_mean_ms"] for row in bounds.floor(loaded, rows, on_host=False)}
     highest = {row["cache_experts"]: row["hit_rate"] for row in bounds.belady(loaded, rows)}
     for row in rows:
         assert row["tpot_mean_ms"] > lowest[row["cache_experts"]] > 0
         assert row["policy"] != "lru" or row["hit_rate"] <= highest[row["cache_experts"]] + 1e-12
     everything = [{"cache_experts": loaded.all_experts, "cache_fraction": 1.0}]
-    timing = loaded.timing("lru")
+    timing = loaded.timing(parse("lru"))
     computing = sum(timing.dense_ns(layer, 1, 1) for layer in range(loaded.trace.layers))
     computing += loaded.trace.layers * (loaded.trace.top_k * timing.expert_ns(1) + timing.combine_ns(1))
     assert bounds.floor(loaded, everything, on_host=False)[0]["tpot_mean_ms"] >= (computing + timing.head_ns(1)) / 1e6
@@ -109,14 +111,16 @@ def test_what_prefills_and_warm_up_requests_load_is_in_no_bound():
     meta = replace(trace.meta, hidden_size=1024, expert_intermediate_size=1024, expert_bytes=6 * 2**20)
     trace = replace(trace, meta=meta)
     for warmup, as_decode in ((0, False), (1, False), (2, True)):
-        setup = Setup("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
-        counts = Setup("x", warmup_requests=warmup, as_decode=as_decode, untimed=True).load(trace)
-        loaded = setup.load(trace)
+        setup = Experiment("x", warmup_requests=warmup, as_decode=as_decode, predictor_us=0.0, engine="simpy")
+        counts = load(Experiment("x", warmup_requests=warmup, as_decode=as_decode, untimed=True), trace)
+        loaded = load(setup, trace)
         for slots in (4, 8, 16):
-            row = summarise(loaded.log("belady", slots), loaded.cell("belady", slots), trace.requests)[0]
+            row = summarise(loaded.log(parse("belady"), slots), loaded.cell(parse("belady"), slots), trace.requests)[0]
             floor = bounds.floor(loaded, [row], on_host=False)[0]["tpot_mean_ms"]
             assert row["tpot_mean_ms"] >= floor
-            exact = summarise(counts.log("belady", slots), counts.cell("belady", slots), trace.requests)[0]["hit_rate"]
+            exact = summarise(counts.log(parse("belady"), slots), counts.cell(parse("belady"), slots), trace.requests)[
+                0
+            ]["hit_rate"]
             assert bounds.belady(loaded, [row])[0]["hit_rate"] == pytest.approx(exact)
 
 
@@ -125,11 +129,10 @@ def test_what_decoded_tokens_do_not_compute_is_not_in_the_floor():
     chosen = np.full((40, 12, 2), -1)
     chosen[0], chosen[1:, 6:10] = (0, 1), (2, 3)
     trace = Trace.from_arrays([chosen], 128, 1, model="nllb-moe-54b")
-    loaded = Setup("x", model_profile="nllb-moe-54b", hardware="h100", predictor_us=0.0).load(trace)
-    assert loaded.hardware
+    loaded = TimedRun.of(Experiment("x", model_profile="nllb-moe-54b", hardware="h100", predictor_us=0.0), trace)
     fast: dict[str, Any] = {"host_memory_bandwidth_gb_per_s": 1e6, "host_compute_tflop_per_s": 1e6, "host_hop_us": 0.0}
     for here, policy in (loaded, "lru"), (replace(loaded, hardware=replace(loaded.hardware, **fast)), "lru/split"):
-        row = summarise(here.log(policy, 1536), here.cell(policy, 1536), trace.requests)[0]
+        row = summarise(here.log(parse(policy), 1536), here.cell(parse(policy), 1536), trace.requests)[0]
         floor = bounds.floor(here, [row], on_host=row["on_host"] > 0)[0]["tpot_mean_ms"]
         assert 0.5 * row["tpot_mean_ms"] < floor <= row["tpot_mean_ms"]
 
@@ -140,9 +143,7 @@ def test_what_the_host_computes_takes_no_slot_in_the_floor():
     chosen = np.stack([np.zeros((100, 3), int), rng.integers(1, 8, (100, 3))], axis=2)
     trace = Trace.from_arrays([chosen], 8)
     meta = replace(trace.meta, hidden_size=4096, expert_intermediate_size=4096, expert_bytes=6 * 4096**2)
-    loaded = Setup("x", predictor_us=0.0, engine="simpy").load(replace(trace, meta=meta))
-    assert loaded.profile
-    assert loaded.hardware
+    loaded = TimedRun.of(Experiment("x", predictor_us=0.0, engine="simpy"), replace(trace, meta=meta))
     instant: dict[str, Any] = {
         "memory_bandwidth_gb_per_s": 1e5,
         "compute_tflop_per_s": 1e5,
@@ -152,7 +153,7 @@ def test_what_the_host_computes_takes_no_slot_in_the_floor():
     hardware = replace(loaded.hardware, **instant, link_bandwidth_gb_per_s=24.0, host_memory_bandwidth_gb_per_s=160.0)
     here = replace(loaded, hardware=hardware, profile=replace(loaded.profile, vocabulary=1, heads=1, head_size=1))
     policy = "lru+popular:n=1/host"
-    row = summarise(here.log(policy, 2), here.cell(policy, 2), here.trace.requests)[0]
+    row = summarise(here.log(parse(policy), 2), here.cell(parse(policy), 2), here.trace.requests)[0]
     floor = bounds.floor(here, [row], on_host=row["on_host"] > 0)[0]["tpot_mean_ms"]
     assert 0.5 * row["tpot_mean_ms"] < floor <= row["tpot_mean_ms"]
 

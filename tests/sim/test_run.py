@@ -13,8 +13,9 @@ import pytest
 
 from policies.core.spec import parse
 from sim.commands import main
+from sim.experiment import Experiment
+from sim.loaded import TimedRun, load
 from sim.results.metrics import summarise
-from sim.sweeps.setup import Setup
 from sim.timeline import window as timeline_window
 from sim.timeline.window import WHOLE, Window
 from tests.support.tiny import SIZES
@@ -58,11 +59,11 @@ def steps_of(path):
 
 def test_a_trace_without_tokens_is_refused():
     with pytest.raises(InputError, match="t has no tokens: there is nothing to run"):
-        Setup(trace="t", untimed=True).load(synthetic(2, 0, 2, 4, 2, seed=0))
+        load(Experiment(trace="t", untimed=True), synthetic(2, 0, 2, 4, 2, seed=0))
 
 
 def test_the_row_is_the_cells_on_either_engine_and_with_a_timeline(moe_sim_run, home, tmp_path):
-    loaded = Setup(trace=str(home / "tiny"), warmup_requests=1).load()
+    loaded = TimedRun.of(Experiment(trace=str(home / "tiny"), warmup_requests=1))
     log = loaded.log(parse("lru+popular"), 24)
     expected, _ = summarise(log, loaded.cell(parse("lru+popular"), 24), loaded.trace.requests)
     cell = (str(home / "tiny"), "--policy", "lru+popular", "--cache-size", "50%", "--warmup-requests", "1", "--json")

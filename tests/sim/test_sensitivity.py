@@ -14,10 +14,11 @@ from policies.core.grammar import value_text
 from policies.core.spec import parse
 from sim.analysis.sensitivity import DISK, HOST, MACHINE, ROWS, figure, plan, point_of, save, sensitivity
 from sim.commands import main
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.profiles.hardware_profile import hardware
 from sim.profiles.measured import MeasuredModel
 from sim.profiles.roofline import Roofline, disk_link, host_link
-from sim.sweeps.setup import Setup
 from tests.support.tiny import SIZES
 from traces.errors import InputError
 from traces.output import MARKER
@@ -63,7 +64,7 @@ def home(tmp_path_factory):
 
 def measured(home, trace, policy="lru", slots=TOKEN // 2, step=0.2, **setup):
     """Effects by parameter, and everything else that was found."""
-    point = point_of(Setup(home / trace, **setup).load(), parse(policy), slots)
+    point = point_of(TimedRun.of(Experiment(str(home / trace), **setup)), parse(policy), slots)
     variants, left_out = plan(point, step)
     found = sensitivity(point, variants)
     return {effect.parameter.name: effect for effect in found.effects}, found, left_out
@@ -104,7 +105,9 @@ def test_one_more_slot_is_worth_everything_where_it_completes_a_token(home):
     size = found.effects[0]
     assert size is effects["cache size"]
     assert (size.down[0], size.here[0], size.up[0]) == (9, TOKEN - 1, TOKEN)
-    everything = sensitivity(point_of(Setup(home / "every", **setup).load(), parse("lru"), TOKEN), []).row
+    everything = sensitivity(
+        point_of(TimedRun.of(Experiment(str(home / "every"), **setup)), parse("lru"), TOKEN), []
+    ).row
     assert everything["misses"] == 0
     assert size.up[1] == everything["tpot_mean_ms"] < 1e-3
 
@@ -122,7 +125,7 @@ def test_with_the_whole_model_cached_the_link_has_no_effect_at_all(home):
 
 def test_the_machines_parameters_are_the_fields_that_durations_depend_on(home):
     """Of a profile's numbers, moving one of MACHINE, HOST or DISK changes some duration; moving any other, none."""
-    loaded = Setup(home / "some").load()
+    loaded = TimedRun.of(Experiment(str(home / "some")))
     machine, profile = hardware("a5000"), loaded.profile
     machine = replace(machine, framework_us_per_expert=1.0, framework_us_per_token=1.0)
     assert profile
@@ -159,7 +162,7 @@ def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
     policy = "eamc:cosine=rows:replacement=k-means"
     setup: dict[str, Any] = {"chunk_bytes": 20_000, "warmup_requests": 1}
     effects, _, left_out = measured(home, "some", policy, 16, **setup)
-    loaded = Setup(home / "some", **setup).load()
+    loaded = TimedRun.of(Experiment(str(home / "some"), **setup))
     cost = loaded.predictor_us(parse(policy))
     assert cost is not None
     assert cost != loaded.predictor_us(parse(f"{policy}:capacity=96")), "not the preset that was measured any more"
@@ -169,7 +172,7 @@ def test_a_variant_is_the_cell_that_a_user_would_have_typed(home):
         ("chunk", policy, 16, {"chunk_bytes": 16_000}),
         ("predictor", policy, 16, {"predictor_us": round(0.8 * cost, 3)}),
     ):
-        same = Setup(home / "some", **{**setup, "predictor_us": cost, **changed}).load()
+        same = TimedRun.of(Experiment(str(home / "some"), **{**setup, "predictor_us": cost, **changed}))
         row = sensitivity(point_of(same, parse(typed), slots), []).row
         assert effects[name].down[1] == row["tpot_mean_ms"], name
     assert effects["matches"].down is None
@@ -185,7 +188,9 @@ def test_a_value_that_the_policy_refuses_is_left_out_and_said_so(home):
 
 
 def test_a_value_that_is_rounded_to_0_is_left_out_and_said_so(home):
-    variants, left_out = plan(point_of(Setup(home / "some", predictor_us=0.001).load(), "lru", 16), 0.99)
+    variants, left_out = plan(
+        point_of(TimedRun.of(Experiment(str(home / "some"), predictor_us=0.001)), parse("lru"), 16), 0.99
+    )
     assert "predictor at 1e-05: it is rounded to 0" in left_out
     assert all(variant.value for variant in variants)
 
@@ -199,7 +204,7 @@ def test_a_layers_own_slots_cannot_become_fewer_than_the_layers(home):
 
 def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
     def of(sizes):
-        loaded = Setup(home / "some", engine="simpy").load()
+        loaded = TimedRun.of(Experiment(str(home / "some"), engine="simpy"))
         assert loaded.profile
         loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
         point = point_of(loaded, parse("lru"), loaded.slots("50%"))
@@ -221,13 +226,13 @@ def test_where_experts_differ_in_size_the_cache_is_moved_in_bytes(home):
 @pytest.mark.parametrize("sizes", [(), (EXPERT_BYTES, EXPERT_BYTES // 2) * 2])
 def test_larger_experts_are_as_many_in_host_memory_as_before(home, sizes):
     """However it is given, host memory holds half of the experts: reads are as many, of more bytes each."""
-    loaded = Setup(home / "some", engine="simpy", requests=2).load()
+    loaded = TimedRun.of(Experiment(str(home / "some"), engine="simpy", requests=2))
     assert loaded.profile
     loaded = replace(loaded, profile=replace(loaded.profile, layer_expert_bytes=sizes))
     everything = 64 * EXPERT_BYTES if loaded.sizes is None else int(loaded.sizes.sum())
     reads = []
     for given in ("50%", "32", f"{everything // 2}B"):
-        at = replace(loaded, setup=replace(loaded.setup, host_memory=given))
+        at = replace(loaded, experiment=replace(loaded.experiment, host_memory=given))
         point = point_of(at, parse("lru"), at.slots("25%"))
         variants = [each for each in plan(point, 0.2)[0] if each.parameter.name == "expert size"]
         found = sensitivity(point, variants)
@@ -246,7 +251,7 @@ def test_neither_the_number_of_workers_nor_the_engine_changes_a_figure(home):
     """Machines, setups and options made on the spot reach threads and other processes alike."""
     rows = []
     for engine, workers in (("auto", 1), ("auto", 2), ("simpy", 2)):
-        loaded = Setup(home / "some", engine=engine, requests=2).load()
+        loaded = TimedRun.of(Experiment(str(home / "some"), engine=engine, requests=2))
         point = point_of(loaded, parse("lru+markov"), 16)
         variants, _ = plan(point, 0.3)
         rows.append(sensitivity(point, variants, workers).rows())
@@ -377,7 +382,7 @@ def test_an_option_that_a_half_does_not_have_is_no_option():
 
 def test_a_model_that_was_measured_on_the_machine_is_moved_by_its_rates(home):
     """Tables have no link to move; what the policy was measured to cost there stays."""
-    loaded = Setup(trace=str(home / "every"), hardware=str(home / "link.toml")).load()
+    loaded = TimedRun.of(Experiment(trace=str(home / "every"), hardware=str(home / "link.toml")))
     assert loaded.profile
     assert loaded.hardware
     table = ((1, 1, 10),)

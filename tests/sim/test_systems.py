@@ -14,6 +14,8 @@ from policies.core.spec import parse
 from sim.commands import main
 from sim.commands.systems import _title
 from sim.engines import engine
+from sim.experiment import Experiment
+from sim.loaded import TimedRun
 from sim.loop.run import gpu_run
 from sim.profiles.derived import Blocking
 from sim.profiles.hardware_profile import hardware
@@ -21,7 +23,6 @@ from sim.profiles.model_profile import model
 from sim.profiles.precision import bytes_per_parameter
 from sim.profiles.roofline import Roofline
 from sim.profiles.timing import FixedTiming, Link
-from sim.sweeps.setup import Setup
 from sim.systems import table1, transforms
 from sim.systems.play import CannotRunError, Played, Setting
 from sim.systems.system import chosen, read, systems
@@ -72,7 +73,7 @@ def moe_sim_systems(home, monkeypatch, capsys):
 
 
 def setting_of(home, name="tiny", size="25%", played_on="simpy", **more):
-    return Setting(Setup(trace=str(home / name), engine=played_on).load(), size, **more)
+    return Setting(TimedRun.of(Experiment(trace=str(home / name), engine=played_on)), size, **more)
 
 
 def played(requests, shape, slots, policy, timing, link):

@@ -15,15 +15,17 @@ from policies.core.policy import Shape
 from policies.core.spec import parse
 from sim.commands import main
 from sim.commands.tune import _table
+from sim.experiment import Experiment
+from sim.loaded import load
 from sim.sweeps import config
 from sim.sweeps.grid import play_cell
-from sim.sweeps.setup import Setup
 from sim.tuning.journal import NAME, Journal
 from sim.tuning.search_space import Choices, Range, space_of
 from sim.tuning.tune import MAKER, Found, Halves, Judged, Search, save, tune
 from tests.support.command import moe_sim
 from tests.support.tiny import SIZES
 from traces.errors import InputError
+from traces.files import read_toml
 from traces.output import MARKER, claim
 from traces.synthetic import synthetic
 from traces.writer import write_trace
@@ -101,7 +103,7 @@ def home(tmp_path_factory):
 
 def search_of(home, policy, space, trials=10, seed=0, workers=1, **setup):
     spec = parse(policy)
-    halves = Halves.of(Setup(home / "tiny", **setup))
+    halves = Halves.of(Experiment(str(home / "tiny"), **setup))
     return Search(halves, spec, SLOTS, space_of(spec, SHAPE, space), trials, seed, workers)
 
 
@@ -112,7 +114,7 @@ def found_by(search, folder):
 
 
 def metrics(setup, policy):
-    row, _ = play_cell(setup.load(), parse(policy), SLOTS, lambda played: None)
+    row, _ = play_cell(load(setup), parse(policy), SLOTS, lambda played: None)
     return row["tpot_mean_ms"]
 
 
@@ -121,7 +123,10 @@ def test_the_known_best_is_found_and_judged_on_the_other_requests(home, tmp_path
     mine = f"lru+{home / 'mine.py'}:Wasteful"
     found = found_by(search_of(home, mine, "number=0..16", trials=25), tmp_path / "a")
     assert found.best.policy == f"{mine}:number=9"
-    first, both = Setup(home / "tiny", requests=2), Setup(home / "tiny", requests=4, warmup_requests=2)
+    first, both = (
+        Experiment(str(home / "tiny"), requests=2),
+        Experiment(str(home / "tiny"), requests=4, warmup_requests=2),
+    )
     for judged, policy in ((found.typed, mine), (found.best, "lru")):
         assert (judged.first, judged.second) == (metrics(first, policy), metrics(both, policy))
     assert found.best.first < found.typed.first
@@ -205,7 +210,7 @@ def test_the_same_options_are_played_once(home, tmp_path, monkeypatch):
     played = []
 
     def counted(loaded, policy, slots, advance):
-        played.append((loaded.setup, policy.text))
+        played.append((loaded.experiment, policy.text))
         return play_cell(loaded, policy, slots, advance)
 
     monkeypatch.setattr("sim.sweeps.grid.play_cell", counted)
@@ -218,7 +223,7 @@ def test_untimed_misses_count(home, tmp_path):
     found = found_by(search_of(home, "lru+popular@layer", "n=1..2", 2, untimed=True), tmp_path / "a")
     assert found.metric == "misses"
     found = found_by(search_of(home, "lrfu", "decay=0.0001..1", 12, untimed=True), tmp_path / "b")
-    setup = Setup(home / "tiny", requests=2, untimed=True).load()
+    setup = load(Experiment(str(home / "tiny"), requests=2, untimed=True))
     for trial in found.trials:
         row, _ = play_cell(setup, parse(trial.policy), SLOTS, lambda played: None)
         assert trial.value == row["misses"]
@@ -226,18 +231,18 @@ def test_untimed_misses_count(home, tmp_path):
 
 
 def test_an_odd_request_is_judged_and_one_alone_is_too_few(home):
-    halves = Halves.of(Setup(home / "tiny", requests=3))
-    assert (len(halves.first.trace.requests), halves.second.setup.warmup_requests) == (1, 1)
+    halves = Halves.of(Experiment(str(home / "tiny"), requests=3))
+    assert (len(halves.first.trace.requests), halves.second.experiment.warmup_requests) == (1, 1)
     assert len(halves.second.trace.requests) == 3
     with pytest.raises(InputError, match="has 1 request: half of them tune"):
-        Halves.of(Setup(home / "tiny", requests=1))
+        Halves.of(Experiment(str(home / "tiny"), requests=1))
 
 
 def test_fewer_than_six_requests_that_decode_may_judge_by_chance(tmp_path):
     made = synthetic(12, 2, LAYERS, USED, TOP_K, seed=3)
     write_trace(replace(made, meta=replace(made.meta, model="tiny", experts=EXPERTS, **SIZES)), tmp_path / "t")
     for requests, few in ((12, False), (11, False), (10, True)):
-        halves = Halves.of(Setup(tmp_path / "t", requests=requests))
+        halves = Halves.of(Experiment(str(tmp_path / "t"), requests=requests))
         assert (halves.few("tpot_mean_ms"), halves.few("misses"), halves.few("ttft_mean_ms")) == (few, few, True)
 
 
@@ -350,7 +355,7 @@ def command(home, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(("policy", "titled"), [("lru+oracle", "lru+oracle (oracle)"), ("lru+markov", "lru+markov")])
 def test_a_policy_that_sees_the_future_is_marked(policy, titled):
     given = Judged(policy, 1.0, 1.0)
-    (shown,) = _table(Found("tpot_mean_ms", [], given, given)).columns[0].cells
+    (shown,) = _table(Found("tpot_mean_ms", [], given, given), parse(policy).oracle).columns[0].cells
     assert shown == f"{titled} as given"
 
 
@@ -381,9 +386,9 @@ def test_the_command_tells_writes_and_goes_on(command, tmp_path):
     frame = pd.read_parquet(folder / "trials.parquet")
     assert list(frame.columns) == ["trial", "capacity", "matches", "policy", "state", "value", "refusal"]
     assert len(frame) == 6
-    asked = config.Config(**config.read(folder / "best.toml"))
+    asked = config.Sweep.of(read_toml(folder / "best.toml"))
     assert len(asked.policies) == 1
-    assert asked.specs()
+    assert asked.specs
     before = frame["policy"].tolist()
     status, _, err = command(*ASKED)
     assert (status, err.count("\n")) == (2, 1)

@@ -1,8 +1,9 @@
-"""Options of commands from dataclasses: a parameter that is one stands for its fields, each an option of its own."""
+"""Options of commands from descriptions: a parameter that is a dataclass, or `Fields`, stands for several options."""
 
 import inspect
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -13,31 +14,49 @@ from traces.errors import InputError, with_flags
 from traces.typed import Option
 
 
+@dataclass(frozen=True)
+class Fields:
+    """In `Annotated[dict[str, Any], Fields(...)]`: options that a command gets as a dict of those that were typed."""
+
+    parameters: Mapping[str, inspect.Parameter]
+
+
+def typed(**values: Any) -> dict[str, Any]:
+    """Return those of the values that were typed."""
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the command with the fields of its dataclasses as parameters, for typer to read.
+    """Return the command with the fields of its groups as parameters, for typer to read.
 
     A field is annotated with typer's option, or with an `Option` and the limits of `msgspec.Meta`.
-    Where an error of the command names one of them in backquotes, it stands there as the flag.
+    Where an error of the command names one of them in backquotes, or begins with it, it stands there as the flag.
     """
-    groups: dict[str, type] = {}
+    groups: dict[str, tuple[Callable[..., object], list[str]]] = {}
     parameters: dict[str, inspect.Parameter] = {}
     for name, own in inspect.signature(command).parameters.items():
-        if is_dataclass(own.annotation) and isinstance(own.annotation, type):
-            groups[name] = own.annotation
+        of_one: Mapping[str, inspect.Parameter] = {name: own}
+        if fields := [each for each in get_args(own.annotation) if isinstance(each, Fields)]:
+            of_one = fields[0].parameters
+            groups[name] = typed, list(of_one)
+        elif is_dataclass(own.annotation) and isinstance(own.annotation, type):
             hints = get_type_hints(own.annotation)
-            for field, parameter in inspect.signature(own.annotation).parameters.items():
-                parameters[field] = parameter.replace(annotation=_shown(field, parameter.annotation, hints[field]))
-        else:
-            parameters[name] = own
+            of_one = {
+                field: parameter.replace(annotation=_shown(field, parameter.annotation, hints[field]))
+                for field, parameter in inspect.signature(own.annotation).parameters.items()
+            }
+            groups[name] = own.annotation, list(of_one)
+        parameters.update(of_one)
 
     @wraps(command)
     def called(**values: Any) -> None:
         try:
-            for name, group in groups.items():
-                values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+            for name, (make, names) in groups.items():
+                values[name] = make(**{each: values.pop(each) for each in names})
             command(**values)
         except InputError as error:
-            error.args = (with_flags(error.of_option, parameters),)
+            text = re.sub(r"^(\w+) = ", r"`\1` ", error.of_option)  # what `traces.typed` begins with
+            error.args = (with_flags(text, parameters),)
             raise
 
     called.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}

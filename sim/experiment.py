@@ -1,0 +1,177 @@
+"""What is run: the one description of a run, from which all that names an option is read off.
+
+The options of commands (`sim.commands.options`), the keys of a sweep's TOML, the keywords of `simulate`, `sweep` and
+`replay`, a cell's key and what a worker is sent are the fields of `Experiment`: a new option is one field. Policy and
+cache size are not among them, as an experiment is what cells of different policies and cache sizes have in common.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+from msgspec import Meta
+
+from sim import profiles
+from sim.defaults import HARDWARE
+from sim.quantities import cache_text, parse_bytes
+from traces.errors import InputError, unknown
+from traces.location import absolute
+from traces.typed import typed
+
+CLOSED, TRACE, POISSON = ARRIVALS = ("closed", "trace", "poisson")
+"""When requests arrive, where several run at a time: as soon as one may begin, as recorded, drawn."""
+
+AUTO, SIMPY, COMPILED = ENGINES = ("auto", "simpy", "compiled")
+
+MOST = 2**63 - 1
+SIZES = "a share (25%), experts (64) or bytes (8GiB)"
+
+Natural = Annotated[int, Meta(ge=0, le=MOST)]
+Positive = Annotated[int, Meta(ge=1, le=MOST)]
+Text = Annotated[str, Meta(min_length=1)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """What there is to know of a field beside its type, limits and default.
+
+    help: as commands print it; empty: a command that takes it has its own. key: whether a cell's key holds it as it
+    stands; else the key holds what it stands for, or it makes no difference. timed: whether it needs a clock.
+    names: all values that it may have. read: makes a value of its name and of what a user wrote.
+    resolved: makes a path or name that holds wherever one stands.
+    """
+
+    help: str = ""
+    key: bool = True
+    timed: bool = False
+    names: tuple[str, ...] = ()
+    read: Callable[[str, Any], Any] | None = None
+    resolved: Callable[[str], str] | None = None
+
+
+def _bytes(name: str, value: Any) -> Any:
+    return parse_bytes(value, f"`{name}`") if isinstance(value, str) else value
+
+
+def _size(name: str, value: Any) -> Any:
+    return cache_text(value) if isinstance(value, int | float) else value
+
+
+def _machine(name: str) -> str:
+    return profiles.absolute("hardware", name)
+
+
+def _model(name: str) -> str:
+    return profiles.absolute("models", name)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What all cells of a table of results share, by names and paths. InputError for options that contradict."""
+
+    trace: Annotated[Text, Option(key=False, resolved=absolute)]  # a folder or a URL
+    hardware: Annotated[
+        Text, Option(f"Hardware profile or TOML file. Default: {HARDWARE}.", key=False, resolved=_machine)
+    ] = HARDWARE
+    model_profile: Annotated[
+        Text | None, Option("Model profile or TOML file. Default: by the trace's model.", key=False, resolved=_model)
+    ] = None
+    requests: Annotated[Positive | None, Option("Run the first N requests only. Default: all.")] = None
+    warmup_requests: Annotated[Natural, Option("Run the first N requests without counting them. Default: 0.")] = 0
+    as_decode: Annotated[bool, Option("Run a prefill token by token.")] = False
+    cold: Annotated[bool, Option("Empty the cache between requests.")] = False
+    untimed: Annotated[bool, Option("Count hits and misses exactly, without times.")] = False
+    seed: Annotated[Natural, Option()] = 0  # of arrivals and weights, and in Python of policies that name none
+    chunk_bytes: Annotated[
+        Positive | None,
+        Option("Size after which a prefetch may be interrupted (4MiB). Default: never.", timed=True, read=_bytes),
+    ] = None
+    predictor_us: Annotated[
+        Annotated[float, Meta(ge=0, le=1e15)] | None,
+        Option("Policy overhead per layer step, in microseconds. Default: the measured table.", key=False, timed=True),
+    ] = None
+    host_memory: Annotated[  # rule 17
+        Text | None,
+        Option(
+            f"Host memory for experts, over the disk: {SIZES}. Default: it holds all experts.", timed=True, read=_size
+        ),
+    ] = None
+    expert_sizes: Annotated[  # rule 19
+        Text | None,
+        Option("GGUF or safetensors file or folder whose headers give experts' sizes by layer.", resolved=absolute),
+    ] = None
+    max_batch: Annotated[  # rule 18
+        Positive | None,
+        Option("Requests that run at the same time, their tokens decoded together. Default: one by one.", timed=True),
+    ] = None
+    arrivals: Annotated[
+        str,
+        Option(
+            "When requests arrive, with --max-batch: closed (as soon as there is room), trace (as recorded), "
+            "poisson (at --arrival-rate). Default: closed.",
+            names=ARRIVALS,
+        ),
+    ] = CLOSED
+    arrival_rate: Annotated[
+        Annotated[float, Meta(gt=0, le=1e15)] | None,
+        Option("Requests a second that arrive at random (Poisson), at the same times in each run."),
+    ] = None
+    engine: Annotated[
+        str,
+        Option(
+            "Engine of timed runs: auto, simpy, or compiled (same results, faster, built-in policies). Default: auto.",
+            key=False,
+            names=ENGINES,
+        ),
+    ] = AUTO
+
+    def __post_init__(self) -> None:
+        for name, each in OPTIONS.items():
+            if each.names and getattr(self, name) not in each.names:
+                raise unknown(name, getattr(self, name), each.names)
+        if self.arrivals != CLOSED and self.max_batch is None:
+            raise InputError("`arrivals` and `arrival_rate` need `max_batch`, how many requests run at a time")
+        if (self.arrivals == POISSON) != (self.arrival_rate is not None):
+            raise InputError("`arrivals` poisson and `arrival_rate`, in requests per second, need each other")
+        timed = [f"`{name}`" for name, each in OPTIONS.items() if each.timed and getattr(self, name) is not None]
+        if self.untimed and timed:
+            raise InputError(f"`untimed` counts without a clock: it cannot have {' or '.join(timed)}")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], where: str = "") -> "Experiment":
+        """Return the experiment of options as users write them: sizes as texts or numbers, paths of any kind.
+
+        Raise InputError, beginning with `where`, for an unknown name, a value of another type and one outside limits.
+        """
+        read = {name: _read(name, value) for name, value in values.items()}
+        if read.get("arrival_rate") is not None:
+            read.setdefault("arrivals", POISSON)
+        return typed(cls, read, where)
+
+    def resolved(self) -> dict[str, Any]:
+        """Return the options that have a value, with paths that hold wherever one stands."""
+        values = {name: resolve(name, getattr(self, name)) for name in OPTIONS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def key(self) -> dict[str, Any]:
+        """Return what a cell's key holds as it stands."""
+        return {name: getattr(self, name) for name, each in OPTIONS.items() if each.key}
+
+
+OPTIONS: dict[str, Option] = {
+    name: next(each for each in get_args(kind) if isinstance(each, Option))
+    for name, kind in get_type_hints(Experiment, include_extras=True).items()
+}
+"""The fields, by name."""
+
+
+def _read(name: str, value: Any) -> Any:
+    read = OPTIONS[name].read if name in OPTIONS else None
+    return read(name, value) if read else str(value) if isinstance(value, Path) else value
+
+
+def resolve(name: str, value: Any) -> Any:
+    """Return the value of an option; if it is a path or the name of a profile, one that holds wherever one stands."""
+    resolved = OPTIONS[name].resolved
+    return resolved(value) if resolved and value is not None else value

@@ -1,0 +1,342 @@
+"""An experiment with its files read, so that cells of it can be run: each a policy with one size of cache.
+
+`TimedRun` has a machine and a model and runs on an engine, `CountedRun` counts hits and misses without a clock.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from policies.core.policy import Int, Shape
+from policies.core.spec import FETCHED, PolicySpec
+from sim.engines import engine, untimed
+from sim.experiment import COMPILED, SIMPY, Experiment
+from sim.loop.log import Ended, RunLog, joined
+from sim.loop.requests import Requests, users
+from sim.loop.run import Run, Tier, gpu_run
+from sim.profiles import model_profile
+from sim.profiles.expert_sizes import expert_bytes_by_layer
+from sim.profiles.hardware_profile import Hardware, hardware
+from sim.profiles.measured import MeasuredModel
+from sim.profiles.model_profile import ModelProfile
+from sim.profiles.policy_overhead import cost_us
+from sim.profiles.roofline import Roofline, disk_link, host_link
+from sim.profiles.timing import Link, Timing, experts_per_layer
+from sim.quantities import exceeds, parse_cache_bytes, parse_cache_size, show_bytes
+from sim.results.metrics import Cell
+from traces.errors import InputError, located
+from traces.reader import HEARD, open_folder
+from traces.shards import Shards
+from traces.trace import Trace
+
+
+@dataclass(frozen=True)
+class Loaded(ABC):
+    """What timed and counted runs share."""
+
+    experiment: Experiment
+    trace: Shards | Trace  # the first where only its requests are run, in order
+    profile: ModelProfile | None
+    in_memory: bool = field(default=False, kw_only=True)  # the trace, which no other process can open then
+
+    @cached_property
+    def whole(self) -> Trace:
+        """The trace in memory, to take requests from in any order."""
+        if isinstance(self.trace, Trace):
+            return self.trace
+        trace = Trace.read(self.experiment.trace, HEARD)
+        trace = trace if self.experiment.requests is None else trace.head(self.experiment.requests)
+        return trace.as_decode() if self.experiment.as_decode else trace
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A digest of the trace: another one for other content."""
+        in_files = isinstance(self.trace, Shards) or self.in_memory
+        return self.trace.fingerprint if in_files else open_folder(self.experiment.trace).fingerprint
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.trace.layers, self.trace.num_experts)
+
+    @property
+    def all_experts(self) -> int:
+        """How many experts all MoE layers have."""
+        return self.trace.layers * self.trace.num_experts
+
+    @property
+    def model(self) -> str:
+        return self.profile.name if self.profile else self.trace.meta.model
+
+    @property
+    def expert_bytes(self) -> int | None:
+        """Bytes of one expert; None if nothing states them."""
+        return self.profile.expert_bytes if self.profile else self.trace.meta.expert_bytes
+
+    @property
+    def sizes(self) -> Int | None:
+        """Bytes of every expert, int64[L*E], where layers differ; None where all are alike."""
+        layers = self.profile.differing_bytes if self.profile else ()
+        return np.repeat(np.array(layers, np.int64), self.trace.num_experts) if layers else None
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """The profiles as they were read or have been changed since, by the names of these fields."""
+        return {"profile": self.profile}
+
+    @property
+    def token_experts(self) -> int:
+        """Distinct experts that one decoded token needs."""
+        layers = self.profile.decode_layers if self.profile else self.trace.layers
+        return layers * self.trace.top_k
+
+    def slots(self, cache_size: str) -> int:
+        """Return the capacity of a cache of this size: slots, or bytes where experts differ in size. Raise InputError.
+
+        The size is a share, a number of experts (of mean size, where they differ), or bytes.
+        """
+        if self.sizes is None:
+            return parse_cache_size(cache_size, self.all_experts, self.expert_bytes)
+        return parse_cache_bytes(cache_size, self.sizes)
+
+    def exceeds(self, cache_size: str) -> bool:
+        """Return whether a cache of this size, as stated, is larger than all experts."""
+        if self.sizes is not None:
+            return exceeds(cache_size, self.all_experts, int(self.sizes.sum()))
+        return exceeds(cache_size, self.all_experts, self.expert_bytes and self.all_experts * self.expert_bytes)
+
+    def experts_in(self, slots: int) -> int:
+        """Return how many experts such a cache holds, of mean size where they differ."""
+        return slots if self.sizes is None else round(slots * self.all_experts / int(self.sizes.sum()))
+
+    def require(self, policy: PolicySpec, slots: int) -> None:
+        """Raise InputError for what the policy lacks: slots for its scope, a file; timed, a column or an engine."""
+        policy.divide(self.shape, slots)
+        policy.require(self.shape)
+
+    def compiled(self, policy: PolicySpec) -> bool:
+        """Return whether the compiled engine runs the policy's cells."""
+        return False
+
+    def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
+        """Return, of each policy that the compiled engine runs, which version does (`compiled_engine.tiered`)."""
+        return []
+
+    @abstractmethod
+    def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
+        """Run one cell; `ended` takes the log of each request as it ends."""
+
+    def log(self, policy: PolicySpec, slots: int) -> RunLog:
+        """Run one cell and return its log whole."""
+        parts: list[RunLog] = []
+        self.play(policy, slots, parts.append)
+        return joined(parts)
+
+    def cell(self, policy: PolicySpec, slots: int) -> Cell:
+        """Return what the rows of that cell state of it."""
+        experiment = self.experiment
+        return Cell(
+            policy=policy.text,
+            options=policy.options(),
+            oracle=policy.oracle,
+            trace=self.trace.name,
+            phase=self.trace.phases,
+            model=self.model,
+            hardware=None,
+            predictor_us=None,
+            cache_experts=self.experts_in(slots),
+            cache_bytes=slots if self.sizes is not None else slots * self.expert_bytes if self.expert_bytes else None,
+            all_experts=self.all_experts,
+            host_memory=experiment.host_memory,
+            max_batch=experiment.max_batch,
+            arrivals=experiment.arrivals if experiment.max_batch else None,
+            arrival_rate=experiment.arrival_rate,
+            cold=experiment.cold,
+            warmup_requests=experiment.warmup_requests,
+            seed=policy.seed,
+        )
+
+
+@dataclass(frozen=True)
+class CountedRun(Loaded):
+    """Runs that count without a clock; the profile is None where nothing states the sizes of experts."""
+
+    def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
+        shape, size, cold = (self.trace.layers, self.trace.num_experts), self.expert_bytes or 0, self.experiment.cold
+        untimed.play(Requests(self.trace), *shape, slots, policy, ended, cold, size, self.sizes)
+
+
+@dataclass(frozen=True)
+class TimedRun(Loaded):
+    """Runs on a machine."""
+
+    profile: ModelProfile
+    hardware: Hardware
+
+    @classmethod
+    def of(cls, experiment: Experiment, trace: Trace | None = None) -> "TimedRun":
+        """Return `load` of an experiment that is timed. Raise InputError for one that is not."""
+        loaded = load(experiment, trace)
+        if not isinstance(loaded, TimedRun):
+            raise InputError("`untimed` is for simulation that counts: this needs times")
+        return loaded
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        return {"profile": self.profile, "hardware": self.hardware}
+
+    @property
+    def memory(self) -> float:
+        """Bytes of GPU memory."""
+        return self.hardware.memory_gib * 2**30
+
+    @property
+    def mean_expert_bytes(self) -> float:
+        """Bytes of one expert; of their mean where they differ."""
+        return self.profile.expert_bytes if self.sizes is None else float(self.sizes.mean())
+
+    @property
+    def measured(self) -> MeasuredModel | None:
+        """What was measured with this model on this machine, which then stands for its rates; None: nothing was."""
+        return self.hardware.measured_with(self.profile)
+
+    def check_memory(self) -> None:
+        """Raise InputError where the GPU's memory does not hold even what is no expert."""
+        if self.memory < self.profile.dense_bytes:
+            raise InputError(
+                f"{self.hardware.name} has {show_bytes(self.memory)} of memory, and {self.profile.name} needs "
+                f"{show_bytes(self.profile.dense_bytes)} without any expert: choose another `hardware`"
+            )
+
+    def predictor_us(self, policy: PolicySpec) -> float | None:
+        """Return the policy overhead of an event, as stated, measured here, or shipped; None: unknown."""
+        if self.experiment.predictor_us is not None:
+            return self.experiment.predictor_us
+        if self.measured and policy.text in self.measured.predictor_us:
+            return self.measured.predictor_us[policy.text]
+        return cost_us(policy, self.trace.layers, self.trace.num_experts)
+
+    def timing(self, policy: PolicySpec | None = None) -> Timing:
+        """Return durations on this machine under a policy, whose work is free where its cost is unknown."""
+        us = self.predictor_us(policy) if policy else None
+        predictor_ns = round((us or 0.0) * 1_000)
+        if self.measured:
+            return self.measured.timing(predictor_ns, Roofline(self.hardware, self.profile))
+        return Roofline(self.hardware, self.profile, predictor_ns)
+
+    @property
+    def link(self) -> Link:
+        """This machine's host link."""
+        if self.measured:
+            return self.measured.link(self.experiment.chunk_bytes)
+        return host_link(self.hardware, self.profile, self.experiment.chunk_bytes)
+
+    def compiled(self, policy: PolicySpec) -> bool:
+        return self.experiment.engine != SIMPY and policy.compiled
+
+    def versions(self, policies: Iterable[PolicySpec]) -> list[bool]:
+        more = self.experiment.host_memory is not None or self.sizes is not None
+        return [more or policy.placement != FETCHED for policy in policies if self.compiled(policy)]
+
+    def simulated_alone(self, policy: PolicySpec) -> str | None:
+        """Return what of a cell no real device runs so far; None: nothing."""
+        reasons = {
+            f"the placement {policy.placement.term}": policy.placement != FETCHED,
+            "a disk below host memory (`host_memory`)": self.experiment.host_memory is not None,
+            "several users (`max_batch`)": self.experiment.max_batch is not None,
+            "experts of several sizes": self.sizes is not None,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
+
+    def require(self, policy: PolicySpec, slots: int) -> None:
+        super().require(policy, slots)
+        if policy.needs_lookahead and not self.trace.has_lookahead:
+            raise InputError(
+                f"{policy.text}: the trace {self.experiment.trace} has no lookahead column; "
+                "record it with `moe-trace record --lookahead`"
+            )
+        if self.experiment.engine == COMPILED and not policy.compiled:
+            raise InputError(
+                f"`engine` compiled does not run {policy.text}: {policy.not_compiled}; `engine` auto runs it on SimPy"
+            )
+
+    def play(self, policy: PolicySpec, slots: int, ended: Ended) -> None:
+        engine.play(self.experiment.engine, self.run(policy, slots), ended)
+
+    def run(self, policy: PolicySpec, slots: int) -> Run:
+        """Return one cell as an engine takes it."""
+        timing, link = self.timing(policy), self.link
+        window = experts_per_layer(timing, link, self.trace.layers, self.trace.top_k)
+        requests, cold = Requests(self.trace), self.experiment.cold
+        sent = users(self.experiment, self.trace)
+        return gpu_run(requests, self.shape, slots, policy, timing, link, cold, window, self._host(), sent)
+
+    def _host(self) -> Tier | None:
+        """Return host memory over the disk, if it does not hold all experts."""
+        if self.experiment.host_memory is None:
+            return None
+        with located("`host_memory`"):
+            slots = self.slots(self.experiment.host_memory)
+        return Tier(slots, None, disk_link(self.hardware, self.profile))
+
+    def cell(self, policy: PolicySpec, slots: int) -> Cell:
+        machine = f"{self.hardware.name} (measured)" if self.measured else self.hardware.name
+        predictor_us = self.timing(policy).predictor_ns / 1_000
+        return replace(super().cell(policy, slots), hardware=machine, predictor_us=predictor_us)
+
+
+def load(experiment: Experiment, trace: Trace | None = None) -> CountedRun | TimedRun:
+    """Return the experiment with its files read. trace: one in memory, instead of the one that it names.
+
+    Raise InputError for whatever cannot be used.
+    """
+    requests = _requests(experiment, Shards.open(experiment.trace) if trace is None else trace)
+    profile = _profile(experiment, requests)
+    if profile and experiment.as_decode and profile.encoder_moe_layers:
+        raise InputError(f"{profile.name} is an encoder-decoder, and encoders decode nothing: leave `as_decode` out")
+    in_memory = trace is not None
+    if profile is None or experiment.untimed:
+        return CountedRun(experiment, requests, profile, in_memory=in_memory)
+    timed = TimedRun(experiment, requests, profile, hardware(experiment.hardware), in_memory=in_memory)
+    timed.check_memory()
+    users(experiment, requests)  # refuses arrivals that cannot be
+    return timed
+
+
+def _requests(experiment: Experiment, trace: Shards | Trace) -> Shards | Trace:
+    """Return the requests that are run. Raise InputError where nothing is left of them to count."""
+    trace.require_sequences()
+    if experiment.requests is not None:
+        trace = trace.head(experiment.requests)
+    if experiment.as_decode:
+        trace = trace.as_decode()
+    if experiment.warmup_requests >= len(trace.requests):
+        raise InputError(
+            f"{experiment.warmup_requests} warm-up requests leave none of {len(trace.requests)} to count: "
+            "use a smaller `warmup_requests`"
+        )
+    if not int(trace.offsets[-1]):
+        raise InputError(f"{experiment.trace} has no tokens: there is nothing to run")
+    return trace
+
+
+def _profile(experiment: Experiment, trace: Shards | Trace) -> ModelProfile | None:
+    """Return the model, with the sizes of experts that `expert_sizes` states; None: counting does without."""
+    meta, profile = trace.meta, None
+    sized = meta.hidden_size and meta.expert_intermediate_size and meta.expert_bytes
+    if not experiment.untimed or experiment.model_profile or sized or model_profile.known(meta.model):
+        profile = model_profile.of_trace(meta, experiment.model_profile)
+    if experiment.expert_sizes is None:
+        return profile
+    if profile is None:
+        raise InputError("`expert_sizes` needs a model profile: name one with `model_profile`")
+    sizes = tuple(expert_bytes_by_layer(Path(experiment.expert_sizes), profile.experts).tolist())
+    if len(sizes) != profile.moe_layers:
+        raise InputError(
+            f"{experiment.expert_sizes} has {len(sizes)} MoE layers, {profile.name} has {profile.moe_layers}"
+        )
+    return replace(profile, layer_expert_bytes=sizes)

@@ -1,0 +1,68 @@
+"""The requests of a trace as engines run them, and when they arrive where several run at a time (rule 18)."""
+
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+
+from sim.experiment import POISSON, TRACE, Experiment
+from sim.loop.run import Users
+from traces.errors import InputError
+from traces.shards import Shards
+from traces.steps import RequestSteps
+from traces.trace import Trace
+
+
+class Requests(Sequence[RequestSteps]):
+    """A trace's requests as an engine runs them, laid out again each time: only one is held at once."""
+
+    def __init__(self, trace: Shards | Trace):
+        self._trace = trace
+
+    def __len__(self) -> int:
+        return len(self._trace.requests)
+
+    @overload
+    def __getitem__(self, i: int) -> RequestSteps: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[RequestSteps]: ...
+    def __getitem__(self, i: int | slice) -> RequestSteps | Sequence[RequestSteps]:
+        if isinstance(i, slice):
+            return [self._trace.steps(j) for j in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return self._trace.steps(i)
+
+    def __iter__(self) -> Iterator[RequestSteps]:
+        return (self._trace.steps(i) for i in range(len(self)))
+
+
+def users(experiment: Experiment, trace: Shards | Trace) -> Users | None:
+    """Return who sends requests, and when; None: one after another. Raise InputError for arrivals that cannot be."""
+    if experiment.max_batch is None:
+        return None
+    most = min(experiment.max_batch, len(trace.requests))  # memory is taken for each
+    if experiment.arrivals == TRACE:
+        return Users(most, _recorded(experiment, trace))
+    if experiment.arrivals == POISSON:
+        rate = experiment.arrival_rate or 0.0
+        draws = np.random.default_rng(experiment.seed).exponential(1e9 / rate, len(trace.requests))
+        arrivals_ns = np.cumsum(np.ceil(draws))
+        if arrivals_ns[-1] >= 2**62:
+            raise InputError(f"`arrival_rate` {rate}: its last request comes after more than a century")
+        return Users(most, tuple(arrivals_ns.astype(np.int64).tolist()))
+    return Users(most)
+
+
+def _recorded(experiment: Experiment, trace: Shards | Trace) -> tuple[int, ...]:
+    """Return when each request of the trace arrived, counted from the first."""
+    recorded = trace.requests["arrival_ns"]
+    if recorded.isna().any():
+        raise InputError(f"{experiment.trace} does not say when its requests arrived: use `arrival_rate`")
+    ns = recorded.astype("int64").to_numpy()
+    if (back := np.flatnonzero(np.diff(ns) < 0)).size:
+        before, after = trace.requests["id"].iloc[[back[0], back[0] + 1]]
+        raise InputError(
+            f"{experiment.trace}: request {after} arrives before {before}, which comes before it in the trace"
+        )
+    return tuple((ns - ns[0]).tolist())
