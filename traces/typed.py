@@ -42,6 +42,8 @@ def typed(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     try:
         return msgspec.convert(values, cls)
     except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InputError):  # of `__post_init__`
+            raise InputError(f"{prefix}{error.__cause__}") from None
         raise InputError(f"{prefix}{_reason(str(error), values)}") from None
 
 
