@@ -18,6 +18,9 @@ from traces.errors import InputError
 
 Row = dict[str, Any]
 
+MOST_UNPACKED, MOST_TIMES = 1 << 30, 100
+"""A compressed table may unpack to so many bytes, or so many times its size."""
+
 ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt")
 """What the names of files that can be read end in; .gz may follow."""
 

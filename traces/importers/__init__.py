@@ -1,7 +1,7 @@
 """Other tools' dumps as traces: a module for each format, which reads, and one that checks and builds.
 
-A format is a line of FORMATS; `auto` takes the first whose sniffer recognises the dump. Importers refuse damaged
-input with the file, the row and the reason, and return what they assumed, a line each.
+A format is a line of FORMATS; `auto` takes the first that recognises the dump. Importers refuse damaged input, and
+return what they assumed, a line each.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from traces.errors import InputError, unknown
-from traces.importers import counts, plain, sglang, torch_files, vllm
-from traces.importers.answers import answers, is_file
+from traces.importers import counts, plain, recorder, sglang, vllm
+from traces.importers.answers import answers
 from traces.importers.build import aggregate_of, trace_of
 from traces.importers.dump import Counts, Dump
-from traces.importers.source import Options, Source, read_json
+from traces.importers.source import Options, Source
 from traces.trace import Trace
 
 __all__ = ["AUTO", "FORMATS", "Options", "import_dump"]
@@ -27,49 +27,32 @@ class Format:
     """One kind of dump."""
 
     about: str
-    fits: Callable[[Source], bool]  # by name and first content; never raises for a dump of another kind
     read: Callable[[Source], Dump | Counts]
-    answers: bool = False  # of a server, which may leave out leading tokens
+    suffix: str = ""  # of its file, or of one in its folder
+    is_answer: Callable[[dict[str, Any]], bool] | None = None  # of a server, whose answers are .json or .jsonl
+    fits: Callable[[Source], bool] = lambda source: True  # what else must hold of a file with the suffix
 
-
-def _ends(suffix: str) -> Callable[[Source], bool]:
-    """Whether a file, or a file in a folder, has this suffix."""
-
-    def fits(source: Source) -> bool:
+    def recognises(self, source: Source) -> bool:
+        """Return whether a dump is of this kind, by name and first content."""
         path = source.path
-        return path.suffix == suffix if not path.is_dir() else any(one.suffix == suffix for one in path.iterdir())
-
-    return fits
+        if path.suffix in (".json", ".jsonl"):
+            first = next(answers(path), None) if self.is_answer else None
+            return first is not None and self.is_answer is not None and self.is_answer(first.body)
+        suffixes = {one.suffix for one in path.iterdir()} if path.is_dir() else {path.suffix}
+        return bool(self.suffix) and self.suffix in suffixes and self.fits(source)
 
 
 def _has_offsets(source: Source) -> bool:
-    beside = plain.offsets_beside(source.path)
-    return source.path.suffix == ".npy" and ("offsets" in source.facts or beside.is_file())
-
-
-def _answers(recognised: Callable[[dict[str, Any]], bool]) -> Callable[[Source], bool]:
-    """Whether the first answer in a .json or .jsonl is recognised."""
-
-    def fits(source: Source) -> bool:
-        if not is_file(source.path):
-            return False
-        first = next(answers(source.path), None)
-        return first is not None and recognised(first.body)
-
-    return fits
-
-
-def _vllm(source: Source) -> bool:
-    return _ends(".npy")(source) or _answers(vllm.is_answer)(source)
+    return source.path.is_file() and (source.facts.offsets is not None or plain.offsets_beside(source.path).is_file())
 
 
 FORMATS = {
-    "npz": Format("plain arrays: experts[tokens, layers, k] and offsets", _ends(".npz"), plain.read_npz),
-    "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", _has_offsets, plain.read_npy),
-    "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", _vllm, vllm.read, answers=True),
-    "sglang": Format("SGLang: answers, .json or .jsonl", _answers(sglang.is_answer), sglang.read_answers, answers=True),
-    "sglang-pt": Format("SGLang: dumps of its recorder, .pt", _ends(".pt"), torch_files.read),
-    "csv": Format("llama.cpp: counts as layer,expert[,count]", _ends(".csv"), counts.read_csv),
+    "npz": Format("plain arrays: experts[tokens, layers, k] and offsets", plain.read_npz, ".npz"),
+    "npy": Format("experts[tokens, layers, k], offsets in X.offsets.npy", plain.read_npy, ".npy", fits=_has_offsets),
+    "vllm": Format("vLLM: a .npy for each request, or answers, .json or .jsonl", vllm.read, ".npy", vllm.is_answer),
+    "sglang": Format("SGLang: answers, .json or .jsonl", sglang.read, is_answer=sglang.is_answer),
+    "sglang-pt": Format("SGLang: dumps of its recorder, .pt", recorder.read, ".pt"),
+    "csv": Format("llama.cpp: counts as layer,expert[,count]", counts.read_csv, ".csv"),
 }
 """In the order in which they are tried."""
 
@@ -81,25 +64,20 @@ def import_dump(
     format: str = AUTO,
     load_pt: Callable[[Path], Any] | None = None,
 ) -> tuple[Trace, list[str]]:
-    """Read a dump as a trace; also what was assumed, a line each.
+    """Read a dump as a trace; also return what was assumed, a line each.
 
-    meta: a JSON with `model`, `experts`, `phase`, `requests`, ...; it names no fact that the dump contradicts.
-    format: a key of FORMATS, or "auto". load_pt: reads a torch file as dicts, lists and numpy arrays (this
-    package knows no torch). Dumps without sequences give a trace of EAMs only. Raises InputError.
+    meta: a JSON with `model`, `experts`, `phase`, `requests`, ... (`traces.importers.source.Facts`). format: a key of
+    FORMATS, or "auto". load_pt: reads a torch file as dicts, lists and numpy arrays (this package knows no torch).
+    Dumps without sequences give a trace of EAMs only. Raises InputError.
     """
     if not path.exists():
         raise InputError(f"no file {path} to import")
-    facts = read_json(meta, "to take the meta from") if meta else {}
-    if not isinstance(facts, dict):
-        raise InputError(f"{meta} holds no JSON object")
-    source = Source(path, facts, str(meta or path), options or Options(), load_pt)
-    found = _format(source, format)
-    read = found.read(source)
-    if not found.answers and any(request.start for request in read.requests):
+    source = Source.of(path, meta, options or Options(), load_pt)
+    kind = _format(source, format)
+    dump = kind.read(source)
+    if not kind.is_answer and any(request.start for request in dump.requests):
         raise InputError(f"{path} is of no server, and only servers leave leading tokens out: leave `start` out")
-    made = trace_of(read, source) if isinstance(read, Dump) else aggregate_of(read, source)
-    source.note_misspelt()
-    return made, source.notes
+    return trace_of(dump, source) if isinstance(dump, Dump) else aggregate_of(dump, source), source.notes
 
 
 def _format(source: Source, name: str) -> Format:
@@ -108,7 +86,7 @@ def _format(source: Source, name: str) -> Format:
             raise unknown("format", name, [AUTO, *FORMATS])
         return FORMATS[name]
     for known in FORMATS.values():
-        if known.fits(source):
+        if known.recognises(source):
             return known
     offer = "; ".join(f"{name} ({known.about})" for name, known in FORMATS.items())
     raise InputError(f"{source.path} is no dump of a known format; --format takes {offer}")

@@ -5,7 +5,6 @@ base64 text, or as nested lists.
 """
 
 import base64
-import binascii
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
@@ -15,12 +14,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.facts import parse_json
-from traces.files import plain
-from traces.importers.source import label, read_json, tokens
+from traces.importers.source import Count, read_json
 
-NEEDED = "to import"
+TokenIds = list[Count]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How many tokens an answer counts."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -33,72 +39,41 @@ class Answer:
 
 
 def answers(path: Path) -> Iterator[Answer]:
-    """The answers in a file, one at a time. Raises InputError."""
+    """Yield the answers in a file, one at a time. Raises InputError."""
     serial = count()
     for place, value in _values(path):
-        listed = value if isinstance(value, list) else [value]
-        for i, body in enumerate(listed):
-            yield _answer(f"{place} answer {i}" if len(listed) > 1 else place, body, f"{path.stem}-{next(serial)}")
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file is of answers, by its name."""
-    return path.suffix in (".json", ".jsonl")
+        for body in value if isinstance(value, list) else [value]:
+            number = next(serial)
+            yield _answer(f"{place} answer {number}" if isinstance(value, list) else place, body, number, path)
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:
     if path.suffix == ".json":
-        yield str(path), read_json(path, NEEDED)
+        yield str(path), read_json(path)
         return
-    try:
-        with plain(path).open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield f"{path} line {number}", parse_json(line, f"{path} line {number}")
-    except FileNotFoundError:
-        raise InputError(f"no file {path} {NEEDED}") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield f"{path} line {number}", parse_json(line, f"{path} line {number}")
 
 
-def _answer(place: str, body: Any, fallback: str) -> Answer:
+def _answer(place: str, body: Any, number: int, path: Path) -> Answer:
     name = None
     if isinstance(body, dict) and isinstance(body.get("response"), dict):
         name, body = body.get("custom_id"), body["response"].get("body")
-    if not isinstance(body, dict):
-        raise InputError(f"{place} is no answer of a server: no JSON object")
-    if "error" in body and body["error"] is not None:
-        raise InputError(f"{place} is an error of the server, not an answer: {str(body['error'])[:200]}")
+    if not isinstance(body, dict) or body.get("error"):
+        raise InputError(f"{place} is an error of the server, or no answer: {str(body)[:200]}")
     meta = body.get("meta_info")
     names = (name, body.get("id"), body.get("request_id"), meta.get("id") if isinstance(meta, dict) else None)
-    name = next((one for one in names if one is not None), fallback)
-    with located(place):
-        return Answer(place, body, label("id", name))
-
-
-def token_count(place: str, counts: Any, key: str) -> int | None:
-    """`counts[key]` if it is a number of tokens; None if it is not there."""
-    value = counts.get(key) if isinstance(counts, dict) else None
-    with located(place):
-        return None if value is None else tokens(key, value)
-
-
-def token_ids(place: str, holder: dict[str, Any], key: str) -> list[int] | None:
-    """The list of token ids under `key`; None if there is none."""
-    ids = holder.get(key)
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not all(type(one) is int and 0 <= one < 2**31 for one in ids):
-        raise InputError(f"{place}: {key} is no list of token ids")
-    return ids
+    return Answer(place, body, str(next((one for one in names if one is not None), f"{path.stem}-{number}")))
 
 
 def taken_in(
     prompt: list[int] | None, prompt_tokens: int | None, output: list[int] | None, rows: int
 ) -> NDArray[np.int32] | None:
-    """Ids [rows] of the tokens that the rows' passes took in, the last of the sequence left out; None if none is known.
+    """Return ids [rows] of the tokens that the rows' passes took in, without the sequence's last; None if unknown.
 
-    -1 where an answer tells only those of the prompt, or of what was generated. The rows are the sequence's last ones.
+    -1 where an answer holds only those of the prompt, or of what was generated. The rows are the sequence's last ones.
     """
     if prompt is None and (output is None or prompt_tokens is None):
         return None
@@ -114,11 +89,9 @@ def taken_in(
     return known
 
 
-def unbase64(place: str, value: Any) -> bytes:
-    """The bytes of a base64 text. Raises InputError."""
-    if not isinstance(value, str):
-        raise InputError(f"{place}: routed_experts is {type(value).__name__}, not a base64 text")
+def unbase64(place: str, value: str) -> bytes:
+    """Return the bytes of a base64 text. Raises InputError."""
     try:
         return base64.b64decode(value, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise InputError(f"{place}: routed_experts is no base64: {error}") from error
+    except ValueError as error:
+        raise InputError(f"{place}: routed_experts is no base64: {error}") from None

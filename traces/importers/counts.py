@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 
 from traces.errors import InputError
-from traces.files import plain
 from traces.importers.dump import Counts, each_file, integers
-from traces.importers.source import Source, requests_of, require_modest
+from traces.importers.source import Request, Source
 
 COLUMNS = ("layer", "expert", "count")
 CHUNK = 1_000_000
@@ -23,91 +22,55 @@ CHUNK = 1_000_000
 
 
 def read_stat(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Counts:
-    """The counts in the loaded files. Raises InputError."""
-    held = []
+    """Return the counts in the loaded files. Raises InputError."""
+    counted = []
     for path, content in files:
         counts = content["logical_count"]
-        if isinstance(counts, np.ndarray) and counts.ndim == 2:
-            counts = counts[None]
-        counts = integers(counts, str(path), "logical_count")
-        if not counts.size:
-            raise InputError(f"{path}: logical_count is empty {counts.shape}: nothing was recorded")
-        if (counts < 0).any():
-            raise InputError(f"{path}: row {np.argwhere(counts < 0)[0].tolist()} of logical_count is negative")
-        if int(counts.max()) >= 2**32:
-            raise InputError(f"{path}: a count of {int(counts.max())} is more than a trace can hold (2^32 - 1)")
-        if not counts.any():
-            raise InputError(f"{path}: logical_count is 0 everywhere: nothing was recorded")
-        held.append(counts.astype(np.int64).sum(axis=0))
-        if held[-1].shape != held[0].shape:
-            raise InputError(f"{path} counts {held[-1].shape} [layers, experts], but {files[0][0]} {held[0].shape}")
-    return Counts(np.stack(held), requests_of(source, [{"id": path.stem} for path, _ in files]))
+        counts = integers(counts[None] if np.ndim(counts) == 2 else counts, str(path), "logical_count")
+        counted.append(counts.astype(np.int64).sum(axis=0))
+        if counted[-1].shape != counted[0].shape or (counts < 0).any():
+            raise InputError(f"{path}: logical_count has negative numbers, or another shape than in {files[0][0]}")
+    return Counts(np.stack(counted), source.requests([Request(id=path.stem) for path, _ in files]))
 
 
 def read_csv(source: Source) -> Counts:
     """Read a CSV of layer,expert[,count], or a folder of them. Raises InputError."""
     files = each_file(source.path, ".csv")
-    limit = source.agreed("experts", "experts", None)
-    tables = [_read(path, limit) for path in files]
-    numbers = [table.index.get_level_values(level) for table in tables for level in ("layer", "expert")]
-    layers, E = max(int(level.max()) for level in numbers[::2]) + 1, limit
+    tables = [_read(path) for path in files]
+    layers, experts = (np.concatenate([table.index.get_level_values(n) for table in tables]) for n in range(2))
+    E = source.agreed("experts")
     if E is None:
-        E = max(int(level.max()) for level in numbers[1::2]) + 1
+        E = int(experts.max()) + 1
         source.notes.append(f"the number of experts is taken from the largest id: {E} (--experts says otherwise)")
-    held = sum(path.stat().st_size for path in files)
-    require_modest(len(files) * layers * E * 16, held, f"{source.path}: layer {layers - 1} of {E} experts")
-    present = sorted({int(layer) for level in numbers[::2] for layer in level})
-    counts = np.zeros((len(files), layers, E), np.int64)
+    if experts.max() >= E:
+        raise InputError(f"{source.path}: {experts.max()} is no id of {E} experts")
+    counts = np.zeros((len(files), int(layers.max()) + 1, E), np.int64)
     for i, table in enumerate(tables):
-        counts[i, numbers[2 * i], numbers[2 * i + 1]] = table.to_numpy()
-    return Counts(counts, requests_of(source, [{"id": path.stem} for path in files]), tuple(present))
+        counts[i, table.index.get_level_values(0), table.index.get_level_values(1)] = table.to_numpy()
+    requests = source.requests([Request(id=path.stem) for path in files])
+    return Counts(counts, requests, tuple(np.unique(layers).tolist()))
 
 
-def _read(path: Path, limit: int | None) -> "pd.Series[int]":
-    """Counts by (layer, expert)."""
-    parts: list[pd.Series[int]] = []
-    columns: list[str] | None = None
+def _read(path: Path) -> "pd.Series[int]":
+    """Return counts by (layer, expert)."""
     try:
+        with path.open(encoding="utf-8") as file:
+            first = [name.strip() for name in file.readline().split(",")]
+        header = not first[0].isdigit()
+        names = first if header else list(COLUMNS[: len(first)])
+        if len(names) != len(first) or not set(COLUMNS[:2]) <= set(names) <= set(COLUMNS):
+            raise ValueError(f"its first line is {','.join(first)!r}")
         with pd.read_csv(
-            plain(path), header=None, dtype=str, chunksize=CHUNK, keep_default_na=False, skip_blank_lines=False
-        ) as chunks:
-            for chunk in chunks:
-                if columns is None:
-                    columns, skip = _header(path, chunk)
-                    chunk = chunk.iloc[skip:]
-                if len(chunk):
-                    parts.append(_counted(path, chunk.set_axis(columns, axis=1), limit))
-    except InputError:
-        raise
-    except (ValueError, pd.errors.ParserError, OSError) as error:
-        raise InputError(f"{path} is no CSV of layer,expert: {error}") from error
-    if not parts:
-        raise InputError(f"{path} holds no line of layer,expert: nothing was recorded")
-    return pd.concat(parts).groupby(level=["layer", "expert"]).sum()
+            path, header=None, names=names, skiprows=int(header), dtype=np.uint32, chunksize=CHUNK
+        ) as read:
+            parts = [_counted(chunk) for chunk in read]
+        if not sum(map(len, parts)):
+            raise ValueError("it holds no line")
+        return pd.concat(parts).groupby(level=["layer", "expert"]).sum()
+    except (ValueError, OverflowError) as error:
+        raise InputError(f"{path} is no CSV of layer,expert or layer,expert,count: {error}") from None
 
 
-def _header(path: Path, chunk: pd.DataFrame) -> tuple[list[str], int]:
-    """The columns' names, and how many lines tell them."""
-    first = [str(name).strip() for name in chunk.iloc[0]]
-    if first[0].lstrip("-").isdigit():
-        first, skip = list(COLUMNS[: len(first)]), 0
-    else:
-        skip = 1
-    if sorted(first) not in (sorted(COLUMNS), sorted(COLUMNS[:2])) or chunk.shape[1] != len(first):
-        raise InputError(f"{path} line 1: {','.join(map(str, chunk.iloc[0]))!r}; layer,expert or layer,expert,count")
-    return first, skip
-
-
-def _counted(path: Path, lines: pd.DataFrame, limit: int | None) -> "pd.Series[int]":
-    whole = lines.apply(lambda column: column.str.fullmatch(r"\s*\d{1,9}\s*")).all(axis=1)
-    if not whole.all():
-        line = lines[~whole].iloc[0]
-        raise InputError(
-            f"{path} line {int(str(line.name)) + 1}: {','.join(line)!r} is no layer,expert of whole numbers"
-        )
-    numbers = lines.astype(np.int64)
-    if limit is not None and (numbers["expert"] >= limit).any():
-        line = numbers[numbers["expert"] >= limit].iloc[0]
-        raise InputError(f"{path} line {int(str(line.name)) + 1}: {line['expert']} is no id of {limit} experts")
-    by = numbers.groupby(["layer", "expert"])
-    return by["count"].sum() if "count" in numbers else by.size()
+def _counted(lines: pd.DataFrame) -> "pd.Series[int]":
+    by = lines.astype(np.int64).groupby(["layer", "expert"])
+    return by["count"].sum() if "count" in lines else by.size()

@@ -1,28 +1,61 @@
 """SGLang with --enable-return-routed-experts and return_routed_experts: base64 of flat int32 in HTTP answers.
 
 The values are [tokens - 1 - start, layers, k], where `start` is the request's routed_experts_start_len and dense
-layers are counted; their shape is not told. They stand in `meta_info` of /generate, whose optional
+layers are counted; their shape is not stated. They stand in `meta_info` of /generate, whose optional
 `routed_experts_dtype` names another type, in `sglext` of an OpenAI answer, or in `sgl_ext` of its choices
 (sglang's docs/basic_usage/openai_api_completions.md, srt/state_capturer/routed_experts.py and
 test/registered/rl/test_return_routed_experts.py).
 """
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from traces.errors import InputError
-from traces.facts import whole
-from traces.importers.answers import Answer, answers, taken_in, token_count, token_ids, unbase64
-from traces.importers.dump import Dump, Sequence, check_start, join
-from traces.importers.source import Source
-
-EXTENSIONS = ("sglext", "sgl_ext")
-TYPES = ("int32", "uint8", "uint16")
+from traces.importers.answers import Answer, TokenIds, Usage, answers, taken_in, unbase64
+from traces.importers.dump import Dump, Sequence, join
+from traces.importers.source import Source, convert
 
 
-def read_answers(source: Source) -> Dump:
+@dataclass(frozen=True)
+class Extension(Usage):
+    """The object of an answer that holds the experts."""
+
+    routed_experts: str | None = None
+    routed_experts_dtype: Literal["int32", "uint8", "uint16"] | None = None
+    input_token_logprobs: list[list[Any]] | None = None  # [logprob, id, text] of each prompt token
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One continuation of the prompt."""
+
+    sglext: Extension | None = None
+    sgl_ext: Extension | None = None
+
+
+@dataclass(frozen=True)
+class Body:
+    """An answer of /generate, /v1/completions or /v1/chat/completions."""
+
+    meta_info: Extension | None = None
+    sglext: Extension | None = None
+    sgl_ext: Extension | None = None
+    choices: list[Choice] = field(default_factory=list)
+    usage: Usage | None = None
+    output_ids: TokenIds | None = None
+    prompt_token_ids: TokenIds | None = None
+
+    @property
+    def holder(self) -> Extension | None:
+        """The object that has the experts."""
+        first = self.choices[0] if self.choices else Choice()
+        places = (self.meta_info, self.sglext, self.sgl_ext, first.sglext, first.sgl_ext)
+        return next((one for one in places if one and one.routed_experts is not None), None)
+
+
+def read(source: Source) -> Dump:
     """Read answers of /generate, /v1/completions or /v1/chat/completions. Raises InputError.
 
     Layers and k are --layers and --top-k (or top_k and moe_layers of the JSON); one of them follows from the
@@ -32,78 +65,46 @@ def read_answers(source: Source) -> Dump:
 
 
 def is_answer(body: dict[str, Any]) -> bool:
-    """Whether an answer looks like SGLang's."""
-    return _holder(body) is not None
-
-
-def _holder(body: dict[str, Any]) -> dict[str, Any] | None:
-    """The object in an answer that has the experts."""
-    choices = body.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    places = [body.get("meta_info"), *(holder.get(name) for holder in (body, choice) for name in EXTENSIONS)]
-    return next((one for one in places if isinstance(one, dict) and "routed_experts" in one), None)
+    """Return whether an answer looks like SGLang's."""
+    try:
+        return convert(body, Body, "").holder is not None
+    except InputError:
+        return False
 
 
 def _sequence(source: Source, answer: Answer) -> Sequence:
-    place, body = answer.place, answer.body
-    holder = _holder(body)
-    if holder is None:
+    place, body = answer.place, convert(answer.body, Body, answer.place)
+    holder = body.holder
+    if holder is None or holder.routed_experts is None:
         raise InputError(f"{place} has no routed_experts in meta_info, sglext or sgl_ext: ask return_routed_experts")
-    choices = body.get("choices")
-    if isinstance(choices, list) and len(choices) > 1:
-        raise InputError(f"{place} has {len(choices)} choices and does not say whose experts these are: ask with n=1")
-    counts = body["meta_info"] if "meta_info" in body else body.get("usage")
-    prompt, output = (token_count(place, counts, key) for key in ("prompt_tokens", "completion_tokens"))
-    check_start(place, source.start, prompt)
-    flat = _flat(place, holder)
+    if len(body.choices) > 1:
+        raise InputError(f"{place} has {len(body.choices)} choices and does not say whose experts these are")
+    counts = body.meta_info or body.usage or Usage()
+    prompt, output = counts.prompt_tokens, counts.completion_tokens
+    kind, content = np.dtype(holder.routed_experts_dtype or "int32"), unbase64(place, holder.routed_experts)
     rows = None if prompt is None or output is None else prompt + output - 1 - source.start
-    layers, k = _shape(source, place, len(flat), rows)
-    if len(flat) % (layers * k) or not len(flat):
-        raise InputError(f"{place}: {len(flat)} ids are no whole rows of {layers} layers x top-{k}")
-    answered = token_ids(place, body, "output_ids")
-    if answered is not None and output not in (None, len(answered)):
-        raise InputError(f"{place}: output_ids has {len(answered)} tokens, but completion_tokens is {output}")
-    ids = taken_in(_asked(place, body, prompt), prompt, answered, len(flat) // (layers * k))
-    return Sequence(place, answer.id, flat.reshape(-1, layers, k), prompt, output, ids)
+    layers, k = _shape(source, place, len(content) // kind.itemsize, rows)
+    if not content or len(content) % (layers * k * kind.itemsize):
+        raise InputError(f"{place}: {len(content)} bytes are no whole rows of {layers} layers x top-{k} ({kind})")
+    experts = np.frombuffer(content, kind.newbyteorder("<")).astype(kind, copy=False).reshape(-1, layers, k)
+    generated = body.output_ids if body.output_ids and output in (None, len(body.output_ids)) else None
+    ids = taken_in(_prompt_ids(body, prompt), prompt, generated, len(experts))
+    return Sequence(place, answer.id, experts, prompt, output, ids)
 
 
-def _asked(place: str, body: dict[str, Any], prompt: int | None) -> list[int] | None:
-    """The prompt's token ids: by themselves, or as [logprob, id, text] of each, if `logprob_start_len` was 0."""
-    meta = body.get("meta_info")
-    told = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
-    if not isinstance(told, list) or len(told) != prompt or not all(isinstance(x, list) and len(x) > 1 for x in told):
-        return token_ids(place, body, "prompt_token_ids")
-    return token_ids(place, {"input_token_logprobs": [one[1] for one in told]}, "input_token_logprobs")
-
-
-def _flat(place: str, holder: dict[str, Any]) -> NDArray[np.integer]:
-    name = holder.get("routed_experts_dtype")
-    if name is not None and name not in TYPES:
-        raise InputError(f"{place}: routed_experts_dtype is {name!r}; known: {', '.join(TYPES)}")
-    kind = np.dtype(name or "int32").newbyteorder("<")
-    content = unbase64(place, holder["routed_experts"])
-    if len(content) % kind.itemsize:
-        raise InputError(f"{place}: routed_experts has {len(content)} bytes, which are no whole {kind.name} numbers")
-    return np.frombuffer(content, kind).astype(kind.newbyteorder("="), copy=False)
+def _prompt_ids(body: Body, prompt: int | None) -> list[int] | None:
+    """The prompt's token ids: by themselves, or with logprobs, all of which are there if `logprob_start_len` was 0."""
+    tokens = body.meta_info and body.meta_info.input_token_logprobs
+    return [one[1] for one in tokens] if tokens and len(tokens) == prompt else body.prompt_token_ids
 
 
 def _shape(source: Source, place: str, ids: int, rows: int | None) -> tuple[int, int]:
-    """(layers, k) of flat ids, as said or as they follow."""
-    k = source.agreed("top_k", "top_k", None)
-    layers = source.options.layers
+    """Return (layers, k) of flat ids, as stated or as they follow."""
+    k, layers = source.agreed("top_k"), source.options.layers
     if layers is None and source.options.layer_map is None:
-        layers = source.fact("moe_layers", whole, None)
-    if rows and rows > 0 and (layers is None) != (k is None):
-        known = layers or k
-        assert known is not None
-        other, rest = divmod(ids, rows * known)
-        if rest or not other:
-            raise InputError(
-                f"{place}: {ids} ids are no whole number for {rows} tokens and "
-                f"{f'{layers} layers' if layers else f'top-{k}'}; where the server was told to leave leading tokens "
-                "out, say how many with --start"
-            )
-        layers, k = layers or other, k or other
-    if layers is None or k is None:
+        layers = source.facts.moe_layers
+    if rows and rows > 0:
+        layers, k = layers or (ids // (rows * k) if k else None), k or (ids // (rows * layers) if layers else None)
+    if not layers or not k:
         raise InputError(f"{place} does not tell the shape of its {ids} ids: give --layers and --top-k")
     return layers, k

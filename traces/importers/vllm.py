@@ -8,149 +8,105 @@ or, in 0.21, int16 apart for the prompt, `prompt_routed_experts` of the answer, 
 `routed_experts` of the choice, as nested lists (docs/training/routed_experts_replay.md).
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from traces.arrays import read_npy
-from traces.errors import InputError
-from traces.importers.answers import Answer, answers, is_file, taken_in, token_count, token_ids, unbase64
+from traces.errors import InputError, located
+from traces.importers.answers import Answer, TokenIds, Usage, answers, taken_in, unbase64
 from traces.importers.dump import Dump, Sequence, each_file, integers, join
 from traces.importers.plain import load_npy
-from traces.importers.source import Source
+from traces.importers.source import Source, convert
+
+Nested = list[list[list[Annotated[int, Meta(ge=-1, lt=2**31)]]]]
+"""[tokens, layers, k]"""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One continuation of the prompt."""
+
+    routed_experts: str | Nested | None = None
+    prompt_token_ids: TokenIds | None = None
+    token_ids: TokenIds | None = None
+
+
+@dataclass(frozen=True)
+class Body:
+    """An answer of /v1/completions, /v1/chat/completions or /inference/v1/generate."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+    prompt_token_ids: TokenIds | None = None
+    prompt_routed_experts: Nested | None = None
 
 
 def read(source: Source) -> Dump:
     """Read a .npy of one request, a folder of them, or answers. Raises InputError."""
-    return read_answers(source) if is_file(source.path) else read_arrays(source)
-
-
-def read_arrays(source: Source) -> Dump:
-    """Read a .npy of one request, or a folder of them, each named by its file. Raises InputError."""
-    files = each_file(source.path, ".npy")
-    return join(source, [Sequence(str(file), file.stem, integers(load_npy(file), str(file))) for file in files])
-
-
-def read_answers(source: Source) -> Dump:
-    """Read answers of /v1/completions, /v1/chat/completions or /inference/v1/generate. Raises InputError.
-
-    With several choices each is a request of its own, which repeats the prompt.
-    """
-    dropped = [0]
-    sequences = [one for answer in answers(source.path) for one in _choices(answer, dropped)]
-    if dropped[0]:
+    if source.path.suffix not in (".json", ".jsonl"):
+        files = each_file(source.path, ".npy")
+        return join(source, [Sequence(str(file), file.stem, integers(load_npy(file), str(file))) for file in files])
+    sequences, dropped = [], 0
+    for answer in answers(source.path):
+        for sequence, last_rows in _choices(answer):
+            sequences.append(sequence)
+            dropped += last_rows
+    if dropped:
         source.notes.append(
-            f"{dropped[0]} choices have a row for their last token, which decoding never feeds back: it is left out"
+            f"{dropped} choices have a row for their last token, which decoding never feeds back: it is left out"
         )
     return join(source, sequences)
 
 
 def is_answer(body: dict[str, Any]) -> bool:
-    """Whether an answer looks like vLLM's."""
+    """Return whether an answer looks like vLLM's."""
     choices = body.get("choices")
     inside = isinstance(choices, list) and any(isinstance(one, dict) and "routed_experts" in one for one in choices)
     return inside or "prompt_routed_experts" in body
 
 
-def _choices(answer: Answer, dropped: list[int]) -> list[Sequence]:
-    body, choices = answer.body, answer.body.get("choices")
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, dict) for one in choices):
-        raise InputError(f"{answer.place} has no list of choices")
-    usage, alone = body.get("usage"), len(choices) == 1
+def _choices(answer: Answer) -> list[tuple[Sequence, int]]:
+    """Return each choice, which repeats the prompt, as a request, and how many rows of a last token it had."""
+    body = convert(answer.body, Body, answer.place)
+    usage, alone = body.usage or Usage(), len(body.choices) == 1
     sequences = []
-    for i, choice in enumerate(choices):
+    for i, choice in enumerate(body.choices):
         place, name = (answer.place, answer.id) if alone else (f"{answer.place} choice {i}", f"{answer.id}-{i}")
-        experts = _experts(place, choice.get("routed_experts"), "routed_experts")
-        asked = [token_ids(place, one, "prompt_token_ids") for one in (choice, body)]
-        counted = [len(ids) for ids in asked if ids is not None]
-        prompt = _same(place, "prompt tokens", [*counted, token_count(place, usage, "prompt_tokens")])
-        generated = token_count(place, usage, "completion_tokens") if alone else None
-        answered = token_ids(place, choice, "token_ids")
-        output = _same(place, "generated tokens", [None if answered is None else len(answered), generated])
-        if body.get("prompt_routed_experts") is not None:
-            first = _experts(place, body["prompt_routed_experts"], "prompt_routed_experts")
-            experts = _together(place, first, experts, prompt, output, dropped)
-            prompt = len(first)
+        experts, dropped = _experts(place, choice.routed_experts), 0
+        ids = choice.prompt_token_ids or body.prompt_token_ids
+        prompt = usage.prompt_tokens if ids is None else len(ids)
+        output = len(choice.token_ids) if choice.token_ids is not None else usage.completion_tokens if alone else None
+        if body.prompt_routed_experts is not None:
+            if output is None:
+                raise InputError(f"{place} does not say how many tokens were generated: it has no usage or token_ids")
+            first, generated = _experts(place, body.prompt_routed_experts), experts[: output - 1]
+            prompt, dropped = len(first) if prompt is None else prompt, len(experts) - len(generated)
+            experts = np.concatenate([first, generated]) if len(generated) else first
         if output is None and prompt is not None:
             output = len(experts) - prompt + 1
-        known = taken_in(next(filter(None, asked), None), prompt, answered, len(experts))
-        sequences.append(Sequence(place, name, experts, prompt, output, known))
-    _check_sum(answer.place, usage, sequences)
+        known = taken_in(ids, prompt, choice.token_ids, len(experts))
+        sequences.append((Sequence(place, name, experts, prompt, output, known), dropped))
     return sequences
 
 
-def _experts(place: str, value: Any, what: str) -> NDArray[np.integer]:
+def _experts(place: str, value: str | Nested | None) -> NDArray[np.integer]:
     """[rows, layers, k] from base64 of a .npy, or from nested lists."""
     if value is None:
         raise InputError(
-            f"{place}: {what} is missing: the server was started without --enable-return-routed-experts, "
+            f"{place}: routed_experts is missing: the server was started without --enable-return-routed-experts, "
             "or dropped it (0.21 does so when it preempts a request)"
         )
-    if value == []:  # of a generated token that was the only one, and the last
+    if isinstance(value, str):
+        content = unbase64(place, value)
+        with located(f"{place}: routed_experts"):
+            return integers(read_npy(content), place)
+    if not value:  # of a generated token that was the only one, and the last
         return np.zeros((0, 0, 0), np.int16)
-    if isinstance(value, list):
-        return integers(_array(place, value, what), place, what)
-    content = unbase64(place, value)
     try:
-        array = read_npy(content)
-    except InputError as error:
-        raise InputError(f"{place}: {what} {error}") from error
-    return integers(array, place, what)
-
-
-def _array(place: str, value: list[Any], what: str) -> NDArray[np.integer]:
-    """Nested lists as an array. Objects first: of texts, numpy makes all as wide as the longest."""
-    try:
-        held = np.array(value, object)
-        whole = all(type(one) is int for one in held.flat)
-        array = held.astype(np.int64 if whole else object)
-    except (ValueError, OverflowError, RuntimeError) as error:  # the last one beyond 32 axes
-        raise InputError(f"{place}: {what} is no array: {error}") from error
-    if not whole:
-        raise InputError(f"{place}: {what} is no array of whole numbers")
-    return array
-
-
-def _together(
-    place: str,
-    prompt: NDArray[np.integer],
-    generated: NDArray[np.integer],
-    prompt_tokens: int | None,
-    output: int | None,
-    dropped: list[int],
-) -> NDArray[np.integer]:
-    """Prompt and generated tokens but the last, which 0.21 told apart."""
-    if prompt_tokens not in (None, len(prompt)):
-        raise InputError(f"{place}: prompt_routed_experts has {len(prompt)} rows for {prompt_tokens} prompt tokens")
-    if output is None:
-        raise InputError(f"{place} does not say how many tokens were generated: it has no usage and no token_ids")
-    if len(generated) not in (output - 1, output):
-        raise InputError(f"{place}: routed_experts has {len(generated)} rows for {output} generated tokens")
-    if output == 1:
-        dropped[0] += len(generated)
-        return prompt
-    if prompt.shape[1:] != generated.shape[1:]:
-        raise InputError(f"{place}: the prompt has [layers, k] {prompt.shape[1:]}, the rest {generated.shape[1:]}")
-    dropped[0] += len(generated) == output
-    return np.concatenate([prompt, generated[: output - 1]])
-
-
-def _same(place: str, what: str, numbers: list[int | None]) -> int | None:
-    """The number that all tell that tell one."""
-    known = [number for number in numbers if number is not None]
-    if len(set(known)) > 1:
-        raise InputError(f"{place} disagrees in the number of {what}: {' and '.join(map(str, known))}")
-    return known[0] if known else None
-
-
-def _check_sum(place: str, usage: Any, sequences: list[Sequence]) -> None:
-    """All choices together must have generated what `usage` counts: it sums over choices, and over prompts."""
-    total = token_count(place, usage, "completion_tokens")
-    outputs = [one.output_tokens for one in sequences]
-    if total is not None and None not in outputs and sum(filter(None, outputs)) != total:
-        rows = " + ".join(str(len(one.experts)) for one in sequences)
-        raise InputError(
-            f"{place}: {rows} rows do not fit usage: {token_count(place, usage, 'prompt_tokens')} prompt and {total} "
-            "generated tokens (send one prompt a request, and ask for token ids with return_token_ids)"
-        )
+        return np.array(value, np.int64)
+    except ValueError:
+        raise InputError(f"{place}: routed_experts has rows of different lengths") from None
