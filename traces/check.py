@@ -13,73 +13,57 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from traces.compiled import loop
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.schema import TraceMeta
 from traces.steps import DECODE, Int
 
 _OK, _RANGE, _REPEAT, _EAM = range(4)
 
-MOST_POSITIONS = 2**27
-"""Tokens of a context: more than any model has (the longest that are announced have 10^8)."""
-
 
 def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str) -> None:
-    """Hold each request's token counts against the rows [R] of each phase that it has: prefill rows are none or the
+    """Compare each request's token counts with the rows [R] of each phase that it has: prefill rows are none or the
     prompt, decode rows are its output tokens but the last (which is never fed back).
     """
     prompt = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
     output = requests["output_tokens"].to_numpy(np.int64)
-    for wrong, what in (
-        ((prefill != 0) & (prefill != prompt), "prompt_tokens and its prefill rows"),
-        (decode != np.maximum(output - 1, 0), "output_tokens less one and its decode rows"),
+    for what, listed, rows in (
+        ("prompt_tokens and its prefill rows", np.where(prefill != 0, prompt, 0), prefill),
+        ("output_tokens less one and its decode rows", np.maximum(output - 1, 0), decode),
     ):
-        if wrong.any():
-            i = int(np.argmax(wrong))
-            have = prefill[i] if "prefill" in what else decode[i]
-            listed = prompt[i] if "prefill" in what else max(output[i] - 1, 0)
+        if (listed != rows).any():
+            i = int(np.argmax(listed != rows))
+            name = requests["id"].iloc[i]
             raise InputError(
-                f"{where}: request {i} ({requests['id'].iloc[i]!r}) disagrees in {what}: {listed} listed, {have} there"
+                f"{where}: request {i} ({name!r}) disagrees in {what}: {listed[i]} listed, {rows[i]} there"
             )
-    with located(where):
-        check_unique(requests["id"])
 
 
-def check_unique(ids: "pd.Series[str]") -> None:
-    """No two requests have the same id."""
+def check_unique(ids: "pd.Series[str]", where: str) -> None:
+    """Raise InputError if two requests have the same id."""
     repeated = ids[ids.duplicated()]
     if len(repeated):
-        raise InputError(f"the request id {repeated.iloc[0]!r} occurs twice")
+        raise InputError(f"{where}: the request id {repeated.iloc[0]!r} occurs twice")
 
 
-def check_positions(greatest: int, where: str) -> None:
-    """No token lies further back than a context can be long. greatest: of all positions."""
-    if greatest >= MOST_POSITIONS:
-        raise InputError(f"{where}: position {greatest} lies beyond any context: positions are below {MOST_POSITIONS}")
-
-
-def step_fault(step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64]) -> int | None:
-    """The first row whose step does not follow that of the row before it in its request; None if all do.
+def check_steps(
+    step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64], where: str, first: int = 0
+) -> None:
+    """Compare the step of each row with that of the row before it in its request, whose number is `first` or more.
 
     Rows of a prefill may share a step; a decoded token has one of its own, after all before it.
     """
     wrong = (step[1:] < step[:-1]) | ((step[1:] == step[:-1]) & (phase[1:] == DECODE))
     begins = offsets[1:-1]
     wrong[begins[(begins > 0) & (begins < len(step))] - 1] = False
-    return int(np.argmax(wrong)) + 1 if wrong.any() else None
-
-
-def check_steps(
-    step: NDArray[np.uint32], phase: NDArray[np.uint8], offsets: NDArray[np.int64], where: str, first: int = 0
-) -> None:
-    """Within a request, steps follow each other as its tokens do. The first request is number `first` of the trace."""
-    if (row := step_fault(step, phase, offsets)) is not None:
+    if wrong.any():
+        row = int(np.argmax(wrong)) + 1
         request = int(np.searchsorted(offsets, row, side="right")) - 1
         place = f"{where}: request {first + request}, token {row - int(offsets[request])}"
         raise InputError(f"{place}: step {step[row]} does not follow step {step[row - 1]} of the token before it")
 
 
 def check_finite(name: str, values: NDArray[np.floating], where: str, first: int = 0) -> None:
-    """Every value is a number. values: [rows, ...], of which the first is number `first` of the trace."""
+    """Raise InputError unless every value is a number. values: [rows, ...], the first is number `first`."""
     finite = np.isfinite(values).all(axis=tuple(range(1, values.ndim)))
     if not finite.all():
         raise InputError(f"{where}: row {first + int(np.argmin(finite))} of {name} holds a value that is no number")
@@ -112,7 +96,7 @@ def check_ids(
 
 
 def check_lookahead(meta: TraceMeta, lookahead: NDArray[np.unsignedinteger], where: str, first: int = 0) -> None:
-    """Its ids are those of experts, none twice for a token and layer. lookahead: [tokens, L, k].
+    """Raise InputError for an id that is no expert's, or twice in a token and layer. lookahead: [tokens, L, k].
 
     The first token is number `first` of the trace.
     """
@@ -129,14 +113,14 @@ def _scan_in_threads(
     eams: NDArray[np.uint32],
     meta: TraceMeta,
 ) -> tuple[int, int, int, int]:
-    """What `_scan` finds, over ranges of requests of about as many rows each."""
+    """Return the first fault by `_scan_ids`, over ranges of requests of about as many rows each."""
     threads = min(os.cpu_count() or 1, 1 + len(experts) // 65_536)
     cuts = np.searchsorted(offsets, np.linspace(0, len(experts), threads + 1)[1:-1]).tolist()
     ranges = list(pairwise([0, *cuts, len(offsets) - 1]))
 
     def scan(first: int, last: int) -> tuple[int, int, int, int]:
         own = slice(first, last)
-        code, request, row, layer = _scan(
+        code, request, row, layer = _scan_ids(
             experts, offsets[first : last + 1], phase, eams[:, own], meta.experts, meta.sentinel
         )
         return code, first + request, row, layer
@@ -144,8 +128,8 @@ def _scan_in_threads(
     if threads == 1:
         return scan(0, len(offsets) - 1)
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(scan, *zip(*ranges, strict=True)))
-    return next((fault for fault in found if fault[0] != _OK), found[0])
+        faults = list(pool.map(scan, *zip(*ranges, strict=True)))
+    return next((fault for fault in faults if fault[0] != _OK), faults[0])
 
 
 def count_eams(
@@ -153,13 +137,13 @@ def count_eams(
 ) -> NDArray[np.int64]:
     """Count the tokens that chose each expert, int64[requests, L, E], over the rows where `keep` holds."""
     eams = np.zeros((len(offsets) - 1, experts.shape[1], E), np.int64)
-    _count(experts, offsets, keep, eams)
+    _count_ids(experts, offsets, keep, eams)
     return eams
 
 
 def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | None:
-    """The first (row, layer, reason) that no model routes. experts: [tokens, L, k], -1: not routed."""
-    row, layer = _first_fault(experts, E)
+    """Return the first (row, layer, reason) that no model routes. experts: [tokens, L, k], -1: not routed."""
+    row, layer = _scan_fault(experts, E)
     if row < 0:
         return None
     ids = experts[row, layer].tolist()
@@ -168,8 +152,9 @@ def first_fault(experts: NDArray[np.integer], E: int) -> tuple[int, int, str] | 
     return row, layer, f"expert ids {ids}: {reason}"
 
 
+@loop
 def _scan_ids(experts: Any, offsets: Any, phase: Any, eams: Any, E: int, sentinel: int) -> tuple[int, int, int, int]:
-    """(what is wrong, request, row, layer) of the first fault."""
+    """Return (what is wrong, request, row, layer) of the first fault."""
     _, L, k = experts.shape
     counts = np.zeros((2, L * E), np.uint32)
     mark = np.zeros(E, np.int64)
@@ -197,8 +182,9 @@ def _scan_ids(experts: Any, offsets: Any, phase: Any, eams: Any, E: int, sentine
     return _OK, 0, 0, 0
 
 
+@loop
 def _scan_fault(experts: Any, E: int) -> tuple[int, int]:
-    """(row, layer) of the first id outside -1 to E-1 or repeat; (-1, -1) if there is none."""
+    """Return (row, layer) of the first id outside -1 to E-1 or repeat; (-1, -1) if there is none."""
     tokens, L, k = experts.shape
     mark = np.full(E, -1, np.int64)
     for t in range(tokens):
@@ -213,6 +199,7 @@ def _scan_fault(experts: Any, E: int) -> tuple[int, int]:
     return -1, -1
 
 
+@loop
 def _count_ids(experts: Any, offsets: Any, keep: Any, eams: Any) -> None:
     _, L, k = experts.shape
     for r in range(len(offsets) - 1):
@@ -223,8 +210,3 @@ def _count_ids(experts: Any, offsets: Any, keep: Any, eams: Any) -> None:
                         e = np.int64(experts[t, layer, j])
                         if e < eams.shape[2]:
                             eams[r, layer, e] += 1
-
-
-_scan = loop(_scan_ids)
-_count = loop(_count_ids)
-_first_fault = loop(_scan_fault)

@@ -1,7 +1,7 @@
 """Where the rows of each request lie: one pass over the columns that number and order them.
 
 Rows lie in the order of execution, in which requests that ran together in a batch alternate, and requests come in any
-order. Held is a little for each request, nothing for a row. What is wrong with the columns that are passed is told.
+order. Held is a little for each request, nothing for a row.
 """
 
 from typing import Any
@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from traces.check import check_positions, check_requests, check_unique
+from traces.check import check_requests, check_unique
 from traces.compiled import loop
-from traces.errors import InputError, located
+from traces.errors import InputError
 from traces.reader import CORE, Folder
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
@@ -34,13 +34,12 @@ class Index:
         self.first = np.full(requests, NONE, np.int64)  # number of the first row; NONE: it has no rows
         self.last = np.full(requests, NONE, np.int64)  # number of the last row
         self._seen = 0  # rows
-        self._furthest = 0  # of all positions
         self._latest = np.zeros((2, requests), np.int64)  # position and phase of the last row
         self._faults = np.array([0, NONE, 0], np.int64)  # the greatest phase; a request out of order, and its position
 
     @staticmethod
     def of(folder: Folder, requests: pd.DataFrame) -> "Index":
-        """Of the rows of a folder, which lists `requests`; checked. Raises InputError."""
+        """Return that of the rows of a folder, which lists `requests`; checked. Raises InputError."""
         index = Index(len(requests))
         for table in folder.routing.batches([name for name in CORE if name != "experts"], ROWS):
             index.add(*(table.column(name).to_numpy() for name in ("request", "position", "phase")))
@@ -57,28 +56,22 @@ class Index:
         request = request.astype(np.int64)
         _add(request, position, phase, self._seen, self.counts, self.first, self.last, self._latest, self._faults)
         self._seen += len(request)
-        self._furthest = max(self._furthest, int(position.max(initial=0)))
 
     def check(self, meta: TraceMeta, requests: pd.DataFrame, where: str) -> None:
-        """Hold what was seen against the requests as they are listed. Raises InputError."""
+        """Compare the rows with the requests as they are listed: their numbers, and their order within a request.
+
+        Positions ascend, and no prefill follows a decode. Raises InputError.
+        """
+        check_unique(requests["id"], where)
+        rows = int(self.counts.sum())
         if meta.mode == AGGREGATE:
-            with located(where):
-                check_unique(requests["id"])
-            if rows := int(self.counts.sum()):
+            if rows:
                 raise InputError(f"{where} says that it holds EAMs only, but has {rows} rows of routing")
             return
-        if self._faults[0] > DECODE:
-            raise InputError(f"{where}: phase {self._faults[0]} is neither prefill (0) nor decode (1)")
+        phase, request, position = self._faults.tolist()
+        if phase > DECODE:
+            raise InputError(f"{where}: phase {phase} is neither prefill (0) nor decode (1)")
         check_requests(requests, self.counts[PREFILL], self.counts[DECODE], where)
-        self.check_order(where)
-
-    def check_order(self, where: str) -> None:
-        """Within a request, positions ascend, none beyond any context, and no prefill follows a decode.
-
-        Raises InputError.
-        """
-        check_positions(self._furthest, where)
-        _, request, position = self._faults.tolist()
         if request != NONE:
             raise InputError(f"{where}: the tokens of request {request} are out of order at position {position}")
 

@@ -1,4 +1,4 @@
-"""Trace folders as tables and arrays: what is wrong with a file is told in one line, with the file's name.
+"""Trace folders as tables and arrays; what is wrong with a file is one line, with the file's name.
 
 Parquet is decoded once, by Arrow's threads; ids stay in the type that they have on disk. The requests are the
 commit record: routing of requests that they do not list was being written when the writer was killed, and is
@@ -30,12 +30,11 @@ from traces.schema import (
     TraceMeta,
     requests_schema,
     require_columns,
-    require_whole,
     routing_schema,
 )
 
 EXTRA = (*OPTIONAL, "token_id", "embedding")
-"""What is read only when asked for."""
+"""What is read only when it is requested."""
 
 HEARD = ("token_id", "lookahead")
 """Of these, what policies hear of a run, as far as a trace has it."""
@@ -60,9 +59,9 @@ class Files:
         return sum(map(sum, self.row_groups))
 
     def table(self, columns: Sequence[str]) -> pa.Table:
-        """All rows, read by Arrow's threads. Raises InputError."""
+        """Return all rows, read by Arrow's threads. Raises InputError."""
         places = [f"{self.location.root}/{name}" for name in self.names]
-        with self.location.telling(self.where, "is damaged or cannot be read"):
+        with self.location.reading(self.where, "is damaged or cannot be read"):
             table = pq.read_table(
                 places,
                 columns=list(columns),
@@ -73,21 +72,20 @@ class Files:
             )
             if len(table) != len(self):
                 raise self.changed
-            return self._whole(table, self.where)
+            return self._cast(table)
 
     def batches(self, columns: Sequence[str], size: int, file: int = 0, group: int = 0) -> Iterator[pa.Table]:
-        """The rows from a row group of a file on, up to `size` of one row group at a time. Raises InputError."""
+        """Yield the rows from a row group of a file on, up to `size` of one row group at a time. Raises InputError."""
         for n in range(file, len(self.names)):
-            where = self.location.within(self.names[n])
             with (
-                self.location.telling(where, "is damaged or cannot be read"),
+                self.location.reading(self.location.within(self.names[n]), "is damaged or cannot be read"),
                 self.location.parquet(self.names[n], self._texts) as opened,
             ):
                 for g in range(group if n == file else 0, opened.num_row_groups):
                     if not opened.metadata.row_group(g).num_rows:
                         continue  # what is read in blocks has none for it
                     for table in _tables(opened, g, list(columns), size):
-                        yield self._whole(table, where)
+                        yield self._cast(table)
 
     @property
     def changed(self) -> InputError:
@@ -99,13 +97,9 @@ class Files:
         """The columns of texts. They are read as dictionaries: one that repeats takes no memory for it."""
         return [column.name for column in self.schema if pa.types.is_string(column.type)]
 
-    def _whole(self, table: pa.Table, where: str) -> pa.Table:
-        """Return the table with its texts as such, once they are known to be short. Raise InputError."""
-        require_whole(table, self.schema, where)
-        for name in set(self._texts) & set(table.column_names):
-            texts = table.column(name).cast(pa.string())
-            table = table.set_column(table.schema.get_field_index(name), self.schema.field(name), texts)
-        return table
+    def _cast(self, table: pa.Table) -> pa.Table:
+        """Return the table with the types that a trace has. Arrow raises for others, and for nulls."""
+        return table.cast(pa.schema([self.schema.field(name) for name in table.column_names]))
 
 
 @dataclass(frozen=True)
@@ -118,20 +112,20 @@ class Folder:
     routing: Files
     optional: tuple[str, ...]  # those of OPTIONAL that the routing files hold
     embedding: int | None  # size of the prompts' embeddings; None: the trace has none
-    fingerprint: str  # of the content, as `_fingerprint` says
+    fingerprint: str  # of the content, as `_fingerprint` describes
 
     @property
     def path(self) -> str:
-        """As it was given."""
+        """As it was typed."""
         return self.location.path
 
     def row_columns(self, extra: Iterable[str]) -> list[str]:
-        """The routing columns to read where `extra` is wanted: those of it that are there."""
+        """Return the routing columns to read where `extra` is wanted: those of it that are there."""
         return [*CORE, *(name for name in extra if name == "token_id" or name in self.optional)]
 
     def listing(self) -> pd.DataFrame:
-        """The requests without their EAMs and embeddings. Raises InputError."""
-        return frame(self.listed.table([column.name for column in self.listed.schema if not _is_list(column)]))
+        """Return the requests without their EAMs and embeddings. Raises InputError."""
+        return frame(self.listed.table([name for name in self.listed.schema.names if name not in self.list_columns]))
 
     @property
     def list_columns(self) -> list[str]:
@@ -140,7 +134,7 @@ class Folder:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Requests and rows, as the files' footers tell."""
+        """Requests and rows, by the files' footers."""
         return len(self.listed), len(self.routing)
 
 
@@ -151,28 +145,18 @@ def open_folder(path: Path | str) -> Folder:
     """
     location = Location.of(path)
     requests, parts = _files(location)
-    footers = {name: _footer(location, name) for name in requests}
-    first, where = footers[requests[0]].schema, location.within(requests[0])
-    meta = TraceMeta.decode(first.metadata, where)
-    embedding = None
-    if (index := first.get_field_index("embedding")) >= 0:
-        embedding = getattr(first.field(index).type, "list_size", 0)
-        if embedding < 1:
-            raise InputError(
-                f"{where}: column 'embedding' is {first.field(index).type}, not lists of a fixed size above 0"
-            )
-    listed = requests_schema(meta, embedding)
-    for name in requests:
-        require_columns(footers[name].schema, listed, location.within(name))
-    if not parts:
-        raise InputError(f"{path} is not a whole trace: it has no {ROUTING}/part-*.parquet")
     with ThreadPoolExecutor(AT_ONCE if location.remote else 1) as pool:
-        footers.update(zip(parts, pool.map(partial(_footer, location), parts), strict=True))
-    for name in parts:
-        schema, part = footers[name].schema, location.within(name)
-        if TraceMeta.decode(schema.metadata, part) != meta:
-            raise InputError(f"{part} belongs to another trace than the {REQUESTS} beside it: their metadata differ")
-        require_columns(schema, routing_schema(meta, set(schema.names) & set(OPTIONAL)), part)
+        names = [*requests, *parts]
+        footers = dict(zip(names, pool.map(partial(_footer, location), names), strict=True))
+    where, first = location.within(requests[0]), footers[requests[0]].schema
+    meta = TraceMeta.decode(first.metadata, where)
+    embedding = first.field("embedding").type.list_size if "embedding" in first.names else None
+    listed = requests_schema(meta, embedding)
+    for name, footer in footers.items():
+        place = location.within(name)
+        if TraceMeta.decode(footer.schema.metadata, place) != meta:
+            raise InputError(f"{place} belongs to another trace than the {REQUESTS} beside it: their metadata differ")
+        require_columns(footer.schema, listed if name in requests else routing_schema(meta), place)
     optional = tuple(name for name in OPTIONAL if all(name in footers[part].schema.names for part in parts))
 
     def files(names: Sequence[str], schema: pa.Schema, where: str) -> Files:
@@ -193,7 +177,7 @@ def open_folder(path: Path | str) -> Folder:
 
 
 def _tables(file: pq.ParquetFile, group: int, columns: list[str], size: int) -> Iterator[pa.Table]:
-    """A row group at once if it has no more than `size` rows: a reader that could continue would hold some memory."""
+    """Yield a row group at once if it has at most `size` rows: a reader that could continue would hold some memory."""
     if file.metadata.row_group(group).num_rows <= size:
         yield file.read_row_group(group, columns)
     else:
@@ -202,7 +186,7 @@ def _tables(file: pq.ParquetFile, group: int, columns: list[str], size: int) -> 
 
 
 def require_known(columns: Iterable[str]) -> tuple[str, ...]:
-    """`columns`, all of EXTRA; raises InputError."""
+    """Return `columns`, all of EXTRA; raises InputError."""
     wanted = tuple(columns)
     for name in wanted:
         if name not in EXTRA:
@@ -211,24 +195,23 @@ def require_known(columns: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Requests:
-    """Requests as they are held in memory."""
+class Listed:
+    """The requests of a folder as they are held in memory."""
 
     frame: pd.DataFrame
     eams: NDArray[np.uint32]  # [2, requests, L * E] prefill and decode
     embedding: NDArray[np.float16] | None  # [requests, size]
 
     @staticmethod
-    def of(table: pa.Table) -> "Requests":
-        """Requests from a table of the schema."""
+    def of(table: pa.Table) -> "Listed":
         lists = [column.name for column in table.schema if _is_list(column)]
         arrays = {name: numpy(table.column(name)) for name in lists}
         eams = np.stack([arrays["eam_prefill"], arrays["eam_decode"]])
-        return Requests(frame(table.drop_columns(lists)), eams, arrays.get("embedding"))
+        return Listed(frame(table.drop_columns(lists)), eams, arrays.get("embedding"))
 
 
 def frame(table: pa.Table) -> pd.DataFrame:
-    """Requests, without their lists, as `traces.trace.Trace.requests` describes them."""
+    """Return requests, without their lists, as `traces.trace.Trace.requests` describes them."""
     whole_numbers = {pa.uint32(): pd.Int64Dtype(), pa.int64(): pd.Int64Dtype()}  # floats would round beside a null
     listed: pd.DataFrame = table.to_pandas(types_mapper=whole_numbers.get)
     listed["output_tokens"] = listed["output_tokens"].astype("int64")
@@ -236,7 +219,7 @@ def frame(table: pa.Table) -> pd.DataFrame:
 
 
 def numpy(column: pa.ChunkedArray) -> NDArray[Any]:
-    """[rows], or [rows, width] of a fixed-size list; null token ids as -1."""
+    """Return [rows], or [rows, width] of a fixed-size list; null token ids as -1."""
     if not pa.types.is_fixed_size_list(column.type):
         return np.asarray((column.fill_null(-1) if column.null_count else column).to_numpy())
     width = column.type.list_size
@@ -253,23 +236,29 @@ def _is_list(column: pa.Field) -> bool:
 
 
 def _files(location: Location) -> tuple[list[str], list[str]]:
-    """The requests' files and the routing files of a folder."""
+    """Return the requests' files and the routing files of a folder."""
     path, names = location.path, location.names()
     if names is None:
         raise InputError(f"no trace at {path}: there is no such folder (`moe-trace record` makes one)")
     requests = [REQUESTS] if REQUESTS in names else _parts(location, GROWING)
-    if not requests:
-        raise InputError(f"{path} is not a trace: it has no {REQUESTS} (`moe-trace record` or `import` makes one)")
-    return requests, _parts(location, ROUTING)
+    parts = _parts(location, ROUTING)
+    if not requests or not parts:
+        missing = f"{ROUTING}/part-*.parquet" if requests else REQUESTS
+        raise InputError(f"{path} is not a trace: it has no {missing} (`moe-trace record` or `import` makes one)")
+    return requests, parts
 
 
 def _parts(location: Location, folder: str) -> list[str]:
-    return [f"{folder}/{name}" for name in location.names(folder) or () if fnmatchcase(name, "part-*.parquet")]
+    names = [name for name in location.names(folder) or () if fnmatchcase(name, "part-*.parquet")]
+    for number, name in enumerate(names):
+        if name != f"part-{number:05d}.parquet":
+            raise InputError(f"{location.within(folder)} lacks part-{number:05d}.parquet: the trace is not whole")
+    return [f"{folder}/{name}" for name in names]
 
 
 @dataclass(frozen=True)
 class _Footer:
-    """What the end of a Parquet file tells."""
+    """The end of a Parquet file."""
 
     schema: pa.Schema
     row_groups: tuple[int, ...]  # rows of each
@@ -279,16 +268,14 @@ class _Footer:
 def _footer(location: Location, name: str) -> _Footer:
     where = location.within(name)
     tail, size = location.tail(name)
-    if not size:
-        raise InputError(f"{where} is empty (0 bytes)")
-    with location.telling(where, "is truncated, or no Parquet file"):
+    with location.reading(where, "is truncated, or no Parquet file"):
         file = pq.ParquetFile(pa.BufferReader(tail))
         rows = tuple(file.metadata.row_group(group).num_rows for group in range(file.num_row_groups))
         return _Footer(file.schema_arrow, rows, sha256(size.to_bytes(8) + tail).digest())
 
 
 def _fingerprint(files: dict[str, bytes]) -> str:
-    """Tells whether a trace was replaced by another: 16 hex digits of the files' names, sizes and last bytes.
+    """Return 16 hex digits of the files' names, sizes and last bytes: a trace that was replaced by another has others.
 
     The last bytes hold the footer, which lists how long each column is and the least and greatest of it. What is in
     the middle of a file counts by its length alone; where the folder lies, and when it was written, does not count.

@@ -1,13 +1,11 @@
-"""A trace of any size, local or at a URL, run request by request without being held: what engines and sweeps need
-of a trace, under the names that `traces.trace.Trace` has.
+"""A trace of any size, local or at a URL, run request by request without being held (`traces.trace.AnyTrace`).
 
 Opening passes once over the columns that number and order the rows (`traces.index`). A request is put together from the
-blocks that it overlaps (`traces.blocks`), and its routing is checked when it is first asked for, as `Trace.read` would.
+blocks that it overlaps (`traces.blocks`), and its routing is checked when it is first requested, as `Trace.read` would.
 Memory: some blocks, and a few hundred bytes a request, whatever the number of tokens.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,26 +18,26 @@ from traces.errors import InputError
 from traces.index import Index
 from traces.reader import open_folder
 from traces.schema import AGGREGATE, TraceMeta
-from traces.steps import PREFILL, Int, RequestSteps, steps_of_rows
-from traces.trace import OfAModel, Phases
+from traces.steps import PREFILL, Int
+from traces.trace import AnyTrace
 
 
 @dataclass(frozen=True, eq=False)
-class Shards(OfAModel):
-    """R requests and T tokens of a model with L MoE layers of E experts, top-k; the tokens stay on disk.
+class Shards(AnyTrace):
+    """A trace whose tokens stay on disk.
 
     Several threads may run it at once, each going through the requests as it likes; going forward is quickest. Where
     rows of a request are far apart, all between them is decoded for it. Pickled, it is opened again at the same place.
     """
 
-    name: str  # of the trace's folder
-    path: str  # as it was given
+    name: str
+    path: str  # as it was typed
     meta: TraceMeta
-    fingerprint: str  # tells whether the trace was replaced by another (`traces.reader`)
-    requests: pd.DataFrame  # [R] as those of a Trace
-    offsets: Int  # [R + 1] request r has the tokens offsets[r] to offsets[r + 1], counted by request
-    prompts: Int  # [R] tokens that are run as one prefill
-    has_lookahead: bool  # whether the requests' steps tell what gates pick ahead of time
+    fingerprint: str  # differs where the trace was replaced by another (`traces.reader`)
+    requests: pd.DataFrame
+    offsets: Int  # counted by request
+    prompts: Int
+    has_lookahead: bool  # whether the requests' steps hold what gates pick ahead of time
     _span: Int  # [2, R] first and last row in the files
     _checked: NDArray[np.bool_]  # [R] whether the request's routing was checked
     _rows: Blocks
@@ -76,16 +74,7 @@ class Shards(OfAModel):
             _eams=eams,
         )
 
-    @cached_property
-    def phases(self) -> Phases:
-        """Which phases the trace holds."""
-        prefilled = int(self.prompts.sum())
-        return "decode" if not prefilled else "both" if prefilled < self.offsets[-1] else "prefill"
-
-    def head(self, n: int) -> "Shards":
-        """The first `n` requests."""
-        if not 1 <= n <= len(self.requests):
-            raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
+    def _first(self, n: int) -> "Shards":
         return replace(
             self,
             requests=self.requests.iloc[:n],
@@ -95,27 +84,8 @@ class Shards(OfAModel):
             _checked=self._checked[:n],
         )
 
-    def as_decode(self) -> "Shards":
-        """The same tokens with the prefill run token by token, as if decoded; the name says so.
-
-        Routing is causal, so each token's experts are those that it would have had. It is still no decode:
-        the model did not write these tokens.
-        """
-        if self.phases == "decode":
-            raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
-        return replace(self, name=f"{self.name} (prefill as decode)", prompts=np.zeros_like(self.prompts))
-
-    def steps(self, i: int) -> RequestSteps:
-        """Request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
-
-        Raises InputError if its routing is wrong, or cannot be read (any more).
-        """
-        rows = self._rows_of(i)
-        if not self._checked[i]:
-            self._check(i, rows)
-            self._checked[i] = True
-        known = rows["experts"], rows["position"], int(self.prompts[i]), self.num_experts, self.meta.sentinel
-        return steps_of_rows(i, *known, rows.get("lookahead"), rows["token_id"])
+    def _decoded(self, name: str) -> "Shards":
+        return replace(self, name=name, prompts=np.zeros_like(self.prompts))
 
     def _rows_of(self, i: int) -> Arrays:
         """Return the rows of request `i`, by column; copies if it spans several blocks, which then need not stay."""
@@ -132,10 +102,13 @@ class Shards(OfAModel):
             )
         for name in {"experts", "lookahead"} & rows.keys():
             rows[name] = rows[name].reshape(-1, self.layers, self.top_k)
+        if not self._checked[i]:
+            self._check(i, rows)
+            self._checked[i] = True
         return rows
 
     def _check(self, i: int, rows: Arrays) -> None:
-        """What `Trace.read` holds the ids of a request against."""
+        """Check the ids of a request as `Trace.read` does."""
         n = int(np.searchsorted(self._eams.starts, i, "right")) - 1
         block, row = self._eams[n], i - self._eams.starts[n]
         eams = np.stack([block["eam_prefill"][row], block["eam_decode"][row]])[:, None]
@@ -146,7 +119,7 @@ class Shards(OfAModel):
 
 
 def by_request(rows: Arrays) -> Arrays:
-    """The rows of a block, those of each request together and in their order."""
+    """Return the rows of a block, those of each request together and in their order."""
     request = rows["request"]
     if (request[1:] >= request[:-1]).all():
         return rows

@@ -4,12 +4,13 @@ Tokens are rows, grouped by request; within a request they are in the order of e
 """
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import pandas as pd
@@ -20,18 +21,26 @@ from traces.check import check_finite, check_ids, check_lookahead, check_steps, 
 from traces.errors import InputError
 from traces.facts import text
 from traces.index import Index
-from traces.reader import Folder, Requests, numpy, open_folder, require_known
+from traces.reader import HEARD, Folder, Listed, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL, RequestSteps, steps_of_rows
 
 Phases = Literal["prefill", "decode", "both"]
 
 
-class OfAModel:
-    """What a trace says of its model's shape."""
+class AnyTrace(ABC):
+    """R requests and T tokens of a model with L MoE layers of E experts, top-k, as engines and sweeps run them.
 
-    name: str
+    `requests` has the columns id, dataset, task ("" if unlabelled), prompt_tokens (<NA> if unknown),
+    output_tokens (0 if nothing was generated; a request with n output tokens has n - 1 decode rows, since the
+    last is never fed back), arrival_ns (<NA> if unknown) and mode.
+    """
+
+    name: str  # of the trace's folder
     meta: TraceMeta
+    requests: pd.DataFrame  # [R]
+    offsets: NDArray[np.int64]  # [R + 1] request r owns the rows offsets[r] to offsets[r + 1]
+    prompts: NDArray[np.int64]  # [R] tokens of each request that are run as one prefill
 
     @property
     def layers(self) -> int:
@@ -48,25 +57,66 @@ class OfAModel:
         """k: experts that a token may choose in a layer."""
         return self.meta.top_k
 
+    @property
+    def sentinel(self) -> int:
+        """The id that means: nothing was routed here."""
+        return self.meta.sentinel
+
+    @cached_property
+    def phases(self) -> Phases:
+        """Which phases the trace holds."""
+        prefilled = int(self.prompts.sum())
+        return "decode" if not prefilled else "both" if prefilled < self.offsets[-1] else "prefill"
+
     def require_sequences(self) -> None:
         """Raise InputError for a trace that holds EAMs only."""
         if self.meta.mode == AGGREGATE:
             raise InputError(f"{self.name} holds EAMs only, no sequences that could be run: its source counted tokens")
 
+    def head(self, n: int) -> Self:
+        """Return the trace of the first `n` requests."""
+        if not 1 <= n <= len(self.requests):
+            raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
+        return self._first(n)
+
+    def as_decode(self) -> Self:
+        """Return the same tokens with the prefill run token by token, as if decoded; the name says so.
+
+        Routing is causal, so each token's experts are those that it would have had. It is still no decode:
+        the model did not write these tokens.
+        """
+        if self.phases == "decode":
+            raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
+        return self._decoded(f"{self.name} (prefill as decode)")
+
+    def steps(self, i: int) -> RequestSteps:
+        """Return request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one.
+
+        Raises InputError if its routing is wrong, or cannot be read (any more).
+        """
+        rows = self._rows_of(i)
+        shape = int(self.prompts[i]), self.num_experts, self.sentinel
+        return steps_of_rows(i, rows["experts"], rows["position"], *shape, rows.get("lookahead"), rows.get("token_id"))
+
+    @abstractmethod
+    def _first(self, n: int) -> Self: ...
+
+    @abstractmethod
+    def _decoded(self, name: str) -> Self: ...
+
+    @abstractmethod
+    def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
+        """Return the rows of request `i` by column: experts, position, and lookahead and token_id where there."""
+
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Trace(OfAModel):
-    """R requests and T tokens of a model with L MoE layers of E experts, top-k.
+class Trace(AnyTrace):
+    """A trace in memory."""
 
-    `requests` has the columns id, dataset, task ("" if unlabelled), prompt_tokens (<NA> if unknown),
-    output_tokens (0 if nothing was generated; a request with n output tokens has n - 1 decode rows, since the
-    last is never fed back), arrival_ns (<NA> if unknown) and mode.
-    """
-
-    name: str  # of the trace's folder
+    name: str
     meta: TraceMeta
-    requests: pd.DataFrame  # [R]
-    offsets: NDArray[np.int64]  # [R + 1] request r owns the rows offsets[r] to offsets[r + 1]
+    requests: pd.DataFrame
+    offsets: NDArray[np.int64]
     experts: NDArray[Any]  # uint8 or uint16 [T, L, k] ids within a layer; `sentinel`: nothing routed here
     phase: NDArray[np.uint8]  # [T] traces.steps.PREFILL or DECODE
     position: NDArray[np.uint32]  # [T] place in the request's sequence of tokens, from 0
@@ -96,7 +146,7 @@ class Trace(OfAModel):
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
         """Requests and all their rows, as tables that `folder` gave, checked. The first request is number `first`."""
         meta, where = folder.meta, folder.path
-        listed, held = Requests.of(requests), len(requests)
+        listed, held = Listed.of(requests), len(requests)
         arrays = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
         request = arrays.pop("request").astype(np.int64) - first
         index = Index(held)
@@ -217,23 +267,12 @@ class Trace(OfAModel):
         return digest.hexdigest()
 
     @property
-    def sentinel(self) -> int:
-        """The id that means: nothing was routed here."""
-        return self.meta.sentinel
-
-    @property
     def has_lookahead(self) -> bool:
         """Whether the requests' steps tell what gates pick ahead of time."""
         return self.lookahead is not None
 
     @cached_property
-    def phases(self) -> Phases:
-        """Which phases the trace holds."""
-        decoded = int(np.count_nonzero(self.phase == DECODE))
-        return "decode" if decoded == len(self.phase) else "both" if decoded else "prefill"
-
-    @property
-    def prompts(self) -> NDArray[np.int64]:
+    def prompts(self) -> NDArray[np.int64]:  # type: ignore[override]
         """[R] tokens of each request that are run as one prefill."""
         before = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.phase == PREFILL)])
         return np.diff(before[self.offsets])
@@ -244,12 +283,6 @@ class Trace(OfAModel):
             counted: NDArray[np.int64] = self.aggregate[phase].astype(np.int64)
             return counted.reshape(-1, self.layers, self.num_experts)
         return count_eams(self.experts, self.offsets, self.phase == phase, self.num_experts)
-
-    def head(self, n: int) -> "Trace":
-        """The first `n` requests."""
-        if not 1 <= n <= len(self.requests):
-            raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
-        return self.select(np.arange(n))
 
     def without_last(self, rows: int) -> "Trace":
         """Cut the last request off before its last `rows` decoded tokens, of which it has more."""
@@ -280,23 +313,15 @@ class Trace(OfAModel):
             **{name: array[rows] for name, array in held.items()},
         )
 
-    def as_decode(self) -> "Trace":
-        """The same tokens with the prefill run token by token, as if decoded; the name says so.
+    def _first(self, n: int) -> "Trace":
+        return self.select(np.arange(n))
 
-        Routing is causal, so each token's experts are those that it would have had. It is still no decode:
-        the model did not write these tokens.
-        """
-        if self.phases == "decode":
-            raise InputError(f"{self.name} holds no prefill that could run as decode: leave `as_decode` out")
-        return replace(self, name=f"{self.name} (prefill as decode)", phase=np.full_like(self.phase, DECODE))
+    def _decoded(self, name: str) -> "Trace":
+        return replace(self, name=name, phase=np.full_like(self.phase, DECODE))
 
-    def steps(self, i: int) -> RequestSteps:
-        """Request `i` as an engine runs it: its prefill as one step, then its decoded tokens one by one."""
-        rows = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-        prompt = int(np.count_nonzero(self.phase[rows] == PREFILL))
-        ahead, ids = (None if held is None else held[rows] for held in (self.lookahead, self.token_id))
-        shape = self.num_experts, self.sentinel
-        return steps_of_rows(i, self.experts[rows], self.position[rows], prompt, *shape, ahead, ids)
+    def _rows_of(self, i: int) -> dict[str, NDArray[Any]]:
+        rows, names = slice(int(self.offsets[i]), int(self.offsets[i + 1])), ("experts", "position", *HEARD)
+        return {name: array[rows] for name in names if (array := getattr(self, name)) is not None}
 
 
 def concatenate(parts: Sequence[Trace]) -> Trace:

@@ -25,8 +25,8 @@ from traces.check import check_finite
 from traces.errors import InputError
 from traces.index import Index
 from traces.location import Location
-from traces.output import ELSEWHERE, LOCK, check_trace_folder, is_of_trace, only_writer
-from traces.reader import Folder, open_folder
+from traces.output import ELSEWHERE, LOCK, only_writer, refuse_address
+from traces.reader import open_folder
 from traces.schema import (
     GROWING,
     OPTIONAL,
@@ -34,7 +34,6 @@ from traces.schema import (
     ROUTING,
     TraceMeta,
     requests_schema,
-    require_whole,
     routing_schema,
     row_bytes,
 )
@@ -61,28 +60,35 @@ FLUSH_SHARE = 0.1
 
 
 def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iterable[Location] = ()) -> None:
-    """InputError if a trace cannot be written at `folder`, or if it is one of those that are `read` for it.
+    """Raise InputError if a trace cannot be written at `folder`, or if it is one of those that are `read` for it.
 
     Changes nothing.
     """
-    check_trace_folder(folder)
+    refuse_address(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; {ELSEWHERE}")
     if any(not each.remote and folder.exists() and folder.samefile(each.root) for each in read):
         raise InputError(f"{folder} is read and cannot be written at the same time; choose another folder with --out")
-    if not held(folder):
-        return
-    left = _left_by_writer(folder)
-    if left is None:
+    files = _files(folder)
+    if files is None:
         raise InputError(f"{folder} is not empty and not a trace: it is left alone; {ELSEWHERE}")
-    if left and not overwrite and not resume:
+    if files and not overwrite and not resume:
         raise InputError(
             f"{folder} already holds a trace: replace it with --overwrite, or choose another folder; "
             "`record --resume` continues with a recording that was interrupted"
         )
 
 
-def held(folder: Path) -> set[Path]:
-    """What lies in the folder, if it is there, beside what belongs to who writes to it."""
-    return set(folder.iterdir()) - {folder / LOCK, folder / UNFINISHED} if folder.is_dir() else set()
+def _files(folder: Path) -> list[Path] | None:
+    """Return the files of a trace, also of one whose writer was killed, requests first; None if there are others."""
+    if not folder.is_dir():
+        return []
+    inner = [folder / GROWING, folder / ROUTING]
+    own = {folder / LOCK, folder / UNFINISHED, *inner}
+    files = sorted(set(folder.iterdir()) - own, key=lambda file: file.name != REQUESTS)
+    parts = [part for place in inner if place.is_dir() for part in sorted(place.iterdir())]
+    known = {file.name for file in files} <= {REQUESTS, parquet.temporary(folder / REQUESTS).name}
+    return files + parts if known and all(parquet.PART.fullmatch(part.name) for part in parts) else None
 
 
 class TraceWriter:
@@ -108,27 +114,21 @@ class TraceWriter:
         self._rows = parquet.Parts(self._place / ROUTING, FILE_ROWS)
         self._requests = parquet.Parts(self._place / GROWING, max(1, REQUEST_BYTES // (8 * meta.layers * meta.experts)))
         self._next_flush = time.monotonic() + FLUSH_SECONDS
-        self._optional: set[str] | None = None
         with ExitStack() as kept:
             kept.enter_context(only_writer(folder))
             check_target(folder, overwrite, resume)  # another writer may have ended meanwhile
-            if resume and held(folder):
+            if resume:
                 self._resume()
             self._kept = kept.pop_all()
 
     def add(self, trace: Trace) -> None:
         """Append the requests of `trace`, a piece of the whole, its rows in the order of their steps."""
         optional = {name for name in (*OPTIONAL, "embedding") if getattr(trace, name) is not None}
-        if trace.meta != self.meta or self._optional not in (None, optional):
-            raise ValueError("all pieces of a trace share its meta and have the same columns")
-        self._optional = optional
         for name in (FLOATS | {"embedding"}) & optional:
             check_finite(name, getattr(trace, name), f"{self.folder}, not written")
-        listed = _requests_table(trace)
-        require_whole(listed, listed.schema, f"{self.folder}, not written")
         self._rows.limit = _rows_of_a_file(self.meta, optional)
         self._rows.add(_routing_table(trace, first=self.added))
-        self._requests.add(listed)
+        self._requests.add(_requests_table(trace))
         self.added += len(trace.requests)
         full = self._rows.rows >= self._rows.limit or self._requests.rows >= self._requests.limit
         if full or time.monotonic() >= self._next_flush:
@@ -139,7 +139,7 @@ class TraceWriter:
         if self.added == self.written:
             return
         began = time.monotonic()
-        with self._telling():
+        with self._writing():
             if not self.written:
                 self._make_folder()
             for files in (self._rows, self._requests):
@@ -168,7 +168,7 @@ class TraceWriter:
         growing = self._place / GROWING
         if not growing.is_dir():
             return
-        with self._telling():
+        with self._writing():
             if files := sorted(growing.glob("part-*.parquet")):
                 parquet.join(files, self._place / REQUESTS)
             shutil.rmtree(growing)
@@ -176,7 +176,7 @@ class TraceWriter:
                 self._take_place()
 
     def _take_place(self) -> None:
-        """The whole trace comes to lie where an old one did, requests last."""
+        """Move the whole trace to where an old one lies, requests last."""
         self._remove_old()
         shutil.rmtree(self.folder / GROWING, ignore_errors=True)  # of a recording that was cut off
         (self.folder / ROUTING).mkdir(exist_ok=True)
@@ -185,8 +185,8 @@ class TraceWriter:
         os.replace(self._place / REQUESTS, self.folder / REQUESTS)
 
     def _remove_old(self) -> None:
-        """An old trace goes, requests first, so that it is never half a trace."""
-        for file in _left_by_writer(self.folder) or ():
+        """Remove an old trace, requests first, so that it is never half a trace."""
+        for file in _files(self.folder) or ():
             file.unlink()
 
     def __enter__(self) -> "TraceWriter":
@@ -198,17 +198,16 @@ class TraceWriter:
         self._end(write=error is None or self._place == self.folder)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            found = (
+            left = (
                 f"{self.written} requests are readable there" if self._place == self.folder else "no new trace is there"
             )
-            raise InputError(f"cannot write {self.folder}: {error.strerror or error}; {found}") from error
+            raise InputError(f"cannot write {self.folder}: {error.strerror or error}; {left}") from error
 
     def _make_folder(self) -> None:
-        """The empty folder."""
         shutil.rmtree(self.folder / UNFINISHED, ignore_errors=True)  # of a process that was killed
         for folder in (ROUTING, GROWING):
             (self._place / folder).mkdir(parents=True, exist_ok=True)
@@ -216,7 +215,7 @@ class TraceWriter:
             self._remove_old()
 
     def _resume(self) -> None:
-        """Take up the trace that is there: its requests stay, routing of others goes."""
+        """Continue the trace that is there: its requests stay, routing of others goes."""
         if not (self.folder / REQUESTS).exists() and not any((self.folder / GROWING).glob("part-*.parquet")):
             return  # killed before any request was written
         held = open_folder(self.folder)
@@ -225,14 +224,14 @@ class TraceWriter:
                 f"{self.folder} cannot be resumed, it was recorded otherwise: {_differ(held.meta, self.meta)}"
             )
         try:
-            _require_all(held)
+            Index.of(held, held.listing())
         except InputError as error:
             raise InputError(f"{self.folder} cannot be resumed: {error}; start again with --overwrite") from error
-        self.written = self.added = sum(len(batch) for batch in held.listed.batches(held.listed.schema.names, 1024))
-        with self._telling():
+        self.written = self.added = len(held.listed)
+        with self._writing():
             for folder in (ROUTING, GROWING):
                 (self.folder / folder).mkdir(exist_ok=True)
-            for file in _left_by_writer(self.folder) or ():
+            for file in _files(self.folder) or ():
                 if file.name.startswith("."):
                     file.unlink()
             if (whole := self.folder / REQUESTS).exists():
@@ -245,30 +244,19 @@ class TraceWriter:
         self.next_step = _last_step(sorted((self.folder / ROUTING).glob("part-*.parquet")), self.written) + 1
 
 
-def _require_all(held: Folder) -> None:
-    """Raise InputError where files of a trace are missing, or do not hold the rows of the requests."""
-    for files in (held.listed.names, held.routing.names):
-        for number, file in enumerate(files):
-            wanted = Path(file).with_name(f"part-{number:05d}.parquet")
-            if file not in (REQUESTS, str(wanted)):
-                raise InputError(f"{wanted} is missing")
-    Index.of(held, held.listing())
-
-
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
-    """How many rows a routing file holds, by their size."""
+    """Return how many rows a routing file holds, by their size."""
     return min(FILE_ROWS, max(1, ROUTING_BYTES // row_bytes(routing_schema(meta, optional))))
 
 
 def _differ(held: TraceMeta, wanted: TraceMeta) -> str:
-    """What two recordings differ in, in words."""
+    """Return in words what two recordings differ in."""
     a, b = ({**vars(meta), **meta.settings, "settings": None} for meta in (held, wanted))
-    told = [f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key)]
-    return "; ".join(told)
+    return "; ".join(f"{key} was {a.get(key)!r}, now {b.get(key)!r}" for key in {**a, **b} if a.get(key) != b.get(key))
 
 
 def _last_step(parts: list[Path], requests: int) -> int:
-    """The last step of the first `requests` requests; -1 without any."""
+    """Return the last step of the first `requests` requests; -1 without any."""
     for part in reversed(parts):
         table = parquet.read(part, ["request", "step"])
         steps = table.filter(pc.less(table.column("request"), requests)).column("step").to_numpy()
@@ -283,24 +271,8 @@ def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
         writer.add(trace)
 
 
-def _left_by_writer(folder: Path) -> list[Path] | None:
-    """The files of a trace, also of one whose writer was killed, requests first; None if the folder holds others.
-
-    What has its final name must also tell that it is of a trace: one such file is enough.
-    """
-    inner = [folder / GROWING, folder / ROUTING]
-    files = sorted(held(folder) - set(inner), key=lambda file: file.name != REQUESTS)
-    parts = [part for place in inner if place.is_dir() for part in sorted(place.iterdir())]
-    if not {file.name for file in files} <= {REQUESTS, parquet.temporary(folder / REQUESTS).name}:
-        return None
-    if not all(parquet.PART.fullmatch(part.name) for part in parts):
-        return None
-    final = [file for file in files + parts if not file.name.startswith(".")]
-    return files + parts if not final or any(map(is_of_trace, final)) else None
-
-
 def _routing_table(trace: Trace, first: int) -> pa.Table:
-    """Rows in the order of execution; `first` is the index of the trace's first request in the whole."""
+    """Return rows in the order of execution; `first` is the index of the trace's first request in the whole."""
     order = np.argsort(trace.step, kind="stable")
     request = np.repeat(np.arange(len(trace.requests), dtype=np.uint32) + first, np.diff(trace.offsets))
     token_id = np.full(len(order), -1, np.int32) if trace.token_id is None else trace.token_id[order]
@@ -329,7 +301,7 @@ def _requests_table(trace: Trace) -> pa.Table:
 
 
 def _lists(array: NDArray[np.generic], width: int) -> pa.Array:
-    """[rows, ...] as lists of `width` values each."""
+    """Return [rows, ...] as lists of `width` values each."""
     return pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), width)
 
 
