@@ -8,8 +8,7 @@ where two processes gave one name to two functions, a third process that loads b
 sort that does not sort (numba issue 10486). So the names are made of random numbers here. (A counter with a random
 start would go the same way in a process and its fork.)
 
-A kept file that is damaged, as after a power failure, is replaced, and on a full disk nothing is kept: what cannot be
-read or written there is compiled.
+What is kept may name types that are gone from the code, in an index that numba unpickles before it compares dates.
 """
 
 import atexit
@@ -17,13 +16,12 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from numba import config, njit
 from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import Cache, IndexDataCacheFile
+from numba.core.caching import IndexDataCacheFile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,18 +39,7 @@ def _index(file: IndexDataCacheFile) -> Any:
         return {}
 
 
-@contextmanager
-def _forgiving(cache: Cache) -> Iterator[None]:
-    """Let numba read or write what it keeps of a function; where that fails, forget all that is kept of it."""
-    try:
-        yield
-    except Exception:  # of a pickle or the disk
-        with suppress(OSError):
-            cache.flush()  # type: ignore[no-untyped-call]
-
-
 IndexDataCacheFile._load_index = _index  # type: ignore[method-assign]
-Cache._guard_against_spurious_io_errors = _forgiving  # type: ignore[assignment]
 
 
 def _kept() -> tuple[bool, bool]:

@@ -17,7 +17,7 @@ from traces.compiled import loop
 from traces.errors import InputError
 from traces.output import check_file, make_folder, replacing
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import PER_ROW, Trace
 
 ORACLE_GENERAL = np.dtype([("time", "<u4"), ("obj_id", "<u8"), ("size", "<u4"), ("next_access_vtime", "<i8")])
 """A record of libCacheSim's oracleGeneral, 24 bytes, packed (its traceReader/customizedReader/oracle)."""
@@ -39,16 +39,15 @@ def export_oracle_general(trace: Trace, out: Path, expert_bytes: int = 1, overwr
     """
     if not 1 <= expert_bytes < 2**32:
         raise InputError(f"--expert-bytes {expert_bytes} is no size that oracleGeneral holds (1 to 2^32 - 1)")
-    make_folder(out.parent)
     with replacing(out, overwrite=overwrite) as temporary:
         total = steps = 0
         with temporary.open("wb") as file:
             for i in range(len(trace.requests)):
-                played = trace.steps(i)
-                records = np.zeros(len(played.experts), ORACLE_GENERAL)
-                per_step = np.diff(played.offsets[:: trace.layers])
+                request = trace.steps(i)
+                records = np.zeros(len(request.experts), ORACLE_GENERAL)
+                per_step = np.diff(request.offsets[:: trace.layers])
                 records["time"] = np.repeat(np.arange(steps, steps + len(per_step)), per_step)
-                records["obj_id"] = played.experts
+                records["obj_id"] = request.experts
                 records["size"] = expert_bytes
                 file.write(records.tobytes())  # `tofile` says nothing where the disk is full
                 total, steps = total + len(records), steps + len(per_step)
@@ -65,7 +64,6 @@ def export_csv(trace: Trace, out: Path, overwrite: bool = True) -> int:
     """
     written = 0
     ids, tasks = trace.requests["id"].tolist(), trace.requests["task"].tolist()
-    make_folder(out.parent)
     with replacing(out, overwrite=overwrite) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         for i, (first, end) in enumerate(zip(trace.offsets[:-1], trace.offsets[1:], strict=True)):
             experts = trace.experts[first:end]
@@ -98,7 +96,6 @@ def export_npz(trace: Trace, out: Path, overwrite: bool = True) -> int:
     experts = trace.experts.astype(kind)
     experts[trace.experts == trace.sentinel] = -1
     optional = {name: array for name in ("weights", "token_id") if (array := getattr(trace, name)) is not None}
-    make_folder(out.parent)
     with (
         replacing(out, overwrite=overwrite) as temporary,
         replacing(json_beside(out), overwrite=overwrite) as facts,
@@ -126,12 +123,12 @@ FORMATS: dict[str, Callable[..., int]] = {
 
 
 def json_beside(out: Path) -> Path:
-    """Where the facts of an exported .npz lie, and where `moe-trace import` looks for them."""
+    """Return where the facts of an exported .npz lie, and where `moe-trace import` looks for them."""
     return out.with_suffix(".json")
 
 
 def check_target(out: Path, to: str, overwrite: bool) -> None:
-    """InputError if `out` cannot be written; makes its folder."""
+    """Raise InputError if `out` cannot be written; make its folder."""
     if to == "npz" and out.suffix != ".npz":
         raise InputError(f"{out} must end in .npz, so that it can be imported")
     make_folder(out.parent)
@@ -140,7 +137,7 @@ def check_target(out: Path, to: str, overwrite: bool) -> None:
 
 
 def of_phase(trace: Trace, phase: str) -> Trace:
-    """The rows of one phase, prefill or decode, or of both. Raises InputError if there are none."""
+    """Return the rows of one phase, prefill or decode, or of both. Raises InputError if there are none."""
     if trace.aggregate is not None:
         raise InputError(f"{trace.name} holds EAMs only, no sequence of accesses that could be exported")
     if phase != "both" and trace.phases not in (phase, "both"):
@@ -150,18 +147,14 @@ def of_phase(trace: Trace, phase: str) -> Trace:
     if phase in ("both", trace.phases):
         return trace
     keep = trace.phase == (PREFILL if phase == "prefill" else DECODE)
-    held = {
-        name: array[keep]
-        for name in ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
-        if (array := getattr(trace, name)) is not None
-    }
+    held = {name: array[keep] for name in PER_ROW if (array := getattr(trace, name)) is not None}
     offsets = np.concatenate([[0], np.cumsum(keep)])[trace.offsets].astype(np.int64)
     requests = trace.requests.assign(output_tokens=0) if phase == "prefill" else trace.requests
     return replace(trace, requests=requests, offsets=offsets, **held)
 
 
 def _facts(trace: Trace) -> dict[str, Any]:
-    """What the JSON beside an exported .npz tells."""
+    """Return the content of the JSON beside an exported .npz."""
     meta = trace.meta
     requests = [
         {key: value for key, value in row.items() if value not in (None, "")} | {"routed_tokens": rows}
@@ -171,19 +164,12 @@ def _facts(trace: Trace) -> dict[str, Any]:
             strict=True,
         )
     ]
-    told = {
-        "model": meta.model,
-        "moe_layers": meta.layers,
-        "experts": meta.experts,
-        "top_k": meta.top_k,
-        "layer_names": list(meta.layer_names),
-        "expert_bytes": meta.expert_bytes,
-        "dtype": meta.dtype,
-        "revision": meta.revision,
-        "hidden_size": meta.hidden_size,
-        "expert_intermediate_size": meta.expert_intermediate_size,
-    }
-    return {key: value for key, value in told.items() if value is not None} | {"requests": requests}
+    names = ("model", "moe_layers", "experts", "top_k", "layer_names", "expert_bytes", "dtype", "revision", *_SIZES)
+    facts = vars(meta) | {"moe_layers": meta.layers}
+    return {name: facts[name] for name in names if facts[name] is not None} | {"requests": requests}
+
+
+_SIZES = ("hidden_size", "expert_intermediate_size")
 
 
 def _link(records: NDArray[Any], objects: int) -> None:
@@ -197,10 +183,8 @@ def _link(records: NDArray[Any], objects: int) -> None:
         block["next_access_vtime"] = following
 
 
-def _follow_back(objects: Any, first: int, upcoming: Any, following: Any) -> None:
+@loop
+def _follow(objects: Any, first: int, upcoming: Any, following: Any) -> None:
     for i in range(len(objects) - 1, -1, -1):
         following[i] = upcoming[objects[i]]
         upcoming[objects[i]] = first + i
-
-
-_follow = loop(_follow_back)

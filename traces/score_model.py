@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 
 from traces.schema import TraceMeta
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import Trace, in_turn, listed
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -172,33 +171,25 @@ class ScoreModel:
     def _trace(
         self, meta: TraceMeta, ids: NDArray[np.unsignedinteger], offsets: NDArray[np.int64], drawn: NDArray[np.int64]
     ) -> Trace:
-        lengths, rows = self.lengths, np.diff(offsets)
+        lengths = self.lengths
         prompt, prefill, decode = (
             array[drawn] for array in (lengths.prompt_tokens, lengths.prefill_rows, lengths.decode_rows)
         )
-        place = np.arange(len(ids)) - np.repeat(offsets[:-1], rows)
-        phase = np.where(place < np.repeat(prefill, rows), PREFILL, DECODE).astype(np.uint8)
-        before = np.where(prefill > 0, 0, np.maximum(prompt, 0))
-        new_step = (phase == DECODE) | (place == 0)
+        columns, before = in_turn(np.diff(offsets), prefill), np.where(prefill > 0, 0, np.maximum(prompt, 0))
+        columns["position"] += np.repeat(before, np.diff(offsets)).astype(np.uint32)
         return Trace(
             name="synthetic",
             meta=meta,
-            requests=pd.DataFrame(
-                {
-                    "id": [str(r) for r in range(len(drawn))],
-                    "dataset": "synthetic",
-                    "task": [lengths.names[cluster] for cluster in lengths.cluster[drawn]],
-                    "prompt_tokens": pd.array([None if p < 0 else int(p) for p in prompt], dtype="Int64"),
-                    "output_tokens": np.where(decode > 0, decode + 1, 0),
-                    "arrival_ns": pd.array([pd.NA] * len(drawn), dtype="Int64"),
-                    "mode": "synthetic",
-                }
+            requests=listed(
+                [str(r) for r in range(len(drawn))],
+                "synthetic",
+                [lengths.names[cluster] for cluster in lengths.cluster[drawn]],
+                [None if p < 0 else int(p) for p in prompt],
+                np.where(decode > 0, decode + 1, 0),
+                "synthetic",
             ),
-            offsets=offsets,
             experts=ids,
-            phase=phase,
-            position=(place + np.repeat(before, rows)).astype(np.uint32),
-            step=(np.cumsum(new_step) - 1).astype(np.uint32),
+            **columns,
         )
 
 

@@ -85,7 +85,7 @@ class PhaseStats:
 
 
 def statistics(trace: Trace) -> dict[str, PhaseStats]:
-    """The statistics of each phase that the trace holds, by its name."""
+    """Return the statistics of each phase that the trace holds, by its name."""
     names = {PREFILL: "prefill", DECODE: "decode"}
     held = {
         phase: (trace.phase == phase).any() if trace.aggregate is None else trace.aggregate[phase].any()
@@ -95,7 +95,7 @@ def statistics(trace: Trace) -> dict[str, PhaseStats]:
 
 
 def summary(trace: Trace) -> dict[str, Any]:
-    """What `moe-trace info` tells, as plain values that JSON can hold."""
+    """Return what `moe-trace info` prints, as plain values that JSON can hold."""
     meta, requests = trace.meta, trace.requests
     return {
         "name": trace.name,
@@ -165,7 +165,8 @@ def _working_sets(trace: Trace, phase: int) -> list[WorkingSet] | None:
     ]
 
 
-def _count_gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, held: Any, hits: Any) -> int:
+@loop
+def _gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, held: Any, hits: Any) -> int:
     """Add to `hits` the lookups of experts used in the windows before, and to `held` the tokens that use keeps in
     the window, [windows] each; return the lookups. Tokens are those where `keep` holds.
     """
@@ -196,9 +197,6 @@ def _count_gaps(experts: Any, offsets: Any, keep: Any, E: int, windows: Any, hel
                 for i in range(len(windows)):
                     held[i] += min(now - used, windows[i])
     return lookups
-
-
-_gaps = loop(_count_gaps)
 
 
 def _similarity(eams: NDArray[np.int64], tasks: NDArray[np.int64]) -> Similarity:

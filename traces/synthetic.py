@@ -7,11 +7,9 @@ topic that prefers some experts (the groups of its EAM), and adjacent tokens reu
 """
 
 import numpy as np
-import pandas as pd
 
 from traces.schema import TraceMeta
-from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import Trace, in_turn, listed
 
 TOPICS = 8
 REUSE = 2.0
@@ -46,26 +44,18 @@ def synthetic(
         ids[:, token] = np.argsort(-score, axis=-1, kind="stable")[..., :top_k]
         reuse[:] = 0.0
         np.put_along_axis(reuse, ids[:, token].astype(np.int64), REUSE, axis=-1)
-    step_in_request = np.maximum(np.arange(length) - max(prompt_tokens - 1, 0), 0)
-    steps = int(step_in_request[-1]) + 1 if length else 0
-    frame = pd.DataFrame(
-        {
-            "id": [str(r) for r in range(requests)],
-            "dataset": "synthetic",
-            "task": [f"topic-{t}" for t in topic],
-            "prompt_tokens": pd.array([prompt_tokens] * requests, dtype="Int64"),
-            "output_tokens": np.full(requests, tokens + 1 if tokens else 0, np.int64),
-            "arrival_ns": pd.array([pd.NA] * requests, dtype="Int64"),
-            "mode": "synthetic",
-        }
-    )
+    decoded = np.full(requests, tokens + 1 if tokens else 0, np.int64)
     return Trace(
         name="synthetic",
         meta=meta,
-        requests=frame,
-        offsets=np.arange(requests + 1, dtype=np.int64) * length,
+        requests=listed(
+            [str(r) for r in range(requests)],
+            "synthetic",
+            [f"topic-{t}" for t in topic],
+            [prompt_tokens] * requests,
+            decoded,
+            "synthetic",
+        ),
         experts=ids.reshape(requests * length, layers, top_k),
-        phase=np.tile(np.where(np.arange(length) < prompt_tokens, PREFILL, DECODE).astype(np.uint8), requests),
-        position=np.tile(np.arange(length, dtype=np.uint32), requests),
-        step=(np.arange(requests)[:, None] * steps + step_in_request).astype(np.uint32).ravel(),
+        **in_turn(np.full(requests, length, np.int64), np.full(requests, prompt_tokens, np.int64)),
     )

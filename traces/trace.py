@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from traces.check import check_finite, check_ids, check_lookahead, check_steps, count_eams, first_fault
 from traces.errors import InputError
-from traces.facts import text
 from traces.index import Index
 from traces.reader import HEARD, Folder, Listed, numpy, open_folder, require_known
 from traces.schema import AGGREGATE, TraceMeta
@@ -144,7 +143,7 @@ class Trace(AnyTrace):
 
     @staticmethod
     def assemble(folder: Folder, requests: pa.Table, rows: pa.Table, columns: Iterable[str], first: int = 0) -> "Trace":
-        """Requests and all their rows, as tables that `folder` gave, checked. The first request is number `first`."""
+        """Return requests and all their rows, as tables of `folder`, checked. The first request is number `first`."""
         meta, where = folder.meta, folder.path
         listed, held = Listed.of(requests), len(requests)
         arrays = {name: numpy(rows.column(name)) for name in folder.row_columns(columns)}
@@ -198,8 +197,7 @@ class Trace(AnyTrace):
 
         Raises InputError for arrays that are not the routing of one model.
         """
-        text("name of the trace", name)
-        shapes = {array.shape[1:] if array.ndim == 3 else None for array in map(np.asarray, requests)}
+        shapes = {np.shape(array)[1:] if np.ndim(array) == 3 else None for array in requests}
         if len(shapes) != 1 or None in shapes:
             raise InputError(f"{name}: each request needs an array [tokens, layers, k], with the same layers and k")
         ids = np.concatenate([_integers(f"{name}: expert ids", array) for array in requests])
@@ -209,47 +207,26 @@ class Trace(AnyTrace):
             row, layer, reason = fault
             raise InputError(f"{name}: token row {row}, MoE layer {layer}: {reason}")
         lengths = np.array([len(array) for array in requests], np.int64)
-        asked = _integers(f"{name}: prompt_tokens", prompt_tokens)
-        if asked.shape not in ((), lengths.shape):
-            raise InputError(f"{name}: prompt_tokens needs a number, or one for each of {len(lengths)} requests")
-        prompts = np.broadcast_to(asked, lengths.shape)
+        prompts = np.broadcast_to(_integers(f"{name}: prompt_tokens", prompt_tokens), lengths.shape)
         if (wrong := (prompts < 0) | (prompts > lengths)).any():
             i = int(np.argmax(wrong))
             raise InputError(f"{name}: request {i} has {lengths[i]} tokens, {prompts[i]} of them in its prompt")
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        position = np.arange(len(ids)) - np.repeat(offsets[:-1], lengths)
-        prompt = np.repeat(prompts, lengths)
-        told = None
+        token_id = None
         if token_ids is not None:
             by_request = [_integers(f"{name}: token_ids", each) for each in token_ids]
             if [each.shape for each in by_request] != [(length,) for length in lengths]:
                 raise InputError(f"{name}: token_ids needs an id for each token of each request")
-            told = np.concatenate(by_request)
-            if ((told < -1) | (told >= 1 << 31)).any():
-                raise InputError(f"{name}: token_ids are from 0 to below 2**31, or -1 where they are withheld")
-        opens_step = (position == 0) | (position >= np.maximum(prompt, 1))
+            token_id = np.concatenate(by_request).astype(np.int32)
         decoded = lengths - prompts
-        frame = pd.DataFrame(
-            {
-                "id": [str(r) for r in range(len(lengths))],
-                "dataset": name,
-                "task": "",
-                "prompt_tokens": pd.array(prompts, dtype="Int64"),
-                "output_tokens": np.where(decoded, decoded + 1, 0),
-                "arrival_ns": pd.array([pd.NA] * len(lengths), dtype="Int64"),
-                "mode": meta.mode,
-            }
-        )
         return Trace(
             name=name,
             meta=meta,
-            requests=frame,
-            offsets=offsets,
+            requests=listed(
+                [str(r) for r in range(len(lengths))], name, "", prompts, np.where(decoded, decoded + 1, 0), meta.mode
+            ),
             experts=np.where(ids < 0, meta.sentinel, ids).astype(meta.id_type),
-            phase=np.where(position < prompt, PREFILL, DECODE).astype(np.uint8),
-            position=position.astype(np.uint32),
-            step=(np.cumsum(opens_step) - 1).astype(np.uint32),
-            token_id=None if told is None else told.astype(np.int32),
+            token_id=token_id,
+            **in_turn(lengths, prompts),
         )
 
     def __repr__(self) -> str:
@@ -261,7 +238,7 @@ class Trace(AnyTrace):
     def fingerprint(self) -> str:
         """Digest of the routing and the requests."""
         digest = hashlib.sha256(f"{self.name} {self.meta}".encode())
-        for array in (self.offsets, *(getattr(self, column) for column in PLAYED)):
+        for array in (self.offsets, *(getattr(self, column) for column in RUN)):
             digest.update(b"" if array is None else np.ascontiguousarray(array).tobytes())
         digest.update(pd.util.hash_pandas_object(self.requests, index=False).to_numpy().tobytes())
         return digest.hexdigest()
@@ -278,7 +255,7 @@ class Trace(AnyTrace):
         return np.diff(before[self.offsets])
 
     def eams(self, phase: int) -> NDArray[np.int64]:
-        """Expert activation matrices, tokens per expert: int64[R, L, E]. `phase`: PREFILL or DECODE."""
+        """Return expert activation matrices, tokens per expert: int64[R, L, E]. `phase`: PREFILL or DECODE."""
         if self.aggregate is not None:
             counted: NDArray[np.int64] = self.aggregate[phase].astype(np.int64)
             return counted.reshape(-1, self.layers, self.num_experts)
@@ -294,7 +271,7 @@ class Trace(AnyTrace):
         return replace(self, requests=requests, offsets=np.append(self.offsets[:-1], held), **arrays)
 
     def select(self, requests: NDArray[np.integer]) -> "Trace":
-        """Some of the requests, by number, ascending."""
+        """Return some of the requests, by number, ascending."""
         lengths = np.diff(self.offsets)[requests]
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         first, last = (int(requests[0]), int(requests[-1])) if len(requests) else (0, -1)
@@ -324,32 +301,62 @@ class Trace(AnyTrace):
         return {name: array[rows] for name in names if (array := getattr(self, name)) is not None}
 
 
-def concatenate(parts: Sequence[Trace]) -> Trace:
-    """The requests of several traces of one model, with the same columns, one after the other; named as the first."""
-    first, sizes = parts[0], [int(part.offsets[-1]) for part in parts]
-    ends = np.cumsum([0, *sizes])
-    held = [name for name in PER_ROW if getattr(first, name) is not None]
-    arrays: dict[str, Any] = {name: _joined(parts, name) for name in held}
-    return replace(
-        first,
-        requests=pd.concat([part.requests for part in parts], ignore_index=True),
-        offsets=np.concatenate(
-            [np.zeros(1, np.int64), *(part.offsets[1:] + end for part, end in zip(parts, ends, strict=False))]
-        ),
-        embedding=None if first.embedding is None else _joined(parts, "embedding"),
-        aggregate=None if first.aggregate is None else _joined(parts, "aggregate", axis=1),
-        **arrays,
+def listed(
+    ids: list[str], dataset: str, task: str | list[str], prompt_tokens: Any, output_tokens: Any, mode: str
+) -> pd.DataFrame:
+    """Return `AnyTrace.requests` of requests that arrive whenever a run lets them. prompt_tokens: None if unknown."""
+    return pd.DataFrame(
+        {
+            "id": ids,
+            "dataset": dataset,
+            "task": task,
+            "prompt_tokens": pd.array(prompt_tokens, dtype="Int64"),
+            "output_tokens": output_tokens,
+            "arrival_ns": pd.array([pd.NA] * len(ids), dtype="Int64"),
+            "mode": mode,
+        }
     )
 
 
-def _joined(parts: Sequence[Trace], name: str, axis: int = 0) -> NDArray[Any]:
-    return np.concatenate([getattr(part, name) for part in parts], axis=axis)
+def in_turn(lengths: NDArray[np.int64], prompts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    """Return offsets, phase, position and step of requests that run one after the other.
+
+    lengths: [R] rows of each, of which the first prompts [R] are its prefill, one step.
+    """
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    phase = np.where(position < np.repeat(prompts, lengths), PREFILL, DECODE).astype(np.uint8)
+    step = np.cumsum((phase == DECODE) | (position == 0)) - 1
+    return {
+        "offsets": offsets,
+        "phase": phase,
+        "position": position.astype(np.uint32),
+        "step": step.astype(np.uint32),
+    }
+
+
+def concatenate(parts: Sequence[Trace]) -> Trace:
+    """Return the requests of several traces of one model, with the same columns, in turn; named as the first."""
+    first, ends = parts[0], np.cumsum([0, *(part.offsets[-1] for part in parts)])
+
+    def joined(name: str, axis: int = 0) -> NDArray[Any] | None:
+        return None if getattr(first, name) is None else np.concatenate([getattr(each, name) for each in parts], axis)
+
+    offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
+    arrays: dict[str, Any] = {name: joined(name) for name in (*PER_ROW, "embedding")}
+    return replace(
+        first,
+        requests=pd.concat([part.requests for part in parts], ignore_index=True),
+        offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
+        aggregate=joined("aggregate", axis=1),
+        **arrays,
+    )
 
 
 PER_ROW = ("experts", "phase", "position", "step", "weights", "token_id", "lookahead", "gate_probs")
 """Fields of a Trace with an entry for each row."""
 
-PLAYED = ("experts", "phase", "position", "step", "token_id", "lookahead")
+RUN = ("experts", "phase", "position", "step", "token_id", "lookahead")
 """Of these the ones that decide what a run does."""
 
 FLOATS = {"weights", "gate_probs"}
@@ -357,8 +364,8 @@ FLOATS = {"weights", "gate_probs"}
 
 
 def _integers(what: str, values: Any) -> NDArray[np.int64]:
-    """Return whole numbers as an array; InputError for what holds others."""
-    found = np.asarray(values)
-    if found.size and (found.dtype.kind not in "iu" or found.max() >= 1 << 63):
-        raise InputError(f"{what} are integers below 2**63, not {found.dtype}")
-    return found.astype(np.int64)
+    """Return whole numbers as an array. Raises InputError for others."""
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise InputError(f"{what} are integers, not {array.dtype}")
+    return array.astype(np.int64)

@@ -19,7 +19,7 @@ from traces.importers.source import Request, Source
 from traces.index import Index
 from traces.schema import AGGREGATE, TraceMeta
 from traces.steps import DECODE, PREFILL
-from traces.trace import Trace
+from traces.trace import Trace, in_turn
 
 BF16_BYTES = 2
 IMPORT = "import"
@@ -49,11 +49,15 @@ def trace_of(dump: Dump, source: Source) -> Trace:
         place = f"request {request}, row {row - int(dump.offsets[request])}, MoE layer {layer}{dumped}"
         raise InputError(f"{where}: {place}: {reason}")
     requests = _frame(dump.requests, dump.offsets, phase)
-    position = dump.position if dump.position is not None else _positions(dump.offsets, phase, requests)
+    prefilled = np.diff(np.concatenate([[0], np.cumsum(phase == PREFILL)])[dump.offsets])
+    columns = in_turn(np.diff(dump.offsets), prefilled)
+    position, step = dump.position, dump.step if dump.step is not None else columns["step"]
+    if position is None:  # after the prompt where only decoded tokens are there
+        before = np.where(prefilled > 0, 0, requests["prompt_tokens"].fillna(0).to_numpy(np.int64))
+        position = columns["position"] + np.repeat(before, np.diff(dump.offsets)).astype(np.uint32)
     index = Index(len(requests))
     index.add(np.repeat(np.arange(len(requests)), np.diff(dump.offsets)), position, phase)
     index.check(meta, requests, where)
-    step = dump.step if dump.step is not None else _steps(dump.offsets, phase)
     check_steps(step, phase, dump.offsets, where)
     if source.options.token_ids is not None:
         if dump.token_id is not None:
@@ -165,21 +169,3 @@ def _frame(
     names = ("id", "dataset", "task", "prompt_tokens", "output_tokens", "arrival_ns", "mode")
     types = ("str", "str", "str", "Int64", "Int64", "Int64", "str")
     return pd.DataFrame(rows, columns=list(names), dtype=object).astype(dict(zip(names, types, strict=True)))
-
-
-def _positions(offsets: NDArray[np.int64], phase: NDArray[np.uint8], requests: pd.DataFrame) -> NDArray[np.uint32]:
-    """Return consecutive positions: from 0, or after the prompt where only decoded tokens are there."""
-    request = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    position = np.arange(len(phase)) - offsets[request]
-    prefilled = np.zeros(len(requests), bool)
-    prefilled[request[phase == PREFILL]] = True
-    prompts = requests["prompt_tokens"].fillna(0).to_numpy(np.int64)
-    position += np.where(prefilled, 0, prompts)[request]
-    return position.astype(np.uint32)
-
-
-def _steps(offsets: NDArray[np.int64], phase: NDArray[np.uint8]) -> NDArray[np.uint32]:
-    """Return steps of requests one after the other; a prefill is one step, and each decoded token."""
-    begins = phase == DECODE
-    begins[offsets[:-1][np.diff(offsets) > 0]] = True
-    return (np.cumsum(begins) - 1).astype(np.uint32)

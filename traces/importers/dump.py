@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from traces.errors import InputError
 from traces.importers.source import Request, Source
-from traces.steps import DECODE, PREFILL
+from traces.trace import in_turn
 
 UNROUTED = "they are in the trace without experts, so a run computes all else of them"
 """Of tokens whose routing a server did not compute again, as it had them in its cache."""
@@ -90,9 +90,7 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
             token_id[end - len(one.token_id) : end] = one.token_id
     phase = None
     if all(known):
-        position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-        prompts = np.repeat([request.prompt_tokens for request in requests], lengths)
-        phase = np.where(position < prompts, PREFILL, DECODE).astype(np.uint8)
+        phase = in_turn(lengths, np.array([request.prompt_tokens for request in requests]))["phase"]
     return Dump(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)
 
 
