@@ -46,7 +46,6 @@ def read_described(
 
 
 def text(array: NDArray[Any]) -> str:
-    """Return what an array of one text holds."""
     return str(array)
 
 

@@ -22,14 +22,9 @@ from numpy.typing import NDArray
 from traces.reader import Files, numpy
 from traces.schema import row_bytes
 
-BLOCK_BYTES = 2**22
-"""Of a block, at most (but it has at least one row): no less than a row group of `traces.parquet`."""
-
-SHARED_BYTES = 2**25
-"""Of the blocks that the threads keep together, at most; a single one may be larger."""
-
-OWN_BYTES = 2 * BLOCK_BYTES
-"""Of the blocks that a thread keeps for itself, at most: the requests of a batch seldom lie in more than two blocks."""
+BLOCK_BYTES = 2**22  # of a block, at most (but it has at least one row): no less than a row group of `traces.parquet`
+SHARED_BYTES = 2**25  # of the blocks that the threads keep together, at most; a single one may be larger
+OWN_BYTES = 2 * BLOCK_BYTES  # of those that a thread keeps, at most: a batch's requests seldom lie in more than two
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -39,7 +39,6 @@ def check_requests(requests: pd.DataFrame, prefill: Int, decode: Int, where: str
 
 
 def check_unique(ids: "pd.Series[str]", where: str) -> None:
-    """Raise InputError if two requests have the same id."""
     repeated = ids[ids.duplicated()]
     if len(repeated):
         raise InputError(f"{where}: the request id {repeated.iloc[0]!r} occurs twice")

@@ -29,17 +29,16 @@ class Source:
 
     @staticmethod
     def open(path: Path | str) -> "Source":
-        """All requests of a trace; raises InputError."""
         folder = open_folder(path)
         labels = folder.listing()
         return Source(folder, labels, np.ones(len(labels), bool))
 
     def only(self, keep: NDArray[np.bool_]) -> "Source":
-        """Those of its requests where `keep` [requests] holds."""
+        """Return those of its requests where `keep` [requests] holds."""
         return replace(self, keep=self.keep & keep)
 
     def sampled(self, n: int, seed: int, by: str | None = None) -> "Source":
-        """`n` of its requests at random, in their order; of each value of the label `by`, if given.
+        """Return `n` of its requests at random, in their order; of each value of the label `by`, if given.
 
         Requests without that label are left out. Raises InputError if there are fewer.
         """
@@ -76,7 +75,7 @@ def join(
     meta = _common([source.folder for source in sources])
     names = [_ids(source, prefix) for source in sources]
     _require_unique(np.concatenate([ids[source.keep] for ids, source in zip(names, sources, strict=True)]), prefix)
-    columns = _columns([source.folder for source in sources])
+    columns = [name for name in EXTRA if all(_has(source.folder, name) for source in sources)]
     with TraceWriter(out, meta, overwrite, whole=True) as writer:
         next_step = 0
         for source, ids in zip(sources, names, strict=True):
@@ -96,7 +95,7 @@ def join(
 
 
 def _common(folders: Sequence[Folder]) -> TraceMeta:
-    """What holds for all traces. Raises InputError if they are not of one model."""
+    """Return what holds for all traces. Raises InputError if they are not of one model."""
     first = folders[0]
     common: dict[str, Any] = vars(first.meta).copy()
     for folder in folders[1:]:
@@ -120,22 +119,16 @@ def _common(folders: Sequence[Folder]) -> TraceMeta:
 
 def _ids(source: Source, prefix: bool) -> NDArray[Any]:
     ids = source.labels["id"].to_numpy(object)
-    name = source.folder.location.name
-    return np.array([f"{name}/{one}" for one in ids], object) if prefix else ids
+    return np.array([f"{source.folder.location.name}/{one}" for one in ids], object) if prefix else ids
 
 
 def _require_unique(ids: NDArray[Any], prefixed: bool) -> None:
     repeated = pd.Series(ids)[pd.Series(ids).duplicated()]
     if len(repeated):
-        advice = "--prefix-ids puts the trace's name before ids"
-        if prefixed:
-            advice = "give each trace once, in folders of different names"
+        advice = "give each trace once, in folders of different names"
+        if not prefixed:
+            advice = "--prefix-ids puts the trace's name before ids"
         raise InputError(f"the request id {repeated.iloc[0]!r} would occur twice; {advice}")
-
-
-def _columns(folders: Sequence[Folder]) -> list[str]:
-    """The optional columns that all traces have."""
-    return [name for name in EXTRA if all(_has(folder, name) for folder in folders)]
 
 
 def _has(folder: Folder, name: str) -> bool:

@@ -19,27 +19,15 @@ LONGEST_NAME = 4096
 
 
 def parse_json(content: str | bytes, what: str) -> Any:
-    """The content of a JSON text; the InputError starts with `what`."""
+    """Return the content of a JSON text; the InputError starts with `what`."""
     try:
-        return json.loads(content, object_pairs_hook=_object)
-    except RecursionError:
-        raise InputError(f"{what} is nested too deeply to be read as JSON") from None
-    except ValueError as error:
-        raise InputError(f"{what} is no JSON: {error}") from error
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object: two values of one key contradict each other."""
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ValueError(f"the key {reprlib.repr(key)} is there twice")
-        made[key] = value
-    return made
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{what} is no JSON: {error}") from None
 
 
 def finite(value: Any) -> Any:
-    """The same for JSON, which knows no infinity: it is written as text."""
+    """Return the same for JSON, which knows no infinity: it is written as text."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -48,7 +36,7 @@ def finite(value: Any) -> Any:
 
 
 def whole(what: str, value: Any, low: int = 1, high: int = LARGEST) -> int:
-    """`value` if it is a whole number from `low` to `high`."""
+    """Return `value` if it is a whole number from `low` to `high`."""
     if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return value
     limits = f"from {low} to {high}" if high < LARGEST else f"of at least {low}"
@@ -67,10 +55,3 @@ def short(what: str, value: Any) -> str:
     if len(text(what, value)) <= LONGEST_NAME:
         return str(value)
     raise InputError(f"{what} is {reprlib.repr(value)} and has {len(value)} characters, more than {LONGEST_NAME}")
-
-
-def texts(what: str, value: Any) -> tuple[str, ...]:
-    """`value` if it is a list of names, as a tuple."""
-    if isinstance(value, list | tuple):
-        return tuple(short(what, item) for item in value)
-    raise InputError(f"{what} is {reprlib.repr(value)}; a list of texts is needed")

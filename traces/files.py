@@ -8,12 +8,10 @@ from traces.errors import InputError
 
 
 def plain(path: Path) -> Path:
-    """Return `path`."""
     return path
 
 
 def expanded(path: Path | str) -> Path:
-    """Return the path with a home in place of `~`."""
     return Path(path).expanduser()
 
 

@@ -27,35 +27,16 @@ from traces.score_model import (
 from traces.steps import DECODE, PREFILL
 from traces.trace import Trace
 
-LAGS = 2 ** np.arange(10)
-"""Distances of tokens, in tokens, at which their overlap is measured."""
-
-PAIRS = 8_000
-"""Pairs of tokens measured for each distance, at most."""
-
-FEWEST = 50
-"""Pairs of tokens for a distance to be measured."""
-
-REQUESTS = 2_000
-"""Requests that are fitted to, at most; more are thinned out evenly."""
-
-KINDS = 500
-"""Kinds of tokens."""
-
-OPENING = 64
-"""First tokens of requests that may be common, at most."""
-
-ROUNDS = 4
-"""Synthetic traces that are made and measured to correct the parameters."""
-
-PILOT_TOKENS = 40_000
-"""Tokens of such a trace, about."""
-
-SAMPLES = 1_000
-"""Tokens drawn to learn what popularity and correlation give; of popularity more, where experts are few."""
-
-MOST = 0.98
-"""Of the variance of a score that is not noise."""
+LAGS = 2 ** np.arange(10)  # distances, in tokens, at which the overlap of tokens is measured
+PAIRS = 8_000  # pairs of tokens measured for each distance, at most
+FEWEST = 50  # pairs of tokens for a distance to be measured
+REQUESTS = 2_000  # requests that are fitted to, at most; more are thinned out evenly
+KINDS = 500  # kinds of tokens
+OPENING = 64  # first tokens of requests that may be common, at most
+ROUNDS = 4  # synthetic traces that are made and measured to correct the parameters
+PILOT_TOKENS = 40_000  # of such a trace, about
+SAMPLES = 1_000  # tokens drawn to learn what popularity and correlation give; of popularity more, where experts are few
+MOST = 0.98  # of the variance of a score that is not noise
 
 Floats = NDArray[np.float64]
 Int = NDArray[np.int64]
@@ -107,9 +88,9 @@ def fit(trace: Trace) -> ScoreModel:
         for i, phase in enumerate(phases):
             if not (pilot.phase == phase).any():
                 continue
-            found = measure(pilot, phase, cluster)
-            wanted[i] = wanted[i].corrected(targets[i], _Correlations.of(found, tables[i]))
-            mean[i] = mean[i] + (_scores(real[i].chosen) - _scores(found.chosen))
+            made = measure(pilot, phase, cluster)
+            wanted[i] = wanted[i].corrected(targets[i], _Correlations.of(made, tables[i]))
+            mean[i] = mean[i] + (_scores(real[i].chosen) - _scores(made.chosen))
         share = _by_phase(phases, [each.shares(kind, lengths.stay) for each in wanted])
         model = replace(model, mean=_by_phase(phases, mean), share=share)
     return model
@@ -154,8 +135,7 @@ def popularity(chosen: Floats, k: int) -> Floats:
     noise = np.random.default_rng(0).standard_normal((max(SAMPLES, 100_000 // E), 1, E), np.float32)
     mean = _scores(chosen)
     for _ in range(10):
-        found = _chosen(mean + noise, k).mean(axis=0)
-        mean += 0.7 * (_scores(chosen) - _scores(found))
+        mean += 0.7 * (_scores(chosen) - _scores(_chosen(mean + noise, k).mean(axis=0)))
     return mean
 
 
@@ -174,8 +154,8 @@ class OverlapTable:
         shape = (SAMPLES, *mean.shape)
         one, other = (rng.standard_normal(shape, np.float32) for _ in range(2))
         first = _chosen(mean + one, k)
-        found = [(first & _chosen(mean + r * one + np.sqrt(1 - r**2) * other, k)) for r in OverlapTable.GRID]
-        overlap = np.array([both.sum(axis=(0, 2)) for both in found]).T / (SAMPLES * k)
+        both = [first & _chosen(mean + r * one + np.sqrt(1 - r**2) * other, k) for r in OverlapTable.GRID]
+        overlap = np.array([each.sum(axis=(0, 2)) for each in both]).T / (SAMPLES * k)
         return OverlapTable(np.maximum.accumulate(overlap, axis=1))
 
     def correlation(self, overlap: Floats) -> Floats:
@@ -196,14 +176,10 @@ class _Correlations:
         pairs = table.correlation(np.stack([measured.in_cluster, measured.neighbours], axis=1))
         return _Correlations(table.correlation(measured.at_lag), pairs[:, 0], pairs[:, 1])
 
-    def corrected(self, target: "_Correlations", found: "_Correlations") -> "_Correlations":
-        """Return what to ask for, after asking for this gave `found` instead of `target`."""
-        return _Correlations(
-            *(
-                np.clip(np.where(np.isnan(got), asked, asked + wanted - got), 0, MOST)
-                for asked, wanted, got in zip(astuple(self), astuple(target), astuple(found), strict=True)
-            )
-        )
+    def corrected(self, target: "_Correlations", made: "_Correlations") -> "_Correlations":
+        """Return what to request, after requesting this made `made` instead of `target`."""
+        each = zip(astuple(self), astuple(target), astuple(made), strict=True)
+        return _Correlations(*(np.clip(np.where(np.isnan(m), own, own + t - m), 0, MOST) for own, t, m in each))
 
     def shares(self, kind: Floats, stay: float) -> Floats:
         """Return the terms' shares of the variance, [L, terms].
@@ -283,7 +259,7 @@ def _opening(trace: Trace) -> Floats:
 
     Two requests have a token in common with its square.
     """
-    rng, found = np.random.default_rng(0), []
+    rng, probabilities = np.random.default_rng(0), []
     rows = np.arange(len(trace.experts))
     unrelated = _overlaps(trace, rng.choice(rows, PAIRS), rng.choice(rows, PAIRS)).mean()
     for place in range(OPENING):
@@ -295,8 +271,8 @@ def _opening(trace: Trace) -> Floats:
         probability = np.sqrt(max(0.0, (overlap - unrelated) / max(1 - unrelated, 1e-9)))
         if probability < 0.5:
             break
-        found.append(probability)
-    return np.array(found)
+        probabilities.append(probability)
+    return np.array(probabilities)
 
 
 def _zipf(repeat: float) -> Floats:
@@ -320,7 +296,6 @@ def _nonnegative(basis: Floats, values: Floats) -> Floats:
 
 
 def _lengths(trace: Trace) -> Lengths:
-    """Return the lengths of the requests, and their clusters."""
     cluster = _k_means(trace)
     prefill = trace.prompts
     return Lengths(

@@ -52,7 +52,6 @@ class Index:
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts.sum(axis=0))])
 
     def add(self, request: NDArray[Any], position: NDArray[np.uint32], phase: NDArray[np.uint8]) -> None:
-        """Look at the next rows."""
         request = request.astype(np.int64)
         _add(request, position, phase, self._seen, self.counts, self.first, self.last, self._latest, self._faults)
         self._seen += len(request)

@@ -44,7 +44,6 @@ class Location:
 
     @property
     def remote(self) -> bool:
-        """Whether it is a URL's."""
         return not isinstance(self.filesystem, LocalFileSystem)
 
     @property
@@ -53,7 +52,6 @@ class Location:
         return os.path.basename(self.root if self.remote else os.path.realpath(self.root))
 
     def within(self, file: str) -> str:
-        """Return a file of the folder, for messages."""
         return f"{self.path}/{file}" if file else self.path
 
     def names(self, folder: str = "") -> list[str] | None:

@@ -68,7 +68,6 @@ def _writing(what: object) -> Iterator[None]:
 
 
 def remove(*files: Path) -> None:
-    """Remove files, those that are there."""
     for file in files:
         file.unlink(missing_ok=True)
 

@@ -23,15 +23,11 @@ PART = re.compile(r"part-\d+\.parquet|\.part-\d+\.parquet\.tmp")
 
 
 def temporary(path: Path) -> Path:
-    """Return where a file is written until it is whole."""
     return path.with_name(f".{path.name}.tmp")
 
 
-_COUNTERS = ("request", "position", "step")
-"""Columns of numbers that mostly go up by little, stored as differences."""
-
-_FLOATS = ("weights", "gate_probs", "embedding")
-"""Columns in which values hardly repeat; all others are stored by dictionary."""
+_COUNTERS = ("request", "position", "step")  # numbers that mostly go up by little, stored as differences
+_FLOATS = ("weights", "gate_probs", "embedding")  # values that hardly repeat; all others are stored by dictionary
 
 
 @contextmanager
@@ -62,7 +58,6 @@ def read(path: Path, columns: list[str] | None = None) -> pa.Table:
 
 
 def write(path: Path, table: pa.Table) -> None:
-    """Write one file."""
     with _writing(path, table.schema) as writer:
         writer.write_table(table, row_group_size=_rows_of_a_group(table.schema))
 
@@ -100,7 +95,6 @@ class Parts:
 
     @property
     def path(self) -> Path:
-        """Return that of the last file."""
         return self.folder / f"part-{self._number:05d}.parquet"
 
     @property
@@ -109,12 +103,10 @@ class Parts:
         return bool(self._held)
 
     def add(self, table: pa.Table) -> None:
-        """Hold the rows for the last file."""
         self._held.append(table)
         self.rows += len(table)
 
     def table(self) -> pa.Table:
-        """Return the last file's content."""
         self._held = [pa.concat_tables(self._held).combine_chunks()]
         return self._held[0]
 

@@ -116,7 +116,6 @@ class Folder:
 
     @property
     def path(self) -> str:
-        """As it was typed."""
         return self.location.path
 
     def row_columns(self, extra: Iterable[str]) -> list[str]:
@@ -134,7 +133,6 @@ class Folder:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Requests and rows, by the files' footers."""
         return len(self.listed), len(self.routing)
 
 

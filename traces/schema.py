@@ -67,7 +67,6 @@ class TraceMeta:
         return int(np.iinfo(self.id_type).max)
 
     def encode(self) -> dict[bytes, bytes]:
-        """Return the metadata of a Parquet file of this trace."""
         return {KEY: json.dumps({"schema_version": VERSION, **asdict(self)}).encode()}
 
     @staticmethod

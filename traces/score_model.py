@@ -21,20 +21,13 @@ from traces.trace import Trace, in_turn, listed
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 
-PASSAGES = np.array([4 / 3, 16 / 3, 64 / 3, 256 / 3, 1024 / 3])
-"""Mean lengths of passages, in tokens."""
-
-RUN_GOES_ON = 0.6
-"""Probability that a request is of the run of the request before."""
-
-OPENING_SHARE = 0.99
-"""Of the variance of a score, what the common first tokens of requests share."""
+PASSAGES = np.array([4 / 3, 16 / 3, 64 / 3, 256 / 3, 1024 / 3])  # mean lengths of passages, in tokens
+RUN_GOES_ON = 0.6  # probability that a request is of the run of the request before
+OPENING_SHARE = 0.99  # of the variance of a score, what the common first tokens of requests share
+ROWS = 256  # tokens whose scores are held at a time
 
 CLUSTER, RUN, REQUEST, KIND, PASSAGE = 0, 1, 2, 3, 4
 """Places in `ScoreModel.share`; the passages are the last."""
-
-ROWS = 256
-"""Tokens whose scores are held at a time."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class Lookahead:
     counts: Int  # [A'] tokens of the step for which the expert is picked
 
     def after(self, step: int, layer: int) -> tuple[Int, Int]:
-        """Ids [n] and tokens [n] picked for the layer that follows `layer` in the step; none after the last layer."""
+        """Return ids [n] and tokens [n] picked for the layer after `layer` in the step; none after the last one."""
         event = step * self.layers + layer + 1
         picked = slice(self.offsets[event], self.offsets[event + (layer + 1 < self.layers)])
         return self.experts[picked], self.counts[picked]
@@ -60,25 +60,22 @@ def steps_of_rows(
     lookahead: NDArray[np.integer] | None = None,
     token_id: NDArray[np.integer] | None = None,
 ) -> RequestSteps:
-    """The rows of a request as an engine runs them: the first `prompt` as one step, then the others one by one.
+    """Return the rows of a request as an engine runs them: the first `prompt` as one step, then the others one by one.
 
     experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; position, token_id:
     [tokens], -1 where the id was withheld.
     """
     context, parts = position.astype(np.int64) + 1, []
     if prompt:
-        parts.append(prefill_step(request, experts[:prompt], E, sentinel, _rows(lookahead, slice(prompt))))
+        ahead = None if lookahead is None else lookahead[:prompt]
+        parts.append(prefill_step(request, experts[:prompt], E, sentinel, ahead))
     if prompt < len(experts) or not parts:
-        rest = slice(prompt, None)
-        parts.append(decode_steps(request, experts[rest], E, sentinel, context[rest], _rows(lookahead, rest)))
+        ahead = None if lookahead is None else lookahead[prompt:]
+        parts.append(decode_steps(request, experts[prompt:], E, sentinel, context[prompt:], ahead))
     steps = join(parts) if len(parts) > 1 else parts[0]
     if token_id is None or (token_id < 0).all():
         return steps
     return replace(steps, token_ids=token_id.astype(np.int64))
-
-
-def _rows(chosen: NDArray[np.integer] | None, rows: slice) -> NDArray[np.integer] | None:
-    return None if chosen is None else chosen[rows]
 
 
 def decode_steps(
@@ -94,17 +91,10 @@ def decode_steps(
     experts, lookahead: [tokens, L, k] ids within a layer, `sentinel` where nothing was routed; context: [tokens].
     """
     tokens, L, _ = experts.shape
-    offsets, ids, counts = _token_by_token(experts, E, sentinel)
-    return RequestSteps(
-        request=request,
-        phase=np.full(tokens, DECODE, np.uint8),
-        tokens=np.ones(tokens, np.int64),
-        context=context.astype(np.int64),
-        offsets=offsets,
-        experts=ids,
-        counts=counts,
-        lookahead=None if lookahead is None else Lookahead(L, *_token_by_token(lookahead, E, sentinel)),
-    )
+    ahead = None if lookahead is None else Lookahead(L, *_token_by_token(lookahead, E, sentinel))
+    phase, ones = np.full(tokens, DECODE, np.uint8), np.ones(tokens, np.int64)
+    choices = _token_by_token(experts, E, sentinel)
+    return RequestSteps(request, phase, ones, context.astype(np.int64), *choices, lookahead=ahead)
 
 
 def prefill_step(
@@ -116,21 +106,13 @@ def prefill_step(
 ) -> RequestSteps:
     """Run all tokens as one step. experts, lookahead: [tokens, L, k] ids in a layer, `sentinel` where not routed."""
     tokens, L, _ = experts.shape
-    offsets, ids, counts = _all_together(experts, E, sentinel)
-    return RequestSteps(
-        request=request,
-        phase=np.array([PREFILL], np.uint8),
-        tokens=np.array([tokens], np.int64),
-        context=np.array([tokens], np.int64),
-        offsets=offsets,
-        experts=ids,
-        counts=counts,
-        lookahead=None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel)),
-    )
+    ahead = None if lookahead is None else Lookahead(L, *_all_together(lookahead, E, sentinel))
+    phase, count = np.array([PREFILL], np.uint8), np.array([tokens], np.int64)
+    return RequestSteps(request, phase, count, count.copy(), *_all_together(experts, E, sentinel), lookahead=ahead)
 
 
 def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
-    """[tokens, L, k] laid out flat, an event for each (token, layer)."""
+    """Return [tokens, L, k] laid out flat, an event for each (token, layer)."""
     tokens, L, _ = chosen.shape
     ascending = np.sort(chosen, axis=-1).astype(np.int64)
     here = ascending != sentinel
@@ -142,7 +124,7 @@ def _token_by_token(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
 
 
 def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
-    """[tokens, L, k] laid out flat, an event for each layer."""
+    """Return [tokens, L, k] laid out flat, an event for each layer."""
     L = chosen.shape[1]
     wide = chosen.astype(np.int64)
     ids = wide + (np.arange(L, dtype=np.int64) * E)[None, :, None]
@@ -154,7 +136,7 @@ def _all_together(chosen: NDArray[np.integer], E: int, sentinel: int) -> Flat:
 
 
 def join(parts: list[RequestSteps]) -> RequestSteps:
-    """The steps of one request, one part after the other (its prefill, then its decode)."""
+    """Return the steps of one request, one part after the other (its prefill, then its decode)."""
     offsets, experts, counts = _end_to_end([(part.offsets, part.experts, part.counts) for part in parts])
     ahead = [part.lookahead for part in parts if part.lookahead]
     picks = [(each.offsets, each.experts, each.counts) for each in ahead]

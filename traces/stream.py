@@ -13,11 +13,8 @@ from traces.index import Index
 from traces.reader import Folder, open_folder, require_known
 from traces.trace import Trace
 
-ROWS = 65_536
-"""Rows of a piece, about; a batch of requests that ran together is never cut."""
-
-REQUESTS = 1_024
-"""Requests of a piece, at most."""
+ROWS = 65_536  # of a piece, about; a batch of requests that ran together is never cut
+REQUESTS = 1_024  # of a piece, at most
 
 
 def pieces(path: Path | str, columns: Iterable[str] = ()) -> Iterator[Trace]:

@@ -73,7 +73,6 @@ class AnyTrace(ABC):
             raise InputError(f"{self.name} holds EAMs only, no sequences that could be run: its source counted tokens")
 
     def head(self, n: int) -> Self:
-        """Return the trace of the first `n` requests."""
         if not 1 <= n <= len(self.requests):
             raise InputError(f"{self.name} holds {len(self.requests)} requests; it cannot give the first {n}")
         return self._first(n)

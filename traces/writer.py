@@ -43,20 +43,11 @@ from traces.trace import FLOATS, Trace
 UNFINISHED = ".moe-expert-cache.part"
 """Folder in that of a trace, in which another one is written until it is whole and takes its place."""
 
-FILE_ROWS = 65_536
-"""Rows of a routing file, at most."""
-
-ROUTING_BYTES = 2**26
-"""Of the rows in a routing file, about: wide rows make fewer."""
-
-REQUEST_BYTES = 2**24
-"""Of the EAMs in a file of requests while the trace grows."""
-
-FLUSH_SECONDS = 5.0
-"""Requests that finish sooner after the last flush wait for the next one, or for close()."""
-
-FLUSH_SHARE = 0.1
-"""Of the time, at most, is spent on flushing: after a slow flush the next one waits longer."""
+FILE_ROWS = 65_536  # of a routing file, at most
+ROUTING_BYTES = 2**26  # of the rows in a routing file, about: wide rows make fewer
+REQUEST_BYTES = 2**24  # of the EAMs in a file of requests while the trace grows
+FLUSH_SECONDS = 5.0  # requests that finish sooner after the last flush wait for the next one, or for close()
+FLUSH_SHARE = 0.1  # of the time, at most, is spent on flushing: after a slow flush the next one waits longer
 
 
 def check_target(folder: Path, overwrite: bool, resume: bool = False, read: Iterable[Location] = ()) -> None:
@@ -245,7 +236,6 @@ class TraceWriter:
 
 
 def _rows_of_a_file(meta: TraceMeta, optional: Iterable[str]) -> int:
-    """Return how many rows a routing file holds, by their size."""
     return min(FILE_ROWS, max(1, ROUTING_BYTES // row_bytes(routing_schema(meta, optional))))
 
 
@@ -266,7 +256,6 @@ def _last_step(parts: list[Path], requests: int) -> int:
 
 
 def write_trace(trace: Trace, folder: Path, overwrite: bool = False) -> None:
-    """Write a whole trace at once."""
     with TraceWriter(folder, trace.meta, overwrite, whole=True) as writer:
         writer.add(trace)
 

@@ -90,7 +90,6 @@ def taken_in(
 
 
 def unbase64(place: str, value: str) -> bytes:
-    """Return the bytes of a base64 text. Raises InputError."""
     try:
         return base64.b64decode(value, validate=True)
     except ValueError as error:

@@ -29,7 +29,6 @@ _AS_STATED = ("expert_bytes", "dtype", "revision", "hidden_size", "expert_interm
 
 
 def trace_of(dump: Dump, source: Source) -> Trace:
-    """Return the trace of a dump. Raises InputError."""
     where, layers = str(source.path), _layers(source, dump.experts.shape[1])
     if dump.phase is not None and source.options.phase is not None:
         raise InputError(f"{where} says itself which tokens are prompt: leave --phase out")

@@ -22,7 +22,6 @@ CHUNK = 1_000_000
 
 
 def read_stat(source: Source, files: list[tuple[Path, dict[str, Any]]]) -> Counts:
-    """Return the counts in the loaded files. Raises InputError."""
     counted = []
     for path, content in files:
         counts = content["logical_count"]

@@ -65,7 +65,9 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
     """Return sequences as one dump, prompt and generated tokens told apart. Raises InputError for wrong lengths."""
     if not sequences:
         raise InputError(f"{source.path} holds no request")
-    requests = source.requests([Request(one.id, None, None, None, *_tokens(one)) for one in sequences])
+    requests = source.requests(
+        [Request(one.id, prompt_tokens=one.prompt_tokens, output_tokens=one.output_tokens) for one in sequences]
+    )
     _, layers, k = sequences[0].experts.shape
     for one, request in zip(sequences, requests, strict=True):
         if one.experts.shape[1:] != (layers, k):
@@ -92,10 +94,6 @@ def join(source: Source, sequences: list[Sequence]) -> Dump:
     if all(known):
         phase = in_turn(lengths, np.array([request.prompt_tokens for request in requests]))["phase"]
     return Dump(experts, offsets, requests, phase, token_id=token_id if (token_id >= 0).any() else None)
-
-
-def _tokens(one: Sequence) -> tuple[int | None, int | None]:
-    return one.prompt_tokens, one.output_tokens
 
 
 def _check_length(one: Sequence, request: Request) -> None:

@@ -22,8 +22,9 @@ _PER_TOKEN = {"phase": np.uint8, "position": np.uint32, "step": np.uint32, "toke
 
 
 def read_npz(source: Source) -> Dump:
-    """Read a .npz. Raises InputError."""
-    path, values = source.path, _load_npz(source.path)
+    path = source.path
+    with located(str(path)):
+        values = arrays.read_npz(path)
     if not {"experts", "offsets"} <= values.keys():
         raise InputError(
             f"{path} has no array 'experts' or 'offsets'; it must hold experts[tokens, layers, k] and offsets"
@@ -41,27 +42,21 @@ def read_npy(source: Source) -> Dump:
 
 
 def offsets_beside(path: Path) -> Path:
-    """Return where the offsets of a .npy lie."""
     return path.with_suffix(".offsets.npy")
 
 
 def token_ids(path: Path, tokens: int) -> NDArray[np.int32]:
     """Return the ids of the tokens of a dump, which lie in a file of their own. Raises InputError."""
-    held = {"token_ids": load_npy(path)} if path.suffix == ".npy" else _load_npz(path)
-    if "token_ids" not in held:
-        raise InputError(f"{path} has no array 'token_ids'")
+    with located(str(path)):
+        held = {"token_ids": arrays.read_npy(path)} if path.suffix == ".npy" else arrays.read_npz(path)
+        if "token_ids" not in held:
+            raise InputError("it has no array 'token_ids'")
     return _column(path, "token_id", held["token_ids"], tokens)
 
 
 def load_npy(path: Path) -> NDArray[Any]:
-    """Return the array of a .npy. Raises InputError."""
     with located(str(path)):
         return arrays.read_npy(path)
-
-
-def _load_npz(path: Path) -> dict[str, NDArray[Any]]:
-    with located(str(path)):
-        return arrays.read_npz(path)
 
 
 def _dump(source: Source, values: dict[str, NDArray[Any]]) -> Dump:

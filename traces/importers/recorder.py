@@ -43,12 +43,10 @@ class Pass:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each request."""
         return (self.extend_seq_lens or []) if self.forward_mode == EXTEND else [1] * len(self.positions)
 
     @property
     def place(self) -> str:
-        """For messages."""
         return f"forward pass {self.forward_pass_id}"
 
 

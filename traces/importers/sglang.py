@@ -49,7 +49,6 @@ class Body:
 
     @property
     def holder(self) -> Extension | None:
-        """The object that has the experts."""
         first = self.choices[0] if self.choices else Choice()
         places = (self.meta_info, self.sglext, self.sgl_ext, first.sglext, first.sgl_ext)
         return next((one for one in places if one and one.routed_experts is not None), None)
@@ -65,7 +64,6 @@ def read(source: Source) -> Dump:
 
 
 def is_answer(body: dict[str, Any]) -> bool:
-    """Return whether an answer looks like SGLang's."""
     try:
         return convert(body, Body, "").holder is not None
     except InputError:

@@ -145,5 +145,4 @@ def convert(value: Any, kind: type[T], where: str) -> T:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file."""
     return parse_json(path.read_bytes(), str(path))

@@ -63,7 +63,6 @@ def read(source: Source) -> Dump:
 
 
 def is_answer(body: dict[str, Any]) -> bool:
-    """Return whether an answer looks like vLLM's."""
     choices = body.get("choices")
     inside = isinstance(choices, list) and any(isinstance(one, dict) and "routed_experts" in one for one in choices)
     return inside or "prompt_routed_experts" in body
