@@ -58,7 +58,7 @@ def _read(path: Path) -> "pd.Series[int]":
         header = not first[0].isdigit()
         names = first if header else list(COLUMNS[: len(first)])
         if len(names) != len(first) or not set(COLUMNS[:2]) <= set(names) <= set(COLUMNS):
-            raise ValueError(f"its first line is {','.join(first)!r}")
+            raise InputError(f"{path} line 1: {','.join(first)!r}; layer,expert or layer,expert,count")
         with pd.read_csv(
             path, header=None, names=names, skiprows=int(header), dtype=np.uint32, chunksize=CHUNK
         ) as read:
@@ -66,6 +66,8 @@ def _read(path: Path) -> "pd.Series[int]":
         if not sum(map(len, parts)):
             raise ValueError("it holds no line")
         return pd.concat(parts).groupby(level=["layer", "expert"]).sum()
+    except InputError:
+        raise
     except (ValueError, OverflowError) as error:
         raise InputError(f"{path} is no CSV of layer,expert or layer,expert,count: {error}") from None
 
