@@ -1,49 +1,56 @@
-"""Run fuzzers, one a core: `python -m tests.fuzz [TARGET ...] --seconds 60`; status 1 where one found something.
+"""Run the fuzzers one after the other: `python -m tests.fuzz [TARGET ...] --seconds 60`; status 1 after a finding.
 
-Put an input that found something, `crash-TARGET-KIND`, into `tests/fuzz/corpus/TARGET/` with its fix: `make test`
-reads it from then on.
+Put an input that found something, `crash-TARGET`, into `tests/fuzz/corpus/TARGET/` with its fix: `make test` reads it
+from then on.
 """
 
 import argparse
-import os
-import re
-import subprocess
+import multiprocessing
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+import tempfile
+import time
+import traceback
 from pathlib import Path
 
-from tests.fuzz.harness import CORPUS
+from hypothesis import given, settings
+
+from tests.fuzz.targets import TARGETS, TooSlowError, mutated
+
+
+def fuzz(name: str, seconds: float) -> None:
+    """Give a reader mutations of its corpus until the time is over; leave an input that found something."""
+    target, folder, tried = TARGETS[name], Path(tempfile.mkdtemp()), 0
+    ends = time.monotonic() + seconds
+
+    def attack(content: bytes) -> None:
+        nonlocal tried
+        tried += 1
+        Path(f"crash-{name}").write_bytes(content)  # there as well where the process ends
+        target.attack(content, folder)
+
+    try:
+        while time.monotonic() < ends:
+            settings(max_examples=200, database=None, deadline=None)(given(mutated(target.seeds()))(attack))()
+    except (Exception, TooSlowError):
+        traceback.print_exc()
+        sys.exit(f"{name}: a finding after {tried} inputs, kept as crash-{name}")
+    Path(f"crash-{name}").unlink(missing_ok=True)
+    print(f"{name}: {tried} inputs in {seconds:g} s, none a finding", flush=True)
 
 
 def main() -> None:
-    """Each in a process of its own, since a finding may end it."""
+    """Run each fuzzer in a process of its own, since a finding may end it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("targets", nargs="*", help="default: all")
-    parser.add_argument("--seconds", type=int, default=60, help="for each")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many at a time; default: one a core")
-    asked = parser.parse_args()
-    names = asked.targets or sorted(folder.name for folder in CORPUS.iterdir())
-    with ThreadPoolExecutor(max(1, asked.jobs)) as pool:
-        are_clean = pool.map(partial(fuzz, asked.seconds), names)
-        failed = [name for name, is_clean in zip(names, are_clean, strict=True) if not is_clean]
-    if failed:
-        sys.exit(f"findings: {', '.join(failed)}")
-
-
-def fuzz(seconds: int, name: str) -> bool:
-    """Run one fuzzer, print what came of it, and return whether it found nothing."""
-    command = [sys.executable, "-m", "tests.fuzz.one", name, str(seconds)]
-    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, errors="replace", check=False)
-    runs = re.findall(r"^#(\d+)", done.stderr, re.MULTILINE)
-    own = re.compile(rf"crash-{name}-((crash|oom|timeout)-)?[0-9a-f]+")
-    left = [path for path in Path().glob("crash-*") if own.fullmatch(path.name)]
-    lines = [f"{name}: {runs[-1] if runs else 'some'} inputs in {seconds} s, {len(left)} findings"]
-    is_clean = not left and not done.returncode
-    if not is_clean:
-        lines += [line for line in done.stderr.splitlines() if not line.startswith(("#", "INFO"))]
-    print("\n".join(lines), flush=True)
-    return is_clean
+    parser.add_argument("targets", nargs="*", default=list(TARGETS), help="default: all")
+    parser.add_argument("--seconds", type=float, default=60, help="for each")
+    options = parser.parse_args()
+    failed = []
+    for name in options.targets:
+        process = multiprocessing.get_context("spawn").Process(target=fuzz, args=(name, options.seconds))
+        process.start()
+        process.join()
+        failed += [name] if process.exitcode else []
+    sys.exit(f"findings: {', '.join(failed)}" if failed else 0)
 
 
 if __name__ == "__main__":

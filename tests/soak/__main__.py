@@ -3,8 +3,7 @@
 Every job meets each of its faults in turn: a process is killed at a random moment, once or several times, a worker
 dies, a scheduler vanishes, or the disk is full. Then the job is resumed, and what it wrote is held against a run that
 nothing disturbed. A finding is a traceback, a status that is none of ours, a hang, or another result. Moments are drawn
-from --seed. The summary is a row of a table, which goes to the end of --report. Full disks need rights to mount a
-tmpfs, and are left out without.
+from --seed. Full disks need rights to mount a tmpfs, and are left out without.
 """
 
 import argparse
@@ -18,10 +17,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 
@@ -46,19 +44,6 @@ JOBS = ("record", "sweep untimed", "sweep", "replay virtual", "replay disk")
 
 FAULTS = {"kill": JOBS, "worker": JOBS[1:3], "scheduler": JOBS[1:3], "full disk": JOBS[:4]}
 """Each fault, and the jobs that it can happen to."""
-
-SENT = ("SIGKILL sent", "SIGTERM sent", "SIGINT sent", "workers killed", "schedulers killed")
-
-CUT = (
-    "refused in one line",
-    "failed in one line",
-    "interrupted",
-    "interrupted while Python imported",
-    "had ended before",
-)
-
-COLUMNS = ("date", "minutes", "seed", "rounds", *FAULTS, "sent", "commands", "cut", "findings")
-"""Of the table of summaries: after each fault, its rounds by job; `sent` and `cut` are the counts of SENT and CUT."""
 
 Content = dict[str, bytes]
 
@@ -315,41 +300,11 @@ def faults_of(job: Job) -> list[str]:
     return [fault for fault, names in FAULTS.items() if job.name in names and (fault != "full disk" or mounts())]
 
 
-def table_row(cells: Iterable[object]) -> str:
-    """Return a row of a table in Markdown."""
-    texts = [str(cell).replace("|", "\\|") for cell in cells]
-    return f"| {' | '.join(texts)} |\n"
-
-
-HEAD = table_row(COLUMNS) + table_row("---" for _ in COLUMNS)
-
-
-def summary_of(soak: Soak, minutes: float, rounds: int) -> str:
-    """Return the row of a soak in the table of summaries."""
-
-    def counts(names: Iterable[str]) -> str:
-        return ", ".join(str(soak.done[name]) for name in names)
-
-    by_fault = [counts(f"{name}, {fault}" for name in names) for fault, names in FAULTS.items()]
-    found = "; ".join([str(len(soak.found)), *(" ".join(each.split())[:500] for each in soak.found)])
-    date = f"{datetime.now(UTC):%Y-%m-%d}"
-    done = [counts(SENT), soak.done["commands"], counts(CUT), found]
-    return table_row([date, f"{minutes:.0f}", soak.seed, rounds, *by_fault, *done])
-
-
-def append(summary: str, report: Path) -> None:
-    """Add a row to the table at the end of a page, which gets the table where it has none."""
-    text = report.read_text(encoding="utf-8") if report.exists() else ""
-    with report.open("a", encoding="utf-8") as page:
-        page.write(summary if HEAD in text else f"\n{HEAD}{summary}")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Continue until the time is over; status 1 where something was found."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--report", type=Path, help="file that the summary is appended to")
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored, by children too
     home, begun, rounds = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic(), 0
@@ -374,10 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"round {rounds}: {job.name}, {fault}: {outcome}", flush=True)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    summary = summary_of(soak, (time.monotonic() - begun) / 60, rounds)
-    print(HEAD + summary, end="")
-    if asked.report:
-        append(summary, asked.report)
+    print(f"{rounds} rounds in {(time.monotonic() - begun) / 60:.0f} minutes; {len(soak.found)} findings")
+    print("\n".join(f"{count:6} {what}" for what, count in sorted(soak.done.items())))
     sys.exit(bool(soak.found))
 
 
