@@ -23,6 +23,7 @@ from unittest.mock import patch
 import pyarrow.parquet as pq
 
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
 PROGRAMS = {"moe-trace": "tracer", "moe-sim": "sim", "moe-replay": "replay"}
 HELD_WHOLE = 12_000
 """Characters of a file that stands here as text; of a larger one its digest does."""
@@ -49,9 +50,8 @@ def main(out: Path) -> None:
             status, printed, errors = run(shlex.split(line.replace("DEMO", str(demo))))
             files = written(folder, seen)
             parts = [f"$ {line}", f"status {status}", "--- stdout", printed, "--- stderr", errors, *files]
-            text = normal(
-                "\n".join(part.rstrip() for part in parts), {str(demo): "DEMO", str(folder): "HERE", now: "COMMIT"}
-            )
+            names = {str(demo): "DEMO", str(folder): "HERE", str(ROOT): "ROOT", now: "COMMIT"}
+            text = normal("\n".join(part.rstrip() for part in parts), names)
             words = "-".join(re.findall(r"[a-z0-9]+", line.lower())[1:5])
             (out / f"{number:02}-{words}.txt").write_text(text + "\n", encoding="utf-8")
         helps = [options(program, ()) for program in PROGRAMS]
