@@ -22,6 +22,9 @@ from unittest.mock import patch
 
 import pyarrow.parquet as pq
 
+from sim.results.provenance import commit
+from traces import demo_trace
+
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 PROGRAMS = {"moe-trace": "tracer", "moe-sim": "sim", "moe-replay": "replay"}
@@ -34,10 +37,7 @@ UNSTABLE = {"commit", "cell", "key", "made_at", "date"}
 
 def main(out: Path) -> None:
     """Write a file for each command, and one for the options of all commands."""
-    from sim.results.provenance import commit
-    from traces import demo_trace
-
-    demo, now = demo_trace(), commit()
+    demo = demo_trace()
     with gzip.open(Path(__file__).parents[1] / "sim" / "cases.jsonl.gz", "rt", encoding="utf-8") as stored:
         cases = list(islice(stored, 20))
     with tempfile.TemporaryDirectory() as scratch, contextlib.chdir(scratch):
@@ -50,7 +50,7 @@ def main(out: Path) -> None:
             status, printed, errors = run(shlex.split(line.replace("DEMO", str(demo))))
             files = written(folder, seen)
             parts = [f"$ {line}", f"status {status}", "--- stdout", printed, "--- stderr", errors, *files]
-            names = {str(demo): "DEMO", str(folder): "HERE", str(ROOT): "ROOT", now: "COMMIT"}
+            names = {str(demo): "DEMO", str(folder): "HERE", str(ROOT): "ROOT"}
             text = normal("\n".join(part.rstrip() for part in parts), names)
             words = "-".join(re.findall(r"[a-z0-9]+", line.lower())[1:5])
             (out / f"{number:02}-{words}.txt").write_text(text + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def written(folder: Path, seen: dict[Path, str]) -> list[str]:
 
 def content(path: Path) -> str:
     """Return what a file holds as text, of a large one the digest of that; of pictures and unfinished runs nothing."""
-    if path.suffix in (".png", ".lock") or "journal" in path.name or "cells" in path.parts:
+    if path.suffix in (".png", ".lock", ".log") or "cells" in path.parts:
         return "(not compared)"
     if path.suffix == ".parquet":
         table = pq.read_table(path)
@@ -119,7 +119,8 @@ def content(path: Path) -> str:
 
 
 def stable(text: str) -> str:
-    """Return the text without keys of cells and without measured times of writing."""
+    """Return the text without commit, keys of cells, and the note that the engine is compiled for the first time."""
+    text = re.sub(r"^compiling the engine, .*\n", "", text.replace(commit(), "COMMIT"), flags=re.MULTILINE)
     return re.sub(r"\b[0-9a-f]{16}\b", "CELL", text)
 
 
