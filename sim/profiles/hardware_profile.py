@@ -50,8 +50,6 @@ class Hardware:
     measured: tuple[MeasuredModel, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        if self.link_bandwidth_gb_per_s > self.memory_bandwidth_gb_per_s:
-            raise InputError("link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
         if len({(each.model, each.expert_bytes) for each in self.measured}) < len(self.measured):
             raise InputError("measured: a model with experts of one size stands there twice")
 
@@ -70,4 +68,7 @@ class Hardware:
 
 def hardware(text: str) -> Hardware:
     """Return the shipped profile of that name, or that of the TOML file at that path. Raise InputError."""
-    return profiles.read(Hardware, profiles.find("hardware", "hardware", text))
+    machine = profiles.read(Hardware, path := profiles.find("hardware", "hardware", text))
+    if machine.link_bandwidth_gb_per_s > machine.memory_bandwidth_gb_per_s:  # as units taken for one another make it
+        raise InputError(f"{path}: link_bandwidth_gb_per_s is above memory_bandwidth_gb_per_s")
+    return machine
