@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from policies.core.spec import parse
 from policies.eamc.file import SavedEamc
 from replay.devices.expert_file import ExpertFile
 from replay.devices.store import anonymous
@@ -117,7 +118,7 @@ def runs(read: Trace) -> None:
     """Every lookup of a trace that was read is a hit or a miss."""
     slots = -(-read.layers * read.num_experts // 2)
     steps = [read.steps(i) for i in range(len(read.requests))]
-    log = count(steps, read.layers, read.num_experts, slots, "lru")
+    log = count(steps, read.layers, read.num_experts, slots, parse("lru"))
     assert log.hits.sum() + log.misses.sum() == sum(len(request.experts) for request in steps)
 
 
