@@ -56,7 +56,7 @@ class ModelProfile:
     dense_sliding_window: Size = 0  # of those before each MoE layer; 0: none
     trailing_dense_layers: Size = 0
     layer_expert_bytes: tuple[Count, ...] = ()  # of an expert of each MoE layer; empty: all as the shape says
-    kv_bytes_per_value: NotNegative = 0.0  # 0: as the dense weights
+    kv_bytes_per_value: NotNegative = 0  # 0: as the dense weights
     stated_dense_bytes: Size = 0  # of what a token reads beside routed experts and head; 0: as the shape says
     stated_head_bytes: Size = 0  # of the vocabulary matmul; 0: as the shape says
 
